@@ -1,4 +1,4 @@
-"""Count the tokens of a corpus: words, bytes, or those of a tokenizer."""
+"""Count the tokens of a corpus: words, bytes, or the ids of a tokenizer."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class CorpusCount:
     """The counts of a corpus."""
 
     tokenizer: str  # whitespace, bytes, or the path of a tokenizer
-    num_bytes: int  # of text: of files after decompression, of rows as UTF-8
+    num_bytes: int  # of text: files after decompression, rows as UTF-8
     frequencies: Frequencies
     most_common: tuple[tuple[str, int], ...]  # the most frequent tokens as text, with their counts
-    vocab_size: int | None = None  # ids that the tokenizer has; None for words
-    unseen: int | None = None  # of these, how many never occur
-    # A cap that keeps the first ids, as the fix vocabulary-cap does, must be above it to lose nothing.
+    vocab_size: int | None = None  # number of ids of the tokenizer; None for words
+    unseen: int | None = None  # number of ids that never occur; None for words
+    # Highest id that occurs: a cap that keeps the first ids, as the fix vocabulary-cap does, must be above.
     highest_id: int | None = None
     unseen_ranges: tuple[tuple[int, int], ...] = ()  # first and last of each run of ids that never occur
-    special_unseen: tuple[str, ...] = ()  # special tokens among these: a model needs them although no text has them
-    # Rows that a capped vocabulary needs beside the tokens kept: one for all that is rare, and the special tokens.
+    special_unseen: tuple[str, ...] = ()  # special tokens that never occur: a model needs them nevertheless
+    # Rows of a capped vocabulary besides the kept tokens: one for all rare tokens, and the special tokens.
     reserved: int = 0
     files: int = 1
     rows: int = 0  # of JSON Lines and Parquet that held text
-    notes: tuple[str, ...] = ()  # sentences: what was left out, replaced or taken for granted
+    notes: tuple[str, ...] = ()  # sentences on text that was left out or replaced, and on assumptions
 
 
 def count_corpus(
@@ -57,19 +57,19 @@ def count_corpus(
     """Count the tokens of a corpus in bounded memory.
 
     Args:
-        corpus: a file, a folder or a pattern, or several of these: text, JSON Lines or Parquet by their suffix, each
-            but Parquet also compressed by gzip, bzip2 or xz.
-        tokenizer: whitespace, bytes, a tokenizer.json, or a folder that has one. A tokenizer is given text line by
-            line and rows whole, and adds no special tokens.
+        corpus: files, folders or patterns: text, JSON Lines or Parquet, by suffix. Text and JSON Lines may be
+            compressed by gzip, bzip2 or xz.
+        tokenizer: whitespace, bytes, a tokenizer.json, or its folder. A tokenizer encodes text line by line, rows as
+            a whole, and adds no special tokens.
         encoding: of text and JSON Lines.
-        column: of JSON Lines and Parquet; None: `rows.DEFAULT_COLUMN`. If given, text files are JSON Lines too.
-        show: how many of the most frequent tokens to name.
-        max_words: different words in memory at a time; what is more waits on disk.
-        progress: told how many bytes have been read on disk.
+        column: of JSON Lines and Parquet; None: `rows.DEFAULT_COLUMN`. If given, text files are read as JSON Lines.
+        show: number of most frequent tokens to return.
+        max_words: different words in memory at a time; further words are spilled to disk.
+        progress: called with the number of bytes read from disk.
 
     Raises:
         UsageError: a file or the tokenizer cannot be read, or a file is not in that encoding.
-        MemprofError: the disk is full where words wait.
+        MemprofError: the disk for spilled words is full.
     """
     codec_name(encoding)
     sources = find_sources(corpus, column)
@@ -96,18 +96,18 @@ def count_corpus(
         for block in reader.blocks():
             for value in set(block):
                 counts[value] += block.count(value)
-        return _of_ids(tokenizer, reader.done(), counts, lambda value: repr(bytes((value,)))[1:], show)
-    made = _load_tokenizer(tokenizer)
-    counts = array("Q", bytes(8 * made.get_vocab_size(with_added_tokens=True)))
+        return _count_ids(tokenizer, reader.done(), counts, lambda value: repr(bytes((value,)))[1:], show)
+    codec = _load_tokenizer(tokenizer)
+    counts = array("Q", bytes(8 * codec.get_vocab_size(with_added_tokens=True)))
     for documents in reader.documents():
         ids: Counter[int] = Counter()
-        for encoded in made.encode_batch_fast(documents, add_special_tokens=False):
+        for encoded in codec.encode_batch_fast(documents, add_special_tokens=False):
             ids.update(encoded.ids)
         for number, count in ids.items():
-            if number >= len(counts):  # ids with gaps, which added tokens may leave
+            if number >= len(counts):  # added tokens may leave gaps between ids
                 counts.extend([0] * (number + 1 - len(counts)))
             counts[number] += count
-    special = {number: str(t.content) for number, t in made.get_added_tokens_decoder().items() if t.special}
+    special = {number: str(t.content) for number, t in codec.get_added_tokens_decoder().items() if t.special}
     notes = []
     if any(source.kind == TEXT for source in sources):
         notes.append(
@@ -116,46 +116,46 @@ def count_corpus(
     notes.append(
         "A cap keeps the most frequent ids, which are to be numbered anew; the others become the unknown token."
     )
-    return _of_ids(tokenizer, reader.done(), counts, lambda number: str(made.id_to_token(number)), show, special, notes)
+    return _count_ids(tokenizer, reader.done(), counts, lambda number: str(codec.id_to_token(number)), show, special, notes)
 
 
 class _Reader:
-    """All files of a corpus, one after the other."""
+    """Reader of all files of a corpus, one after another, with a tally."""
 
     def __init__(self, sources: Sequence[Source], encoding: str, column: str | None, progress: Progress) -> None:
         self._sources, self._encoding, self._column, self._progress = sources, encoding, column, progress
-        self._before = 0
+        self._bytes_before = 0
         self._tally = Tally()
 
-    def _tell(self, done: int) -> None:
-        self._progress(self._before + done)
+    def _report(self, done: int) -> None:
+        self._progress(self._bytes_before + done)
 
     def _rows(self, source: Source) -> Iterator[list[str]]:
         if source.kind == PARQUET:
-            return parquet_rows(source.path, self._column, self._tally, self._tell)
-        return json_rows(source.path, self._column, self._encoding, self._tally, self._tell)
+            return parquet_rows(source.path, self._column, self._tally, self._report)
+        return json_rows(source.path, self._column, self._encoding, self._tally, self._report)
 
-    def _read(self, of_text: Callable[[Path], Iterator[T]], of_rows: Callable[[list[str]], T]) -> Iterator[T]:
-        """Yield what the files hold, by their kind; what a file that was only found lacks is noted."""
+    def _read(self, read_text: Callable[[Path], Iterator[T]], convert_rows: Callable[[list[str]], T]) -> Iterator[T]:
+        """Yield the texts of all files; files found in folders that are empty or binary are skipped and tallied."""
         for source in self._sources:
             if not source.named and not source.path.exists():
                 self._tally.skipped[source.path] = "vanished before it was read"
                 continue
             try:
-                yield from of_text(source.path) if source.kind == TEXT else map(of_rows, self._rows(source))
+                yield from read_text(source.path) if source.kind == TEXT else map(convert_rows, self._rows(source))
                 self._tally.files += 1
             except NoTextError as error:
                 empty = "empty" in error.problem
                 if source.named and (not empty or len(self._sources) == 1):
                     raise
                 self._tally.skipped[source.path] = "empty" if empty else "binary"
-            self._before += source.num_bytes
+            self._bytes_before += source.num_bytes
 
     def _pieces(self, path: Path, *, lines: bool = False) -> Iterator[str]:
-        return pieces(path, self._encoding, self._tell, self._tally, lines=lines)
+        return pieces(path, self._encoding, self._report, self._tally, lines=lines)
 
     def texts(self) -> Iterator[str]:
-        """Yield pieces that end where a word does."""
+        """Yield pieces of text that end between words."""
         return self._read(self._pieces, "\n".join)
 
     def documents(self) -> Iterator[list[str]]:
@@ -163,11 +163,11 @@ class _Reader:
         return self._read(lambda path: map(str.splitlines, self._pieces(path, lines=True)), lambda rows: rows)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield bytes of text files as they are, and of rows in UTF-8."""
-        return self._read(lambda path: blocks(path, self._tell, self._tally), lambda rows: "".join(rows).encode())
+        """Yield the bytes of text files, and of rows in UTF-8."""
+        return self._read(lambda path: blocks(path, self._report, self._tally), lambda rows: "".join(rows).encode())
 
     def done(self) -> Tally:
-        """Return what was read; raise UsageError if no file held text."""
+        """Return the tally of the whole corpus; raise UsageError if no file held text."""
         if not self._tally.files:
             reasons = sorted(set(self._tally.skipped.values()))
             raise UsageError(
@@ -179,7 +179,7 @@ class _Reader:
         return self._tally
 
 
-def _of_ids(
+def _count_ids(
     tokenizer: str,
     tally: Tally,
     counts: array[int],

@@ -1,4 +1,4 @@
-"""Frequencies of tokens, and the share of a corpus that the most frequent of them cover. Exact, in integers."""
+"""Token frequencies of a corpus, and the share that the most frequent tokens cover, exact in integers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True)
 class Frequencies:
-    """The counts of a corpus without its tokens: `histogram` has pairs (times, tokens that occur so often).
+    """The counts of a corpus without its tokens: `histogram` has pairs (count, number of tokens with this count).
 
-    The most frequent come first. A corpus of n tokens has at most sqrt(2 n) pairs, whatever its number of different
+    The highest counts come first. A corpus of n tokens has at most sqrt(2 n) pairs, for any number of different
     tokens.
     """
 
@@ -22,23 +22,23 @@ class Frequencies:
 
     @classmethod
     def of(cls, counts: Iterable[int]) -> Frequencies:
-        """Return the frequencies of how often each token occurs; tokens that do not are left out."""
+        """Return the frequencies of tokens with these `counts`; tokens with count 0 are left out."""
         histogram = Counter(counts)
         histogram.pop(0, None)
         return cls(tuple(sorted(histogram.items(), reverse=True)))
 
     @property
     def total(self) -> int:
-        """Return tokens in the corpus."""
+        """Return the number of tokens in the corpus."""
         return sum(times * tokens for times, tokens in self.histogram)
 
     @property
     def distinct(self) -> int:
-        """Return how many different tokens there are."""
+        """Return the number of different tokens."""
         return sum(tokens for _, tokens in self.histogram)
 
     def covered(self, cap: int) -> int:
-        """Return tokens of the corpus that are among the `cap` most frequent ones."""
+        """Return the number of corpus tokens that are among the `cap` most frequent ones."""
         left, covered = cap, 0
         for times, tokens in self.histogram:
             taken = min(left, tokens)
@@ -53,7 +53,7 @@ class Frequencies:
         return self.covered(cap) / self.total if self.total else 1.0
 
     def cap_for(self, share: float | str | Fraction) -> int:
-        """Return the fewest tokens that make up at least `share` (0 to 1, a float as written) of the corpus.
+        """Return how many of the most frequent tokens cover `share` (0 to 1, a float as written) of the corpus.
 
         Raises UsageError for a share that is not from 0 to 1.
         """

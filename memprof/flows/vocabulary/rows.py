@@ -16,16 +16,16 @@ from memprof.flows.vocabulary.text import NoTextError, Progress, codec_name
 
 DEFAULT_COLUMN = "text"
 MAX_ROW_CHARACTERS = 1 << 26
-PARQUET_ROWS = 64  # rows read at a time; a row group is decoded as it is needed
+PARQUET_ROWS = 64  # rows read at a time; row groups are decoded lazily
 
 
 def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without one are counted in `tally`.
-    Raises UsageError: no row has such text, or the file cannot be read or decoded; NoTextError: empty or binary."""
+    """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without text are counted in `tally`.
+    Raises UsageError: no row has text in `column`, or the file cannot be read; NoTextError: empty or binary."""
     name = column or DEFAULT_COLUMN
     before = tally.rows
     seen: set[str] = set()
-    wrong = Undecodable(tally, path)
+    undecodable = Undecodable(tally, path)
     codec = codec_name(encoding)
     with opened(path) as (file, tell):
         head = file.peek(4096)
@@ -34,9 +34,9 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
         texts.check_is_text(path, head, encoding)
         lines = io.TextIOWrapper(file, codec, errors=ERRORS, newline="\n")
         batch: list[str] = []
-        held = number = characters = 0
+        batch_characters = number = characters = 0
         while True:
-            with wrong:
+            with undecodable:
                 try:
                     line = lines.readline(MAX_ROW_CHARACTERS + 1)
                 except UnicodeError as error:
@@ -52,20 +52,20 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
                 )  # fmt: skip
             if line.isspace():
                 continue
-            value = _text_of(line, name, seen, path, number, tally)
+            value = _parse_row(line, name, seen, path, number, tally)
             if value is None:
                 continue
             tally.rows += 1
             tally.num_bytes += num_bytes(value)
             batch.append(value)
-            held += len(value)
-            if held >= texts.BATCH_BYTES:
+            batch_characters += len(value)
+            if batch_characters >= texts.BATCH_BYTES:
                 yield batch
-                batch, held = [], 0
+                batch, batch_characters = [], 0
                 progress(tell())
         lines.detach()
-    if wrong.count > texts.MAX_UNDECODABLE * characters:
-        raise texts.wrong_encoding(path, encoding, wrong, characters)
+    if undecodable.count > texts.MAX_UNDECODABLE * characters:
+        raise texts.wrong_encoding(path, encoding, undecodable, characters)
     if tally.rows == before:
         columns = ", ".join(sorted(seen)[:8])
         hint = f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?"
@@ -75,7 +75,7 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
     progress(size_of(path))
 
 
-def _text_of(line: str, name: str, seen: set[str], path: Path, number: int, tally: Tally) -> str | None:
+def _parse_row(line: str, name: str, seen: set[str], path: Path, number: int, tally: Tally) -> str | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -90,13 +90,13 @@ def _text_of(line: str, name: str, seen: set[str], path: Path, number: int, tall
             seen.update(str(key) for key, other in row.items() if isinstance(other, str))
         tally.bad_row(path, f"is line {number:,}, without text in {name!r}")
         return None
-    # A lone surrogate, which JSON may spell and no tokenizer takes.
+    # Lone surrogates, valid in JSON, are replaced: tokenizers reject them.
     return value.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else value
 
 
 def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Yield batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise. Raises
-    UsageError: pyarrow is not installed, the file is no Parquet, or has no such column of text; NoTextError: it has no
+    """Yield batches of the texts in `column` of a Parquet file, by pyarrow. Raises UsageError:
+    pyarrow is not installed, the file is no Parquet, or has no such column of text; NoTextError: the file has no
     rows."""
     try:
         import pyarrow
@@ -121,13 +121,13 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
         try:
             for rows in file.iter_batches(batch_size=PARQUET_ROWS, columns=[name]):
                 values = rows.column(0).to_pylist()
-                good = [value for value in values if value is not None]
-                for _ in range(len(values) - len(good)):
+                texts_of_rows = [value for value in values if value is not None]
+                for _ in range(len(values) - len(texts_of_rows)):
                     tally.bad_row(path, f"is within rows {done + 1:,} to {done + len(values):,}, without text")
                 done += len(values)
-                tally.rows += len(good)
-                tally.num_bytes += sum(map(num_bytes, good))
-                yield good
+                tally.rows += len(texts_of_rows)
+                tally.num_bytes += sum(map(num_bytes, texts_of_rows))
+                yield texts_of_rows
                 progress(size * done // total)
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise UsageError("the Parquet file is damaged", value=path, hint=str(error).splitlines()[0]) from None

@@ -1,4 +1,4 @@
-"""A corpus, its coverage, and what a smaller vocabulary saves: the flow behind `memprof vocab`.
+"""Coverage of a corpus, and the memory that a smaller vocabulary saves: the flow behind `memprof vocab`.
 
 CORPUS -count.py-> CorpusCount -caps-> profile, once for each vocabulary -report-> Vocabulary
 """
@@ -51,16 +51,16 @@ Progress = Callable[[str], None]
 def read_corpus(
     corpus: Sequence[str | Path], tokenizer: str, *, encoding: str, column: str | None, show: int, progress: Progress
 ) -> CorpusCount:
-    """Count a corpus; raise UsageError if nothing in it is a token, and as `count_corpus`."""
+    """Return the counts of a corpus; raise UsageError if the corpus has no token; other errors as `count_corpus`."""
     sources = find_sources(corpus, column)
     if any(source.path.suffix.lower() == ".parquet" for source in sources):
         check_package("Parquet", "pyarrow")
     total = sum(source.num_bytes for source in sources)
 
-    def tell(done: int) -> None:
+    def report(done: int) -> None:
         progress("counting: " + (f"{done / total:.0%} of {total / 1e6:,.0f} MB" if total else f"{done / 1e6:,.0f} MB"))
 
-    counted = count_corpus(corpus, tokenizer, encoding=encoding, column=column, show=show, progress=tell)
+    counted = count_corpus(corpus, tokenizer, encoding=encoding, column=column, show=show, progress=report)
     if not counted.frequencies.total:
         value = ", ".join(map(str, corpus))
         raise UsageError("there is no token in the corpus", value=value, hint="is there only white space in it?")
@@ -68,7 +68,7 @@ def read_corpus(
 
 
 def parse_shares(text: str) -> list[tuple[str, Fraction]]:
-    """Return names and shares of "99,99.9"; raise UsageError if they are no percentages, or too many."""
+    """Return names and shares of "99,99.9"; raise UsageError for other text than one to six percentages."""
     found = {}
     for part in (part.strip().removesuffix("%") for part in text.split(",") if part.strip()):
         try:
@@ -84,11 +84,11 @@ def parse_shares(text: str) -> list[tuple[str, Fraction]]:
 
 
 def caps_of(counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked: int | None = None) -> tuple[Cap, ...]:
-    """Return the caps for these shares, and the one of `asked` tokens, which is above zero; most tokens first."""
+    """Return a cap for each share, and one of `asked` tokens if given (at least 1); the largest cap comes first."""
     if asked is not None and asked < 1:
         raise UsageError("--cap must be at least 1", value=asked, hint="give a positive whole number")
     frequencies = counted.frequencies
-    # The largest first, also of those that come to the same cap.
+    # The largest share first, also among shares with equal caps.
     sizes = [(name, frequencies.cap_for(share)) for name, share in sorted(shares, key=lambda one: -one[1])]
     if asked is not None:
         sizes.append(("asked", min(asked, frequencies.distinct)))
@@ -100,12 +100,12 @@ def caps_of(counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked:
 
 
 def before_size(counted: CorpusCount) -> int | None:
-    """Return the vocabulary that the caps are compared with: all words of the corpus, or the tokenizer's ids."""
+    """Return the vocabulary size without a cap: all words of the corpus, or the tokenizer's number of ids."""
     return counted.frequencies.distinct + counted.reserved if counted.tokenizer == WORDS else counted.vocab_size
 
 
 def check_model(spec: TargetSpec) -> None:
-    """Find model and GPU, or raise MemprofError, before a corpus is read, which may take minutes."""
+    """Raise MemprofError if the model or GPU does not exist; called before a corpus is read, which may take minutes."""
     from memprof.workload.models import find_source  # imports torch
 
     find_gpu_of(spec)
@@ -113,9 +113,9 @@ def check_model(spec: TargetSpec) -> None:
 
 
 def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progress: Progress) -> Savings:
-    """Run the model with each vocabulary, and return what each cap saves.
+    """Run the model with each vocabulary, and return the memory before and with each cap.
 
-    Before is `spec.vocab_size`; if that is None, all words of the corpus, or with a tokenizer the model's own.
+    The vocabulary before is `spec.vocab_size`; if None, all words of the corpus, or with a tokenizer the model's.
     """
     if spec.vocab_size is None and counted.tokenizer == WORDS:
         spec = spec.edit(vocab_size=before_size(counted))
@@ -128,13 +128,13 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
     assert target is not None
     rows = target.vocab_size or target.asked_vocab_size
     if rows is None:
-        rows = before_size(counted)  # a factory says nothing of its vocabulary
+        rows = before_size(counted)  # the vocabulary of a model factory is unknown
     notes = []
     if counted.highest_id is not None and rows is not None and counted.highest_id >= rows:
         notes.append(
             f"The corpus has the id {counted.highest_id:,} and the model {rows:,} rows: they do not go together."
         )
-    before = _measured(BEFORE, rows or 0, trace, document)
+    before = _build_memory(BEFORE, rows or 0, trace, document)
     capped: list[VocabularyMemory] = []
     for cap in caps:
         if rows is not None and cap.vocab_size >= rows:
@@ -144,11 +144,11 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
             capped.append(dataclasses.replace(capped[-1], name=cap.name))
             continue
         trace, document = run(cap.name, spec.edit(vocab_size=cap.vocab_size))
-        capped.append(_measured(cap.name, cap.vocab_size, trace, document))
+        capped.append(_build_memory(cap.name, cap.vocab_size, trace, document))
     return Savings(SIMULATED, _describe(target), document.device.name, before, tuple(capped), tuple(notes))
 
 
-def _measured(name: str, rows: int, trace: Trace, document: Report) -> VocabularyMemory:
+def _build_memory(name: str, rows: int, trace: Trace, document: Report) -> VocabularyMemory:
     ledger = build_ledger(trace)
     at_loss = (index for index, category in enumerate(ledger.categories) if category is Category.LOGITS_AND_LOSS)
     logits = [index for index in at_loss if trace.storages[index].device != HOST]
@@ -177,15 +177,15 @@ def _describe(target: Target) -> str:
 
 
 def estimate_savings(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: TargetSpec) -> Savings:
-    """Return what each cap saves by arithmetic: rows of embedding and head times their width, and a copy of the logits.
+    """Return the memory before and with each cap by arithmetic: embedding, head, and one copy of the logits.
 
-    Parameters are rows x hidden size, once if embedding and head share their weights and else twice; gradients as many;
-    optimizer state so many as `STATES` has; logits batch x context x rows. All of them in `dtype`.
+    Parameters are rows x hidden size, twice if embedding and head are not tied; gradients are as many; optimizer state
+    is parameters x `STATES`; logits are batch x context x rows. All are in `spec.dtype`.
 
     Args:
-        params: a size such as 1.2B, which stands for a model of the shape of Llama (`catalog.synthesize`); None: the
-            width is not known, and the logits are all that is.
-        spec: vocabulary before, batch, context, dtype and optimizer; UsageError if the state is not so many numbers.
+        params: a size such as 1.2B, for a model of the shape of Llama (`catalog.synthesize`); None: the width is
+            unknown, and only the logits are computed.
+        spec: vocabulary before, batch, context, dtype and optimizer; UsageError for optimizers not in `STATES`.
     """
     optimizer, batch_size = spec.optimizer, spec.batch_size
     if optimizer not in STATES:
@@ -195,7 +195,7 @@ def estimate_savings(params: str | None, counted: CorpusCount, caps: Sequence[Ca
     context = spec.context_length or DEFAULT_CONTEXT
     columns = size = others = 0
     notes = ["By arithmetic: rows of embedding and head, and one copy of the logits. A run has more of both."]
-    what = f"batch {batch_size} x {context:,} tokens, {dtype}, {optimizer}"
+    description = f"batch {batch_size} x {context:,} tokens, {dtype}, {optimizer}"
     if params is not None:
         entry = synthesize(parse_count(params))
         config = entry.load_config()
@@ -203,35 +203,35 @@ def estimate_savings(params: str | None, counted: CorpusCount, caps: Sequence[Ca
         size = entry.num_parameters
         others = size - columns * config["vocab_size"]
         tables = "once: the head is tied" if config["tie_word_embeddings"] else "in embedding and in head"
-        what = f"{format_count(size)} parameters of the shape of Llama, {what}"
+        description = f"{format_count(size)} parameters of the shape of Llama, {description}"
         notes.append(f"Hidden size {config['hidden_size']:,}, {tables}; {format_count(others)} parameters beside them.")
     else:
         notes.append("Without --model or --params the width is not known, and the logits are all that can be told.")
     rows = spec.vocab_size or before_size(counted) or 0
 
-    def of(name: str, vocabulary: int) -> VocabularyMemory:
+    def memory_of(name: str, vocabulary: int) -> VocabularyMemory:
         count = others + columns * vocabulary if params is not None else None
-        held = None if count is None else count * DTYPE_BYTES[dtype]
-        state = None if held is None else STATES[optimizer] * held
+        weights = None if count is None else count * DTYPE_BYTES[dtype]
+        state = None if weights is None else STATES[optimizer] * weights
         logits = batch_size * context * vocabulary * DTYPE_BYTES[dtype]
-        return VocabularyMemory(name, vocabulary, count, held, held, state, logits, None, None, None)
+        return VocabularyMemory(name, vocabulary, count, weights, weights, state, logits, None, None, None)
 
     capped = []
     for cap in caps:
         if cap.vocab_size >= rows:
             notes.append(f"{cap.name} takes {cap.vocab_size:,} rows, and there are {rows:,}: nothing to save.")
         else:
-            capped.append(of(cap.name, cap.vocab_size))
-    return Savings(ARITHMETIC, what, None, of(BEFORE, rows), tuple(capped), tuple(notes))
+            capped.append(memory_of(cap.name, cap.vocab_size))
+    return Savings(ARITHMETIC, description, None, memory_of(BEFORE, rows), tuple(capped), tuple(notes))
 
 
 def build_vocabulary(
     corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str
 ) -> Vocabulary:
-    """Return the document on what was counted."""
+    """Return the document of `memprof vocab` on the counts, caps and savings."""
     frequencies = counted.frequencies
-    # What both have, under the same names.
-    same = {
+    # Fields that CorpusCount and Vocabulary share.
+    shared_fields = {
         field.name: getattr(counted, field.name) for field in dataclasses.fields(counted) if field.name != "frequencies"
     }
     return Vocabulary(
@@ -245,12 +245,12 @@ def build_vocabulary(
         curve=curve(frequencies),
         caps=caps,
         savings=savings,
-        **same,
+        **shared_fields,
     )
 
 
 def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[Point, ...]:
-    """Return coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
+    """Return the coverage at the last `points` of the round numbers of tokens 1, 2, 5, 10, ..., and at all tokens."""
     distinct = frequencies.distinct
     if not distinct:
         return ()

@@ -1,4 +1,4 @@
-"""Tally of what was read of a corpus, and of what could not be: counted, and the first place of each kind."""
+"""Tally of a corpus: the text that was read, and counts and first places of its defects."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ MAX_NAMED = 3  # files named in a sentence
 
 @dataclass
 class Defect:
-    """So many of one kind in one file."""
+    """Defects of one kind in one file."""
 
     count: int
-    first: str  # the first of them: where it is, and what is wrong with it
+    first: str  # place and description of the first defect
 
 
 @dataclass
 class Tally:
-    """Filled in while a corpus is read."""
+    """Counts of text and defects, updated while a corpus is read."""
 
     num_bytes: int = 0  # of text, after decompression
     files: int = 0  # that were read
     rows: int = 0  # of JSON Lines and Parquet that held text
-    # Bytes that are not in the encoding; each stands in the text as U+FFFD.
+    # Bytes that are invalid in the encoding; each is read as U+FFFD.
     undecodable: dict[Path, Defect] = field(default_factory=dict)
     bad_rows: dict[Path, Defect] = field(default_factory=dict)  # rows without text in the column, or that are no JSON
     # Files found in a folder or by a pattern that hold no text, and why.
     skipped: dict[Path, str] = field(default_factory=dict)
 
     def bad_row(self, path: Path, first: str) -> None:
-        """Count one more."""
-        _count(self.bad_rows, path, 1, first)
+        """Count a row without text; `first` describes the row."""
+        _add_defects(self.bad_rows, path, 1, first)
 
     def notes(self) -> list[str]:
-        """Return sentences on all that was not read as it stands."""
+        """Return a sentence on each defect and on the skipped files."""
         found = []
         for path, defect in self.undecodable.items():
             bytes_are = "byte is" if defect.count == 1 else "bytes are"
@@ -58,51 +58,51 @@ class Tally:
 
 
 class Undecodable:
-    """Told of every undecodable place while a file is decoded with errors=ERRORS: use it as a context manager."""
+    """Context manager: counts undecodable bytes while a file is decoded with errors=ERRORS."""
 
     def __init__(self, tally: Tally, path: Path) -> None:
         self._tally, self._path = tally, path
-        self.before: int | None = None  # bytes of the file in front of what is decoded, where that is known
+        self.before: int | None = None  # offset in the file of the decoded block, if known
 
     def __enter__(self) -> Undecodable:
-        _now.sink = self
+        _active.sink = self
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _now.sink = None
+        _active.sink = None
 
     @property
     def count(self) -> int:
-        """Return the undecodable bytes so far."""
+        """Return the number of undecodable bytes so far."""
         defect = self._tally.undecodable.get(self._path)
         return defect.count if defect else 0
 
     @property
     def first(self) -> str:
-        """Return the first of them, in words."""
+        """Return the description of the first undecodable bytes."""
         return self._tally.undecodable[self._path].first
 
     def tell(self, error: UnicodeDecodeError) -> None:
         """Count the bytes of one error."""
         what = " ".join(f"0x{byte:02x}" for byte in error.object[error.start : error.end][:4])
         where = "" if self.before is None else f" near byte {self.before + error.start:,}"
-        _count(self._tally.undecodable, self._path, error.end - error.start, f"is {what}{where}: {error.reason}")
+        _add_defects(self._tally.undecodable, self._path, error.end - error.start, f"is {what}{where}: {error.reason}")
 
 
-def _count(defects: dict[Path, Defect], path: Path, count: int, first: str) -> None:
+def _add_defects(defects: dict[Path, Defect], path: Path, count: int, first: str) -> None:
     defect = defects.setdefault(path, Defect(0, first))
     defect.count += count
 
 
-_now = threading.local()
+_active = threading.local()
 
 
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    sink: Undecodable | None = getattr(_now, "sink", None)
+def _replace_undecodable(error: UnicodeError) -> tuple[str, int]:
+    sink: Undecodable | None = getattr(_active, "sink", None)
     if sink is None or not isinstance(error, UnicodeDecodeError):
         raise error
     sink.tell(error)
     return "\ufffd", error.end
 
 
-codecs.register_error(ERRORS, _replace)
+codecs.register_error(ERRORS, _replace_undecodable)
