@@ -116,7 +116,7 @@ def count_corpus(
     notes.append(
         "A cap keeps the most frequent ids, which are to be numbered anew; the others become the unknown token."
     )
-    return _count_ids(tokenizer, reader.done(), counts, lambda number: str(codec.id_to_token(number)), show, special, notes)
+    return _count_ids(tokenizer, reader.done(), counts, lambda i: str(codec.id_to_token(i)), show, special, notes)
 
 
 class _Reader:

@@ -5,14 +5,14 @@ import gc
 import sys
 
 from memprof.fixes.catalog import FIXES
-from memprof.flows.verify.processes import prepare
+from memprof.flows.verify.processes import import_dependencies
 
 
 def test_packages_of_fixes_are_imported_first(monkeypatch):
     monkeypatch.delitem(sys.modules, "wave", raising=False)
     one = dataclasses.replace(FIXES["lora"], packages=("no_such_package", "wave or colorsys"))
     try:
-        prepare([one], [])
+        import_dependencies([one], [])
     finally:
         gc.unfreeze()
     assert "wave" in sys.modules
