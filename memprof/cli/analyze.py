@@ -1,4 +1,4 @@
-"""`memprof analyze FILE`: what a recorded run held, who made it, and why it ran out."""
+"""`memprof analyze FILE`: the memory of a recorded run, its allocation sites, and the cause of an OOM."""
 
 from __future__ import annotations
 

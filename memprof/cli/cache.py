@@ -1,4 +1,4 @@
-"""`memprof cache`: the answers that are kept, and how to be rid of them."""
+"""`memprof cache`: list and remove cached results."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def cache(
         say(f"nothing is kept: {VARIABLE} is off, or there is no home folder")
         return
     if clear:
-        say(f"{_answers(removed)} removed from {folder}")
+        say(f"{_format_count(removed)} removed from {folder}")
         return
-    say(f"{folder}: {_answers(len(entries))}, {format_bytes(total)} of at most {format_bytes(MOST_BYTES)}")
+    say(f"{folder}: {_format_count(len(entries))}, {format_bytes(total)} of at most {format_bytes(MOST_BYTES)}")
     for entry, asked in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         say(f"  {used}  {format_bytes(entry.num_bytes):>10}  {asked or 'damaged: not used'}")
 
 
-def _answers(count: int) -> str:
+def _format_count(count: int) -> str:
     return f"{count} answer" if count == 1 else f"{count} answers"

@@ -1,4 +1,4 @@
-"""`memprof compare A B`: what differs between two runs, and whether it is within a tolerance."""
+"""`memprof compare A B`: the differences between two runs, and whether totals are within a tolerance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapsh
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(ReportOptions):
-    """Options of `memprof compare`: how far apart the runs may be, and how much is shown."""
+    """Options of `memprof compare`: the tolerance, and the number of rows."""
 
     tolerance: str = option(
         "0", "Comparison", "How much totals may differ: 0.1%, 16MiB or a number of bytes.", metavar="AMOUNT"

@@ -1,7 +1,7 @@
-"""`memprof --install-completion`: typer's scripts, put where bash, zsh and fish find them.
+"""`memprof --install-completion`: installation of typer's scripts for bash, zsh and fish.
 
-typer's own installation writes the whole of ~/.bashrc or ~/.zshrc anew, so that a full disk empties it, and its script
-for zsh answers from the second press of the tab key on.
+typer's own installation rewrites all of ~/.bashrc or ~/.zshrc, so that a full disk empties the file, and typer's
+script for zsh does not complete at the first press of the tab key.
 """
 
 from __future__ import annotations
@@ -20,75 +20,75 @@ from typer import completion
 from memprof.cli.streams import say
 from memprof.errors import MemprofError
 
-# Of each shell: where its script goes below the home folder, which file has a line for it, and that line.
+# Shell -> path of the script below the home folder, startup file, and the line added to the startup file.
 _PLACES = {
     "bash": (".bash_completions/{}.sh", ".bashrc", "source '{}'"),
     "zsh": (".zfunc/_{}", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/{}.fish", None, ""),
 }
-# What zsh loads when it is first asked answers then, too.
-_ZSH_ANSWER = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"\nfi'
+# Appended to the script of zsh, so that the first completion, which loads the script, completes too.
+_ZSH_FIRST_CALL = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"\nfi'
 
 
 def names_of(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
-    """Return what may follow an option, by its name; None: nothing that is known."""
-    known = {"gpu": _gpus, "model": _models}.get(option)
+    """Return a function that lists the values of an option for completion; None: the values are not known."""
+    known = {"gpu": _list_gpu_names, "model": _list_model_names}.get(option)
     return (lambda: list(choices)) if choices else known
 
 
-def _gpus() -> list[str]:
+def _list_gpu_names() -> list[str]:
     from memprof.device.catalog import list_gpus
 
     return [gpu.key for gpu in list_gpus()]
 
 
-def _models() -> list[str]:
+def _list_model_names() -> list[str]:
     from memprof.workload.catalog.models import list_models
 
     return [model.key for model in list_models()]
 
 
-def install_itself(command: Any) -> None:
-    """Have typer's option of `command` install as it is said here."""
+def replace_installation(command: Any) -> None:
+    """Replace the callback of `--install-completion` of `command` by the installation of this module."""
     for parameter in command.params:
         if parameter.name == "install_completion":
-            parameter.callback = partial(_answer, parameter.callback)
+            parameter.callback = partial(_install_completion, parameter.callback)
 
 
-def _answer(theirs: Callable[..., Any], context: Any, option: Any, value: Any) -> Any:
-    """Answer `--install-completion`, whose value is the shell if it is not found out; `theirs` for another shell."""
+def _install_completion(typer_callback: Callable[..., Any], context: Any, option: Any, value: Any) -> Any:
+    """Run `--install-completion`; `value` is the shell, or True to detect it; `typer_callback` runs other shells."""
     shell = value
     if value is True:
         with contextlib.suppress(shellingham.ShellDetectionFailure):
             shell = shellingham.detect_shell()[0]
     if context.resilient_parsing or shell not in _PLACES:
-        return theirs(context, option, value)
-    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        return typer_callback(context, option, value)
+    with contextlib.redirect_stdout(io.StringIO()) as script, contextlib.suppress(SystemExit):
         completion.show_callback(context, option, shell)  # the script that --show-completion prints
-    say(f"{shell} completion installed in {_install(shell, str(context.find_root().info_name), shown.getvalue())}")
+    say(f"{shell} completion installed in {_install(shell, str(context.find_root().info_name), script.getvalue())}")
     say("Completion will take effect once you restart the terminal")
     raise typer.Exit
 
 
 def _install(shell: str, program: str, script: str) -> Path:
-    place, started, line = _PLACES[shell]
+    place, startup_file, line = _PLACES[shell]
     script = script.strip()
     if shell == "zsh":
-        script += _ZSH_ANSWER.format(script.partition("()")[0].split()[-1])
+        script += _ZSH_FIRST_CALL.format(script.partition("()")[0].split()[-1])
     try:
         path = Path.home() / place.format(program)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{script}\n", encoding="utf-8")
-        if started is not None:
-            _append(Path.home() / started, line.format(path).encode())
-    except (OSError, RuntimeError) as error:  # no home either
+        if startup_file is not None:
+            _append_line(Path.home() / startup_file, line.format(path).encode())
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         hint = "memprof --show-completion prints it, to be put elsewhere"
         raise MemprofError("completion cannot be installed", value=error, hint=hint) from None
     return path
 
 
-def _append(file: Path, line: bytes) -> None:
-    """Add a line at the end of a file, if it is not there: nothing of the others is written anew."""
+def _append_line(file: Path, line: bytes) -> None:
+    """Append a line to a file without the line; the rest of the file is not rewritten."""
     with file.open("ab+") as opened:
         opened.seek(0)
         if line not in (lines := opened.read().split(b"\n")):

@@ -1,4 +1,4 @@
-"""`memprof doctor [FILE]`: what an error message says and what to do; `memprof doctor --env`: the installation."""
+"""`memprof doctor [FILE]`: explain an error message and suggest fixes; `--env`: check the installation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ memprof doctor --env
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(OutputOptions):
-    """The run that died, as far as it is known: its dimensions name the tensor."""
+    """Options of `memprof doctor`: dimensions of the failed run, to identify the tensor."""
 
     model: str | None = reuse_option(
         "model", default=None, note="The one that ran. Here no code: its sizes alone are read."
@@ -59,17 +59,17 @@ def doctor(
 
     known = ReportedRun(request.model, request.batch_size, request.context_length)
     size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
-    with _open(file) as stream, Progress(quiet=request.quiet) as progress:
-        progress(f"reading {_name(file)}")
+    with _open_log(file) as stream, Progress(quiet=request.quiet) as progress:
+        progress(f"reading {_describe_source(file)}")
         with report_progress_with(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
-            found = diagnose(stream, _name(file), known)
+            found = diagnose(stream, _describe_source(file), known)
     if not found:
         hint = "paste the whole traceback; of a process that vanished, its exit code (137 is a kill)"
-        raise MemprofError("no memory or device error is in it", value=_name(file), hint=hint)
+        raise MemprofError("no memory or device error is in it", value=_describe_source(file), hint=hint)
     if request.as_json:
         from memprof.report.documents.answers import Diagnoses
 
-        print_json(Diagnoses(file=_name(file), diagnoses=tuple(found)))
+        print_json(Diagnoses(file=_describe_source(file), diagnoses=tuple(found)))
     else:
         say(render_diagnoses(found, quiet=request.quiet), nl=False)
 
@@ -87,11 +87,11 @@ def _check_installation(output: OutputOptions) -> None:
         say(render_installation(checked, quiet=output.quiet), nl=False)
 
 
-def _name(file: Path | None) -> str:
+def _describe_source(file: Path | None) -> str:
     return "standard input" if file in (None, STDIN) else str(file)
 
 
-def _open(file: Path | None) -> AbstractContextManager[BinaryIO]:
+def _open_log(file: Path | None) -> AbstractContextManager[BinaryIO]:
     if file is None or file == STDIN:
         stream: BinaryIO = sys.stdin.buffer
         if sys.stdin.isatty():

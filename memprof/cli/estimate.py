@@ -1,4 +1,4 @@
-"""`memprof estimate`: what a model takes, in closed form and at once."""
+"""`memprof estimate`: the memory of a model by a closed form, without a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions(ExplainOptions):
-    """A model by one of three descriptions, and the GPUs to judge by."""
+    """Options that name a model in one of three ways, and the GPUs."""
 
     params: str | None = reuse_option("params")
     model: str | None = reuse_option("model", default=None, note="Here no code: its sizes alone are read.")
@@ -36,7 +36,7 @@ class SubjectOptions(ExplainOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateCommandOptions(EstimateOptions, SubjectOptions):
-    """Options of `memprof estimate`: those of the closed form, and how the model is used."""
+    """Options of `memprof estimate`: the inputs of the closed form, and --exact."""
 
     exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
 
@@ -82,7 +82,7 @@ def estimate(request: EstimateCommandOptions) -> None:
 
 
 def _simulate(answer: Estimate, *, quiet: bool) -> dict[str, Simulated]:
-    """Run every method in the dtype of the question on the virtual GPU."""
+    """Return the simulated peak of each method of the estimate, in its dtype, on the virtual GPU."""
     from memprof.flows.estimate import simulate
 
     found = {}
@@ -90,10 +90,10 @@ def _simulate(answer: Estimate, *, quiet: bool) -> dict[str, Simulated]:
         for plan in answer.plans():
             key = plan.method.key
 
-            def say(doing: str, key: str = key) -> None:
+            def report(doing: str, key: str = key) -> None:
                 progress(f"{key}: {doing}")
 
             found[key] = simulate(
-                answer.subject, plan, answer.batch_size, answer.context_length, say, lengths=answer.lengths
+                answer.subject, plan, answer.batch_size, answer.context_length, report, lengths=answer.lengths
             )
     return found

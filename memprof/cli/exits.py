@@ -1,4 +1,4 @@
-"""Exit codes: each means one thing, whatever the command."""
+"""Exit codes, with the same meaning in all commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memprof export FILE --to OTHER`: a recorded run for the viewers of others."""
+"""`memprof export FILE --to OTHER`: a recorded run as a file for memory_viz or Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memprof gpus`: the GPUs that can be simulated, and those that are here."""
+"""`memprof gpus`: the GPUs that can be simulated, and the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gpus(
         if output.as_json:
             from memprof.report.documents.answers import PresentGpus
 
-            names = tuple(found.key if (found := _catalog_entry(gpu)) else None for gpu in reading.gpus)
+            names = tuple(found.key if (found := _find_catalog_gpu(gpu)) else None for gpu in reading.gpus)
             print_json(PresentGpus.of(reading, names, environment))
         else:
             _print_present(reading, environment)
@@ -57,7 +57,7 @@ def gpus(
 
 
 def _print_present(reading: NvmlSample, environment: Environment) -> None:
-    """Say what NVML sees: the GPU's capacity as CUDA reports it (without what the driver keeps), and what is used."""
+    """Print NVML's figures: driver, capacity of each GPU without the driver's reserve, as in CUDA, and used memory."""
     if reading.gpus:
         cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
         torch = f"; torch {environment.torch_version}" if environment.torch_version else ""
@@ -65,7 +65,7 @@ def _print_present(reading: NvmlSample, environment: Environment) -> None:
     for note in reading.notes:
         say(note)
     for gpu in reading.gpus:
-        say(f"{gpu.index}  {gpu.name}: {_memory(gpu)}; {_catalog(gpu)}")
+        say(f"{gpu.index}  {gpu.name}: {_format_memory(gpu)}; {_format_option(gpu)}")
         for piece in gpu.slices:
             size = "memory not known" if piece.total_bytes is None else f"{gib(piece.total_bytes)} GiB"
             option = "" if piece.total_bytes is None else f"; --gpu-vram {gib(piece.total_bytes)}"
@@ -76,13 +76,13 @@ def _print_present(reading: NvmlSample, environment: Environment) -> None:
         say(note)
 
 
-def _memory(gpu: NvmlGpu) -> str:
+def _format_memory(gpu: NvmlGpu) -> str:
     if gpu.usable_bytes is None or gpu.used_bytes is None:
         return "memory not known"
     return f"{gib(gpu.usable_bytes)} GiB, {gib(gpu.used_bytes)} used"
 
 
-def _catalog_entry(gpu: NvmlGpu) -> Gpu | None:
+def _find_catalog_gpu(gpu: NvmlGpu) -> Gpu | None:
     from memprof.device.catalog import find_gpu
 
     try:
@@ -91,8 +91,8 @@ def _catalog_entry(gpu: NvmlGpu) -> Gpu | None:
         return None
 
 
-def _catalog(gpu: NvmlGpu) -> str:
-    found, total = _catalog_entry(gpu), gpu.usable_bytes
+def _format_option(gpu: NvmlGpu) -> str:
+    found, total = _find_catalog_gpu(gpu), gpu.usable_bytes
     if found is None:
         return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")
     return f"--gpu {found.key} ({gib(found.total_bytes)} GiB)"

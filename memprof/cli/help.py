@@ -1,4 +1,4 @@
-"""`memprof help [TOPIC]`: the pages of the documentation, also where only a wheel is installed."""
+"""`memprof help [TOPIC]`: the pages of the documentation, from a checkout or an installed wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ memprof help lengths
 memprof help run
 """
 _PACKAGE = resources.files("memprof")
-# In an installed wheel, which may be a zip file; in a checkout.
+# Folders of the pages: in an installed wheel (or zip file), and in a checkout.
 _FOLDERS = (_PACKAGE / "_docs", Path(str(_PACKAGE)).parent / "docs")
 
 
@@ -41,15 +41,15 @@ def help(
     if output.as_json:
         from memprof.report.documents.answers import Topic, Topics
 
-        print_json(Topics(topics=tuple(Topic(name, _title(page)) for name, page in shown.items()), text=text))
+        print_json(Topics(topics=tuple(Topic(name, _read_title(page)) for name, page in shown.items()), text=text))
     elif text is not None:
         say(text, nl=False)
     else:
         for name, page in shown.items():
-            say(f"{name:<20} {_title(page)}")
+            say(f"{name:<20} {_read_title(page)}")
 
 
-def _title(page: Traversable) -> str:
+def _read_title(page: Traversable) -> str:
     with page.open(encoding="utf-8") as lines:
         title = next((line for line in lines if line.startswith("#")), "")
     return title.lstrip("#").strip().replace("`", "")

@@ -1,4 +1,4 @@
-"""The command line: one file per command; this one puts them together."""
+"""The console script `memprof`: the group of all commands, each defined in a module of memprof/cli."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import typer
 
 import memprof
 from memprof.cli.child import allow_child, tell_exit_code
-from memprof.cli.completion import install_itself
+from memprof.cli.completion import replace_installation
 from memprof.cli.exits import MEANINGS, OF_OTHERS
 from memprof.cli.options import Commands, add
 from memprof.cli.streams import give_up, prepare, say
 
-# In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
-# `EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are those of the command's context.
+# Commands in the order of --help. Each has a module of memprof/cli with a function of the same name, or an `app` with
+# subcommands. `EXAMPLES` of the module are printed in --help; `SETTINGS` are the optional context settings.
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
     "verify", "vocab", "monitor", "cache", "help", "recipes",
@@ -30,40 +30,40 @@ COMMANDS = (
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def _module(name: str) -> ModuleType:
+def _import_command(name: str) -> ModuleType:
     return importlib.import_module(f"memprof.cli.{name}")
 
 
-def _about(name: str) -> str:
-    """Return what a command does, without making it."""
-    module = _module(name)
+def _help_text(name: str) -> str:
+    """Return the help text of a command, without building the command."""
+    module = _import_command(name)
     return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
 
 
-def _command(name: str) -> Any:
-    """Return a command of this program, as typer makes it."""
-    module = _module(name)
+def _build_command(name: str) -> Any:
+    """Return the typer command of a module."""
+    module = _import_command(name)
     if hasattr(module, "app"):
-        made = typer.main.get_command(module.app)
-        made.name = name
-        return made
-    alone = typer.Typer(add_completion=False)
-    add(alone, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
-    return typer.main.get_command(alone)
+        group = typer.main.get_command(module.app)
+        group.name = name
+        return group
+    single = typer.Typer(add_completion=False)
+    add(single, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
+    return typer.main.get_command(single)
 
 
 class _LazyCommands(Mapping[str, Any]):
-    """The commands by name; each is made when it is requested, since making all of them takes longer than most run."""
+    """Mapping of names to commands, built on access: building all commands takes longer than most commands run."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+        self._built: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in COMMANDS:
             raise KeyError(name)
-        if name not in self._made:
-            self._made[name] = _command(name)
-        return self._made[name]
+        if name not in self._built:
+            self._built[name] = _build_command(name)
+        return self._built[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -73,28 +73,28 @@ class _LazyCommands(Mapping[str, Any]):
 
 
 class CommandGroup(Commands):
-    """All commands, none of them made before it is needed."""
+    """Group of all commands, each built at its first use."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = _LazyCommands()  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take what stands before the command's name."""
-        install_itself(self)
+        """Parse the options before the command's name."""
+        replace_installation(self)
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return their names."""
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write what each command does: the whole first paragraph, read off its function."""
+        """Write the name and the first paragraph of the help text of each command."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, " ".join(_about(name).split("\n\n")[0].split())) for name in COMMANDS])
+            formatter.write_dl([(name, " ".join(_help_text(name).split("\n\n")[0].split())) for name in COMMANDS])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the exit codes, and where more is said."""
+        """Write the exit codes, and where defaults of options come from."""
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(int(code)), meaning) for code, meaning in MEANINGS.items()])
             formatter.write_paragraph()
@@ -112,11 +112,11 @@ app = typer.Typer(
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich takes longer to import than all that the list of commands needs
+    rich_markup_mode=None,  # importing rich takes longer than printing the list of commands
 )
 
 
-def _version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
         say(f"memprof {memprof.__version__}")
         raise typer.Exit
@@ -125,27 +125,27 @@ def _version(value: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one."""
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """Run a command: the console script. What goes wrong in it is one message and an exit code (cli/options.py)."""
+    """Run the command line (default: sys.argv) and exit; errors become a message and an exit code (options.py)."""
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
         prepare()
         allow_child()
-        # The last thing at the end: who presses Ctrl-C while Python takes torch down has had an answer, and its code.
+        # Ctrl-C is ignored while Python shuts down torch: the output and the exit code are complete.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         try:
             app(arguments, standalone_mode=True)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # what was left to write
+    except BrokenPipeError:  # while the rest was written
         give_up(sys.stdout)
         sys.exit(0)
     except OSError as error:
@@ -156,9 +156,9 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(1)
     finally:
         if ends_process:
-            left = sys.exc_info()[1]
-            if isinstance(left, SystemExit) and isinstance(left.code, int):
-                tell_exit_code(left.code)
+            exception = sys.exc_info()[1]
+            if isinstance(exception, SystemExit) and isinstance(exception.code, int):
+                tell_exit_code(exception.code)
             else:
-                tell_exit_code(1 if left else 0)
+                tell_exit_code(1 if exception else 0)
     sys.exit(0)

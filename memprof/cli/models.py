@@ -1,4 +1,4 @@
-"""`memprof models`: the models that need no network."""
+"""`memprof models`: the models of the catalog, which need no network."""
 
 from __future__ import annotations
 

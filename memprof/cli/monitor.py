@@ -19,7 +19,7 @@ memprof monitor
 memprof monitor -- python train.py --epochs 1
 memprof monitor --log run.csv --quiet -- torchrun --nproc-per-node 2 train.py
 """
-SETTINGS = {"allow_interspersed_args": False}  # what follows the command's name is the command's
+SETTINGS = {"allow_interspersed_args": False}  # arguments after the command's name are passed to the command
 MIN_INTERVAL = 0.05
 
 

@@ -1,7 +1,7 @@
-"""Options from the fields of dataclasses: `TargetSpec`'s, and what a command asks beside.
+"""Command-line options from the fields of dataclasses, of `TargetSpec` and of the commands.
 
-A command is a function. Of each of its parameters that is such a dataclass it gets one that is filled in; every field
-made by `memprof.spec.option` is an option. Whatever goes wrong with it becomes one message and an exit code here.
+A command is a function. Each of its parameters annotated with such a dataclass receives an instance built from the
+options; each field made by `memprof.spec.option` is an option. Errors become one message and an exit code here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from memprof.units import parse_gib
 OUTPUT = "Output"
 FILES = "Files"
 _LAST_PANELS = ("Fixes", settings.PANEL, FILES, OUTPUT)
-# What these log when a library imports them is not about the run.
-_NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
-_MOST = 10**12  # every number of an option is up to this: bytes, seconds, rows; of some less
+# Loggers whose messages at import do not concern the run.
+_QUIET_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+_MOST = 10**12  # the largest number of any option: bytes, seconds, rows; see _MOST_OF
 _MOST_OF = {
-    # These are gone through one by one, and a model numbers its rows and tokens in host memory.
+    # Loops run over these; rows and tokens (below) have indices in host memory.
     **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
     "seeds": 10**3,
     "batch_size": 1 << 24,
@@ -52,7 +52,7 @@ _MOST_OF = {
 _MANY_DIGITS = re.compile(r"\d{400}")
 STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_OF_ALL = {
+_COMMON_OPTIONS = {
     "debug": typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT),
     "no_color": typer.Option("--no-color", help="Print without colours, as NO_COLOR=1 does.", rich_help_panel=OUTPUT),
 }
@@ -60,7 +60,7 @@ _OF_ALL = {
 
 @dataclass(frozen=True, kw_only=True)
 class FixOptions:
-    """The fixes that a run is tried with."""
+    """Options of fixes: fixes by name, a ladder, or a search for the largest batch or context."""
 
     fix: str | None = option(
         None, "Fixes", "Run with these fixes, such as chunked-loss,activation-checkpointing or "
@@ -74,7 +74,7 @@ class FixOptions:
     )  # fmt: skip
 
     def check_largest(self, device: str) -> None:
-        """Raise UsageError if a search for the largest does not go with what else is asked."""
+        """Raise UsageError if --largest is given with --ladder, --fix auto or a real device."""
         if self.largest is not None and (self.ladder or self.searches or device not in ("auto", "virtual")):
             raise UsageError(
                 "--largest is a search of its own, on the virtual GPU",
@@ -84,13 +84,13 @@ class FixOptions:
 
     @property
     def searches(self) -> bool:
-        """Say whether `--fix` asks for a search, not for fixes by name."""
+        """Return whether `--fix` is auto, a search, and not fixes by name."""
         return self.fix is not None and self.fix.strip() == "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Options that several commands have, and `TargetSpec` has not."""
+    """Options of several commands that are not in `TargetSpec`."""
 
     params: str | None = option(
         None, "Model", "A number of parameters, such as 1.2B: estimated analytically, nothing is run.", metavar="COUNT"
@@ -103,7 +103,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
-    """The memory that a command may take for the files it is given. It runs below that."""
+    """Options of commands that read files: the limit of memory under which the command runs."""
 
     max_memory: int | None = option(
         None, "Memory", "Memory that reading and analysing the files may take, such as 4GiB.", metavar="GIB",
@@ -117,29 +117,29 @@ def reuse_option(name: str, **changes: Any) -> Any:
 
 
 def spec_of(request: object, **others: object) -> TargetSpec:
-    """Return the target of a request that has some options of `TargetSpec`; `others` are what is not asked."""
+    """Return the TargetSpec from the fields of `request` of the same names; `others` override them."""
     known: dict[str, Any] = {name: getattr(request, name, None) for name in TargetSpec.__dataclass_fields__} | others
     return TargetSpec(**{name: value for name, value in known.items() if value is not None})
 
 
 @contextlib.contextmanager
-def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
-    """Tell what is wrong with `words`, as JSON if that is among them: what cannot be parsed does not say."""
+def _report_parse_errors(ctx: Any, words: Sequence[str]) -> Iterator[None]:
+    """Context manager: report errors while `words` are parsed, as JSON too if --json is among them."""
     as_json = "--json" in words
     try:
         yield
     except typer.TyperException as error:
         if ctx.resilient_parsing:
             raise
-        tell(_usage_error(error.format_message(), ctx.command_path, words), as_json=as_json)
+        tell(_convert_error(error.format_message(), ctx.command_path, words), as_json=as_json)
         raise typer.Exit(Exit.WRONG_USE) from None
     except MemprofError as error:
         tell(error, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
 
 
-def _usage_error(message: str, command: str, words: Sequence[str]) -> UsageError:
-    """Return what typer says of an argument as one of memprof's errors: a problem, a value, and what to do."""
+def _convert_error(message: str, command: str, words: Sequence[str]) -> UsageError:
+    """Return typer's message as a UsageError with problem, value and hint."""
     no_number = re.match(r"Invalid value for '(--[\w-]+)': Input should be a valid (number|integer)", message)
     if no_number is not None:
         flag, kind = no_number.groups()
@@ -157,48 +157,48 @@ def _usage_error(message: str, command: str, words: Sequence[str]) -> UsageError
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose options may stand in files too."""
+    """A command whose options may also come from files and presets."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the command's arguments, and what files say of options that are not among them."""
-        with _parsing(ctx, args):
+        """Parse the command's arguments, and options from files and presets that are not among the arguments."""
+        with _report_parse_errors(ctx, args):
             settings.taken = ()
             words: list[str] = []
-            left = super().parse_args(ctx, [*args])
+            rest = super().parse_args(ctx, [*args])
             if not ctx.resilient_parsing:
                 words = self._words_from_settings(ctx)
                 if words:
-                    left = super().parse_args(ctx, [*words, *args])
+                    rest = super().parse_args(ctx, [*words, *args])
                 if ctx.params["save_config"] is not None:
                     self._save_settings(ctx)
             settings.words = (str(self.name), *words, *args)
-            return left
+            return rest
 
     def _words_from_settings(self, ctx: Any) -> list[str]:
-        """Return what files and a preset say of options that are not among the arguments, as words before them."""
-        given = {_excluded_by(name) for name in _names_on_command_line(ctx)}
+        """Return options of files and presets that are not among the arguments, as words of a command line."""
+        given = {_find_excluded(name) for name in _names_on_command_line(ctx)}
         found = []
         for path, values in self._sources(ctx):
             words = []
             for one in self.params:
-                value = values.get(_spelt(one), False)
-                if value is not False and _excluded_by(str(one.name)) not in given:
+                value = values.get(_name_in_file(one), False)
+                if value is not False and _find_excluded(str(one.name)) not in given:
                     words += _option_words(one, value)
-                    given.add(_excluded_by(str(one.name)))
+                    given.add(_find_excluded(str(one.name)))
             if words:
                 found.append(settings.LoadedSettings(path, tuple(words)))
         settings.taken = tuple(reversed(found))
         return [word for one in settings.taken for word in one.words]
 
     def _sources(self, ctx: Any) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
-        """Yield where options may come from beside the command line, the strongest first."""
+        """Yield the sources of options other than the command line (name, values), the strongest first."""
         name, read = str(self.name), settings.read()
         config, preset = ctx.params["config"], ctx.params["preset"]
         if read is None and config is None and preset is None:
             return
-        # Of all commands, each of which is imported for it.
+        # The options of all commands, which imports the module of each.
         commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
-        known = {name: {_spelt(one) for one in command.params} for name, command in commands.items()}
+        known = {name: {_name_in_file(one) for one in command.params} for name, command in commands.items()}
         if config is not None:
             path = Path(config)
             yield path, settings.defaults(path, settings.read_named(path), name, known, named=True)
@@ -213,8 +213,8 @@ class Command(typer.core.TyperCommand):
             yield read[0], settings.defaults(*read, name, known)
 
     def _save_settings(self, ctx: Any) -> None:
-        """Write the options that are in force, but those by which files are written, as a file for `--config`."""
-        options = {str(one.name): _spelt(one) for one in self.params if one.param_type_name == "option"}
+        """Write the options in force, except those that name output files, as a file for `--config`."""
+        options = {str(one.name): _name_in_file(one) for one in self.params if one.param_type_name == "option"}
         values = {
             options[name]: _parse_value(ctx.params[name])
             for name in _names_on_command_line(ctx)
@@ -223,26 +223,26 @@ class Command(typer.core.TyperCommand):
         settings.write_named(Path(str(ctx.params["save_config"])), str(self.name), values)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, and say first what was taken from a file; JSON has it, and a verdict or script is alone."""
+        """Print the options taken from files, except with --json, --quiet and --snippet, and run the command."""
         if not any(ctx.params.get(name) for name in ("as_json", "quiet", "snippet")):
             for one in settings.taken:
                 say(str(one))
-        for name in _NOT_ABOUT_THE_RUN:
+        for name in _QUIET_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         return super().invoke(ctx)
 
 
 class Commands(typer.core.TyperGroup):
-    """Commands under one name."""
+    """A group of subcommands whose usage errors are printed as memprof's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take what stands before the command's name."""
-        with _parsing(ctx, args):
+        """Parse the options before the command's name."""
+        with _report_parse_errors(ctx, args):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command."""
-        with _parsing(ctx, args):
+        """Return the command named in `args`, as in typer."""
+        with _report_parse_errors(ctx, args):
             return super().resolve_command(ctx, args)
 
 
@@ -252,7 +252,7 @@ def _names_on_command_line(ctx: Any) -> list[str]:
 
 
 def _parse_value(value: Any) -> Any:
-    """Return a value as a file has it: a number as one, also where it is a word that Python spells so."""
+    """Return an option's value for a file: bool and numbers, also from text, as such; lists joined by commas."""
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -264,27 +264,27 @@ def _parse_value(value: Any) -> Any:
     return str(value)
 
 
-def _spelt(parameter: Any) -> str:
-    """Return an option as a file of settings has it."""
+def _name_in_file(parameter: Any) -> str:
+    """Return the name of an option without dashes, as in files of settings."""
     return str(parameter.opts[-1]).lstrip("-")
 
 
 def _option_words(parameter: Any, value: Any) -> list[str]:
-    """Return the option with a value of a file, as the command line has it; one that may be repeated, for each part."""
+    """Return the words of a command line for an option with a value of a file; repeatable options repeat."""
     if value is True:
-        return [f"--{_spelt(parameter)}"]
+        return [f"--{_name_in_file(parameter)}"]
     parts = str(value).split(",") if parameter.multiple else [value]
-    return [f"--{_spelt(parameter)}={part}" for part in parts]
+    return [f"--{_name_in_file(parameter)}={part}" for part in parts]
 
 
-def _excluded_by(name: str) -> str:
-    """Return the option that may not be given beside this one; itself if there is none."""
+def _find_excluded(name: str) -> str:
+    """Return the option that option `name` excludes; `name` if none."""
     about = options_of(TargetSpec).get(name)
-    return _INSTEAD_OF.get(name) or (about.instead_of if about else None) or name
+    return _EXCLUDED.get(name) or (about.instead_of if about else None) or name
 
 
-# Beside those of `TargetSpec`: what the command line says of one puts aside what a file says of the other.
-_INSTEAD_OF = {"params": "model", "ladder": "fix", "until_exit": "steps"}
+# Pairs besides those of `TargetSpec`: an option on the command line overrides the other in a file.
+_EXCLUDED = {"params": "model", "ladder": "fix", "until_exit": "steps"}
 
 
 def add(
@@ -294,7 +294,7 @@ def add(
     context: dict[str, Any] | None = None,
     examples: str = "",
 ) -> None:
-    """Make `function` the command `name`; `context` has settings of its context, each line of `examples` one use."""
+    """Add `function` to `app` as command `name`, with context settings, and examples of use, one a line."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     app.command(
         name,
@@ -302,11 +302,11 @@ def add(
         context_settings=context,
         help="\n\n".join(" ".join(one.split()) for one in paragraphs),
         epilog=f"Examples:\n{examples.strip()}",
-    )(_flat(function))
+    )(_flatten(function))
 
 
-def _flat(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` with an option in place of each field of the dataclasses that it takes, for typer to read."""
+def _flatten(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` with its dataclass parameters replaced by a parameter per field, for typer."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     parameters = {
@@ -319,23 +319,23 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     for group, kind in groups.items():
         types = get_type_hints(kind)
         for name, about in options_of(kind).items():
-            owners[name] = group  # of two that have the same option, the later
+            owners[name] = group  # if two have the same option, the later
             panels[name] = about.panel
-            parameters[name] = _parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
+            parameters[name] = _build_parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
     for name, about in settings.OPTIONS.items():
         panels[name] = settings.PANEL
         parameters[name] = inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[str | None, about])
-    for name, about in _OF_ALL.items():
+    for name, about in _COMMON_OPTIONS.items():
         panels[name] = OUTPUT
         parameters[name] = inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, about])
     # --help has the panels in the order of their first options.
     places = {panel: place for place, panel in enumerate(_LAST_PANELS)}
-    in_order = sorted(parameters.values(), key=lambda one: places.get(panels.get(one.name, ""), -1))
+    ordered = sorted(parameters.values(), key=lambda one: places.get(panels.get(one.name, ""), -1))
 
     @functools.wraps(function)
     def call(*, debug: bool, no_color: bool, **values: Any) -> None:
         for name in settings.OPTIONS:
-            values.pop(name)  # was seen to where arguments are parsed
+            values.pop(name)  # handled in Command.parse_args
         asked = dict(values)
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:
@@ -344,9 +344,9 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
             reading = next((one for one in built.values() if isinstance(one, ReadingOptions)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
             limited = contextlib.nullcontext() if reading is None else limit_memory(reading.max_memory, files)
-            with limited, _colours(wanted=not no_color):
+            with limited, _set_colours(enabled=not no_color):
                 function(**values, **built)
-        except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error
+        except BrokenPipeError:  # the reader of the output (`| head`) has closed it: not an error
             give_up(sys.stdout)
             raise typer.Exit(0) from None
         except OSError as error:
@@ -357,29 +357,29 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         except MemprofError as error:
             if debug:
                 raise
-            # Of a run that failed, as its report.
+            # The report of a failed run has the error already.
             is_told = error.follows_answer or getattr(error, "document", None) is not None
             tell(error, as_json=not is_told and any(values.get("as_json") for values in given.values()))
             raise typer.Exit(error.exit_code) from None
 
-    call.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
+    call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
     return call
 
 
-def _check_numbers(asked: Mapping[str, Any]) -> None:
-    """Raise UsageError if a number among the values of options, by name, is out of range, or has hundreds of digits."""
-    for name, value in asked.items():
+def _check_numbers(numbers: Mapping[str, Any]) -> None:
+    """Raise UsageError if a number in `numbers` (values by option) is out of range, or has hundreds of digits."""
+    for name, value in numbers.items():
         most = _MOST_OF.get(name, _MOST)
-        beyond = isinstance(value, int | float) and not abs(value) <= most  # nor is what is no number
-        if beyond or (isinstance(value, str) and _MANY_DIGITS.search(value)):
+        is_out_of_range = isinstance(value, int | float) and not abs(value) <= most  # also true for NaN
+        if is_out_of_range or (isinstance(value, str) and _MANY_DIGITS.search(value)):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {most:,}")
 
 
 @contextlib.contextmanager
-def _colours(*, wanted: bool) -> Iterator[None]:
-    if wanted:
+def _set_colours(*, enabled: bool) -> Iterator[None]:
+    if enabled:
         yield
         return
     from memprof.report.terminal.layout import COLOURLESS
@@ -391,17 +391,17 @@ def _colours(*, wanted: bool) -> Iterator[None]:
         COLOURLESS.reset(before)
 
 
-def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:
-    """Return the parameter that typer makes an option of.
+def _build_parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:
+    """Return the parameter of typer for an option.
 
-    What is not given is False for a flag, None where words say what is taken then, or else the field's default.
+    The default is False for a flag, None if `about.unset` describes the default in words, else the field's default.
     """
     is_flag = kind is bool and about.instead_of is None
-    in_words = about.unset or (str(default) if about.parse and not about.is_count and default is not None else None)
+    default_text = about.unset or (str(default) if about.parse and not about.is_count and default is not None else None)
     info = typer.Option(
         *filter(None, (about.short, about.flag)),
         help=about.help.format(choices=(" or " if len(about.choices) == 2 else ", ").join(about.choices)),
-        show_default=in_words or True,
+        show_default=default_text or True,
         metavar=about.metavar,
         rich_help_panel=about.panel,
         hidden=not about.panel,
@@ -409,14 +409,14 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
     )
     if is_flag:
         return inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, info])
-    value = None if in_words or kind is bool or default == "" else default
+    value = None if default_text or kind is bool or default == "" else default
     if about.parse or kind is bool:
         kind, value = str, None if value is None else str(value)
     return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind | None, info])
 
 
-def _parse(about: Option, value: str) -> Any:
-    """Return the value of a text that was given; the error names the option."""
+def _parse_option(about: Option, value: str) -> Any:
+    """Return the parsed value of an option's text; a UsageError names the option."""
     assert about.parse is not None
     try:
         return about.parse(value)
@@ -425,7 +425,7 @@ def _parse(about: Option, value: str) -> Any:
 
 
 def _build(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return a dataclass of the options that were given; UsageError if one is wrong, or two exclude each other."""
+    """Return an instance of dataclass `kind`; UsageError if a value is wrong, or two options exclude each other."""
     options = options_of(kind)
     given: dict[str, Any] = {}
     for name, value in values.items():
@@ -442,12 +442,12 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
         elif other is not None and about.parse is None:
             given[other], given[name] = value, True
         else:
-            given[name] = _parse(about, value) if about.parse else value
+            given[name] = _parse_option(about, value) if about.parse else value
             _check_numbers({name: given[name]})
     if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
         from memprof.flows.local_gpu import present_gpu_options
 
         given |= present_gpu_options()
-    made = kind(**given)
-    check_options(made)
-    return made
+    instance = kind(**given)
+    check_options(instance)
+    return instance

@@ -1,4 +1,4 @@
-"""Output of a command: what it prints, what it keeps, and its exit code."""
+"""Output of a command: options, printing, written files and the exit code."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ class _HasJson(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """Options of a command that lists what there is."""
+    """Options of a command that prints a list."""
 
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
 
     def __post_init__(self) -> None:
-        """Do nothing: what is built upon it looks at its own part, and then asks for this."""
+        """Do nothing: subclasses check their options and call super()."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(ListOptions):
-    """Options of how a command presents what it found."""
+    """Options of a command that prints a result."""
 
     quiet: bool = option(False, OUTPUT, "Print the verdict alone.", short="-q")
 
     @contextlib.contextmanager
-    def _writing(self, said: str) -> Iterator[None]:
-        """Write a file after the report, which must not be lost if it cannot be, and say where it is."""
+    def _write_file(self, message: str) -> Iterator[None]:
+        """Context manager: write a file after the report; mark errors as following it; then print `message`."""
         try:
             yield
         except MemprofError as error:
             error.follows_answer = True
             raise
         if not self.quiet:
-            say(said, err=True)
+            say(message, err=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions(OutputOptions):
-    """Options of a command whose answer rests on assumptions."""
+    """Options of a command whose result has assumptions."""
 
     explain: bool = option(False, OUTPUT, "List the assumptions, formulas and other runs.", short="-v")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions(OutputOptions):
-    """Options of a command that has tables; UsageError if they cannot be written."""
+    """Options of a command with tables; UsageError if the folder cannot be written."""
 
     csv: Path | None = option(
         None, FILES, "Write every table into this folder too, each a CSV file; those of an earlier run there are "
         "replaced.", metavar="FOLDER",
     )  # fmt: skip
     force: bool = reuse_option("force")
-    folder: Path | None = dataclasses.field(default=None, init=False)  # of the same, wherever the script goes
+    folder: Path | None = dataclasses.field(default=None, init=False)  # absolute path of `csv`, for scripts that chdir
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,23 +86,23 @@ class TableOptions(OutputOptions):
             object.__setattr__(self, "folder", self.csv.absolute())
 
     def write_tables(self, document: DisplayedDocument) -> None:
-        """Write the tables, if that was requested."""
+        """Write the tables of `document` if --csv is given."""
         if self.folder is not None:
             from memprof.report.export.csv import write_csv
 
-            with self._writing(f"Tables: {self.csv}"):
+            with self._write_file(f"Tables: {self.csv}"):
                 write_csv(document, self.folder, force=self.force)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions(OutputOptions):
-    """Options of a command that has a page; UsageError if it cannot be written, or plotly is not installed."""
+    """Options of a command with an HTML page; UsageError if the file cannot be written, or plotly is missing."""
 
     html: Path | None = option(
         None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
     )
     force: bool = reuse_option("force")
-    page: Path | None = dataclasses.field(default=None, init=False)  # of the same, wherever the script goes
+    page: Path | None = dataclasses.field(default=None, init=False)  # absolute path of `html`, for scripts that chdir
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,25 +116,25 @@ class PageOptions(OutputOptions):
             object.__setattr__(self, "page", self.html.absolute())
 
     def write_page(self, document: Page) -> None:
-        """Write the page, if that was requested."""
+        """Write the page of `document` if --html is given."""
         if self.page is not None:
             from memprof.report.page.page import write_page
 
-            with self._writing(f"Page: {self.html}"):
+            with self._write_file(f"Page: {self.html}"):
                 write_page(document, self.page, force=self.force)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(ExplainOptions, TableOptions, PageOptions):
-    """Options of a command that has tables and a page, and rests on assumptions."""
+    """Options of a command with tables, an HTML page and assumptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions(ReportOptions):
-    """Options of a command whose run can be kept as a capture; UsageError if it cannot be written."""
+    """Options of a command that can save a capture; UsageError if the file cannot be written."""
 
     save: Path | None = option(None, FILES, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
-    place: Path | None = dataclasses.field(default=None, init=False)  # of the same, wherever the script goes
+    place: Path | None = dataclasses.field(default=None, init=False)  # absolute path of `save`, for scripts that chdir
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,17 +146,17 @@ class CaptureOptions(ReportOptions):
             object.__setattr__(self, "place", self.save.absolute())
 
     def print_run(self, trace: Trace, document: Report) -> None:
-        """Print the report of a run, and write its capture, if that was requested."""
+        """Print the report of a run, and write its capture if --save is given."""
         print_document(document, self)
         if self.place is not None:
             from memprof.trace.io import save_trace
 
-            with self._writing(f"Saved: memprof show {shlex.quote(str(self.save))}"):
+            with self._write_file(f"Saved: memprof show {shlex.quote(str(self.save))}"):
                 save_trace(trace, self.place, force=self.force)
 
 
 def print_json(result: _HasJson | dict[str, Any]) -> None:
-    """Print a result on stdout, as JSON, with what was taken from a file of settings."""
+    """Print a result on stdout as JSON, with the options taken from files."""
     plain = result if isinstance(result, dict) else result.to_json()
     if settings.taken:
         files = ", ".join(str(one.path) for one in settings.taken)
@@ -169,10 +169,10 @@ def print_json(result: _HasJson | dict[str, Any]) -> None:
 
 
 def print_result(result: Any, output: OutputOptions, view: str, **options: Any) -> None:
-    """Print a result on stdout, as JSON or for people, and write its tables and its page.
+    """Print a result on stdout, as JSON or text, and write its tables and its page.
 
     Args:
-        view: the module of `report/terminal` whose `view` shows it, with `options`; it is imported if it is needed.
+        view: module of `report/terminal` whose function `view` renders the result, with `options`.
     """
     if output.as_json:
         print_json(result)
@@ -192,8 +192,8 @@ def print_document(document: Report, output: ReportOptions) -> None:
     print_result(document, output, "report", explain=output.explain)
 
 
-def say_kept(seconds: float, *, quiet: bool) -> None:
-    """Say on stderr that an answer is one of so many seconds ago."""
+def print_cache_age(seconds: float, *, quiet: bool) -> None:
+    """Print on stderr that a result is cached, with its age of `seconds`."""
     if not quiet:
         units = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
         size, unit = next((size, unit) for size, unit in units if seconds >= 2 * size or size == 1)
@@ -202,7 +202,7 @@ def say_kept(seconds: float, *, quiet: bool) -> None:
 
 
 def exit_code(document: Report) -> int:
-    """Return the code of a report: FAILED also where too little was seen for a verdict, or a real run ends in error."""
+    """Return the exit code of a report: FAILED also without a verdict, or with a finding of severity error."""
     if document.failure is not None or document.verdict.fits is None:
         return Exit.FAILED
     if not document.verdict.fits:

@@ -9,7 +9,7 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.options import FixOptions, reuse_option
-from memprof.cli.output import CaptureOptions, exit_code, print_document, say_kept
+from memprof.cli.output import CaptureOptions, exit_code, print_cache_age, print_document
 from memprof.cli.progress import Progress, long_work
 from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
@@ -28,7 +28,7 @@ memprof profile --model path/to/model.py:build_model --fix chunked-loss
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(FixOptions):
-    """Options of `memprof profile` beside the target."""
+    """Options of `memprof profile` that are not in TargetSpec."""
 
     device: str = reuse_option(
         "device", default="auto", choices=("auto", *DEVICES),
@@ -54,44 +54,44 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
     check_installed(spec, named)
     from memprof.report.documents.report import Report
 
-    failed: RunFailedError | None = None
+    run_error: RunFailedError | None = None
     is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
-    place = _answer_in_cache(spec, how, is_named=is_named) if how.cache else None
-    # A capture has every event, and so has a page: of those no answer is kept.
-    kept = None if place is None or output.save or output.html else place.find(Report)
-    if kept is not None:
-        print_document(kept[0], output)
-        say_kept(kept[1], quiet=output.quiet)
-        raise typer.Exit(exit_code(kept[0]))
+    entry = _find_cache_entry(spec, how, is_named=is_named) if how.cache else None
+    # A capture and a page need all events, which cached results do not have.
+    cached = None if entry is None or output.save or output.html else entry.find(Report)
+    if cached is not None:
+        print_document(cached[0], output)
+        print_cache_age(cached[1], quiet=output.quiet)
+        raise typer.Exit(exit_code(cached[0]))
     with long_work(quiet=output.quiet) as progress:
         try:
             trace, document = _run(spec, how, progress, is_named=is_named)
         except RunFailedError as error:
             if error.document is None:
                 raise
-            failed, trace, document = error, error.trace, error.document
+            run_error, trace, document = error, error.trace, error.document
     output.print_run(trace, document)
-    if failed is not None:
-        raise failed
-    if place is not None:
-        place.keep(document)
+    if run_error is not None:
+        raise run_error
+    if entry is not None:
+        entry.keep(document)
     raise typer.Exit(exit_code(document))
 
 
-def _answer_in_cache(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
-    """Return where the answer is cached; None where it cannot be."""
+def _find_cache_entry(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
+    """Return the cache entry of the call; None if its result is not cached."""
     from memprof.flows.cache.answers import cached_answer, is_without_cuda
 
     if how.device == "auto":
-        simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
+        is_simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
     else:
-        simulated = how.device == "virtual"
+        is_simulated = how.device == "virtual"
     asked = {"fix": how.fix, "ladder": how.ladder, "largest": how.largest}
-    return cached_answer("profile", spec, asked, settings.words) if simulated else None
+    return cached_answer("profile", spec, asked, settings.words) if is_simulated else None
 
 
 def _run(spec: TargetSpec, how: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:
-    """Return the trace and the report that the options ask for; a GPU that `is_named` is to be simulated."""
+    """Return trace and report of the run, ladder or search; with `is_named` the GPU is simulated."""
     from memprof.device.visible import hide_gpus
     from memprof.fixes.catalog import BESIDE, SPREADS, STEPS, ladder
     from memprof.fixes.chosen import parse_fixes

@@ -1,6 +1,6 @@
-"""Progress on stderr, only when it takes a while: one line, rewritten, for people; in a pipe plain lines.
+"""Progress on stderr of calls that take a while: on a terminal one line, rewritten; in a pipe plain lines.
 
-It says what is being done, how far that is where somebody knows (flows/progress.py), and for how long it has been.
+A line has the current work, its progress if known (flows/progress.py), and the elapsed seconds.
 """
 
 from __future__ import annotations
@@ -16,81 +16,81 @@ import time
 from memprof.errors import printable
 
 EVERY = 10.0  # seconds between two lines where stderr is no terminal
-_FIRST, _AGAIN = 2.0, 0.5  # seconds on a terminal until the line is there, and until it is written anew
+_FIRST, _INTERVAL = 2.0, 0.5  # seconds on a terminal until the first line, and between updates
 
 
 class Progress:
-    """Says what is being done; silent for the first two seconds, or ten where stderr is no terminal, or for good."""
+    """Progress display: a thread prints after two seconds, or ten if stderr is no terminal; never if `quiet`."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._begin = time.monotonic()
         self._shown = False
         self._doing = ""
-        self._for_people = sys.stderr.isatty()
+        self._is_terminal = sys.stderr.isatty()
         self._ended = threading.Event()
-        self._teller: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
         if not self._quiet:
-            tell = self._redraw_regularly if self._for_people else self._write_regularly
-            teller = threading.Thread(target=tell, name="memprof progress", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no room for it: what is being done counts for more
-                teller.start()
-                self._teller = teller
+            target = self._redraw_regularly if self._is_terminal else self._write_regularly
+            thread = threading.Thread(target=target, name="memprof progress", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread can start: the work goes on without progress
+                thread.start()
+                self._thread = thread
         return self
 
     def __call__(self, doing: str) -> None:
-        """Say what is being done now."""
+        """Set the text of the current work."""
         self._doing = printable(doing)
 
-    def _line(self) -> str:
-        """Return what is being done, and how far."""
-        known = sys.modules.get("memprof.flows.progress")  # of work that cannot say, it was not imported
-        far = "" if known is None else known.progress_text()
-        return f"memprof: {self._doing}{f', {far}' if far else ''} ({time.monotonic() - self._begin:.0f} s)"
+    def _format_line(self) -> str:
+        """Return the line: work, progress and elapsed seconds."""
+        known = sys.modules.get("memprof.flows.progress")  # not imported: the work reports no progress
+        progress = "" if known is None else known.progress_text()
+        return f"memprof: {self._doing}{f', {progress}' if progress else ''} ({time.monotonic() - self._begin:.0f} s)"
 
     def _redraw_regularly(self) -> None:
         self._ended.wait(_FIRST)
-        while not self._ended.wait(_AGAIN):
+        while not self._ended.wait(_INTERVAL):
             if self._doing:
                 with contextlib.suppress(OSError, ValueError):
                     columns = os.get_terminal_size(sys.stderr.fileno()).columns
-                    sys.stderr.write(f"\r\033[K{self._line()[: max(columns - 1, 20)]}")
+                    sys.stderr.write(f"\r\033[K{self._format_line()[: max(columns - 1, 20)]}")
                     sys.stderr.flush()
                     self._shown = True
 
     def _write_regularly(self) -> None:
         while not self._ended.wait(EVERY):
             if self._doing:
-                sys.stderr.write(f"{self._line()}\n")
+                sys.stderr.write(f"{self._format_line()}\n")
                 sys.stderr.flush()
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
-        if self._teller is not None:
-            self._teller.join(1.0)  # not a line between those of the report
+        if self._thread is not None:
+            self._thread.join(1.0)  # no line after the report begins
         if self._shown:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 
 
 def long_work(*, quiet: bool = False) -> Progress:
-    """Return the progress of what makes millions of objects that live for good, as importing torch does.
+    """Disable garbage collection, also at exit, and return a progress display.
 
-    From here on no garbage is looked for, nor when the process ends: that would take a third of the time of `memprof
-    profile`, and more of `memprof analyze`.
+    For work that creates millions of permanent objects, such as importing torch: collections would take a third of the
+    time of `memprof profile`, and more of `memprof analyze`.
     """
     gc.disable()
-    atexit.register(_leave_garbage)
+    atexit.register(_skip_final_collection)
     return Progress(quiet=quiet)
 
 
-def _leave_garbage() -> None:
-    """Have Python look for none on the way out.
+def _skip_final_collection() -> None:
+    """Freeze all objects, so that Python does not collect garbage at exit.
 
-    Libraries that are made with nanobind (Triton from release 3.9) write to stderr about what of theirs is left: where
-    its metaclass is there, Python looks.
+    With nanobind (Triton from release 3.9) objects are unfrozen instead: its libraries would print leaked objects to
+    stderr.
     """
-    by_nanobind = any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
-    (gc.unfreeze if by_nanobind else gc.freeze)()
+    has_nanobind = any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
+    (gc.unfreeze if has_nanobind else gc.freeze)()

@@ -1,4 +1,4 @@
-"""`memprof recipes`: list, run and copy the case studies. They are scripts; nothing of them is imported here."""
+"""`memprof recipes`: list, run and copy the case studies, which are scripts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app = typer.Typer(
 
 Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]
 _PACKAGE = resources.files("memprof")
-# In an installed wheel, which may be a zip file; in a checkout.
+# Folders of the recipes: in an installed wheel (or zip file), and in a checkout.
 _FOLDERS = (_PACKAGE / "_recipes", Path(str(_PACKAGE)).parent / "recipes")
 _SCRIPT, _README = "run.py", "README.md"  # the script imports the other files of its folder, and memprof
 
@@ -41,10 +41,10 @@ def list_recipes(output: ListOptions) -> None:
     if output.as_json:
         from memprof.report.documents.answers import Recipe, Recipes
 
-        print_json(Recipes(recipes=tuple(Recipe(one.name, _title(one), _run(one)) for one in found)))
+        print_json(Recipes(recipes=tuple(Recipe(one.name, _read_title(one), _run_command(one)) for one in found)))
         return
     for recipe in found:
-        say(f"{recipe.name}\n    {_title(recipe)}\n    {_run(recipe)}")
+        say(f"{recipe.name}\n    {_read_title(recipe)}\n    {_run_command(recipe)}")
 
 
 def run_recipe(context: typer.Context, name: Name) -> None:
@@ -52,10 +52,10 @@ def run_recipe(context: typer.Context, name: Name) -> None:
 
     What follows NAME goes to the recipe's script: its own --help says what it takes.
     """
-    with _as_folder(find_recipe(name)) as folder:
+    with _unpack_folder(find_recipe(name)) as folder:
         script = str(folder / _SCRIPT)
         before = sys.argv, list(sys.path)
-        # As `python run.py` does it, so that a copy of the folder behaves the same.
+        # As in `python run.py`, so that a copy of the folder behaves the same.
         sys.argv, sys.path[:0] = [script, *context.args], [str(folder)]
         try:
             runpy.run_path(script, run_name="__main__")
@@ -85,7 +85,7 @@ def copy_recipe(
     if output.as_json:
         from memprof.report.documents.answers import Recipe, Recipes
 
-        copied = Recipe(recipe.name, _title(recipe), run)
+        copied = Recipe(recipe.name, _read_title(recipe), run)
         print_json(Recipes(command="recipes cp", recipes=(copied,), copied_to=str(target)))
         return
     say(f"copied to {target}; run it with\n    {run}")
@@ -97,15 +97,15 @@ def find_recipes() -> list[Traversable]:
         below = folder.iterdir() if folder.is_dir() else ()
         found = [one for one in below if (one / _SCRIPT).is_file() and (one / _README).is_file()]
         if found:
-            return sorted(found, key=lambda one: (int(_number(one) or sys.maxsize), one.name))
+            return sorted(found, key=lambda one: (int(_parse_number(one) or sys.maxsize), one.name))
     raise MemprofError("this installation has no recipes", hint="install memprof from its wheel, or from a checkout")
 
 
 def find_recipe(name: str) -> Traversable:
-    """Return the recipe of this name or number, or the only one whose name has this part; or raise UsageError."""
+    """Return the recipe of this name or number, or the only one whose name contains `name`; else raise UsageError."""
     recipes = find_recipes()
     wanted = name.strip().strip("/").lower()
-    exact = [recipe for recipe in recipes if wanted in (recipe.name.lower(), _number(recipe))]
+    exact = [recipe for recipe in recipes if wanted in (recipe.name.lower(), _parse_number(recipe))]
     found = exact[:1] or [recipe for recipe in recipes if wanted and wanted in recipe.name.lower()]
     if len(found) == 1:
         return found[0]
@@ -117,8 +117,8 @@ def find_recipe(name: str) -> Traversable:
 
 
 @contextmanager
-def _as_folder(recipe: Traversable) -> Iterator[Path]:
-    """Give its folder on the disk, for as long as it is used: that of a zip file is unpacked."""
+def _unpack_folder(recipe: Traversable) -> Iterator[Path]:
+    """Context manager: the recipe's folder on disk, unpacked if memprof is in a zip file."""
     if isinstance(recipe, Path):
         yield recipe
         return
@@ -137,16 +137,16 @@ def _copy(folder: Traversable, target: Path) -> None:
             (target / file.name).write_bytes(file.read_bytes())
 
 
-def _run(recipe: Traversable) -> str:
+def _run_command(recipe: Traversable) -> str:
     return f"memprof recipes run {recipe.name}"
 
 
-def _title(recipe: Traversable) -> str:
+def _read_title(recipe: Traversable) -> str:
     with (recipe / _README).open(encoding="utf-8") as lines:
         return next(lines, "").lstrip("#").strip()
 
 
-def _number(folder: Traversable) -> str | None:
+def _parse_number(folder: Traversable) -> str | None:
     match = re.match(r"(\d+)-", folder.name)
     return match[1] if match else None
 

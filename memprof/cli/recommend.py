@@ -1,4 +1,4 @@
-"""`memprof recommend`: what fits a GPU, or the configuration to use for a model."""
+"""`memprof recommend`: the models that fit a GPU, or the configuration to use for a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from memprof.cli import settings
 from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, reuse_option, spec_of
-from memprof.cli.output import ExplainOptions, PageOptions, print_json, say_kept
+from memprof.cli.output import ExplainOptions, PageOptions, print_cache_age, print_json
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
@@ -34,7 +34,7 @@ _SEARCHED = "what gives up least and fits"
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions(ExplainOptions, PageOptions):
-    """Options of `memprof recommend`: a model and a goal, or neither; a GPU, or the one that is here."""
+    """Options of `memprof recommend`: model and goal, or neither; GPU, data and output."""
 
     model: str | None = reuse_option("model", default=None)
     model_is_size: bool = reuse_option("model_is_size")
@@ -77,7 +77,7 @@ class RecommendOptions(ExplainOptions, PageOptions):
 
     @property
     def goal(self) -> str | None:
-        """Return what the model is for; None: it is not said."""
+        """Return the name of the goal; None without a model."""
         if self.model is None:
             return None
         if self.mode is Mode.INFERENCE:
@@ -86,18 +86,18 @@ class RecommendOptions(ExplainOptions, PageOptions):
 
     @property
     def half(self) -> str | None:
-        """Return the half precision that is requested."""
+        """Return the requested half precision; None: the GPU's."""
         return self.amp or (None if self.dtype == "float32" else self.dtype)
 
     @property
     def precision(self) -> str | None:
-        """Return what plans call the precision that is requested (flows/recommend/plans.py)."""
+        """Return the requested precision by its name in plans (flows/recommend/plans.py); None: searched."""
         if self.quantize is not None or self.amp is not None:
             return self.quantize or "amp"
         return self.dtype if self.dtype in (None, "float32") else "half"
 
     def check(self) -> None:
-        """Raise UsageError if options exclude each other, or one is missing."""
+        """Raise UsageError if options exclude each other, or a required option is missing."""
         if self.model is None:
             for name in (
                 "adapter", "dtype", "amp", "quantize", "effective_batch", "batch_size", "lengths", "snippet", "gpus",
@@ -127,10 +127,10 @@ class RecommendOptions(ExplainOptions, PageOptions):
             )
 
     def spec(self) -> TargetSpec:
-        """Return model and GPU, the rest is searched; raise UsageError if it is no run of `memprof profile` either."""
+        """Return the spec of model and GPU, without searched options; raise UsageError if the spec is invalid."""
         from memprof.device.catalog import find_gpu
 
-        # `lengths` is a file for the odds; of `memprof profile` they are the batches themselves.
+        # `lengths` is used only for the odds; in `memprof profile` it sets the batches.
         spec = spec_of(self, model=self.model or "-", lengths=None, batch_size=1, gpu=find_gpu(self.gpu).key)
         return spec.edit(dtype=None, amp=None, quantize=None)
 
@@ -146,35 +146,35 @@ def recommend(request: RecommendOptions) -> None:
     spec = request.spec()
     from memprof.report.documents.recommendation import Recommendation
 
-    place = _answer_in_cache(spec, request) if request.cache else None
-    kept = None if place is None else place.find(Recommendation)
-    if kept is not None:
-        answer, seconds = kept
-        say_kept(seconds, quiet=request.quiet or request.snippet is not None)
+    entry = _find_cache_entry(spec, request) if request.cache else None
+    cached = None if entry is None else entry.find(Recommendation)
+    if cached is not None:
+        answer, seconds = cached
+        print_cache_age(seconds, quiet=request.quiet or request.snippet is not None)
     else:
         with long_work(quiet=request.quiet) as progress:
-            answer = _answer(spec, request, progress)
-    _print(answer, request)
+            answer = _search(spec, request, progress)
+    _print_recommendation(answer, request)
     request.write_page(answer)
-    if place is not None and kept is None:
-        place.keep(answer)
+    if entry is not None and cached is None:
+        entry.keep(answer)
     raise typer.Exit(Exit.DONE if answer.found else Exit.DOES_NOT_FIT)
 
 
-_HOW_IT_IS_SAID = ("as_json", "quiet", "explain", "snippet", "cache")
+_OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
 
 
-def _answer_in_cache(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
-    """Return where the answer is cached; None where it cannot be."""
+def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
+    """Return the cache entry of the call; None if its result is not cached."""
     from memprof.flows.cache.answers import cached_answer
 
-    asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _HOW_IT_IS_SAID}
+    asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
     if request.model is None:  # the catalog is searched
         asked["model"], spec = "", spec.edit(model="gpt2")
     return cached_answer("recommend", spec, asked, settings.words)
 
 
-def _answer(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:
+def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:
     from memprof.device.visible import hide_gpus
 
     hide_gpus()
@@ -203,7 +203,7 @@ def _answer(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     return search(spec, question, progress)[0]
 
 
-def _print(answer: Recommendation, request: RecommendOptions) -> None:
+def _print_recommendation(answer: Recommendation, request: RecommendOptions) -> None:
     if request.snippet is not None and answer.found:
         if request.snippet not in answer.snippets:
             hint = "there is " + (" and ".join(answer.snippets) or "none for a model of your own")

@@ -33,7 +33,7 @@ memprof run --worst-batch --gpu-vram 16 train.py
 memprof run --steps 200 --save run.memprof train.py
 memprof run --ranks all torchrun --nproc-per-node 8 train.py
 """
-SETTINGS = {"allow_interspersed_args": False}  # what follows the script's name is the script's
+SETTINGS = {"allow_interspersed_args": False}  # arguments after the script's name are passed to the script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
     lengths: str | None = reuse_option("lengths", panel="")
 
     def spec(self) -> RunSpec:
-        """Return what decides the run."""
+        """Return the options that determine the run, with checked fixes."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSpec)}
-        fixes = () if self.fix is None or self.searches else tuple(map(str, _installed(self.fix)))
+        fixes = () if self.fix is None or self.searches else tuple(map(str, _parse_installed(self.fix)))
         return RunSpec(**found | {"fixes": fixes})
 
     def rule(self) -> StopRule:
-        """Return when the script has shown enough."""
+        """Return the rule that stops the script; raise UsageError for wrong options."""
         if self.lengths is not None:
             hint = "leave it out: with --steps 200 the report says what its own batches reserve"
             raise UsageError("--lengths cannot change what a script feeds its model", value=self.lengths, hint=hint)
@@ -85,29 +85,29 @@ def run(
     from memprof.script import Program
 
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
-    several = request.ladder or request.searches or request.largest is not None
-    if request.ranks is not None and several:
+    is_search = request.ladder or request.searches or request.largest is not None
+    if request.ranks is not None and is_search:
         hint = "leave out --ladder, --fix auto and --largest, or --ranks"
         raise UsageError("a ladder and a search run one rank", value=f"--ranks {request.ranks}", hint=hint)
-    asked = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
-    beyond_one = [f"{flag} {number}" for flag, number in asked.items() if number not in (None, int(flag != "--rank"))]
-    if beyond_one and (several or request.device != "virtual"):
-        hint = f"leave out --ladder, --fix auto, --largest and --device, or {beyond_one[0].split()[0]}"
-        raise UsageError("several GPUs are virtual ones, and a ladder has one", value=" ".join(beyond_one), hint=hint)
+    rank_options = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
+    given = [f"{flag} {number}" for flag, number in rank_options.items() if number not in (None, int(flag != "--rank"))]
+    if given and (is_search or request.device != "virtual"):
+        hint = f"leave out --ladder, --fix auto, --largest and --device, or {given[0].split()[0]}"
+        raise UsageError("several GPUs are virtual ones, and a ladder has one", value=" ".join(given), hint=hint)
     if request.shown_gpu is not None and not 0 <= request.shown_gpu < (request.gpus or request.shown_gpu + 1):
         hint = "GPUs count from 0" + (f", to {request.gpus - 1}" if request.gpus else "")
         raise UsageError("there is no such GPU", value=f"--gpu-index {request.shown_gpu}", hint=hint)
     if request.fix is not None and request.ladder:
         raise UsageError("--ladder chooses fixes itself", value=f"--fix {request.fix}", hint="give --fix or --ladder")
     request.check_largest(request.device)
-    ranks = request.ranks is not None or _measures_ranks(program, request)
-    how = _ladder if several else _run_ranks if ranks else _run
+    ranks = request.ranks is not None or _has_measured_ranks(program, request)
+    runner = _run_ladder if is_search else _run_ranks if ranks else _run
     from memprof.flows.gpus import find_gpu_of
 
     rule = request.rule()
-    find_gpu_of(request)  # that there is none of this name is told first
+    find_gpu_of(request)  # an unknown GPU is an error before the fork
     continue_in_child(as_json=request.as_json)
-    raise typer.Exit(how(program, rule, request))
+    raise typer.Exit(runner(program, rule, request))
 
 
 def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
@@ -119,38 +119,38 @@ def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
     with script_output(to_stderr=request.as_json):
         found = run_script(program, rule, request.spec())
     outcome, document = found.outcome, found.document
-    if isinstance(outcome.error, UsageError):  # a fix that does not apply to a model of the script
+    if isinstance(outcome.error, UsageError):  # a fix does not apply to the script's model
         raise outcome.error
     as_json = request.as_json and document is None
-    if isinstance(outcome.error, MemprofError):  # what cannot be simulated: it names the line itself
+    if isinstance(outcome.error, MemprofError):  # an operation cannot be simulated; the error names the line
         tell(outcome.error, as_json=as_json, exit_code=outcome.exit_code)
     elif outcome.error is not None:
         from memprof.script.program import print_error
 
         print_error(outcome.error)
-    code = _own_exit_code(outcome.exit_code)
+    code = _script_exit_code(outcome.exit_code)
     if document is None:
         failure, code = found.trace.failure, code or int(Exit.FAILED)
         if failure is None or failure.kind is not FailureKind.REFUSED:
-            tell(_no_verdict(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
+            tell(_build_error(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
         elif not isinstance(outcome.error, MemprofError):
             tell(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, document)
     code = int(Exit.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or exit_code(document)
     if outcome.ended is not EndReason.EXIT:
-        _leave_threads(before, code)
+        _exit_with_threads(before, code)
     return code
 
 
-def _measures_ranks(program: Program, request: RunOptions) -> bool:
-    """Say whether a launcher is to start several processes that are measured: they need each other."""
+def _has_measured_ranks(program: Program, request: RunOptions) -> bool:
+    """Return whether a launcher starts several measured processes, which communicate."""
     if request.device == "virtual" or not program.has_launcher:
         return False
     from memprof.script import ScriptOutcome
 
     start = program.start()
-    return not isinstance(start, ScriptOutcome) and start.size > 1  # its own --help is that of `_run` too
+    return not isinstance(start, ScriptOutcome) and start.size > 1  # an outcome: the launcher's own --help
 
 
 def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
@@ -159,13 +159,13 @@ def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
 
     with script_output(to_stderr=request.as_json):
         found = run_ranks(program, rule, request.spec())
-    if not isinstance(found, RanksRun):  # its own --help
-        code = _own_exit_code(found.exit_code) or int(Exit.FAILED)
-        tell(_no_verdict(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
+    if not isinstance(found, RanksRun):  # the launcher's own --help
+        code = _script_exit_code(found.exit_code) or int(Exit.FAILED)
+        tell(_build_error(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
         return code
     if isinstance(found.problem, UsageError):
         raise found.problem
-    code = _own_exit_code(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
+    code = _script_exit_code(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
     as_json = request.as_json and found.document is None
     say(found.said, err=True, nl=False)
     if found.problem is not None:
@@ -173,31 +173,31 @@ def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
     if found.document is None:
         code = code or int(Exit.FAILED)
         if found.problem is None:
-            tell(_no_verdict(found.ended, found.exit_code), as_json=as_json, exit_code=code)
+            tell(_build_error(found.ended, found.exit_code), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, found.document)
     return int(Exit.DOES_NOT_FIT) if found.ended is EndReason.REFUSED else code or exit_code(found.document)
 
 
-_GAP = (
+_GAP_HINT = (
     "this is a gap of the virtual GPU, not an error of the script: measure the run on a GPU, and report it to memprof"
 )
 
 
-def _no_verdict(ended: EndReason, exit_code: int, failure: Failure | None = None) -> MemprofError:
-    """Return the error of a program that ended before it put anything on the GPU; `failure` is what it raised."""
+def _build_error(ended: EndReason, exit_code: int, failure: Failure | None = None) -> MemprofError:
+    """Return the error of a program that ended without a tensor on the GPU; `failure` is its exception."""
     from memprof.script import EndReason
     from memprof.trace.events import NOT_SIMULATED
 
     problem = "no verdict: nothing was put on the GPU"
     if failure is not None and ended in (EndReason.ERROR, EndReason.NOT_SIMULATED):
         where = "" if failure.source is None else f" at {failure.source}"
-        of_memprof = failure.kind in NOT_SIMULATED
-        what = "the simulation stopped" if of_memprof else "the script failed"
+        is_gap = failure.kind in NOT_SIMULATED
+        what = "the simulation stopped" if is_gap else "the script failed"
         return MemprofError(
             problem,
             value=f"{what}{where}: {failure.error}: {failure.message}",
-            hint=failure.hint or (_GAP if of_memprof else "correct its error, which is above"),
+            hint=failure.hint or (_GAP_HINT if is_gap else "correct its error, which is above"),
         )
     how, hint = {
         EndReason.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),
@@ -213,8 +213,8 @@ def _no_verdict(ended: EndReason, exit_code: int, failure: Failure | None = None
     return MemprofError(problem, value=how, hint=hint)
 
 
-def _installed(text: str) -> list[ChosenFix]:
-    """Return the fixes of `--fix`, whose packages are there."""
+def _parse_installed(text: str) -> list[ChosenFix]:
+    """Return the fixes of `--fix`; raise UsageError if their packages are not installed."""
     from memprof.fixes.catalog import check_installed
     from memprof.fixes.chosen import parse_fixes
 
@@ -223,24 +223,24 @@ def _installed(text: str) -> list[ChosenFix]:
     return fixes
 
 
-def _own_exit_code(own_code: int) -> int:
-    """Return a script's own exit code; 1 for those that say something else here: usage error, does not fit, differs."""
+def _script_exit_code(own_code: int) -> int:
+    """Return a script's exit code; 1 for codes with a meaning in memprof (usage error, does not fit, differs)."""
     return int(Exit.FAILED) if own_code in (Exit.WRONG_USE, Exit.DOES_NOT_FIT, Exit.DIFFERS) else own_code
 
 
-def _leave_threads(before: Collection[threading.Thread], code: int) -> None:
-    """End the process here if a script that was stopped leaves threads that go on: Python would wait for them."""
-    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-    for thread in left:
+def _exit_with_threads(before: Collection[threading.Thread], code: int) -> None:
+    """End the process if a stopped script left running threads, which Python would wait for."""
+    alive = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in alive:
         thread.join(timeout=1.0)
-    if any(thread.is_alive() for thread in left):
+    if any(thread.is_alive() for thread in alive):
         sys.stdout.flush()
         sys.stderr.flush()
         tell_exit_code(code)
         os._exit(code)
 
 
-def _ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
+def _run_ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ladder import scripts
 
     if request.device != "virtual":

@@ -5,12 +5,12 @@
     [run]               # of one command
     steps = 5
 
-The first such file from the current folder upwards is taken. What the command line says wins. What names code to run or
-files to replace is the command line's alone: a folder of others must not do either by being entered.
+The nearest such file from the current folder upwards is read. The command line overrides the file. Options that name
+code to run or files to replace are allowed only on the command line: entering someone's folder must not run code.
 
-`--config FILE` names a file of the same form, in YAML or TOML, which may name the model too; `--save-config FILE`
-writes one of a command's options. `--preset` stands for some options: `small`, `optimized` or `long-context`. What the
-command line says wins over the file, that over the preset, and that over memprof.toml; what is taken is said first.
+`--config FILE` names a file of the same form, in YAML or TOML, which may also name the model; `--save-config FILE`
+writes such a file. `--preset` is a name for several options: `small`, `optimized` or `long-context`. The command line
+overrides the file, the file the preset, and the preset memprof.toml; options taken from them are printed first.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ import typer
 from memprof.errors import UsageError, unknown_name
 from memprof.run_spec import SETTINGS
 
-_ON_THE_COMMAND_LINE = (
+_COMMAND_LINE_ONLY = (
     "model", "trust-remote-code", "force", "save", "csv", "html", "to", "log", "debug", "no-color", "help", "m",
     "config", "save-config", "preset",
 )  # fmt: skip
-_MAY_BE_NAMED = ("model", "m")  # by a file that the command line names
-_LONG = "chunked-loss,activation-checkpointing,expandable-segments"
-# Options that a name stands for; a command takes those that it has.
+_ALLOWED_IN_CONFIG = ("model", "m")  # allowed in a file named by --config
+_LONG_CONTEXT_FIXES = "chunked-loss,activation-checkpointing,expandable-segments"
+# Preset -> its options; a command takes only options that it has.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small": {"model": "gpt2", "context-length": 256, "batch-size": 1},
-    "optimized": {"dtype": "bfloat16", "batch-size": 1, "fix": f"{_LONG},fused-optimizer"},
-    "long-context": {"context-length": 131_072, "dtype": "bfloat16", "batch-size": 1, "fix": _LONG},
+    "optimized": {"dtype": "bfloat16", "batch-size": 1, "fix": f"{_LONG_CONTEXT_FIXES},fused-optimizer"},
+    "long-context": {"context-length": 131_072, "dtype": "bfloat16", "batch-size": 1, "fix": _LONG_CONTEXT_FIXES},
 }
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 2
-# What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start.
-_MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 2
+# Matches any pyproject.toml with the table; others are not parsed, which would double the start-up time.
+_TABLE_MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
 _MOST_BYTES = 1 << 20  # of a file of options
 PANEL = "Settings"
-# Options of every command, seen to before it runs.
+# Options of all commands, handled before the command runs.
 OPTIONS = {
     "config": typer.Option(
         "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=PANEL
@@ -64,7 +64,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings that a command took from a file, or a preset, as words of its command line."""
+    """Settings taken from a file or a preset, as words of a command line."""
 
     path: Path | str
     words: tuple[str, ...]
@@ -73,17 +73,17 @@ class LoadedSettings:
         return f"From {self.path}: {' '.join(self.words)}"
 
 
-taken: tuple[LoadedSettings, ...] = ()  # by the command that runs now, the weakest first
-words: tuple[str, ...] = ()  # the command that runs, with all its options
+taken: tuple[LoadedSettings, ...] = ()  # by the current command, the weakest first
+words: tuple[str, ...] = ()  # the current command with all its options
 
 
 def read() -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the nearest file with settings from the current folder upwards, and what it says; None: there is none."""
+    """Return the nearest file with settings from the current folder upwards, and its table; None: no such file."""
     if os.environ.get(SETTINGS) == "off":
         return None
     try:
         start = Path.cwd()
-    except OSError:  # it was removed
+    except OSError:  # the folder was removed
         return None
     for folder in (start, *start.parents):
         for name in ("memprof.toml", "pyproject.toml"):
@@ -92,9 +92,9 @@ def read() -> tuple[Path, Mapping[str, Any]] | None:
                 data = path.read_bytes()
             except OSError:
                 continue
-            if name == "pyproject.toml" and not _MARK.search(data):
+            if name == "pyproject.toml" and not _TABLE_MARK.search(data):
                 continue
-            table = _parse(path, data)
+            table = _parse_toml(path, data)
             if name == "pyproject.toml":
                 tools = table.get("tool")
                 table = tools.get("memprof") if isinstance(tools, dict) else None
@@ -106,7 +106,7 @@ def read() -> tuple[Path, Mapping[str, Any]] | None:
     return None
 
 
-def _parse(path: Path, data: bytes) -> Any:
+def _parse_toml(path: Path, data: bytes) -> Any:
     import tomllib
 
     try:
@@ -116,7 +116,7 @@ def _parse(path: Path, data: bytes) -> Any:
 
 
 def read_named(path: Path) -> Mapping[str, Any]:
-    """Return what the file of `--config` says, TOML by its suffix or else YAML; UsageError if it has no table.
+    """Return the table in the file of `--config`, TOML by suffix, else YAML; UsageError if the file has no table.
 
     Names may have underscores for dashes.
     """
@@ -128,22 +128,22 @@ def read_named(path: Path) -> Mapping[str, Any]:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         raise UsageError("the file of --config cannot be read", value=f"{path}: {error}") from None
-    table = _parse(path, data) if path.suffix == ".toml" else _parse_yaml(path, data)
+    table = _parse_toml(path, data) if path.suffix == ".toml" else _parse_yaml(path, data)
     if not isinstance(table, dict):
         hint = "write lines such as context-length: 4096, or profile: and such lines below it"
         raise UsageError("the file of --config has no options", value=path, hint=hint)
     return {
-        _dashed(key): {_dashed(name): inner for name, inner in value.items()} if isinstance(value, dict) else value
+        _dashify(key): {_dashify(name): inner for name, inner in value.items()} if isinstance(value, dict) else value
         for key, value in table.items()
     }
 
 
 def is_for_the_command_line(name: str) -> bool:
-    """Say whether no file says it: what names code to run, or files to write."""
-    return name in _ON_THE_COMMAND_LINE and name not in _MAY_BE_NAMED
+    """Return whether an option is not allowed in files: options that name code to run, or files to write."""
+    return name in _COMMAND_LINE_ONLY and name not in _ALLOWED_IN_CONFIG
 
 
-def _dashed(name: object) -> str:
+def _dashify(name: object) -> str:
     return str(name).replace("_", "-")
 
 
@@ -153,8 +153,8 @@ def _parse_yaml(path: Path, data: bytes) -> Any:
     try:
         return yaml.safe_load(data.decode("utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        said = " ".join(str(error).split())
-        raise UsageError("the file is no YAML", value=f"{path}: {said}", hint="correct it") from None
+        message = " ".join(str(error).split())
+        raise UsageError("the file is no YAML", value=f"{path}: {message}", hint="correct it") from None
 
 
 def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
@@ -166,15 +166,15 @@ def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
         import yaml
 
         text = yaml.safe_dump({command: dict(values)}, sort_keys=False, allow_unicode=True)
-    made = False
+    is_created = False
     try:
         with path.open("x", encoding="utf-8") as file:
-            made = True
+            is_created = True
             file.write(text)
     except FileExistsError:
         raise UsageError("--save-config replaces no file", value=path, hint="name another, or remove it") from None
     except OSError as error:
-        if made:
+        if is_created:
             path.unlink()
         raise UsageError("--save-config cannot write", value=f"{path}: {error.strerror}") from None
 
@@ -182,27 +182,27 @@ def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
 def defaults(
     path: Path, table: Mapping[str, Any], command: str, known: Mapping[str, Collection[str]], *, named: bool = False
 ) -> dict[str, Any]:
-    """Return what a file says of the options of `command`; `known` are all commands' options, without dashes.
+    """Return the options of `command` in a file's table; `known` has the options of all commands, without dashes.
 
-    With `named` the command line names the file, which may then name the model, and list what commas separate.
-    Raises UsageError if something is no option, or not for a file.
+    With `named` the file is that of --config, which may name the model, and have lists for comma-separated values.
+    Raises UsageError for unknown options, and options not allowed in a file.
     """
-    everywhere = {name for names in known.values() for name in names}
+    all_options = {name for names in known.values() for name in names}
     found: dict[str, Any] = {}
-    for key, value in sorted(table.items(), key=lambda item: isinstance(item[1], dict)):  # a command's own come last
-        of_command = isinstance(value, dict)
-        if of_command and key not in known:
+    for key, value in sorted(table.items(), key=lambda item: isinstance(item[1], dict)):  # tables of commands come last
+        is_table = isinstance(value, dict)
+        if is_table and key not in known:
             raise unknown_name(f"command in {path}", key, known)
-        for name, setting in value.items() if of_command else [(key, value)]:
+        for name, setting in value.items() if is_table else [(key, value)]:
             if named and isinstance(setting, list) and all(isinstance(one, str | int | float) for one in setting):
                 setting = ",".join(map(str, setting))
-            if is_for_the_command_line(name) or (name in _MAY_BE_NAMED and not named):
+            if is_for_the_command_line(name) or (name in _ALLOWED_IN_CONFIG and not named):
                 raise UsageError(f"{name} is for the command line alone", value=path, hint="leave it out of the file")
-            if name not in (known[key] if of_command else everywhere):
-                raise unknown_name(f"option in {path}", name, known[key] if of_command else everywhere)
+            if name not in (known[key] if is_table else all_options):
+                raise unknown_name(f"option in {path}", name, known[key] if is_table else all_options)
             if not isinstance(setting, str | int | float):
-                # Aliases of YAML make a short file a value that has no end.
-                raise UsageError(f"{name} has no value that an option has", value=f"{path}: {_SHORT.repr(setting)}")
+                # YAML aliases can make a short file an endless value.
+                raise UsageError(f"{name} has no value that an option has", value=f"{path}: {_REPR.repr(setting)}")
             if name in known[command] and key in (name, command):
                 found[name] = setting
     return found

@@ -1,4 +1,4 @@
-"""`memprof show FILE`: the report of a saved capture, again."""
+"""`memprof show FILE`: the report of a saved capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(ReportOptions):
-    """Options of `memprof show`: how the report is made anew."""
+    """Options of `memprof show`: allocator settings, GPU and rank of the report."""
 
     alloc_conf: str | None = reuse_option("alloc_conf", unset="those of the run")
     shown_gpu: int | None = reuse_option("shown_gpu")

@@ -1,4 +1,4 @@
-"""Streams for a script's output while it runs, and for memprof's own."""
+"""Streams: a script's output while the script runs, and memprof's output."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import typer
 
 from memprof.errors import MemprofError, printable
 
-# What the terminal's tables, bars and curves are drawn with; as wide in ASCII, so that columns stay below each other.
+# Characters of tables, bars and curves, and an ASCII character of the same width for each.
 _DRAWINGS = dict(zip("▁▂▃▄▅▆▇█─━│‼…×·→←", "_.:-=+*#--|!.x.><", strict=True))
 _ASCII = defaultdict(lambda: "?", {ord(drawing): letter for drawing, letter in _DRAWINGS.items()})
-# Streams that scripts left behind. One that wraps the buffer of another closes it when it is deleted, so none is.
+# Streams left by scripts, kept alive: deleting a stream closes its buffer, which other streams may share.
 _script_streams: list[object] = []
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print a text, which may have names from files and programs in it, to stdout or stderr."""
+    """Print a text to stdout or stderr; control characters (of names from files, say) are escaped."""
     try:
         typer.echo(printable(text), err=err, nl=nl)
     except OSError:
-        if not err:  # an error is told by the exit code too
+        if not err:  # errors also have an exit code
             raise
 
 
 def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) -> None:
-    """Say what went wrong on stderr; where JSON is requested, on stdout as JSON too."""
+    """Print an error on stderr; with `as_json` also on stdout as JSON."""
     say(f"memprof: {error}", err=True)
     if as_json:
         value, code = None if error.value is None else str(error.value), exit_code or error.exit_code
@@ -42,12 +42,12 @@ def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) ->
 
 
 def prepare() -> None:
-    """Have all three streams be there, and take any text.
+    """Open the standard streams that are closed, and let stdout accept any text.
 
-    What was closed (`>&-`) goes nowhere: the next file that is opened would be taken for it. What the encoding of
-    stdout lacks, such as latin-1 the bars, is written in ASCII.
+    Closed streams (`>&-`) are redirected to /dev/null: the next opened file would get their descriptor. Characters that
+    the encoding of stdout lacks are written in ASCII.
     """
-    codecs.register_error("ascii-art", _ascii_replacement)
+    codecs.register_error("ascii-art", _replace_with_ascii)
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -59,30 +59,30 @@ def prepare() -> None:
         sys.stdout.reconfigure(errors="ascii-art")
 
 
-def _ascii_replacement(error: UnicodeError) -> tuple[str, int]:
-    """Return what stands for characters that an encoding lacks; `?` for those that are no drawing."""
+def _replace_with_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return ASCII replacements for characters that an encoding lacks, `?` for unknown characters."""
     assert isinstance(error, UnicodeEncodeError)
     return error.object[error.start : error.end].translate(_ASCII), error.end
 
 
 def give_up(stream: TextIO) -> None:
-    """Send what is still to be written nowhere: its reader has gone, or its disk is full."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Redirect the rest of a stream to /dev/null: its reader is gone, or its disk is full."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextlib.contextmanager
 def script_output(*, to_stderr: bool) -> Iterator[None]:
-    """Let a script replace sys.stdout and sys.stderr; after it they are what they were.
+    """Context manager: restore sys.stdout and sys.stderr after a script that may replace or close them.
 
-    With `to_stderr` what it writes to stdout, also past Python, goes to stderr.
+    With `to_stderr` the script's stdout, also from outside Python, goes to stderr.
     """
     out, err = sys.stdout, sys.stderr
-    copies = [_copy_of(stream) for stream in (out, err)]
+    copies = [_copy_descriptor(stream) for stream in (out, err)]
     if to_stderr:
         out.flush()
-        kept = _Copy(1)
+        saved = _DescriptorCopy(1)
         os.dup2(2, 1)
         sys.stdout = err
     try:
@@ -90,19 +90,19 @@ def script_output(*, to_stderr: bool) -> Iterator[None]:
     finally:
         for stream in (sys.stdout, sys.stderr):
             _script_streams.append(stream)
-            with contextlib.suppress(Exception):  # the script's own class, or a file that it closed
+            with contextlib.suppress(Exception):  # the script's own class, or a closed file
                 stream.flush()
-        sys.stderr = _usable(err, copies[1])
+        sys.stderr = _reopen(err, copies[1])
         if to_stderr:
-            kept.restore(1)
-        sys.stdout = _usable(out, copies[0])
+            saved.restore(1)
+        sys.stdout = _reopen(out, copies[0])
 
 
-class _Copy:
-    """Another descriptor of an output's file, for a script may close or redirect the first.
+class _DescriptorCopy:
+    """A duplicate descriptor of an output file, in case a script closes or redirects the original.
 
-    It is far above those that scripts close by number, `os.closerange(3, 64)`. One that closes all there can be
-    (daemons do) closes it too, and may have opened a file of its own under the number.
+    Its number is far above the range that scripts close (`os.closerange(3, 64)`). A script that closes all possible
+    descriptors (as daemons do) closes the duplicate too, and may then have opened another file under the number.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -110,11 +110,11 @@ class _Copy:
         self._file = _identity(self._number)
 
     def take(self) -> int | None:
-        """Return the descriptor, which is the caller's then; None: the script has closed it."""
+        """Return the descriptor, to be closed by the caller; None: the script has closed the descriptor."""
         return self._number if _identity(self._number) == self._file else None
 
     def restore(self, descriptor: int) -> None:
-        """Have `descriptor` be of the file again, and close this one; MemprofError if the script has closed it."""
+        """Point `descriptor` to the file again, and close the duplicate; MemprofError if the script has closed it."""
         number = self.take()
         if number is None:
             raise MemprofError(
@@ -126,7 +126,7 @@ class _Copy:
 
 
 def _duplicate(descriptor: int) -> int:
-    """Return another descriptor of the same file, three quarters up to the process's limit (to 4,096)."""
+    """Return a duplicate descriptor, numbered from three quarters of the process's limit (at most 4,096) up."""
     try:
         import fcntl
         import resource
@@ -138,7 +138,7 @@ def _duplicate(descriptor: int) -> int:
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Return device and inode of an open file; None: there is none."""
+    """Return device and inode of an open file; None: the descriptor is closed."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -146,21 +146,21 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _copy_of(stream: TextIO) -> _Copy | None:
-    """Return a copy of a stream's descriptor; None for what is no file."""
+def _copy_descriptor(stream: TextIO) -> _DescriptorCopy | None:
+    """Return a copy of a stream's descriptor; None for a stream without descriptor."""
     try:
-        return _Copy(stream.fileno())
+        return _DescriptorCopy(stream.fileno())
     except (AttributeError, OSError, ValueError):
         return None
 
 
-def _usable(stream: TextIO, copy: _Copy | None) -> TextIO:
-    """Return the stream; another to the same file if the script closed it, or took its buffer away."""
+def _reopen(stream: TextIO, copy: _DescriptorCopy | None) -> TextIO:
+    """Return the stream, or a new stream on the same file if the script closed or detached the stream."""
     number = None if copy is None else copy.take()
     try:
         stream.flush()
     except (AttributeError, OSError, ValueError):
         return stream if number is None else open(number, "w", encoding="utf-8", errors="backslashreplace")
     if copy is not None and number is not None:
-        copy.restore(stream.fileno())  # where the script turned the descriptor elsewhere
+        copy.restore(stream.fileno())  # in case the script redirected the descriptor
     return stream

@@ -1,4 +1,4 @@
-"""`memprof verify`: original and fixed model side by side, against float64."""
+"""`memprof verify`: the original and the fixed model, both compared with float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ memprof verify bfloat16 --model gpt2 --seeds 3
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(OutputOptions):
-    """Options of `memprof verify`: the parts of the models that may run."""
+    """Options of `memprof verify` for models with their own code."""
 
     trust_remote_code: bool = reuse_option("trust_remote_code")
 

@@ -1,4 +1,4 @@
-"""`memprof vocab`: the tokens of a corpus, counted as they stream by, and what a smaller vocabulary saves."""
+"""`memprof vocab`: token counts of a corpus, and the memory that a smaller vocabulary saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ memprof vocab 'data/*.jsonl.gz' --tokenizer tokenizer.json --model gpt2
 
 @dataclass(frozen=True, kw_only=True)
 class VocabOptions(OutputOptions):
-    """Options of `memprof vocab`: how the corpus is read, and for which model a smaller vocabulary is tried."""
+    """Options of `memprof vocab`: the corpus, the caps, and the model."""
 
     tokenizer: str = option(
         "whitespace", "Corpus", "whitespace, bytes, a tokenizer.json, or a folder that has one.", metavar="NAME"
@@ -80,7 +80,7 @@ def vocab(
             "--amp is not in the arithmetic", value=request.amp, hint="name a model: --model has it simulated"
         )
     shares = flow.parse_shares(request.coverage)
-    # Also where nothing is simulated: it checks the options, before the corpus is read.
+    # Also built without a simulation, to check the options before the corpus is read.
     spec = spec_of(request, model=model or "none")
     if model is not None:
         flow.check_model(spec)
@@ -100,5 +100,5 @@ def vocab(
             savings = flow.estimate_savings(params, counted, caps, spec)
     document = flow.build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
     print_result(document, request, "vocabulary")
-    tried = [memory.fits for memory in (savings.before, *savings.capped)]
-    raise typer.Exit(Exit.DOES_NOT_FIT if False in tried and True not in tried else Exit.DONE)
+    verdicts = [memory.fits for memory in (savings.before, *savings.capped)]
+    raise typer.Exit(Exit.DOES_NOT_FIT if False in verdicts and True not in verdicts else Exit.DONE)

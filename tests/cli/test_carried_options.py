@@ -86,7 +86,7 @@ def asked(memprof, script, monkeypatch) -> Callable[[Sequence[str]], Any]:
         found.append((spec, how.device, how))
         raise MemprofError("this is enough")
 
-    for name in ("_run", "_run_ranks", "_ladder"):
+    for name in ("_run", "_run_ranks", "_run_ladder"):
         monkeypatch.setattr(run_room, name, note_script)
     monkeypatch.setattr(profile_room, "_run", note_target)
     script("", "train.py")

@@ -7,7 +7,7 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.main import app
-from memprof.cli.settings import _ON_THE_COMMAND_LINE, write_named
+from memprof.cli.settings import _COMMAND_LINE_ONLY, write_named
 from memprof.errors import UsageError
 
 TABLE = """
@@ -75,7 +75,7 @@ def test_the_command_line_wins(memprof, folder):
         ("gpu = ", "the file is no TOML", "correct it"),
         ("gpu = 'h1000'", "unknown GPU", "h100"),
         ("batch-size = 'two'", "--batch-size", ""),
-        *((f"{name} = 'x'", "is for the command line alone", "") for name in _ON_THE_COMMAND_LINE),
+        *((f"{name} = 'x'", "is for the command line alone", "") for name in _COMMAND_LINE_ONLY),
     ],
 )
 def test_what_is_wrong_is_an_error(memprof, folder, table, problem, hint):
@@ -116,7 +116,7 @@ def test_a_project_without_the_table_is_not_parsed(memprof, folder, monkeypatch,
     write(folder, text, "pyproject.toml")
     parsed = []
     monkeypatch.setattr(
-        settings, "_parse", lambda path, data, own=settings._parse: parsed.append(path) or own(path, data)
+        settings, "_parse_toml", lambda path, data, own=settings._parse_toml: parsed.append(path) or own(path, data)
     )
     assert memprof("estimate", "--params", "1.2B").stdout.startswith("From ") is taken
     assert bool(parsed) is taken
@@ -142,7 +142,7 @@ def test_flags_of_every_command_are_accepted(memprof, folder):
         if option.param_type_name == "option" and option.opts[-1].startswith("--")
     }
     lines = [f"{name} = false" if flag else f"{name} = '1'" for name, flag in names.items()]
-    write(folder, "\n".join(line for line in lines if line.split()[0] not in _ON_THE_COMMAND_LINE))
+    write(folder, "\n".join(line for line in lines if line.split()[0] not in _COMMAND_LINE_ONLY))
     assert memprof("models").exit_code == 0
 
 
@@ -154,7 +154,7 @@ def test_no_file_names_a_place_to_write_to():
         for option in command.params
         if option.param_type_name == "option" and option.metavar in ("FILE", "FOLDER")
     }
-    assert {"save", "csv", "html", "to", "log"} <= paths <= set(_ON_THE_COMMAND_LINE)
+    assert {"save", "csv", "html", "to", "log"} <= paths <= set(_COMMAND_LINE_ONLY)
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "mine.toml"])

@@ -90,7 +90,7 @@ def test_progress_says_how_far_it_is(capsys, monkeypatch):
 
 def test_progress_on_a_terminal_is_one_line_that_goes_away():
     code = (
-        "from memprof.cli import progress\nimport time\nprogress._FIRST = progress._AGAIN = 0.05\n"
+        "from memprof.cli import progress\nimport time\nprogress._FIRST = progress._INTERVAL = 0.05\n"
         "with progress.Progress() as say:\n    say('reading ' + 'x' * 200)\n    time.sleep(0.4)\nprint('done')"
     )
     shown = Terminal([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}, columns=60)
