@@ -56,7 +56,7 @@ def replace_installation(command: Any) -> None:
 
 
 def _install_completion(typer_callback: Callable[..., Any], context: Any, option: Any, value: Any) -> Any:
-    """Run `--install-completion`; `value` is the shell, or True to detect it; `typer_callback` runs other shells."""
+    """Run `--install-completion`; `value` is the shell, or True to detect it; `typer_callback` handles other shells."""
     shell = value
     if value is True:
         with contextlib.suppress(shellingham.ShellDetectionFailure):

@@ -37,26 +37,26 @@ class ProfileOptions(FixOptions):
     cache: bool = reuse_option("cache")
 
 
-def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, output: CaptureOptions) -> None:
+def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, output: CaptureOptions) -> None:
     """Run one real training step on a virtual GPU and say, stage by stage, where the memory goes.
 
     The model's own code, autograd and the optimizer run for real, on tensors without data. Exit code 0: it fits;
     3: it does not.
     """
-    if how.ladder and how.searches:
+    if options.ladder and options.searches:
         hint = "--fix auto shows a ladder of its own"
-        raise UsageError("give --fix auto or --ladder, not both", value=f"--fix {how.fix}", hint=hint)
-    how.check_largest(how.device)
+        raise UsageError("give --fix auto or --ladder, not both", value=f"--fix {options.fix}", hint=hint)
+    options.check_largest(options.device)
     from memprof.fixes.catalog import STEPS, check_installed
     from memprof.fixes.chosen import parse_fixes
 
-    named = () if how.fix is None or how.searches else [fix.fix for fix in parse_fixes(how.fix, STEPS)]
+    named = () if options.fix is None or options.searches else [fix.fix for fix in parse_fixes(options.fix, STEPS)]
     check_installed(spec, named)
     from memprof.report.documents.report import Report
 
     run_error: RunFailedError | None = None
     is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
-    entry = _find_cache_entry(spec, how, is_named=is_named) if how.cache else None
+    entry = _find_cache_entry(spec, options, is_named=is_named) if options.cache else None
     # A capture and a page need all events, which cached results do not have.
     cached = None if entry is None or output.save or output.html else entry.find(Report)
     if cached is not None:
@@ -65,7 +65,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
         raise typer.Exit(exit_code(cached[0]))
     with long_work(quiet=output.quiet) as progress:
         try:
-            trace, document = _run(spec, how, progress, is_named=is_named)
+            trace, document = _run(spec, options, progress, is_named=is_named)
         except RunFailedError as error:
             if error.document is None:
                 raise
@@ -78,19 +78,19 @@ def profile(context: typer.Context, spec: TargetSpec, how: ProfileOptions, outpu
     raise typer.Exit(exit_code(document))
 
 
-def _find_cache_entry(spec: TargetSpec, how: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
+def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
     """Return the cache entry of the call; None if its result is not cached."""
     from memprof.flows.cache.answers import cached_answer, is_without_cuda
 
-    if how.device == "auto":
+    if options.device == "auto":
         is_simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
     else:
-        is_simulated = how.device == "virtual"
-    asked = {"fix": how.fix, "ladder": how.ladder, "largest": how.largest}
+        is_simulated = options.device == "virtual"
+    asked = {"fix": options.fix, "ladder": options.ladder, "largest": options.largest}
     return cached_answer("profile", spec, asked, settings.words) if is_simulated else None
 
 
-def _run(spec: TargetSpec, how: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:
+def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:
     """Return trace and report of the run, ladder or search; with `is_named` the GPU is simulated."""
     from memprof.device.visible import hide_gpus
     from memprof.fixes.catalog import BESIDE, SPREADS, STEPS, ladder
@@ -98,37 +98,37 @@ def _run(spec: TargetSpec, how: ProfileOptions, progress: Progress, *, is_named:
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
 
-    if how.largest is not None:
+    if options.largest is not None:
         from memprof.flows.ladder.runs import SpecRuns
         from memprof.flows.limit import largest_of_spec
 
-        if how.fix is not None:
-            spec = SpecRuns(spec, progress).in_force(parse_fixes(how.fix, STEPS))
-        return largest_of_spec(spec, how.largest, progress)
+        if options.fix is not None:
+            spec = SpecRuns(spec, progress).in_force(parse_fixes(options.fix, STEPS))
+        return largest_of_spec(spec, options.largest, progress)
     simulated: Trace | None = None
-    if how.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
+    if options.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
         spec, simulated = flow.resolve_device(spec, progress)
-    elif how.device in ("auto", "virtual"):
+    elif options.device in ("auto", "virtual"):
         hide_gpus()
     else:
-        spec = spec.edit(device=how.device)
-    if how.fix is None and not how.ladder:
+        spec = spec.edit(device=options.device)
+    if options.fix is None and not options.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search
 
-    if how.searches and spec.gpus > 1 and spec.parallel is None:
+    if options.searches and spec.gpus > 1 and spec.parallel is None:
         from memprof.flows.ladder.plans import search_plans
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
-    fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix, STEPS)
-    spreads = how.fix is None or any(fix.fix.name in SPREADS for fix in fixes)
+    fixes = [] if options.fix is None or options.searches else parse_fixes(options.fix, STEPS)
+    spreads = options.fix is None or any(fix.fix.name in SPREADS for fix in fixes)
     if spec.gpus > 1 and spec.parallel is None and spreads:
         spec = spec.edit(parallel=BESIDE)
-    if how.searches and spec.host_memory_bytes is None:
+    if options.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated)
-    if how.fix is None:
+    if options.fix is None:
         return climb(runs, ladder(spec.gpus))
-    return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
+    return search(runs) if options.searches else apply_fixes(runs, fixes, each=options.ladder)
