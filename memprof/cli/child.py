@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from memprof.cli.streams import tell
+from memprof.cli.streams import report_error
 from memprof.errors import MemprofError
 
 _FORWARDED = {
@@ -78,7 +78,7 @@ def continue_in_child(*, as_json: bool) -> None:
     raise typer.Exit(_report_end(status, received, as_json=as_json) if code < 0 else code)
 
 
-def tell_exit_code(code: int) -> None:
+def send_exit_code(code: int) -> None:
     """Send `code` to the parent, if any: the command has printed all its output, and ends."""
     if _parent.shared is not None and os.getpid() == _parent.process:  # not a child that the program has forked
         _parent.shared[:2] = ((code & 0xFF) + 1).to_bytes(2, "little")
@@ -112,5 +112,5 @@ def _report_end(status: int, received: set[int], *, as_json: bool) -> int:
         value=f"it {how}",
         hint=_SIGNAL_HINTS.get(-status, _DEFAULT_HINT) if status < 0 else _DEFAULT_HINT,
     )
-    tell(error, as_json=as_json)
+    report_error(error, as_json=as_json)
     return error.exit_code

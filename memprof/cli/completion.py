@@ -30,7 +30,7 @@ _PLACES = {
 _ZSH_FIRST_CALL = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"\nfi'
 
 
-def names_of(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
+def list_completions(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
     """Return a function that lists the values of an option for completion; None: the values are not known."""
     known = {"gpu": _list_gpu_names, "model": _list_model_names}.get(option)
     return (lambda: list(choices)) if choices else known

@@ -15,11 +15,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import memprof
-from memprof.cli.child import allow_child, tell_exit_code
+from memprof.cli.child import allow_child, send_exit_code
 from memprof.cli.completion import replace_installation
 from memprof.cli.exits import MEANINGS, OF_OTHERS
 from memprof.cli.options import Commands, add
-from memprof.cli.streams import give_up, prepare, say
+from memprof.cli.streams import discard_output, prepare_streams, say
 
 # Commands in the order of --help. Each has a module of memprof/cli with a function of the same name, or an `app` with
 # subcommands. `EXAMPLES` of the module are printed in --help; `SETTINGS` are the optional context settings.
@@ -136,7 +136,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
-        prepare()
+        prepare_streams()
         allow_child()
         # Ctrl-C is ignored while Python shuts down torch: the output and the exit code are complete.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
@@ -146,19 +146,19 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # while the rest was written
-        give_up(sys.stdout)
+        discard_output(sys.stdout)
         sys.exit(0)
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
-        give_up(sys.stdout)
+        discard_output(sys.stdout)
         say(f"memprof: the output cannot be written: {error.strerror}", err=True)
         sys.exit(1)
     finally:
         if ends_process:
             exception = sys.exc_info()[1]
             if isinstance(exception, SystemExit) and isinstance(exception.code, int):
-                tell_exit_code(exception.code)
+                send_exit_code(exception.code)
             else:
-                tell_exit_code(1 if exception else 0)
+                send_exit_code(1 if exception else 0)
     sys.exit(0)

@@ -24,9 +24,9 @@ import typer
 import typer.core
 
 from memprof.cli import settings
-from memprof.cli.completion import names_of
+from memprof.cli.completion import list_completions
 from memprof.cli.exits import Exit
-from memprof.cli.streams import give_up, say, tell
+from memprof.cli.streams import discard_output, report_error, say
 from memprof.device.ceiling import limit_memory
 from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.run_spec import RunSpec
@@ -131,10 +131,10 @@ def _report_parse_errors(ctx: Any, words: Sequence[str]) -> Iterator[None]:
     except typer.TyperException as error:
         if ctx.resilient_parsing:
             raise
-        tell(_convert_error(error.format_message(), ctx.command_path, words), as_json=as_json)
+        report_error(_convert_error(error.format_message(), ctx.command_path, words), as_json=as_json)
         raise typer.Exit(Exit.WRONG_USE) from None
     except MemprofError as error:
-        tell(error, as_json=as_json)
+        report_error(error, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
 
 
@@ -166,7 +166,7 @@ class Command(typer.core.TyperCommand):
             words: list[str] = []
             rest = super().parse_args(ctx, [*args])
             if not ctx.resilient_parsing:
-                words = self._words_from_settings(ctx)
+                words = self._load_settings(ctx)
                 if words:
                     rest = super().parse_args(ctx, [*words, *args])
                 if ctx.params["save_config"] is not None:
@@ -174,11 +174,11 @@ class Command(typer.core.TyperCommand):
             settings.words = (str(self.name), *words, *args)
             return rest
 
-    def _words_from_settings(self, ctx: Any) -> list[str]:
+    def _load_settings(self, ctx: Any) -> list[str]:
         """Return options of files and presets that are not among the arguments, as words of a command line."""
         given = {_find_excluded(name) for name in _names_on_command_line(ctx)}
         found = []
-        for path, values in self._sources(ctx):
+        for path, values in self._iter_sources(ctx):
             words = []
             for one in self.params:
                 value = values.get(_name_in_file(one), False)
@@ -190,7 +190,7 @@ class Command(typer.core.TyperCommand):
         settings.taken = tuple(reversed(found))
         return [word for one in settings.taken for word in one.words]
 
-    def _sources(self, ctx: Any) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
+    def _iter_sources(self, ctx: Any) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
         """Yield the sources of options other than the command line (name, values), the strongest first."""
         name, read = str(self.name), settings.read()
         config, preset = ctx.params["config"], ctx.params["preset"]
@@ -340,14 +340,14 @@ def _flatten(function: Callable[..., None]) -> Callable[..., None]:
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:
             _check_numbers(asked)
-            built = {group: _build(kind, given[group]) for group, kind in groups.items()}
+            built = {group: _build_options(kind, given[group]) for group, kind in groups.items()}
             reading = next((one for one in built.values() if isinstance(one, ReadingOptions)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
             limited = contextlib.nullcontext() if reading is None else limit_memory(reading.max_memory, files)
             with limited, _set_colours(enabled=not no_color):
                 function(**values, **built)
         except BrokenPipeError:  # the reader of the output (`| head`) has closed it: not an error
-            give_up(sys.stdout)
+            discard_output(sys.stdout)
             raise typer.Exit(0) from None
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
@@ -359,7 +359,7 @@ def _flatten(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             # The report of a failed run has the error already.
             is_told = error.follows_answer or getattr(error, "document", None) is not None
-            tell(error, as_json=not is_told and any(values.get("as_json") for values in given.values()))
+            report_error(error, as_json=not is_told and any(values.get("as_json") for values in given.values()))
             raise typer.Exit(error.exit_code) from None
 
     call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
@@ -405,7 +405,7 @@ def _build_parameter(name: str, kind: Any, about: Option, default: object) -> in
         metavar=about.metavar,
         rich_help_panel=about.panel,
         hidden=not about.panel,
-        autocompletion=names_of(name, about.choices),
+        autocompletion=list_completions(name, about.choices),
     )
     if is_flag:
         return inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, info])
@@ -424,7 +424,7 @@ def _parse_option(about: Option, value: str) -> Any:
         raise UsageError(f"{about.flag}: {error.problem}", value=error.value, hint=error.hint) from error
 
 
-def _build(kind: Any, values: Mapping[str, Any]) -> Any:
+def _build_options(kind: Any, values: Mapping[str, Any]) -> Any:
     """Return an instance of dataclass `kind`; UsageError if a value is wrong, or two options exclude each other."""
     options = options_of(kind)
     given: dict[str, Any] = {}

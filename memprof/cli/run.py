@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memprof.cli.child import continue_in_child, tell_exit_code
+from memprof.cli.child import continue_in_child, send_exit_code
 from memprof.cli.exits import Exit
 from memprof.cli.options import FixOptions, reuse_option
 from memprof.cli.output import CaptureOptions, exit_code
 from memprof.cli.progress import Progress
-from memprof.cli.streams import say, script_output, tell
+from memprof.cli.streams import report_error, say, script_output
 from memprof.errors import MemprofError, UsageError
 from memprof.run_spec import RunSpec
 from memprof.spec import HOST_BYTES, option
@@ -123,7 +123,7 @@ def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
         raise outcome.error
     as_json = request.as_json and document is None
     if isinstance(outcome.error, MemprofError):  # an operation cannot be simulated; the error names the line
-        tell(outcome.error, as_json=as_json, exit_code=outcome.exit_code)
+        report_error(outcome.error, as_json=as_json, exit_code=outcome.exit_code)
     elif outcome.error is not None:
         from memprof.script.program import print_error
 
@@ -132,9 +132,9 @@ def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
     if document is None:
         failure, code = found.trace.failure, code or int(Exit.FAILED)
         if failure is None or failure.kind is not FailureKind.REFUSED:
-            tell(_build_error(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
+            report_error(_build_error(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
         elif not isinstance(outcome.error, MemprofError):
-            tell(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
+            report_error(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, document)
     code = int(Exit.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or exit_code(document)
@@ -161,7 +161,7 @@ def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
         found = run_ranks(program, rule, request.spec())
     if not isinstance(found, RanksRun):  # the launcher's own --help
         code = _script_exit_code(found.exit_code) or int(Exit.FAILED)
-        tell(_build_error(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
+        report_error(_build_error(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
         return code
     if isinstance(found.problem, UsageError):
         raise found.problem
@@ -169,11 +169,11 @@ def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
     as_json = request.as_json and found.document is None
     say(found.said, err=True, nl=False)
     if found.problem is not None:
-        tell(found.problem, as_json=as_json, exit_code=code)
+        report_error(found.problem, as_json=as_json, exit_code=code)
     if found.document is None:
         code = code or int(Exit.FAILED)
         if found.problem is None:
-            tell(_build_error(found.ended, found.exit_code), as_json=as_json, exit_code=code)
+            report_error(_build_error(found.ended, found.exit_code), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, found.document)
     return int(Exit.DOES_NOT_FIT) if found.ended is EndReason.REFUSED else code or exit_code(found.document)
@@ -236,7 +236,7 @@ def _exit_with_threads(before: Collection[threading.Thread], code: int) -> None:
     if any(thread.is_alive() for thread in alive):
         sys.stdout.flush()
         sys.stderr.flush()
-        tell_exit_code(code)
+        send_exit_code(code)
         os._exit(code)
 
 

@@ -32,7 +32,7 @@ def say(text: str, *, err: bool = False, nl: bool = True) -> None:
             raise
 
 
-def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) -> None:
+def report_error(error: MemprofError, *, as_json: bool, exit_code: int | None = None) -> None:
     """Print an error on stderr; with `as_json` also on stdout as JSON."""
     say(f"memprof: {error}", err=True)
     if as_json:
@@ -41,7 +41,7 @@ def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) ->
         say(json.dumps({"schema": 1, "error": fault}, indent=1))
 
 
-def prepare() -> None:
+def prepare_streams() -> None:
     """Open the standard streams that are closed, and let stdout accept any text.
 
     Closed streams (`>&-`) are redirected to /dev/null: the next opened file would get their descriptor. Characters that
@@ -65,7 +65,7 @@ def _replace_with_ascii(error: UnicodeError) -> tuple[str, int]:
     return error.object[error.start : error.end].translate(_ASCII), error.end
 
 
-def give_up(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """Redirect the rest of a stream to /dev/null: its reader is gone, or its disk is full."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())

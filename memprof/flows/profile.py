@@ -20,7 +20,7 @@ from memprof.fixes.catalog import STEPS
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_gpu_of, measured_device_facts
 from memprof.flows.local_gpu import gpu_like, present_gpu
-from memprof.flows.rank_reports import in_order
+from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
@@ -135,7 +135,7 @@ def _run_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None])
             target=dataclasses.replace(trace.facts.target, asked=spec),
         )
         traces.append(trace)
-    return in_order(traces)
+    return merge_traces(traces)
 
 
 def resolve_device(
@@ -157,7 +157,7 @@ def resolve_device(
     return (spec.edit(device="cuda"), None) if needed <= gpu.usable_bytes else (virtual_spec, trace)
 
 
-def at_once(spec: TargetSpec) -> int:
+def count_parallel_runs(spec: TargetSpec) -> int:
     """Return how many runs like `spec` may run in parallel, each in a worker: 1 for the user's own code."""
     from memprof.workload.pool import number_of_workers  # needs torch
 

@@ -26,7 +26,7 @@ _IN_PART = (
 )
 
 
-def in_order(traces: Iterable[Trace]) -> Trace:
+def merge_traces(traces: Iterable[Trace]) -> Trace:
     """Return the trace of the lowest rank, with the other traces in `others`; equal traces share their data."""
     found: list[Trace] = []
     for trace in sorted(traces, key=rank_index):

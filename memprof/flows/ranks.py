@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
 from memprof.flows.gpus import find_gpu_of
-from memprof.flows.rank_reports import in_order
+from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -180,7 +180,7 @@ def _merge_results(
             traces.append(Trace(facts=facts))
     if not traces:
         raise problem or KeyboardInterrupt
-    trace = in_order(traces)
+    trace = merge_traces(traces)
     document = None
     with contextlib.suppress(EmptyTraceError):
         document = analyze(trace, rank=rank, gpu=gpu)

@@ -39,7 +39,7 @@ _KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `mem
 
 
 @dataclass(slots=True)
-class Opened:
+class OpenedFile:
     """A recorded file: its snapshot, its recordings and its origin."""
 
     snapshot: Snapshot
@@ -68,7 +68,7 @@ def head_of(path: Path, kinds: str) -> bytes:
     return head
 
 
-def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> Opened:
+def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> OpenedFile:
     """Read and replay the file `path`; raise UsageError if the file is no recording, damaged, or too large."""
     head = head_of(path, _KINDS)[:2]
     if head == GZIP:
@@ -93,12 +93,12 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     if snapshot.source == "simulated":
         notes.append("memprof wrote this file (memprof export): the run was simulated.")
     settings = str(snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return Opened(
+    return OpenedFile(
         snapshot, found, RecordingOrigin(path.name, "torch snapshot", snapshot.source, settings, tuple(notes)), None
     )
 
 
-def _open_capture(path: Path) -> Opened:
+def _open_capture(path: Path) -> OpenedFile:
     from memprof.trace.io import load_trace
 
     with contextlib.suppress(OSError, EOFError, zlib.error), gzip.open(path, "rb") as file:
@@ -130,7 +130,7 @@ def _open_capture(path: Path) -> Opened:
         )
     kind = f"memprof capture, {trace.source} on {gpu.name}"
     origin = RecordingOrigin(path.name, kind, trace.source, config.text, tuple(notes))
-    return Opened(converted.snapshot, found, origin, converted)
+    return OpenedFile(converted.snapshot, found, origin, converted)
 
 
 def _peak_requested(trace: Trace) -> Counter[str]:

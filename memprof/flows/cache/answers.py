@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from memprof.errors import MemprofError
-from memprof.flows.cache.inputs import describe_environment, loaded_files, unchanged
+from memprof.flows.cache.inputs import are_unchanged, describe_environment, loaded_files
 from memprof.flows.cache.store import Store, cache_folder
 from memprof.spec import TargetSpec
 from memprof.trace.json_values import JsonValue, to_plain
@@ -43,7 +43,7 @@ class CachedAnswer:
     def find(self, kind: type[_Answer]) -> tuple[_Answer, float] | None:
         """Return the result and its age in seconds; None if nothing is cached, or an input has changed."""
         entry = self.store.find(self.key)
-        if entry is None or not isinstance(entry.get("files"), list) or not unchanged(entry["files"]):
+        if entry is None or not isinstance(entry.get("files"), list) or not are_unchanged(entry["files"]):
             return None
         try:
             return kind.from_json(entry["answer"]), max(time.time() - float(entry["given"]), 0.0)

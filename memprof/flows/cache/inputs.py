@@ -53,7 +53,7 @@ def loaded_files() -> list[Stamp] | None:
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 
 
-def unchanged(stamps: Iterable[Any]) -> bool:
+def are_unchanged(stamps: Iterable[Any]) -> bool:
     """Return whether all files still have the size and time of their stamps."""
     try:
         for path, size, changed in stamps:

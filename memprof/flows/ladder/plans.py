@@ -17,9 +17,9 @@ from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import BESIDE, SPREADS, tiers
 from memprof.fixes.catalog.fix import WEIGHTS
 from memprof.fixes.chosen import ChosenFix, edit_spec
-from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, with_ladder
-from memprof.flows.ladder.search import CHEAPER, ChosenFixes, find
-from memprof.flows.profile import at_once
+from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, run_with_ladder
+from memprof.flows.ladder.search import CHEAPER, ChosenFixes, find_fixes
+from memprof.flows.profile import count_parallel_runs
 from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
@@ -39,7 +39,7 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doin
         fits = f"--parallel {plan} over {spec.gpus} GPUs fits without fixes"
         return _build_answer(runs, found[plan], ChosenFixes((), fits, left_out))
     more = _add_gpus(runs, spec)
-    plan, answer = _find_quickest(runs, found, at_once(spec), progress)
+    plan, answer = _find_quickest(runs, found, count_parallel_runs(spec), progress)
     left_out.pop(f"--parallel {plan}")
     reason = f"--parallel {plan}; {answer.reason}; {_describe_more_gpus(runs, spec, more)}"
     return _build_answer(runs, found[plan], ChosenFixes(answer.steps, reason, left_out | answer.left_out))
@@ -84,11 +84,11 @@ def _find_quickest(
                 raise answer
             if answer.fits and may_be_better(plan) and (best is None or answer.seconds < best[0] * (1 - CHEAPER)):
                 best, added_seconds = (answer.seconds, plan, answer.found), answer.seconds - answer.seconds_before
-                runs.know(answer.rows)
+                runs.add_runs(answer.rows)
     if best is not None:
         return best[1:]
     plan = min(found, key=lambda plan: runs.with_fixes(found[plan]).needed_bytes)
-    return plan, find(RunsWith(runs, found[plan]))
+    return plan, find_fixes(RunsWith(runs, found[plan]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _PlanFixes:
 def _find_fixes(runs: Runs, steps: Sequence[ChosenFix]) -> _PlanFixes:
     """Return the cheapest exact fixes on top of the plan `steps`; may run in a worker process."""
     with_plan = RunsWith(runs, steps)
-    found = find(with_plan, tiers()[:1])
+    found = find_fixes(with_plan, tiers()[:1])
     rows = [([*steps, *fixes], with_plan.with_fixes(fixes)) for fixes in found.steps]
     last = rows[-1][1] if rows else with_plan.original
     return _PlanFixes(found, last.fits, with_plan.original.seconds, last.seconds, rows)
@@ -142,7 +142,7 @@ def _build_answer(runs: Runs, spread: Sequence[ChosenFix], found: ChosenFixes) -
     """Return the run with the fixes `found`, with a ladder row for each step of the plan `spread`, then each fix."""
     steps = [list(spread[:count]) for count in range(1, len(spread) + 1)]
     all_steps = [*steps, *([*spread, *fixes] for fixes in found.steps)]
-    return with_ladder(runs, all_steps, found.reason, found.left_out)
+    return run_with_ladder(runs, all_steps, found.reason, found.left_out)
 
 
 def _add_gpus(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None:

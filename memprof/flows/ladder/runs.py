@@ -17,7 +17,7 @@ from memprof.fixes.chosen import ChosenFix, combined_numerics, edit_spec
 from memprof.flows.account import analyze, with_settings
 from memprof.flows.cost import StepWork, bottleneck_of, cost_of, step_work
 from memprof.flows.gpus import find_gpu_of
-from memprof.flows.profile import at_once, profile
+from memprof.flows.profile import count_parallel_runs, profile
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
@@ -103,7 +103,7 @@ class Runs(abc.ABC):
     def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Run the program with each set of fixes, in parallel where possible."""
 
-    def know(self, rows: Iterable[tuple[Sequence[ChosenFix], LadderRun]]) -> None:
+    def add_runs(self, rows: Iterable[tuple[Sequence[ChosenFix], LadderRun]]) -> None:
         """Add runs that were made in another process."""
         self._known |= {_fix_key(fixes): run for fixes, run in rows}
 
@@ -196,7 +196,7 @@ class SpecRuns(Runs):
                 with contextlib.suppress(UsageError):
                     specs.append(self.in_force(made))
         left = [spec for spec in dict.fromkeys(specs) if spec not in self._ready]
-        if len(left) < 2 or at_once(self._spec) < 2:
+        if len(left) < 2 or count_parallel_runs(self._spec) < 2:
             return
         from memprof.workload.pool import run_all  # needs torch
 
@@ -275,10 +275,10 @@ class RunsWith:
 def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, each: bool = False) -> tuple[Trace, Report]:
     """Return the run with `fixes`; its ladder has two rows, or with `each` a row per fix."""
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
-    return with_ladder(runs, steps)
+    return run_with_ladder(runs, steps)
 
 
-def with_ladder(
+def run_with_ladder(
     runs: Runs, steps: Sequence[Sequence[ChosenFix]], reason: str = "", not_applied: dict[str, str] | None = None
 ) -> tuple[Trace, Report]:
     """Return the run of the last set of fixes in `steps`; its ladder has the original and a row per set."""

@@ -9,7 +9,7 @@ from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.catalog import FIXES, Numerics, conflict_reason, find_helpful, tiers
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.climb import MAX_RUNS, next_step
-from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, with_ladder
+from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, run_with_ladder
 from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
@@ -32,11 +32,11 @@ class ChosenFixes:
 
 def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Report]:
     """Return the run with the cheapest set of fixes that fits the GPU (see `find`), with its ladder."""
-    found = find(runs, sets)
-    return with_ladder(runs, found.steps, found.reason, found.left_out)
+    found = find_fixes(runs, sets)
+    return run_with_ladder(runs, found.steps, found.reason, found.left_out)
 
 
-def find(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> ChosenFixes:
+def find_fixes(runs: AnyRuns, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> ChosenFixes:
     """Return the cheapest set of fixes found that fits the GPU; the cost is seconds added to a step at published rates.
 
     `sets` are tiers: (what is given up, names of fixes), the least given up first. In the first tier that fits, fixes

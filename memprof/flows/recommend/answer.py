@@ -28,7 +28,7 @@ def recommend(
     runs = Simulator(find_gpu_of(spec), progress)
     goal = question.goal
     search = Search(runs, spec, question)
-    if goal is Goal.INFER and search.at(search.tiers[0], question.batch) is None:
+    if goal is Goal.INFER and search.try_plan(search.tiers[0], question.batch) is None:
         # The model does not decode: only its forward is run.
         runs.failures.clear()
         search.base = search.base.edit(new_tokens=None)
@@ -38,11 +38,11 @@ def recommend(
             raise runs.refusal
         label, why = next(iter(runs.failures.items()))
         raise MemprofError(f"the goal {goal.value} cannot be run with this model", value=f"{label}: {why}")
-    chosen = None if found.chosen is None else search.confirmed(found.chosen)
+    chosen = None if found.chosen is None else search.confirm(found.chosen)
     if chosen is not None and not chosen.outcome.fits:
         # Happens if only zeroed gradients made the run fit: leaner configurations are confirmed in turn.
         leaner = sorted((one for one in found.tried if one.outcome.fits), key=lambda one: one.outcome.needed_bytes)
-        chosen = next((one for one in map(search.confirmed, leaner) if one.outcome.fits), None)
+        chosen = next((one for one in map(search.confirm, leaner) if one.outcome.fits), None)
     example = chosen or found.least
     assert example is not None
     target = example.outcome.target
@@ -51,7 +51,7 @@ def recommend(
         limits = [functools.partial(search.batch_limit, chosen)]
         if target.vocab_size is not None:
             limits.append(functools.partial(search.context_limit, chosen, target.max_positions))
-        fields = dict(zip(("batch", "context"), runs.searches(limits), strict=False))
+        fields = dict(zip(("batch", "context"), runs.run_searches(limits), strict=False))
         fields["snippets"] = snippet.snippets(chosen.plan, chosen.outcome.spec, chosen.accumulation)
     else:
         fields["alternatives"] = alternatives(search, example)

@@ -73,9 +73,9 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
             kinds.append((task, one))
     # The run with the most imports: an adapter on quantized weights.
     if kinds:
-        runs.warm(max((one for _, one in kinds), key=lambda one: (one.quantize is not None, one.adapter is not None)))
-    rows = runs.searches(
-        [functools.partial(_largest, runs, spec, task, context_length=context_length) for task, _ in kinds]
+        runs.warm_up(max((s for _, s in kinds), key=lambda s: (s.quantize is not None, s.adapter is not None)))
+    rows = runs.run_searches(
+        [functools.partial(_find_largest, runs, spec, task, context_length=context_length) for task, _ in kinds]
     )
     return Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),
@@ -101,10 +101,10 @@ def candidates() -> list[ModelEntry]:
     return [found[size] for size in sorted(found)]
 
 
-def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
+def _find_largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
     """Return the largest model that fits, by a run, and the next larger, run unless its weights alone do not fit."""
     entries = candidates()
-    spec_of = functools.partial(_spec, spec, task)
+    spec_of = functools.partial(_build_spec, spec, task)
     outcomes: dict[str, SimulatedRun | None] = {}
 
     def fits(place: int) -> bool | None:
@@ -117,7 +117,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         outcome = outcomes[entry.key]
         return None if outcome is None else outcome.fits
 
-    begin = _begin(runs, [(entry, spec_of(entry, context_length)) for entry in entries], task)
+    begin = _estimate_start(runs, [(entry, spec_of(entry, context_length)) for entry in entries], task)
     place = next((place for place in range(begin, -1, -1) if fits(place)), None)
     for higher in range(begin + 1 if place == begin else len(entries), len(entries)):
         answer = fits(higher)
@@ -149,7 +149,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
     )
 
 
-def _begin(runs: Simulator, entries: list[tuple[ModelEntry, TargetSpec]], task: Task) -> int:
+def _estimate_start(runs: Simulator, entries: list[tuple[ModelEntry, TargetSpec]], task: Task) -> int:
     """Return the index of the first model to run: the largest that should fit by the closed form."""
 
     def should_fit(place: int) -> bool:
@@ -167,7 +167,7 @@ def _begin(runs: Simulator, entries: list[tuple[ModelEntry, TargetSpec]], task: 
     return place
 
 
-def _spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) -> TargetSpec:
+def _build_spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) -> TargetSpec:
     length = min(context_length, (entry.max_positions or context_length) - 2 * (task.plan.goal is Goal.INFER))
     base = base_spec(task.plan.goal, spec.edit(model=entry.key, context_length=length))
     return task.plan.spec(base, 1)
@@ -183,12 +183,12 @@ def _find_longest(
         return known_length, None
 
     def needed(length: int) -> int | None:
-        return needed_bytes(task.plan, _spec(spec, task, entry, length))
+        return needed_bytes(task.plan, _build_spec(spec, task, entry, length))
 
     likely = likely_limit(needed, runs.gpu.total_bytes, known_length, high, GRAIN)
     try:
         limit = runs.limit(
-            lambda length: _spec(spec, task, entry, length),
+            lambda length: _build_spec(spec, task, entry, length),
             lambda length: f"{task.name}: {entry.key} at {length:,} tokens",
             begin=known_length,
             high=high,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import Subject
 from memprof.flows.gpus import GPUS_PER_MACHINE, find_gpu_of
-from memprof.flows.profile import at_once
+from memprof.flows.profile import count_parallel_runs
 from memprof.flows.recommend.answer import build_answer, rows_of
 from memprof.flows.recommend.closed_form import subject_of
 from memprof.flows.recommend.multi_gpu_scripts import Scripts, training_scripts
@@ -51,7 +51,7 @@ class OverGpus:
         kinds = tiers(question.goal, self.runs.gpu, question.precision, question.half)
         self.tiers = [tier for tier in kinds if tier.optimizer == "adamw"]
         self.subject: Subject | None = subject_of(spec)
-        self.at_once = at_once(spec)
+        self.num_parallel = count_parallel_runs(spec)
         self.tried: dict[Way, Tried] = {}
 
     def ways(self, tier: Plan, gpus: int, batch: int | None = None) -> list[Way]:
@@ -96,8 +96,8 @@ class OverGpus:
         """Run `ways` in order until `enough` have headroom; return the ways that fit, with their runs."""
         found: list[tuple[Way, Tried]] = []
         for place, way in enumerate(ways):
-            if place % self.at_once == 0:
-                self._make(ways[place : place + self.at_once])
+            if place % self.num_parallel == 0:
+                self._run_parallel(ways[place : place + self.num_parallel])
             tried = self.run(way)
             if tried is not None and tried.outcome.fits:
                 found.append((way, tried))
@@ -108,7 +108,7 @@ class OverGpus:
     def _count_with_room(self, found: Iterable[tuple[Way, Tried]]) -> int:
         return sum(self.runs.has_room(tried.outcome) for _, tried in found)
 
-    def _make(self, ways: Sequence[Way]) -> None:
+    def _run_parallel(self, ways: Sequence[Way]) -> None:
         left = [way for way in ways if way not in self.tried]
         self.runs.make((way.spec(self.base), way.accumulation) for way in left)
 
@@ -123,7 +123,7 @@ class OverGpus:
             found[-1:] = [way for way in rest if way.parallel == "fsdp"][:1] or found[-1:]
         return found
 
-    def fewest(self, tier: Plan, what: str) -> Alternative | None:
+    def find_fewest(self, tier: Plan, what: str) -> Alternative | None:
         """Return the least number of GPUs on which `tier` fits at micro-batch 1, named `what`: the first number that
         should fit by the closed form and fits in a run."""
         failed, number = 0, 1
@@ -154,7 +154,7 @@ def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable
     spec = with_context(spec)
     search = OverGpus(spec, question, progress)
     runs = search.runs
-    runs.warm(spec.edit(parallel="fsdp"))
+    runs.warm_up(spec.edit(parallel="fsdp"))
     if not any(search.ways(tier, search.gpus) for tier in search.tiers):
         problem = f"no plan over {search.gpus} GPUs divides the sequences of a step"
         raise UsageError(problem, value=search.batch, hint=f"--effective-batch {search.gpus}")
@@ -163,10 +163,10 @@ def recommend_over_gpus(spec: TargetSpec, question: Question, progress: Callable
         raise runs.refusal
     rows = rows_of(runs, [(way.parallel, tried) for way, tried in _sort_runs(search, found)])
     kind = found[0].plan if found is not None else search.tiers[-1]
-    alternatives = [search.fewest(kind, "the least number of these GPUs")]
+    alternatives = [search.find_fewest(kind, "the least number of these GPUs")]
     first = search.tiers[0]
     if kind.given_up and not first.given_up:
-        alternatives.append(search.fewest(first, "the least number that gives up no precision"))
+        alternatives.append(search.find_fewest(first, "the least number that gives up no precision"))
     example = next(iter(search.tried.values()), None)
     if example is None:
         raise MemprofError("nothing could be run", value=spec.model, hint="; ".join(runs.failures.values()))

@@ -104,12 +104,12 @@ class Search:
                 break
             lean = self._run_leanest(tier, smallest)
             if lean is not None and not lean.outcome.fits and self.goal is not Goal.INFER:
-                lean = self.at(dataclasses.replace(lean.plan, activations=Activations.BOTH), smallest) or lean
+                lean = self.try_plan(dataclasses.replace(lean.plan, activations=Activations.BOTH), smallest) or lean
             if lean is None or not lean.outcome.fits:
                 continue
             given_up = tier.given_up
             self._run_variants(tier.variants(), smallest)
-            fitting = [one for one in (self.at(plan, smallest) for plan in tier.variants()) if one and one.outcome.fits]
+            fitting = [t for t in (self.try_plan(plan, smallest) for plan in tier.variants()) if t and t.outcome.fits]
             for one in sorted(fitting, key=lambda one: one.outcome.seconds):
                 best = self._choose_better(best, self._find_micro_batch(one, self._choose_better(best, one)))
         tried = tuple(self.tried.values())
@@ -124,7 +124,7 @@ class Search:
             for activations in (lean.activations, Activations.KEPT)
             for chunked in (lean.chunked_loss, False)
         ]
-        attempts = (self.at(plan, micro_batch) for plan in dict.fromkeys(plans))
+        attempts = (self.try_plan(plan, micro_batch) for plan in dict.fromkeys(plans))
         return next((tried for tried in attempts if tried is not None), None)
 
     def sizes(self) -> list[int]:
@@ -135,7 +135,7 @@ class Search:
             return [self.effective_batch]
         return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
 
-    def at(self, plan: Plan, micro_batch: int) -> Tried | None:
+    def try_plan(self, plan: Plan, micro_batch: int) -> Tried | None:
         """Return the run of a plan at a micro-batch; None if a fix does not apply (no plan with the fix is run again).
 
         With accumulation, gradients of earlier micro-batches are live in later ones. One micro-batch on gradients that
@@ -165,7 +165,7 @@ class Search:
         """Run `plans` in parallel, without plans whose fixes do not apply."""
         self.runs.make(self._step_spec(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.fixes))
 
-    def confirmed(self, tried: Tried) -> Tried:
+    def confirm(self, tried: Tried) -> Tried:
         """Return `tried` with the outcome of a run with its full accumulation."""
         spec = tried.plan.spec(self.base, tried.micro_batch, tried.accumulation)
         outcome = self.runs.run(spec, f"check of {tried.label}", tried.accumulation)
@@ -220,7 +220,7 @@ class Search:
         low, high = 0, len(sizes)
         while high - low > 1 and len(self.runs) < SCREENED and not self._cannot_be_quicker(found, best):
             middle = self._guess_size(plan, sizes, low, high)
-            tried = self.at(plan, sizes[middle])
+            tried = self.try_plan(plan, sizes[middle])
             if tried is None:
                 break
             if tried.outcome.fits:
@@ -258,5 +258,5 @@ class Search:
         if one is None or other is None:
             return one or other
         quickest = min(one.outcome.seconds, other.outcome.seconds)
-        near = [tried for tried in (one, other) if tried.outcome.seconds <= quickest * (1 + TIE)]
-        return min(near, key=lambda tried: tried.outcome.needed_bytes)
+        quickest_runs = [tried for tried in (one, other) if tried.outcome.seconds <= quickest * (1 + TIE)]
+        return min(quickest_runs, key=lambda tried: tried.outcome.needed_bytes)

@@ -57,7 +57,7 @@ class Serving:
                 found.append((plan, Tried(self.kind, self.batch, 1, outcome)))
         return sorted(found, key=lambda way: self.runs.rank(way[1].outcome))
 
-    def fewest(self) -> Alternative | None:
+    def find_fewest(self) -> Alternative | None:
         """Return the least power of two of GPUs on which the model fits; None if none up to MOST_GPUS does."""
         gpus = 1
         while gpus <= MOST_GPUS:
@@ -80,7 +80,7 @@ def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[
             raise runs.refusal
         raise MemprofError("no way to spread it applies", value=spec.model, hint="; ".join(runs.failures.values()))
     fitting = [(plan, tried) for plan, tried in ways if tried.outcome.fits]
-    fewest = search.fewest()
+    fewest = search.find_fewest()
     scripts = serving_scripts(fitting, spec)
     return build_answer(
         runs,

@@ -68,7 +68,7 @@ class Simulator:
             self.failures[label], self.refusal = error.line, error
             return None
 
-    def warm(self, spec: TargetSpec) -> None:
+    def warm_up(self, spec: TargetSpec) -> None:
         """Make a small run like `spec`, so that workers forked from this process have its imports."""
         self.progress("importing torch and the model's code")
         if _has_workers():
@@ -89,7 +89,7 @@ class Simulator:
             tasks = [functools.partial(self._run, *key) for key in left]
             self._ready |= zip(left, run_all(tasks, self.progress), strict=True)
 
-    def searches(self, tasks: Sequence[Callable[[], Answer]]) -> list[Answer]:
+    def run_searches(self, tasks: Sequence[Callable[[], Answer]]) -> list[Answer]:
         """Return the results of independent searches with this simulator, in order.
 
         The searches run in parallel on all cores, each with the outcomes known now.

@@ -86,7 +86,7 @@ def count_corpus(
                     "words that wait on disk could not be kept", value=error.filename,
                     hint=f"{(error.strerror or str(error)).lower()}: set TMPDIR to a folder with more room",
                 ) from None  # fmt: skip
-        tally = reader.done()
+        tally = reader.finish()
         return CorpusCount(
             tokenizer, tally.num_bytes, counted, most, reserved=1, files=tally.files, rows=tally.rows,
             notes=tuple(tally.notes()),
@@ -96,7 +96,7 @@ def count_corpus(
         for block in reader.blocks():
             for value in set(block):
                 counts[value] += block.count(value)
-        return _count_ids(tokenizer, reader.done(), counts, lambda value: repr(bytes((value,)))[1:], show)
+        return _count_ids(tokenizer, reader.finish(), counts, lambda value: repr(bytes((value,)))[1:], show)
     codec = _load_tokenizer(tokenizer)
     counts = array("Q", bytes(8 * codec.get_vocab_size(with_added_tokens=True)))
     for documents in reader.documents():
@@ -116,7 +116,7 @@ def count_corpus(
     notes.append(
         "A cap keeps the most frequent ids, which are to be numbered anew; the others become the unknown token."
     )
-    return _count_ids(tokenizer, reader.done(), counts, lambda i: str(codec.id_to_token(i)), show, special, notes)
+    return _count_ids(tokenizer, reader.finish(), counts, lambda i: str(codec.id_to_token(i)), show, special, notes)
 
 
 class _Reader:
@@ -166,7 +166,7 @@ class _Reader:
         """Yield the bytes of text files, and of rows in UTF-8."""
         return self._read(lambda path: blocks(path, self._report, self._tally), lambda rows: "".join(rows).encode())
 
-    def done(self) -> Tally:
+    def finish(self) -> Tally:
         """Return the tally of the whole corpus; raise UsageError if no file held text."""
         if not self._tally.files:
             reasons = sorted(set(self._tally.skipped.values()))

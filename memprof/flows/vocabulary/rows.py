@@ -10,7 +10,7 @@ from typing import Any
 
 from memprof.errors import UsageError, not_installed
 from memprof.flows.vocabulary import text as texts
-from memprof.flows.vocabulary.sources import opened, size_of
+from memprof.flows.vocabulary.sources import open_source, size_of
 from memprof.flows.vocabulary.tally import ERRORS, Tally, Undecodable
 from memprof.flows.vocabulary.text import NoTextError, Progress, codec_name
 
@@ -27,7 +27,7 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
     seen: set[str] = set()
     undecodable = Undecodable(tally, path)
     codec = codec_name(encoding)
-    with opened(path) as (file, tell):
+    with open_source(path) as (file, tell):
         head = file.peek(4096)
         if not head:
             raise NoTextError("the corpus is empty", value=path, hint="give files with text")
@@ -40,7 +40,7 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
                 try:
                     line = lines.readline(MAX_ROW_CHARACTERS + 1)
                 except UnicodeError as error:
-                    raise texts.not_in(path, encoding, error) from None
+                    raise texts.decoding_error(path, encoding, error) from None
             if not line:
                 break
             number += 1
@@ -79,16 +79,16 @@ def _parse_row(line: str, name: str, seen: set[str], path: Path, number: int, ta
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        tally.bad_row(path, f"is line {number:,}, which is no JSON")
+        tally.count_bad_row(path, f"is line {number:,}, which is no JSON")
         return None
     if not isinstance(row, dict):
-        tally.bad_row(path, f"is line {number:,}, which is no object")
+        tally.count_bad_row(path, f"is line {number:,}, which is no object")
         return None
     value: Any = row.get(name)
     if not isinstance(value, str):
         if len(seen) < 64:
             seen.update(str(key) for key, other in row.items() if isinstance(other, str))
-        tally.bad_row(path, f"is line {number:,}, without text in {name!r}")
+        tally.count_bad_row(path, f"is line {number:,}, without text in {name!r}")
         return None
     # Lone surrogates, valid in JSON, are replaced: tokenizers reject them.
     return value.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else value
@@ -105,7 +105,7 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
         raise not_installed("Parquet needs pyarrow", path, "parquet", ", or write JSON Lines") from None
     name = column or DEFAULT_COLUMN
     size = size_of(path)
-    with opened(path) as (raw, _):
+    with open_source(path) as (raw, _):
         try:
             file = pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20)
         except (pyarrow.ArrowException, OSError) as error:
@@ -123,7 +123,7 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
                 values = rows.column(0).to_pylist()
                 texts_of_rows = [value for value in values if value is not None]
                 for _ in range(len(values) - len(texts_of_rows)):
-                    tally.bad_row(path, f"is within rows {done + 1:,} to {done + len(values):,}, without text")
+                    tally.count_bad_row(path, f"is within rows {done + 1:,} to {done + len(values):,}, without text")
                 done += len(values)
                 tally.rows += len(texts_of_rows)
                 tally.num_bytes += sum(map(num_bytes, texts_of_rows))

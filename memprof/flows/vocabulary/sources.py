@@ -87,7 +87,7 @@ def _find_kind(path: Path, column: str | None) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
+def open_source(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
     """Context manager: decompressed file and function for the bytes read from disk; UsageError if reading fails."""
     try:
         with path.open("rb") as raw:

@@ -32,7 +32,7 @@ class Tally:
     # Files found in a folder or by a pattern that hold no text, and why.
     skipped: dict[Path, str] = field(default_factory=dict)
 
-    def bad_row(self, path: Path, first: str) -> None:
+    def count_bad_row(self, path: Path, first: str) -> None:
         """Count a row without text; `first` describes the row."""
         _add_defects(self.bad_rows, path, 1, first)
 
@@ -82,7 +82,7 @@ class Undecodable:
         """Return the description of the first undecodable bytes."""
         return self._tally.undecodable[self._path].first
 
-    def tell(self, error: UnicodeDecodeError) -> None:
+    def count_error(self, error: UnicodeDecodeError) -> None:
         """Count the bytes of one error."""
         what = " ".join(f"0x{byte:02x}" for byte in error.object[error.start : error.end][:4])
         where = "" if self.before is None else f" near byte {self.before + error.start:,}"
@@ -101,7 +101,7 @@ def _replace_undecodable(error: UnicodeError) -> tuple[str, int]:
     sink: Undecodable | None = getattr(_active, "sink", None)
     if sink is None or not isinstance(error, UnicodeDecodeError):
         raise error
-    sink.tell(error)
+    sink.count_error(error)
     return "\ufffd", error.end
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.flows.vocabulary.sources import opened
+from memprof.flows.vocabulary.sources import open_source
 from memprof.flows.vocabulary.tally import ERRORS, Tally, Undecodable
 
 BLOCK_BYTES = 1 << 15  # small, so that the words of a block are counted while in the processor's cache
@@ -32,7 +32,7 @@ def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES
     """Yield the bytes of a file, decompressed, `size` at a time; `progress` is called with the bytes read from disk.
     Raises UsageError: the file cannot be read; NoTextError: the file is empty."""
     done = 0
-    with opened(path) as (file, tell):
+    with open_source(path) as (file, tell):
         while block := file.read(size):
             done += len(block)
             tally.num_bytes += len(block)
@@ -92,10 +92,10 @@ def _decode(
         try:
             return decoder.decode(block, final=not block)
         except UnicodeError as error:  # no error handler is called for UTF-16 without a byte order mark
-            raise not_in(path, encoding, error) from None
+            raise decoding_error(path, encoding, error) from None
 
 
-def not_in(path: Path, encoding: str, error: UnicodeError) -> UsageError:
+def decoding_error(path: Path, encoding: str, error: UnicodeError) -> UsageError:
     """Return the error for a file that cannot be decoded."""
     hint = "name its encoding, such as --encoding utf-16-le"
     return UsageError(f"the corpus is not {encoding}", value=f"{path}: {error}", hint=hint)

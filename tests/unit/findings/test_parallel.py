@@ -16,7 +16,7 @@ from torch import nn
 import memprof
 from memprof.findings import Finding, Severity, state_not_sharded
 from memprof.flows.account import analyze
-from memprof.flows.rank_reports import in_order
+from memprof.flows.rank_reports import merge_traces
 from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 from tests.lanes import by_day
@@ -374,7 +374,7 @@ def stage(blocks: int, rank: int) -> Trace:
 
 
 def test_ranks_that_differ_much() -> None:
-    uneven, even = analyze(in_order([stage(7, 0), stage(1, 1)])), analyze(in_order([stage(4, 0), stage(4, 1)]))
+    uneven, even = analyze(merge_traces([stage(7, 0), stage(1, 1)])), analyze(merge_traces([stage(4, 0), stage(4, 1)]))
     finding = next(one for one in uneven.findings if one.id == "ranks-differ")
     assert "ranks-differ" not in [one.id for one in even.findings]
     saved = uneven.peak.allocated_bytes - even.peak.allocated_bytes

@@ -7,7 +7,7 @@ import pytest
 import memprof
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.flows.rank_reports import PEER, in_order
+from memprof.flows.rank_reports import PEER, merge_traces
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.trace.events import NONE, Event, EventKind, Failure, FailureKind, Phase, PhaseKind, Storage, Trace
@@ -35,7 +35,7 @@ def rank(number: int, *sizes: int, ended: str = "exit", failure: Failure | None 
 
 
 def test_a_row_for_each_rank_and_the_worst_in_full(tmp_path):
-    trace = in_order([rank(3, 10, 300), rank(0, 10, 200), rank(2, 10, 200), rank(1, 10, 200)])
+    trace = merge_traces([rank(3, 10, 300), rank(0, 10, 200), rank(2, 10, 200), rank(1, 10, 200)])
     document = analyze(trace)
     assert [(row.rank, row.like, row.peak_allocated_bytes // MIB) for row in document.ranks] == [
         (0, None, 210), (1, 0, 210), (2, 0, 210), (3, None, 310),
@@ -71,25 +71,25 @@ def test_a_row_for_each_rank_and_the_worst_in_full(tmp_path):
 
 
 def test_a_rank_that_is_full_or_failed_decides():
-    full = analyze(in_order([rank(0, 10), rank(1, 2000), rank(2, 10), rank(3, 10)]))
+    full = analyze(merge_traces([rank(0, 10), rank(1, 2000), rank(2, 10), rank(3, 10)]))
     assert full.rank == RankFacts(1, 4) and full.verdict.fits is False
     assert [row.fits for row in full.ranks] == [True, False, True, True]
     assert "Ranks 0, 2-3 are equal" in str(full)
     why = Failure(FailureKind.ERROR, "forward", "ValueError", "no", None, None, None, None)
     stopped = Failure(FailureKind.REFUSED, "forward", "", "rank 1 raised", None, None, None, None)
-    failed = analyze(in_order([rank(0, 900, ended=PEER, failure=stopped), rank(1, 10, ended="error", failure=why)]))
+    failed = analyze(merge_traces([rank(0, 900, ended=PEER, failure=stopped), rank(1, 10, ended="error", failure=why)]))
     assert failed.rank == RankFacts(1, 4) and failed.verdict.fits is None
     assert "stopped with others" in str(failed) and "failed" in str(failed)
 
 
 def test_a_rank_without_anything_on_its_gpu_has_a_row():
-    document = analyze(in_order([rank(0), rank(1, 10)]))
+    document = analyze(merge_traces([rank(0), rank(1, 10)]))
     assert [(row.rank, row.peak_allocated_bytes, row.fits) for row in document.ranks] == [
         (0, 0, True),
         (1, 10 * MIB, True),
     ]
     assert any("Of the 4 ranks 2 ran together" in one for one in document.assumptions)
     with pytest.raises(UsageError, match="nothing was allocated on the GPU of this rank"):
-        analyze(in_order([rank(0), rank(1, 10)]), rank=0)
+        analyze(merge_traces([rank(0), rank(1, 10)]), rank=0)
     with pytest.raises(EmptyTraceError):
-        analyze(in_order([rank(0), rank(1)]))
+        analyze(merge_traces([rank(0), rank(1)]))

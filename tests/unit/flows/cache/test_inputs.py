@@ -61,14 +61,14 @@ def test_an_answer_holds_until_a_file_of_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "_BEGIN_NS", 1 << 62)
     stamps = inputs.loaded_files()
     assert stamps is not None and str(file) in {path for path, *_ in stamps}
-    assert inputs.unchanged(stamps)
+    assert inputs.are_unchanged(stamps)
     file.write_text("x = 2")
-    assert not inputs.unchanged(stamps)
+    assert not inputs.are_unchanged(stamps)
     os.utime(file, (1, 1))
-    assert inputs.unchanged(stamps)  # the same size and time: as Python itself sees it
+    assert inputs.are_unchanged(stamps)  # the same size and time: as Python itself sees it
     file.unlink()
-    assert not inputs.unchanged(stamps)
-    assert not inputs.unchanged([["half"]])
+    assert not inputs.are_unchanged(stamps)
+    assert not inputs.are_unchanged([["half"]])
 
 
 def test_what_changed_while_it_ran_gives_no_answer_to_keep(tmp_path, monkeypatch):

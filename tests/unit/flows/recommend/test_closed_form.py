@@ -7,7 +7,7 @@ import pytest
 from memprof.device.catalog import find_gpu
 from memprof.flows.profile import profile
 from memprof.flows.recommend.closed_form import likely_limit, needed_bytes
-from memprof.flows.recommend.largest import _begin, _spec, candidates, tasks
+from memprof.flows.recommend.largest import _build_spec, _estimate_start, candidates, tasks
 from memprof.flows.recommend.plans import Goal, Plan, base_spec
 from memprof.flows.recommend.simulator import Simulator
 from memprof.spec import TargetSpec
@@ -56,8 +56,8 @@ def test_it_is_near_what_is_run(plan):
 def test_a_search_begins_with_what_should_fit():
     runs = Simulator(find_gpu("rtx-4090"), lambda doing: None)
     for task in tasks(runs.gpu):
-        ways = [(entry, _spec(SPEC.edit(context_length=2048), task, entry, 2048)) for entry in candidates()]
-        place = _begin(runs, ways, task)
+        ways = [(entry, _build_spec(SPEC.edit(context_length=2048), task, entry, 2048)) for entry in candidates()]
+        place = _estimate_start(runs, ways, task)
         needed = [needed_bytes(task.plan, spec) for _, spec in ways]
         assert needed[place] is None or needed[place] <= runs.gpu.total_bytes
         assert needed[place + 1] is None or needed[place + 1] > runs.gpu.total_bytes

@@ -125,8 +125,8 @@ def test_an_answer(spec, monkeypatch):
     words = shlex.split(answer.chosen.command)
     assert words[words.index("--gpus") + 1] == "8" and words[words.index("--parallel") + 1] == answer.chosen.parallel
     assert set(answer.launch) <= set(answer.snippets) and "fully-shard" in answer.snippets
-    fewest = answer.alternatives[0]
-    assert fewest.what == "the least number of these GPUs" and not fewest.estimate
+    find_fewest = answer.alternatives[0]
+    assert find_fewest.what == "the least number of these GPUs" and not find_fewest.estimate
 
 
 def test_what_is_no_question_over_gpus(spec):
