@@ -1,7 +1,7 @@
-"""The events of one device as columns: 42 bytes an event, where a record with its numbers takes 300.
+"""The events of one device as columns: 42 bytes per event, where a record with its numbers takes 300.
 
-A column is an `array`: a loop over it makes the numbers that it looks at, one after the other. Stacks and pools are
-numbered, so that what is asked of a stack is asked once, and not for each event that has it.
+A column is an `array`: a loop over a column creates only the numbers that it visits. Stacks and pools have numbers, so
+that a property of a stack is computed once for all events with that stack.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CODES = {action: code for code, action in enumerate(ACTIONS)}
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = CODES[Action.ALLOC], CODES[Action.FREE_REQUESTED], CODES[Action.FREE_COMPLETED]
 SEGMENT_ALLOC, SEGMENT_MAP = CODES[Action.SEGMENT_ALLOC], CODES[Action.SEGMENT_MAP]
 SEGMENT_FREE, SEGMENT_UNMAP = CODES[Action.SEGMENT_FREE], CODES[Action.SEGMENT_UNMAP]
-# Actions as the column has them.
+# Codes of actions in the column `actions`.
 OOM, SNAPSHOT, ANNOTATE = CODES[Action.OOM], CODES[Action.SNAPSHOT], CODES[Action.ANNOTATE]
 
 NO_TIME = -1
@@ -27,7 +27,7 @@ COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks
 
 
 class EventColumns(Sequence[SnapshotEvent]):
-    """Events in order. As a sequence it gives records, which are made when they are requested."""
+    """Events in order. As a sequence, the columns create a record for each item that is accessed."""
 
     def __init__(self) -> None:
         self.actions = array("B")  # places in ACTIONS
@@ -44,7 +44,7 @@ class EventColumns(Sequence[SnapshotEvent]):
 
     @classmethod
     def of(cls, events: Iterable[SnapshotEvent]) -> EventColumns:
-        """`events` as columns; what is columns already, itself."""
+        """Return `events` as columns; return `events` itself if it is an `EventColumns`."""
         if isinstance(events, EventColumns):
             return events
         found = cls()
@@ -54,19 +54,19 @@ class EventColumns(Sequence[SnapshotEvent]):
 
     @classmethod
     def sharing(cls, other: EventColumns) -> EventColumns:
-        """Return columns without events, with the numbers of stacks and pools that `other` has, and will have."""
+        """Return columns without events that use the same tables of stacks and pools as `other`, now and later."""
         found = cls()
         found.pool_ids, found._pool_numbers = other.pool_ids, other._pool_numbers
         found.known_stacks, found._stack_ids = other.known_stacks, other._stack_ids
         return found
 
     def extend(self, rows: EventColumns, begin: int, end: int) -> None:
-        """More events: from `begin` to `end` of `rows`, which has the same numbers of stacks and pools."""
+        """Append the events from `begin` to `end` of `rows`, which has the same numbers of stacks and pools."""
         for name in COLUMNS:
             getattr(self, name).extend(getattr(rows, name)[begin:end])
 
     def append(self, event: SnapshotEvent) -> None:
-        """Append an event. Raises OverflowError: a number of it has more than 64 bits."""
+        """Append an event. Raises OverflowError: a number of the event has more than 64 bits."""
         self.addresses.append(event.address)
         self.sizes.append(event.size)
         self.streams.append(event.stream)
@@ -84,7 +84,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return known
 
     def stack(self, frames: Stack) -> int:
-        """Return the number of a stack, by its identity: readers make equal ones once."""
+        """Return the number of a stack, which is found by identity: readers create equal stacks once."""
         if not frames:
             return 0
         known = self._stack_ids.get(id(frames))
@@ -94,7 +94,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return known
 
     def without(self, *codes: int) -> tuple[EventColumns, Sequence[int]]:
-        """Return the events of other actions, and their places in these."""
+        """Return the events whose action is none of `codes`, and the indices of these events in this sequence."""
         places: Sequence[int] = range(len(self))
         if not any(code in self.actions for code in codes):
             return self, places
@@ -105,7 +105,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return found, places
 
     def places(self, *codes: int) -> list[int]:
-        """Return where the events of these actions are, in order."""
+        """Return the indices of the events with these actions, in order."""
         found: list[int] = []
         actions = self.actions.tobytes()
         for code in codes:
@@ -157,14 +157,14 @@ class EventColumns(Sequence[SnapshotEvent]):
 
 @dataclass(frozen=True, slots=True)
 class CutRange:
-    """Stands in a list for events that were cut out of it: rows of `CutEvents`."""
+    """A placeholder in a list for events that were cut out: a range of rows of `CutEvents`."""
 
     first: int
     count: int
 
 
 class CutEvents(NamedTuple):
-    """Events that were cut out of a file: `rows.stacks` are places in `lists`, and 0 is no frames."""
+    """Events that were cut out of a file: `rows.stacks` are indices of `lists`, and 0 means no frames."""
 
     rows: EventColumns
     lists: list[object]  # as they were unpickled

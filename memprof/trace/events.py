@@ -1,8 +1,8 @@
-"""The trace: what one run did to memory, event by event. A simulated and a measured run meet here.
+"""The trace: all memory events of one run, simulated or measured.
 
-A trace is columnar and plain: `events` is the time axis (an event's index is its time), and everything an event refers
-to (storages, phases, modules, sources, operators) is a table beside it. Everything right of capture/ reads this and
-nothing else, and needs no torch.
+A trace is columnar and plain: `events` is the time axis (an event's index is its time). The objects that events refer
+to (storages, phases, modules, sources, operators) are tables of the trace. The analysis packages read only the trace,
+and need no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_gpu(device: str) -> bool:
 
 
 def gpu_index(device: str) -> int:
-    """Return the number of a GPU: 1 of `cuda:1`."""
+    """Return the index of a GPU: 1 for `cuda:1`."""
     return int(device.removeprefix("cuda:"))
 
 
@@ -43,16 +43,16 @@ class EventKind(enum.IntEnum):
     PHASE = 2  # Trace.phases: this phase begins, and the one before it ends
     ENTER = 3  # Trace.modules: a module's forward begins
     EXIT = 4  # Trace.modules: a module's forward ends
-    EMPTY_CACHE = 5  # nothing, 0: torch.cuda.empty_cache() was called
-    STREAM = 6  # nothing, the stream's own number (0: the default one): memory is taken on it from here on
+    EMPTY_CACHE = 5  # always 0: torch.cuda.empty_cache() was called
+    STREAM = 6  # the number of a stream (0: the default stream): later allocations are on this stream
     USE = 7  # Trace.uses: Tensor.record_stream was called
     WAIT = 8  # Trace.waits
-    POOL = 9  # nothing, a private pool's own number (0: the default one): memory is taken from it from here on
-    POOL_FREE = 10  # the same: nothing keeps it any more
+    POOL = 9  # the number of a private pool (0: the default pool): later allocations are from this pool
+    POOL_FREE = 10  # the number of a private pool: no CUDA graph uses the pool any more
 
 
 class Event(NamedTuple):
-    """One point of the time axis."""
+    """One event: a point of the time axis."""
 
     kind: EventKind
     ref: int
@@ -74,13 +74,13 @@ class Storage(NamedTuple):
 
 
 class ModuleRole(enum.StrEnum):
-    """The role of a module in its model, as far as stages are concerned."""
+    """The role of a module in its model, which decides the stages."""
 
     OTHER = ""
     ROOT = "root"
     EMBEDDING = "embedding"
     LAYER = "layer"
-    CHILD = "child"  # a direct child of a root that has no stack of layers, or what is in a child that is a bare list
+    CHILD = "child"  # a direct child of a root without a stack of layers, or a module in a child that is a bare list
     NORM = "norm"
     HEAD = "head"
 
@@ -91,13 +91,13 @@ class Module(NamedTuple):
     path: str  # qualified name below its root, such as `model.layers.3.mlp`; empty for the root
     class_name: str
     role: ModuleRole
-    # The path of the list that it is in: of a layer, such as `model.layers`; of a child, if the list holds modules of
-    # several kinds and is not called itself.
+    # The path of the list that holds the module: for a layer, such as `model.layers`; for a child, if the list holds
+    # modules of several classes and is not called itself.
     stack: str
 
     @property
     def number(self) -> int:
-        """Return a layer's place in its list. Raises ValueError: it is in none."""
+        """Return a layer's index in its list. Raises ValueError: the module is not in a list."""
         return int(self.path.removeprefix(f"{self.stack}.").partition(".")[0])
 
 
@@ -118,7 +118,8 @@ class PhaseKind(enum.StrEnum):
 
 
 class Phase(NamedTuple):
-    """A stretch of the run: a kind, the training step (from 1; 0 outside steps) and the micro-batch in it (from 1)."""
+    """A stretch of the run: a kind, a training step (from 1; 0 outside steps) and a micro-batch of the step (from
+    1)."""
 
     kind: PhaseKind
     step: int
@@ -126,7 +127,7 @@ class Phase(NamedTuple):
 
 
 class Role(enum.StrEnum):
-    """The role of a storage, learnt after its birth (a gradient is only known when it reaches `.grad`)."""
+    """The role of a storage. A role is recorded after the allocation: a gradient is known once `.grad` holds it."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -134,9 +135,9 @@ class Role(enum.StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     INPUT = "input"
     KV_CACHE = "KV cache"
-    # Taken by torch.distributed: buckets, what is gathered or scattered, what collectives lay flat.
+    # Allocated by torch.distributed: buckets, gathered or scattered tensors, flat buffers of collectives.
     COMMUNICATION = "communication"
-    UNSHARDED = "unsharded parameter"  # A parameter of which each rank has a part, whole for as long as it is used
+    UNSHARDED = "unsharded parameter"  # A parameter that ranks share in parts, gathered while it is used
 
 
 ROLES_PER_STEP = frozenset(
@@ -152,7 +153,7 @@ class Owner(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of equal calls of one operator in one phase."""
+    """The work of identical calls of one operator in one phase."""
 
     phase: int  # index in Trace.phases
     op: int  # index in Trace.ops
@@ -162,28 +163,29 @@ class Work(NamedTuple):
     num_bytes: int  # read and written by one call
     to_device_bytes: int  # copied from host memory to the GPU by one call
     to_host_bytes: int
-    calls: int  # how many there were
+    calls: int  # number of identical calls
     link_bytes: int = 0  # sent to other GPUs by one call
 
 
 class Workspace(NamedTuple):
-    """Memory that a library took for one call and released at once: its size is a rule's, and not known."""
+    """Memory that a library allocated for one call and released at once: its size is estimated by a rule."""
 
-    event: int  # events before it: that of its allocation, unless `num_bytes` is 0
+    event: int  # number of events before the allocation, and with it unless `num_bytes` is 0
     device: str
     num_bytes: int
-    most_bytes: int  # the bound of what it may be
+    most_bytes: int  # upper bound of the size
 
 
 class Use(NamedTuple):
-    """A stream works on memory that was taken on another (Tensor.record_stream): once freed, it waits for that."""
+    """Use of a storage by another stream than its own (Tensor.record_stream): the storage's free waits for that
+    stream."""
 
     storage: int
     stream: int
 
 
 class StreamEvent(NamedTuple):
-    """A wait, or other work, given to a stream of a GPU before an event."""
+    """A wait, or other work, enqueued on a stream of a GPU before an event."""
 
     device: str
     stream: int
@@ -191,26 +193,26 @@ class StreamEvent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The host, or a stream, was made to wait for work of streams. Noted once a trace has a `Use`."""
+    """The host, or a stream, waits for work of other streams. Waits are recorded once a trace has a `Use`."""
 
     by_host: bool
-    done: tuple[StreamEvent, ...]  # also what the awaited streams themselves had waited for
+    done: tuple[StreamEvent, ...]  # including the work that the awaited streams themselves had waited for
 
 
 class Sample(NamedTuple):
-    """Counters of a measured run, read between two events; None: not known."""
+    """Counters of a measured run between two events; None: unknown."""
 
     event: int  # the last event before it; -1 before the first
     seconds: float  # since the run's beginning
     allocated_bytes: int | None  # as torch counts it
     peak_allocated_bytes: int | None  # the highest since the sample before
     reserved_bytes: int | None
-    device_used_bytes: int | None  # of the whole GPU, by everybody
+    device_used_bytes: int | None  # of the whole GPU, by all processes
     resident_bytes: int | None  # resident memory of the process
 
 
 class Operand(NamedTuple):
-    """One tensor of a device mismatch: where it is, what it is, and the line that made it (NONE if not seen)."""
+    """One tensor of a device mismatch: device, shape, dtype and the line that created the tensor (NONE if unknown)."""
 
     device: str
     shape: tuple[int, ...]
@@ -219,7 +221,7 @@ class Operand(NamedTuple):
 
 
 class DeviceMismatch(NamedTuple):
-    """An operator was given tensors on different devices; on a real GPU the run ends here with a RuntimeError."""
+    """An operator call with tensors on different devices; on a real GPU the run ends here with a RuntimeError."""
 
     event: int
     op: int
@@ -229,7 +231,7 @@ class DeviceMismatch(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """One call of a module from outside all others, in a program that names no phases of its own."""
+    """One outermost call of a module in a program that names no phases itself."""
 
     begin: int  # events before the call; `end`: before its return
     end: int
@@ -241,35 +243,35 @@ class Forward(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """The part of the program that keeps tensors live that pile up, as seen while it ran."""
+    """The variable or container that keeps accumulating tensors live, as seen while the program ran."""
 
-    event: int  # events before it was looked for
+    event: int  # number of events before the search
     kind: str  # class of the container, such as `list`; "" if a variable or an attribute is the tensor itself
-    name: str  # as the program says it: `losses`, or `Meter.values` for an attribute of an object of class Meter
-    # `file:line function` of the line that puts tensors there; where it cannot be read off the code, of the variable's
+    name: str  # as in the program: `losses`, or `Meter.values` for an attribute of an object of class Meter
+    # `file:line function` of the line that adds the tensors; where the code does not show that line, of the variable's
     # function or the attribute's class. None: no source code.
     source: str | None
     fills: bool  # whether `source` is that line
-    limit: int | None  # how many it can hold (a deque with maxlen); None: any number
-    storages: tuple[int, ...]  # those that it holds, itself or through what is in it
-    nodes: int  # Autograd nodes that hang on its tensors; 0: they carry no graph
-    node_steps: int  # how many different steps made these nodes
+    limit: int | None  # the capacity (a deque with maxlen); None: unlimited
+    storages: tuple[int, ...]  # the storages that it holds, directly or indirectly
+    nodes: int  # Autograd nodes that the tensors keep alive; 0: no graph
+    node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
 
 
 class GraphBreak(NamedTuple):
-    """The place where a graph of torch.compile ends although its function goes on."""
+    """The place where a graph of torch.compile ends in the middle of its function."""
 
     source: str  # `file:line function` of the program
     why: str
-    num_bytes: int  # what the graph leaves in memory there for what follows
+    num_bytes: int  # bytes that the graph keeps for the code after the break
 
 
 class CompiledSavedTensors(NamedTuple):
-    """Results of one operator that a compiled graph keeps for its backward, and eager code would not."""
+    """Results of one operator that a compiled graph saves for its backward, and eager code would not save."""
 
-    graph: int  # of those that keep more, which one
-    more_bytes: int  # what each call of that graph keeps in all, less what eager code would keep
+    graph: int  # index among the graphs that save more
+    more_bytes: int  # bytes that each call of that graph saves in all, minus what eager code saves
     op: str
     source: str  # `file:line function` of the program; "" if that is not known
     num_bytes: int  # of one result; a call has `times` of them
@@ -281,35 +283,34 @@ class CudaGraphed(NamedTuple):
     """Compiled code that runs in CUDA graphs."""
 
     source: str  # `file:line function` of the program that is compiled, or that calls code of a library's
-    # Of inputs that it was called with, compiled again or not: each has graphs of its own, in a pool that all graphs
-    # share and nothing else takes from.
+    # Number of different input shapes: each has its own graphs, in a pool that only graphs use.
     sizes: int
 
 
 class CompileStats(NamedTuple):
-    """The cost of torch.compile in a run, on the machine that the run was made on."""
+    """The cost of torch.compile in a run, on the machine of the run."""
 
-    seconds: float  # of Dynamo, AOTAutograd and Inductor, down to the code around kernels; these are not made
-    kernels: int  # different ones that Inductor wrote
+    seconds: float  # of Dynamo, AOTAutograd and Inductor, without the compilation of kernels
+    kernels: int  # different kernels that Inductor generated
 
 
 class FailureKind(enum.StrEnum):
-    """Why a run could not go on, as far as that decides what to do about it."""
+    """The kind of a failure, as far as the kind decides which hint helps."""
 
-    ERROR = "error"  # the program's own, or one that memprof does not know
-    GAP = "gap"  # of the virtual GPU: it speaks of tensors without data, which no real one has
+    ERROR = "error"  # an error of the program, or an unknown one
+    GAP = "gap"  # a gap of the virtual GPU: the error is about tensors without data, which a real GPU does not have
     NO_META_KERNEL = "no meta kernel"  # an operator that cannot run without data
     OUT_OF_MEMORY = "out of memory"  # on a real device
     CUSTOM_KERNEL = "custom kernel"  # code below torch: Triton, a C++ or CUDA extension
-    TRACING = "tracing"  # a model was exported: its operators would run on tensors of torch's own
-    OTHER_THREAD = "other thread"  # CUDA was requested where the virtual GPU is not seen
-    UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
-    REFUSED = "refused"  # the program, or a process that it started, did what memprof does not simulate
+    TRACING = "tracing"  # a model was exported: torch's own tracing tensors replace the virtual ones
+    OTHER_THREAD = "other thread"  # a thread used CUDA where the virtual GPU is not active
+    UNKNOWN_VALUE = "unknown value"  # the program read a number that is not computed
+    REFUSED = "refused"  # the program, or a child process, did something that memprof does not simulate
     INTERRUPTED = "interrupted"  # by the user
     OTHER_RANK = "other rank"  # ranks of the program do not agree, or another one failed
 
 
-# Kinds of an error that the program meets on the virtual GPU alone: it is not the program's own.
+# Kinds of an error that occurs on the virtual GPU alone, and is not an error of the program.
 NOT_SIMULATED = frozenset(
     {
         FailureKind.GAP,
@@ -323,30 +324,30 @@ NOT_SIMULATED = frozenset(
 
 
 class Failure(NamedTuple):
-    """The run ended before its time; everything in the trace is what happened until then."""
+    """An early end of the run. The trace holds the events until then."""
 
     kind: FailureKind
-    phase: str  # what was being done, such as `forward of step 1`
+    phase: str  # the current phase, such as `forward of step 1`
     error: str  # class of the exception
-    message: str  # its first line
+    message: str  # first line of the message
     op: str | None  # operator or kernel that could not run, such as `mylib.fused_rope`
     module: str | None  # path of the module whose code was running; "" is the root itself, None outside every module
     source: str | None  # `file:line function` of the program
-    read: str | None  # for an unknown value: the line that read it, and what it was told
-    hint: str | None = None  # what to do, where that is known
+    read: str | None  # for an unknown value: the line that read the value, and the answer
+    hint: str | None = None  # how to fix the failure, where known
 
 
 @dataclass(slots=True)
 class Trace:
-    """The whole record of one run.
+    """The complete record of one run.
 
-    `events` is the time axis, and each other attribute a table of the capture. What is no event (versions, GPU, what
-    was requested) is in `facts`.
+    `events` is the time axis, and each other attribute a table of the capture. `facts` has all that is not an event:
+    versions, GPU, the command.
     """
 
     source: str = "simulated"
     device: str = GPU  # the device whose memory is profiled: GPU, another GPU, or CPU
-    # Of several: whether each was used, and has a CUDA context.
+    # For several GPUs: whether each was used, and so has a CUDA context.
     gpus: dict[str, bool] = field(default_factory=dict, metadata=json_name("cards"))
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
@@ -358,32 +359,32 @@ class Trace:
     mismatches: list[DeviceMismatch] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # of a measured run
     times: list[int] = field(default_factory=list)  # of a measured run: nanoseconds of each event since the first
-    work: list[Work] = field(default_factory=list)  # empty if it was not counted
+    work: list[Work] = field(default_factory=list)  # empty if work was not counted
     workspaces: list[Workspace] = field(default_factory=list)  # of a simulated run
     uses: list[Use] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
     failure: Failure | None = None  # None if the run came to its end
-    # Whether a program that names no phases has called a model with gradients; it may not have come to a backward.
+    # Whether a program that names no phases has called a model with gradients, even without a backward.
     trains: bool = False
-    # Whether the program updates parameters itself, by no optimizer of torch's (those of a simulated run).
+    # Whether the program updates parameters itself, without an optimizer of torch (in a simulated run).
     updates_parameters_manually: bool = field(default=False, metadata=json_name("updates_itself"))
-    # Whether the program ended with a failed allocation: the last request for its memory.
+    # Whether the program ended with a failed allocation: the last ALLOC.
     ended_out_of_memory: bool = field(default=False, metadata=json_name("cut_short"))
-    # Storages that the GPU had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
-    # has an ALLOC, when it was requested, and a FREE right after it.
+    # Storages of failed allocations after which the program went on (it caught torch.OutOfMemoryError). Each has an
+    # ALLOC, at the request, and a FREE right after it.
     refused: list[int] = field(default_factory=list)
-    forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases of its own
-    holders: list[Holder] = field(default_factory=list)  # of what piled up
+    forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases itself
+    holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)
-    compiling: CompileStats | None = None  # None: nothing was compiled, or it was not noted
-    others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; what is equal is shared
+    compiling: CompileStats | None = None  # None: nothing was compiled, or the cost was not recorded
+    others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; equal traces are one object
 
     def on(self, device: str) -> Trace:
-        """Return the same run, seen from another GPU; what is recorded from now on is in both."""
+        """Return the same run for another GPU. Both traces share their tables, so that later records are in both."""
         return dataclasses.replace(self, device=device)
 
     def optional_storages(self) -> frozenset[int]:
@@ -392,12 +393,12 @@ class Trace:
         return frozenset(events[one.event].ref for one in self.workspaces if one.num_bytes and one.event < len(events))
 
     def begun(self) -> list[tuple[int, Phase]]:
-        """Return the phases in order, each with the event at which it begins."""
+        """Return the phases in order, each with the index of the event at which the phase begins."""
         phase, phases = EventKind.PHASE, self.phases
         return [(time, phases[ref]) for time, (kind, ref) in enumerate(self.events) if kind is phase]
 
     def lifetimes(self) -> tuple[list[int], list[int]]:
-        """Return the events at which each storage was allocated, and freed; the end of the trace if it never was."""
+        """Return the events at which each storage was allocated and freed; the end of the trace if it was not freed."""
         births, deaths = ([len(self.events)] * len(self.storages) for _ in range(2))
         alloc, free = EventKind.ALLOC, EventKind.FREE
         for time, (kind, ref) in enumerate(self.events):
@@ -412,15 +413,15 @@ class Trace:
         return self.ops[storage.op]
 
     def module_path(self, storage: Storage) -> str | None:
-        """Return path of the module that `storage` belongs to: None outside every module, "" in the root's own code."""
+        """Return the path of the module that `storage` belongs to: None outside modules, "" in the root's own code."""
         return None if storage.module == NONE else self.modules[storage.module].path
 
     def source_line(self, storage: Storage) -> str | None:
-        """`file:line function` that allocated `storage`, None if no line outside torch was running."""
+        """Return the `file:line function` that allocated `storage`; None if no line outside torch was running."""
         return self.source_at(storage.source)
 
     def source_at(self, index: int) -> str | None:
-        """Return the source of this index; None for NONE."""
+        """Return the source with this index; None for NONE."""
         return None if index == NONE else self.sources[index]
 
 
@@ -428,11 +429,11 @@ _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def without_numbers(path: str) -> str:
-    """Return a module's path, or the name of what is in it, with layer numbers replaced by `*`: alike in all layers."""
+    """Return a path of a module or parameter with layer numbers replaced by `*`, alike in all layers."""
     return _LAYER.sub("*", path)
 
 
 def short_source(source: str) -> str:
-    """`folder/file.py:line` of a source `file:line function`: enough to find it, short enough for a sentence."""
+    """Return `folder/file.py:line` for a source `file:line function`: short enough for a sentence."""
     path, _, line = (source.rpartition(" ")[0] or source).rpartition(":")
     return "/".join(path.replace("\\", "/").split("/")[-2:]) + f":{line}"

@@ -1,6 +1,6 @@
-"""Facts of a run beside its events: what was requested, what it turned out to be, and where it ran.
+"""Facts of a run, apart from its events: the requested configuration, the actual one, and the device.
 
-A capture keeps the facts, and a report shows them: both write and read them here.
+Captures store these facts and reports show them. Both use the classes here to write and read them.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from memprof.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Target(JsonValue):
-    """The target of `memprof profile`, as asked and as it turned out to be; None: not known.
+    """The target of `memprof profile`, as requested (`asked`) and as determined by the run; None: unknown.
 
-    In JSON both are one object, in which what turned out stands in place of what was asked.
+    In JSON both are one object, in which determined values replace requested ones.
     """
 
     asked: TargetSpec = field(metadata=json_name(None))
-    model: str  # Its name, where `asked.model` may be a path or a size.
+    model: str  # The model's name; `asked.model` may be a path or a size.
     task: str | None = None
     num_parameters: int | None = None
     num_trainable_parameters: int | None = None
     context_length: int | None = None  # Tokens; None: the model takes none.
     dtype: str | None = None
-    # Rows of the model's embedding; `asked_vocab_size` what a config file asks for where that is less.
+    # Rows of the model's embedding; `asked_vocab_size` is the vocab_size of the config file where that is smaller.
     vocab_size: int | None = None
     asked_vocab_size: int | None = None
     max_positions: int | None = None
-    # Tokens per sequence in each batch that was fed, padding included, where lengths vary.
+    # Tokens per sequence in each batch, padding included, where lengths vary.
     sequence_lengths: tuple[int, ...] = ()
-    alloc_conf: str | None = None  # Settings that were in force at the end, wherever they came from.
+    alloc_conf: str | None = None  # Settings in force at the end, from any source.
 
     @property
     def spec(self) -> TargetSpec:
-        """Return the spec, with nothing left open that can be requested."""
-        return self.asked.edit(**_askable({name: getattr(self, name) for name in _BOTH}))
+        """Return the spec, with open options replaced by the values that the run determined."""
+        return self.asked.edit(**_drop_custom_dtype({name: getattr(self, name) for name in _COMMON_FIELDS}))
 
     def to_json(self) -> dict[str, Any]:
-        """Return both in one object, and what was asked of that which turned out."""
-        asked = {name: to_plain(getattr(self.asked, name)) for name in _BOTH}
+        """Return both as one object, in which "asked" holds the requested values that determined ones replace."""
+        asked = {name: to_plain(getattr(self.asked, name)) for name in _COMMON_FIELDS}
         return {**to_plain(self.asked), **super(Target, self).to_json(), "asked": asked}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Target:
-        """Return the reverse; of what early releases wrote as JSON, what turned out counts as asked."""
-        asked = from_plain(TargetSpec, _askable({**values, **values.get("asked", {})}))
+        """Return the target of `to_json`. Without "asked" (early releases), determined values count as requested."""
+        asked = from_plain(TargetSpec, _drop_custom_dtype({**values, **values.get("asked", {})}))
         return cls(asked, **fields_from_plain(cls, values))
 
 
-def _askable(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` without a dtype that a model of the user's own has, and no option asks for."""
+def _drop_custom_dtype(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` without a dtype that no option can request (of a model that the user wrote)."""
     return values if values.get("dtype") in (None, *DTYPES) else {**values, "dtype": None}
 
 
-_BOTH = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
+_COMMON_FIELDS = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
 
 
 # How a program may end (`memprof.script.EndReason`).
@@ -73,11 +73,11 @@ class ProgramFacts:
     command: tuple[str, ...]
     ended: str  # One of `ENDINGS`.
     exit_code: int | None
-    steps: int  # Training steps that it began; none where nothing is learned.
+    steps: int  # Training steps that the program began; 0 for a program that trains nothing.
     fixes: tuple[str, ...]  # Fixes in force.
-    evaluated: bool = True  # Whether it called a model in eval mode; True too where that was not noted.
-    asked: RunSpec | None = None  # How it was run; None: a capture of an early release.
-    # Training steps that it would have made had it not been stopped, by its loops; None: they do not tell.
+    evaluated: bool = True  # Whether the program called a model in eval mode; True also where unknown.
+    asked: RunSpec | None = None  # The spec of the run; None: a capture of an early release.
+    # Training steps that the program's loops would have made without the limit; None: unknown.
     planned_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -87,46 +87,46 @@ class ProgramFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The rank of the run's process, in the group that the program joined."""
+    """The rank of the run's process in the program's process group."""
 
     rank: int = 0
     world_size: int = 1
-    # The first and the last of the ranks that it was run for, alone: all of them do the same.
+    # The first and the last of the ranks that this one run stands for: all of them do the same.
     alike: tuple[int, ...] = ()
-    without_nccl: bool = False  # Whether all its groups are those of hosts (gloo, MPI).
+    without_nccl: bool = False  # Whether all process groups use a host backend (gloo, MPI).
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedGroup:
-    """Parameters that torch.distributed communicates together: of one call of fully_shard, one FSDP or DDP module."""
+    """Parameters that torch.distributed communicates together: of one fully_shard call, one FSDP or DDP module."""
 
     api: str  # `fully_shard`, `FullyShardedDataParallel` or `DistributedDataParallel`, which keeps them whole
-    module: str  # path of the module that was given; "" is the root
-    ranks: int  # so many have a part of each, or in DDP all of it
-    parameters: tuple[str, ...]  # their names, as the model has them
-    shapes: tuple[tuple[int, ...], ...]  # of each parameter, whole
-    dtype: str  # in which they are gathered
+    module: str  # path of the wrapped module; "" is the root
+    ranks: int  # number of ranks that hold a part of each parameter, or with DDP all of it
+    parameters: tuple[str, ...]  # names in the model
+    shapes: tuple[tuple[int, ...], ...]  # unsharded shape of each parameter
+    dtype: str  # dtype of the gathered parameters
     views: bool = False  # DDP: whether gradients lie in its buckets (gradient_as_bucket_view)
-    kept: bool = False  # whether the program requested them to stay whole between forward and backward
-    ahead: int = 0  # groups that are gathered while this one computes, as the program asked; 0: as FSDP has it
-    unlimited: bool = False  # FullyShardedDataParallel: whether any number may be gathered ahead (limit_all_gathers)
+    kept: bool = False  # whether parameters stay gathered between forward and backward (reshard_after_forward=False)
+    ahead: int = 0  # groups that are prefetched while this one computes, as the program set; 0: FSDP's default
+    unlimited: bool = False  # FullyShardedDataParallel: whether prefetching is unlimited (limit_all_gathers=False)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The device that a run was on; None: not known."""
+    """The device of a run; None: unknown."""
 
     name: str = "a GPU"
     total_bytes: int | None = None
-    # What is left for the allocator beside the CUDA context, and beside other processes where that was measured.
+    # Bytes for the allocator: without the CUDA context and, where measured, without other processes.
     usable_bytes: int | None = None
     context_bytes: int = 0  # Of the CUDA context; 0 on a CPU.
-    host_memory_bytes: int | None = None  # Of its machine, where it counts (`--host-memory`).
+    host_memory_bytes: int | None = None  # Memory of the host, where its limit counts (`--host-memory`).
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorFacts:
-    """Whose caching allocator: version of torch, its settings, and where these came from (None: its defaults)."""
+    """The caching allocator of a run: version of torch, settings and their source (None: the defaults)."""
 
     torch: str | None = None
     alloc_conf: str | None = None
@@ -135,7 +135,7 @@ class AllocatorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """Another process on the GPU, as NVML names it."""
+    """Another process on the GPU, with NVML's name for the process."""
 
     pid: int
     name: str
@@ -144,18 +144,18 @@ class OtherProcess:
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """NVML's readings at the end of a measured run, in bytes; None: it cannot be asked, or may not say."""
+    """NVML's readings at the end of a measured run, in bytes; None: NVML is unavailable, or denies the reading."""
 
-    reserved_bytes: int | None = None  # what torch had reserved when NVML was asked
+    reserved_bytes: int | None = None  # torch's reserved memory at the time of the reading
     process_bytes: int | None = None  # of this process
     used_bytes: int | None = None  # of the GPU
-    processes: tuple[OtherProcess, ...] | None = None  # the others on the GPU
-    note: str = ""  # why something is None
+    processes: tuple[OtherProcess, ...] | None = None  # the other processes on the GPU
+    note: str = ""  # the reason for a None
 
 
 @dataclass(frozen=True, slots=True)
 class Facts(JsonValue):
-    """All of them."""
+    """All facts of a run."""
 
     command: str = ""
     memprof_version: str = __version__
@@ -165,13 +165,13 @@ class Facts(JsonValue):
     allocator: AllocatorFacts | None = None  # None: a capture of an early release
     nvml: NvmlFacts | None = None
     rank: RankFacts | None = None  # None: a program of one process
-    groups: tuple[ShardedGroup, ...] = ()  # as they were after the first backward pass
+    groups: tuple[ShardedGroup, ...] = ()  # in the state after the first backward pass
 
     def to_json(self) -> dict[str, Any]:
-        """Return the value as a capture has it."""
+        """Return the facts as plain JSON values, in the form of a capture."""
         return super(Facts, self).to_json() | {"target": target_to_json(self.target)}
 
 
 def target_to_json(target: Target | None) -> dict[str, Any]:
-    """Empty where there is none."""
+    """Return the target as plain JSON values; an empty object for None."""
     return {} if target is None else target.to_json()

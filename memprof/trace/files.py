@@ -1,7 +1,7 @@
-"""Files are written whole or not at all: beside their place first, then moved there in one step.
+"""Atomic writing of files: a temporary file in the same folder is completed first, then renamed.
 
-What stands at their place is replaced if memprof wrote it, or if that was requested: a slip of the pen in a file's name
-must not cost somebody a file.
+An existing file is replaced only if memprof wrote that file or the caller forces it: a typing error in a file name must
+not cost somebody a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from memprof.errors import MemprofError, UsageError
 
-_LOOK_BYTES = 4096  # so much of a file's begin and of its end says whether memprof wrote it
+_PROBE_BYTES = 4096  # bytes at a file's begin and end that show whether memprof wrote the file
 
 
 @dataclass(frozen=True)
@@ -23,41 +23,41 @@ class FileKind:
     """A kind of file that memprof writes."""
 
     name: str  # in errors, such as "capture"
-    option: str  # with which its place is chosen
-    is_ours: Callable[[bytes, bytes], bool]  # of a file's begin and end: whether memprof wrote it
+    option: str  # the option that sets the path
+    is_ours: Callable[[bytes, bytes], bool]  # whether memprof wrote a file with this begin and this end
 
 
 def table_form(name: str, option: str, header: bytes) -> FileKind:
-    """Return a CSV file of which memprof's own are known by their first line."""
+    """Return the kind of a CSV file: memprof's own files are recognised by their first line `header`."""
     return FileKind(name, option, lambda begin, end: begin.startswith(header + b"\n"))
 
 
 def write_atomically(path: Path, data: bytes, form: FileKind, *, force: bool = False) -> None:
     """Write `data` to a file that appears at `path` once it is complete.
 
-    A link stays a link to the file that is replaced, and who may read it stays so. What is no regular file (a pipe,
-    /dev/null) is written to.
+    A symbolic link stays a link to the replaced file, and permissions stay. Data for a path that is no regular file (a
+    pipe, /dev/null) is written through.
 
     Args:
-        force: replace a file that memprof has not written, too.
+        force: also replace a file that memprof has not written.
 
     Raises:
-        UsageError: another file is there, or something that cannot be written to.
-        MemprofError: it cannot be written (no such folder, no permission, disk full); `path` is as it was.
+        UsageError: another file, or something that cannot be written to, is at `path`.
+        MemprofError: the file cannot be written (no such folder, no permission, disk full); `path` is unchanged.
     """
     temporary = None
     check_output_path(path, form, force=force)
     try:
         if path.exists() and not path.is_file():
-            _write_through(path, data)
+            _write_in_place(path, data)
             return
         place = path.resolve()
-        # Of a name that is nearly too long already, the one beside it must not be too long.
+        # The temporary name must not be too long where the name itself is nearly too long.
         with tempfile.NamedTemporaryFile(dir=place.parent, prefix=f".{place.name[:40]}.", delete=False) as file:
             temporary = Path(file.name)
             file.write(data)
-        there = _status(place)
-        temporary.chmod(0o666 & ~_umask() if there is None else stat.S_IMODE(there.st_mode))
+        status = _read_status(place)
+        temporary.chmod(0o666 & ~_read_umask() if status is None else stat.S_IMODE(status.st_mode))
         os.replace(temporary, place)
         temporary = None
     except OSError as error:
@@ -72,42 +72,42 @@ def write_atomically(path: Path, data: bytes, form: FileKind, *, force: bool = F
 
 
 def check_output_path(path: Path, form: FileKind, *, force: bool = False) -> None:
-    """Check that a file can be written there, before the work that it is to hold.
-    Raises UsageError: there is no such folder, it is a folder itself, or a file that must not be replaced."""
+    """Check that a file can be written to `path`, before the work that produces its content. Raises UsageError: the
+    folder does not exist, or `path` is a folder or a file that must not be replaced."""
     another = f"change {form.option}"
     try:
-        there = _status(path)
+        status = _read_status(path)
         if not path.parent.is_dir():
             raise UsageError("no such folder to save into", value=path.parent, hint=f"make it first, or {another}")
-        if there is None:
+        if status is None:
             return
-        if stat.S_ISDIR(there.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             raise UsageError("this is a folder, not a file to save into", value=path, hint="name a file in it")
-        if stat.S_ISREG(there.st_mode):
-            _check_replaceable(path, there, form, force)
-        elif not (stat.S_ISCHR(there.st_mode) or stat.S_ISFIFO(there.st_mode)):
+        if stat.S_ISREG(status.st_mode):
+            _check_replaceable(path, status, form, force)
+        elif not (stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
             raise UsageError("this is no file that can be written to", value=path, hint=another)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError("this is no place to save to", value=f"{path} ({reason})", hint=another) from error
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _read_status(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _check_replaceable(path: Path, there: os.stat_result, form: FileKind, force: bool) -> None:
-    if not there.st_mode & 0o222:
-        # Also for root, who may write to it: somebody took care that nobody does.
+def _check_replaceable(path: Path, status: os.stat_result, form: FileKind, force: bool) -> None:
+    if not status.st_mode & 0o222:
+        # Also for root, who may write: a read-only file is protected on purpose.
         raise UsageError("this file is read-only", value=path, hint=f"change {form.option}, or make it writable")
-    if there.st_size and not force:
+    if status.st_size and not force:
         with path.open("rb") as file:
-            begin = file.read(_LOOK_BYTES)
-            file.seek(max(0, there.st_size - _LOOK_BYTES))
-            end = file.read(_LOOK_BYTES)
+            begin = file.read(_PROBE_BYTES)
+            file.seek(max(0, status.st_size - _PROBE_BYTES))
+            end = file.read(_PROBE_BYTES)
         if not form.is_ours(begin, end):
             raise UsageError(
                 f"this file is there already, and is no {form.name} of memprof",
@@ -116,15 +116,15 @@ def _check_replaceable(path: Path, there: os.stat_result, form: FileKind, force:
             )
 
 
-def _write_through(path: Path, data: bytes) -> None:
-    # A pipe that nobody reads is an error, and not waited for.
+def _write_in_place(path: Path, data: bytes) -> None:
+    # A pipe without a reader is an error; opening must not block.
     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     os.set_blocking(descriptor, True)
     with open(descriptor, "wb") as file:
         file.write(data)
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current

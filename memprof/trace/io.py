@@ -1,7 +1,7 @@
-"""The capture file: a trace on disk, versioned, written whole or not at all.
+"""The capture file: a trace on disk, with a schema version, written atomically.
 
-gzip-compressed JSON, columnar: a header with the schema version, then the tables of `Trace`. JSON and not pickle, since
-captures are passed around and a pickle executes what it likes.
+The format is gzip-compressed JSON, columnar: a header with the schema version, then the tables of `Trace`. JSON rather
+than pickle, since captures are passed around and a pickle executes arbitrary code.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from memprof.trace.json_values import fields_from_plain, from_plain, json_fields
 from memprof.trace.old_names import rename_old
 from memprof.units import format_bytes
 
-# The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5 ranks,
-# UNSHARDED and POOL; a capture is written as the first that has what is in it, so that older releases read it.
+# The newest readable schema. 2 adds EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5 ranks,
+# UNSHARDED and POOL. A capture declares the lowest schema that covers its content, so that older releases read it.
 SCHEMA = 5
-_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4, Role.UNSHARDED: 5}
-_SINCE |= {EventKind.POOL: 5, EventKind.POOL_FREE: 5}
-_WITH_RANKS = 5
+_SCHEMAS = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4, Role.UNSHARDED: 5}
+_SCHEMAS |= {EventKind.POOL: 5, EventKind.POOL_FREE: 5}
+_RANKS_SCHEMA = 5
 
 _FORMAT = "memprof capture"
 CAPTURE = FileKind("capture", "--save", lambda begin, end: _is_capture(begin))
-# As long as the run: read row by row, without a look at each value's type.
-_LONG = ("events", "storages", "owners", "work", "times", "others")
-_MEMORY_PER_BYTE = 25  # of JSON, at most: an empty list of 56 bytes and its place in another, for three
+# Tables as long as the run: they are read row by row, without a type check of each value.
+_LONG_TABLES = ("events", "storages", "owners", "work", "times", "others")
+_MEMORY_PER_BYTE = 25  # bytes of memory per byte of JSON, at most: an empty list (3 bytes of JSON) takes 64
 _DEVICE = re.compile(r"cuda:[0-9]{1,4}|cpu:0")
-_WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
+_CAPTURE_HINT = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
 
-def _kinds(trace: Trace) -> set[EventKind | Role]:
+def _collect_kinds(trace: Trace) -> set[EventKind | Role]:
     return {event.kind for event in trace.events} | {owner.role for owner in trace.owners.values()}
 
 
@@ -51,13 +51,14 @@ def _is_capture(begin: bytes) -> bool:
 
 
 def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
-    """Write `trace` to `path`, replacing a capture that is there only once everything is written. Raises UsageError:
-    another file is there, which only `force` replaces; MemprofError: the file cannot be written (no such folder, no
-    permission, disk full)."""
+    """Write `trace` to `path`, replacing a capture there once everything is written. Raises UsageError: another file is
+    there (see `force`); MemprofError: the file cannot be written (no such folder, no permission, disk full)."""
     traces = [trace, *trace.others]
     document = {
         "format": _FORMAT,
-        "schema": _WITH_RANKS if trace.others else max([1, *(_SINCE.get(kind, 1) for kind in _kinds(trace))]),
+        "schema": _RANKS_SCHEMA
+        if trace.others
+        else max([1, *(_SCHEMAS.get(kind, 1) for kind in _collect_kinds(trace))]),
         **_to_json(trace),
     }
     for place, other in enumerate(trace.others, 1):
@@ -80,7 +81,7 @@ def _to_json(trace: Trace) -> dict[str, Any]:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a capture file. Raises UsageError: not there, not a capture, truncated, or written by a newer memprof."""
+    """Read a capture file. Raises UsageError: the file is missing, no capture, truncated, or of a newer memprof."""
     try:
         with gzip.open(path, "rb") as file:
             most = ceiling_bytes(path) // _MEMORY_PER_BYTE
@@ -90,7 +91,7 @@ def load_trace(path: Path) -> Trace:
                 "the capture unpacks to more than memprof reads of it", value=f"{path} (over {format_bytes(most)})",
                 hint=f"record fewer steps, or {allow_more((most + 1) * _MEMORY_PER_BYTE)}",
             )  # fmt: skip
-        document = json.loads(text, parse_constant=_no_number)
+        document = json.loads(text, parse_constant=_reject_constant)
     except FileNotFoundError:
         raise UsageError(
             "no such file", value=path, hint="give a capture that `memprof profile --save` wrote"
@@ -98,13 +99,13 @@ def load_trace(path: Path) -> Trace:
     except (EOFError, zlib.error) as error:
         raise UsageError("the capture is truncated or damaged", value=path, hint="record it again") from error
     except (gzip.BadGzipFile, ValueError, RecursionError) as error:
-        raise UsageError("not a memprof capture", value=path, hint=_WRITTEN) from error
+        raise UsageError("not a memprof capture", value=path, hint=_CAPTURE_HINT) from error
     except OSError as error:
         raise UsageError(
-            "the capture cannot be read", value=f"{path} ({error.strerror or type(error).__name__})", hint=_WRITTEN
+            "the capture cannot be read", value=f"{path} ({error.strerror or type(error).__name__})", hint=_CAPTURE_HINT
         ) from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise UsageError("not a memprof capture", value=path, hint=_WRITTEN)
+        raise UsageError("not a memprof capture", value=path, hint=_CAPTURE_HINT)
     schema = document.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA:
         raise UsageError(
@@ -113,58 +114,58 @@ def load_trace(path: Path) -> Trace:
             hint="update memprof",
         )
     try:
-        return _traces(document)
+        return _build_traces(document)
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
 
 
-def _no_number(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of a capture")
 
 
-class _Owned(NamedTuple):
+class _OwnerRow(NamedTuple):
     storage: int
     role: str
     name: str
 
 
-class _Time(NamedTuple):
+class _TimeRow(NamedTuple):
     time: int
 
 
-def _traces(document: dict[str, Any]) -> Trace:
-    """Return the first rank's trace with the others; what is said to be the same as an earlier one's is shared."""
-    found = [_trace(document)]
+def _build_traces(document: dict[str, Any]) -> Trace:
+    """Return the first rank's trace with the other ranks; ranks marked as equal share their tables."""
+    found = [_build_trace(document)]
     for other in document.get("others", []):
         if "same_as" in other:
             facts = from_plain(Facts, rename_old(other["facts"]))
             found.append(dataclasses.replace(found[range(len(found)).index(other["same_as"])], facts=facts))
         else:
-            found.append(_trace(other))
+            found.append(_build_trace(other))
     found[0].others = found[1:]
     return found[0]
 
 
-def _trace(document: dict[str, Any]) -> Trace:
+def _build_trace(document: dict[str, Any]) -> Trace:
     kinds = {int(kind): kind for kind in EventKind}
     columns = document["events"]
-    tables = {name: value for name, value in document.items() if name not in _LONG}
+    tables = {name: value for name, value in document.items() if name not in _LONG_TABLES}
     if "facts" in tables:
         tables["facts"] = rename_old(tables["facts"])
     trace = Trace(
         **fields_from_plain(Trace, tables),  # captures of earlier releases lack some
         events=[Event(kinds[kind], ref) for kind, ref in zip(columns["kind"], columns["ref"], strict=True)],
         storages=rows_from_plain(Storage, document["storages"]),
-        owners={row.storage: Owner(Role(row.role), row.name) for row in rows_from_plain(_Owned, document["owners"])},
+        owners={row.storage: Owner(Role(row.role), row.name) for row in rows_from_plain(_OwnerRow, document["owners"])},
         work=rows_from_plain(Work, document.get("work", [])),
-        times=[row.time for row in rows_from_plain(_Time, [[time] for time in document.get("times", [])])],
+        times=[row.time for row in rows_from_plain(_TimeRow, [[time] for time in document.get("times", [])])],
     )
-    _check(trace)
+    _check_references(trace)
     return trace
 
 
-def _check(trace: Trace) -> None:
-    """References must point somewhere: a damaged file must not become an IndexError in the analysis."""
+def _check_references(trace: Trace) -> None:
+    """Check that all references are in range: a damaged file must not cause an IndexError in the analysis."""
     sizes = {
         EventKind.ALLOC: len(trace.storages),
         EventKind.FREE: len(trace.storages),

@@ -1,11 +1,11 @@
 """Dataclasses as plain JSON values and back, for the facts of a trace and for every document.
 
-A field's name in JSON is its own unless `json_name` says otherwise. What JSON cannot tell apart (tuples and lists,
-members of an enum and their values) is told by the field's type. A NamedTuple is a row without names.
+A field has the same name in JSON unless `json_name` sets another. JSON does not distinguish tuples from lists, nor
+members of an enum from their values: the field's type decides. A NamedTuple is a row without names.
 
-Why no library does it: msgspec renames and orders fields of its own structs alone, and cattrs is told of each of the
-rules here (names, order, rows, texts that are cut, numbers of 64 bits, `{}` for None) by a hook, which is the length of
-this file; importing either takes about seven times as long as importing this, a third of a whole `memprof estimate`.
+Why no library does it: msgspec renames and orders fields only of its own structs, and cattrs needs a hook for each of
+the rules here (names, order, rows, cut texts, numbers of 64 bits, `{}` for None), as long as this file. Importing
+either takes about seven times as long as importing this module, a third of a whole `memprof estimate`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-_MOST = 1 << 63  # whole numbers are below: more than any GPU's bytes, and what converts to a float
-_LONGEST = 10_000  # characters of a name, a command or a message
+_NUMBER_LIMIT = 1 << 63  # limit of whole numbers: more than any GPU's bytes, and convertible to a float
+_MAX_TEXT_LENGTH = 10_000  # characters of a name, a command or a message
 
 
 def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
-    """Metadata of a field that JSON calls `name`; None: it is not in JSON, and has its default when it comes back.
-
-    With `last` it stands after all others.
-    """
+    """Return metadata for a field that is called `name` in JSON. With None the field is not in JSON, and gets its
+    default when it is read. With `last` the field is written after all others."""
     return {"json": name, "last": last}
 
 
 def cut(text: str) -> str:
-    """Return a text of a file, no longer than anybody reads: a name of megabytes takes minutes to be shown."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    """Return a text of a file, cut to a length that people read: a name of megabytes takes minutes to display."""
+    return text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}..."
 
 
 class JsonValue:
@@ -43,25 +41,25 @@ class JsonValue:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-        return _by_name(self)
+        """Return this value as plain JSON values."""
+        return _fields_to_plain(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Return the reverse of `to_json`. Names that are not known are left out; a missing one has its default.
+        """Return the value of `to_json`. Unknown names are ignored; a missing one gets its default.
 
         Raises:
             ValueError: a value is missing, or not of its field's type.
         """
-        return _instance(cls, values)
+        return _build_instance(cls, values)
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as JSON has it; what is neither a dataclass nor a container stays as it is."""
+    """Return `value` as plain JSON values; values other than dataclasses and containers stay unchanged."""
     if isinstance(value, JsonValue):
         return value.to_json()
     if dataclasses.is_dataclass(value):
-        return _by_name(value)
+        return _fields_to_plain(value)
     if isinstance(value, dict | types.MappingProxyType):
         return {key: to_plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -69,13 +67,13 @@ def to_plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _by_name(instance: Any) -> dict[str, Any]:
+def _fields_to_plain(instance: Any) -> dict[str, Any]:
     kind: Any = type(instance)
     return {name: to_plain(getattr(instance, field.name)) for field, name, _ in json_fields(kind)}
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """Return what `to_plain` made of a value of type `kind`. Raises ValueError: it is none."""
+    """Return the value of type `kind` of which `to_plain` made `value`. Raises ValueError: `value` has another form."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -96,21 +94,21 @@ def from_plain(kind: Any, value: Any) -> Any:
     if issubclass(kind, JsonValue):
         return kind.from_json(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _instance(kind, value)
+        return _build_instance(kind, value)
     if issubclass(kind, tuple):  # a NamedTuple is a row
         return kind(*map(from_plain, _row_types(kind)[: len(value)], value))
     if issubclass(kind, enum.Enum):
         return kind(value)
     if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{value!r} is not of type {kind.__name__}")
-    if type(value) is int and not -_MOST <= value < _MOST:
+    if type(value) is int and not -_NUMBER_LIMIT <= value < _NUMBER_LIMIT:
         raise ValueError("a number is out of range")
     return cut(value) if type(value) is str else value
 
 
 def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are in `values`, by their own names.
-    Raises ValueError: one is not of its field's type."""
+    """Return the fields of a dataclass that are in `values`, by their Python names. Raises ValueError: a value is not
+    of its field's type."""
     if not isinstance(values, dict):
         raise ValueError(f"{values!r} is no {kind.__name__}")
     return {
@@ -120,7 +118,7 @@ def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
     }
 
 
-def _instance(kind: type[T], values: Any) -> T:
+def _build_instance(kind: type[T], values: Any) -> T:
     given = fields_from_plain(kind, values)
     try:
         return kind(**given)
@@ -129,8 +127,8 @@ def _instance(kind: type[T], values: Any) -> T:
 
 
 def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
-    """Return a long table: rows of a NamedTuple, whose values are looked at a column at a time. Lists become tuples.
-    Raises ValueError: a value is not of its column's type, a whole number beyond 64 bits, or a row has not as many."""
+    """Return a long table: rows of a NamedTuple, checked one column at a time. Lists become tuples. Raises ValueError:
+    a value is not of its column's type, a whole number exceeds 64 bits, or the length of a row is wrong."""
     if not isinstance(rows, list) or any(type(row) is not list for row in rows):
         raise ValueError(f"the table of {kind.__name__} is none")
     columns: list[Any] = []
@@ -152,7 +150,7 @@ def _check_column(kind: Any, values: Iterable[Any]) -> None:
             least, most = min(least, value), max(most, value)
     if not found <= ({int, float} if kind is float else {kind}):
         raise ValueError(f"a value is not of type {kind.__name__}")
-    if least < -1 or most >= _MOST:
+    if least < -1 or most >= _NUMBER_LIMIT:
         raise ValueError("a number is out of range")
 
 
@@ -164,7 +162,7 @@ def _row_types(kind: Any) -> list[Any]:
 
 @functools.cache
 def json_fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
-    """Return the fields of a dataclass that are in JSON, in its order: field, name in JSON and type."""
+    """Return the fields of a dataclass that are in JSON, in the order of JSON: field, name in JSON and type."""
     hints = typing.get_type_hints(kind)
     fields = sorted(dataclasses.fields(kind), key=lambda field: field.metadata.get("last", False))
     named = [(field, field.metadata.get("json", field.name)) for field in fields]

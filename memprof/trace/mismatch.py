@@ -1,4 +1,4 @@
-"""The errors of torch about tensors on several devices in one operator."""
+"""The error messages of torch for tensors on several devices in one operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _START = "Expected all tensors to be on the same device, but"
 
 
 def mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
-    """Return the message: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
+    """Return torch's message: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
     names = _ARGUMENTS.get(op, ())
     first = operands[0].device
     for name, operand in zip(names, operands, strict=False):
@@ -27,13 +27,13 @@ def mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
             return f"{_START} got {differs} (when checking argument in method {method})"
     if op in _INDEXES and any(operand.device not in (first, HOST) for operand in operands):
         return f"indices should be either on cpu or on the same device as the indexed tensor ({first})"
-    stranger, other = odd_one_out(operands)
-    return f"{_START} found at least two devices, {other.device} and {stranger.device}!"
+    misplaced, other = odd_one_out(operands)
+    return f"{_START} found at least two devices, {other.device} and {misplaced.device}!"
 
 
 def odd_one_out(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
-    """Return the tensor that is in the wrong place, and one that is not: the host's is the wrong one."""
-    # A 0-dimensional host tensor may mix, so that it is never the stranger if there is another.
+    """Return the tensor on the wrong device, and one on the right device: a host tensor counts as the wrong one."""
+    # A 0-dimensional host tensor may be mixed with GPU tensors: another host tensor is the wrong one, if there is one.
     on_host = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
     on_gpu = [o for o in operands if o.device.startswith("cuda")]
     if on_host and on_gpu:

@@ -1,4 +1,4 @@
-"""Names in JSON of earlier releases: reports before schema 3, other documents before schema 2, facts of captures."""
+"""Old names in JSON: reports before schema 3, other documents before schema 2, facts of captures."""
 
 from __future__ import annotations
 

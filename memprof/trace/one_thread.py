@@ -1,6 +1,6 @@
-"""numpy with one thread: those of its BLAS, which nothing here asks for, would count as memory that a file takes.
+"""numpy with one BLAS thread: the memory of more threads, which nothing here uses, would count as memory for a file.
 
-Where numpy has been imported before, it stays as it is.
+If numpy has been imported before, its threads stay.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import os
 
 _THREADS = "OPENBLAS_NUM_THREADS"
 
-_before = os.environ.get(_THREADS)
+_previous_threads = os.environ.get(_THREADS)
 os.environ[_THREADS] = "1"
 try:
     import numpy as np
 finally:
     del os.environ[_THREADS]
-    if _before is not None:
-        os.environ[_THREADS] = _before
+    if _previous_threads is not None:
+        os.environ[_THREADS] = _previous_threads
 
 __all__ = ["np"]

@@ -1,8 +1,8 @@
-"""A pickle that can hold nothing but plain values: it constructs no object, imports no name and takes its time.
+"""Loading of pickles that hold only plain values: no object is constructed, no name imported, and time is bounded.
 
-The unpickler of the standard library runs what a file tells it to. Here every name that a file asks for is refused, and
-before anything is built the opcodes are walked, so that a size or an index that lies cannot make it take memory, nor
-thousands of keys of one hash make it take forever. What memory it may take is the caller's to say: MemoryError passes.
+The unpickler of the standard library executes the instructions of a file. Here every name in a file is rejected. The
+opcodes are walked before anything is built, so that a wrong size or index cannot allocate memory, nor thousands of keys
+with one hash take forever. The caller limits memory: MemoryError passes.
 """
 
 from __future__ import annotations
@@ -13,59 +13,59 @@ import pickletools
 import re
 from typing import Any, NoReturn
 
-_LIES = "a size in it is larger than the file"
+_SIZE_ERROR = "a size in it is larger than the file"
 
 
 class ForbiddenGlobal(Exception):
-    """The file asks for a name to be imported; `args[0]` is it."""
+    """The file requests the import of a name; `args[0]` is the name."""
 
 
 class BrokenPickle(Exception):
-    """The bytes are no complete pickle; `args[0]` says why."""
+    """The bytes are no complete pickle; `args[0]` is the reason."""
 
 
 class NotRegular(Exception):
-    """Events cannot be told from the bytes (trace/pickled_events.py): the file is for `load_plain`."""
+    """The events cannot be parsed from the bytes (trace/pickled_events.py): use `load_plain` for this file."""
 
 
 def load_plain(data: bytes) -> object:
     """Return the value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
-    Raises ForbiddenGlobal: it asks for anything else; BrokenPickle: it is truncated, damaged or no pickle."""
+    Raises ForbiddenGlobal: the pickle requests anything else; BrokenPickle: it is truncated, damaged or no pickle."""
     _walk(data)
     try:
         return PlainUnpickler(io.BytesIO(data)).load()
     except (ForbiddenGlobal, MemoryError):
         raise
-    except Exception as error:  # the standard library raises nearly anything for a damaged pickle
+    except Exception as error:  # the standard library raises nearly any exception for a damaged pickle
         raise BrokenPickle(str(error) or type(error).__name__) from None
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Refuses every name. For bytes whose opcodes were walked."""
+    """An unpickler that rejects every name, for bytes whose opcodes were walked."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse it: see the class."""
+        """Raise ForbiddenGlobal for every name."""
         raise ForbiddenGlobal(f"{module}.{name}")
 
     def persistent_load(self, pid: object) -> Any:
-        """Refuse it: see the class."""
+        """Raise ForbiddenGlobal for every persistent id."""
         raise ForbiddenGlobal(f"persistent id {pid!r}")
 
 
 _UNKNOWN, _TWO_LINES, _INDEX4, _TUPLE, _LONG, _NUMBER = -100, -101, -102, -103, -104, -105
-_LONG_BYTES = 9  # of a number, with its sign: of longer ones, any number have one hash
+_LONG_BYTES = 9  # bytes of a number with its sign: any number of longer ones can share a hash
 _NUMBER_CHARACTERS = 24
-MOST_TUPLES = 10_000  # beside pairs of short numbers (pool ids): of others one can make any number with one hash
-_NEVER = ("EMPTY_SET", "FROZENSET", "LONG4")
+MOST_TUPLES = 10_000  # without pairs of short numbers (pool ids): any number of other tuples can share a hash
+_EXCLUDED_OPCODES = ("EMPTY_SET", "FROZENSET", "LONG4")
 _SHORT = rb"(?:K.|M..|J....)"
 _PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)
 
 
-def _widths() -> list[int]:
-    """Return by opcode the bytes that follow it, or, below 0, how these are found (as in pickletools, and more)."""
+def _build_widths() -> list[int]:
+    """Return, by opcode, the bytes of its argument, or a negative code for a variable length (extends pickletools)."""
     table = [_UNKNOWN] * 256
     for opcode in pickletools.opcodes:
-        if opcode.name not in _NEVER:
+        if opcode.name not in _EXCLUDED_OPCODES:
             table[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
     for code, width in (("c", _TWO_LINES), ("i", _TWO_LINES), ("r", _INDEX4), ("I", _NUMBER), ("L", _NUMBER)):
         table[ord(code)] = width
@@ -75,13 +75,13 @@ def _widths() -> list[int]:
     return table
 
 
-WIDTHS = _widths()
+WIDTHS = _build_widths()
 STOP = ord(".")
-_FOUR = (pickletools.TAKEN_FROM_ARGUMENT4, pickletools.TAKEN_FROM_ARGUMENT4U)
+_FOUR_BYTE_LENGTHS = (pickletools.TAKEN_FROM_ARGUMENT4, pickletools.TAKEN_FROM_ARGUMENT4U)
 
 
 def fixed_opcodes(without: bytes = b"") -> bytes:
-    """The pattern of an opcode of fixed width with its argument, but those `without` and the last of a pickle."""
+    """Return the pattern of an opcode of fixed width with its argument, except for those in `without` and STOP."""
     kinds = []
     for width in sorted({width for width in WIDTHS if width >= 0}):
         known = (c for c in range(256) if WIDTHS[c] == width and c != STOP and c not in without)
@@ -90,7 +90,7 @@ def fixed_opcodes(without: bytes = b"") -> bytes:
     return b"|".join(kinds)
 
 
-# As many as follow each other: nearly all of a snapshot.
+# A run of such opcodes: nearly all of a snapshot.
 _FIXED_RUN = re.compile(b"(?:" + _PAIR + b"|" + fixed_opcodes() + b"){0,10000}+", re.DOTALL)
 
 
@@ -114,8 +114,8 @@ def _walk(data: bytes) -> None:
 
 
 def after_opcode(data: bytes, at: int) -> int:
-    """Return where the opcode at `at` of `data` and its argument end; it is not the last one.
-    Raises BrokenPickle: it is none, or its argument is cut off or huge."""
+    """Return the position after the opcode at `at` of `data` and its argument; the opcode is not STOP. Raises
+    BrokenPickle: the byte is no opcode, or its argument is cut off or huge."""
     code = data[at]
     width, size = WIDTHS[code], len(data)
     at += 1
@@ -129,13 +129,13 @@ def after_opcode(data: bytes, at: int) -> int:
         return at + (1 + data[at] if at < size else 1)
     if width == pickletools.TAKEN_FROM_ARGUMENT1:
         return at + (1 + data[at] if at < size else 1)
-    if width in _FOUR:
+    if width in _FOUR_BYTE_LENGTHS:
         return at + 4 + int.from_bytes(data[at : at + 4], "little")
     if width == pickletools.TAKEN_FROM_ARGUMENT8U:
         return at + 8 + int.from_bytes(data[at : at + 8], "little")
     if width == _INDEX4:
         if int.from_bytes(data[at : at + 4], "little") > size:
-            raise BrokenPickle(_LIES)
+            raise BrokenPickle(_SIZE_ERROR)
         return at + 4
     if width == _UNKNOWN:
         raise BrokenPickle(f"byte {at - 1} is no pickle opcode")
@@ -144,7 +144,7 @@ def after_opcode(data: bytes, at: int) -> int:
         if end < 0:
             raise BrokenPickle("it is truncated")
         if code == ord("p") and (end - at > 12 or not data[at:end].isdigit() or int(data[at:end]) > size):
-            raise BrokenPickle(_LIES)
+            raise BrokenPickle(_SIZE_ERROR)
         if width == _NUMBER and end - at > _NUMBER_CHARACTERS:
             raise BrokenPickle("a number in it has more than 64 bits")
         at = end + 1

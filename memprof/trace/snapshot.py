@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# In a file that memprof wrote, beside torch's own keys: whose run it is (`source`), and memprof's `version`.
+# A key of files that memprof wrote: the `source` of the run, and memprof's `version`.
 EXPORT_KEY = "memprof"
 
 
@@ -29,7 +29,7 @@ DEFAULT_POOL: PoolId = (0, 0)
 
 
 class Action(enum.StrEnum):
-    """The action of a trace's event."""
+    """The action of an event of a device's trace."""
 
     ALLOC = "alloc"
     FREE_REQUESTED = "free_requested"
@@ -52,17 +52,17 @@ class BlockState(enum.StrEnum):
 
 
 class SnapshotBlock(NamedTuple):
-    """A block of a segment."""
+    """One block of a segment."""
 
     address: int
     size: int
-    requested: int | None  # bytes the program requested, 0 when it is free; None in files that do not say
+    requested: int | None  # bytes the program requested, 0 for a free block; None in files without this field
     state: BlockState
     frames: Stack = ()
 
 
 class SnapshotSegment(NamedTuple):
-    """A segment; of an expandable one, a contiguous mapped run. Its blocks tile it."""
+    """A segment; for an expandable segment, one contiguous mapped run. The blocks of a segment tile the segment."""
 
     device: int
     address: int
@@ -76,18 +76,18 @@ class SnapshotSegment(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return the bytes of its blocks that are handed out."""
+        """Return the bytes of the segment's allocated blocks."""
         return sum(block.size for block in self.blocks if block.state is BlockState.ALLOCATED)
 
     @property
     def largest_free(self) -> int:
-        """Return the bytes of its largest free block."""
+        """Return the bytes of the segment's largest free block."""
         return max((block.size for block in self.blocks if block.state is BlockState.INACTIVE), default=0)
 
     def releasable(self, unit: int) -> int:
-        """Return the free bytes that `torch.cuda.empty_cache()` releases: all if nothing is in use, else none.
+        """Return the free bytes that `torch.cuda.empty_cache()` releases: all if no block is in use, else none.
 
-        A private pool keeps its own. Of an expandable segment every free `unit` of bytes is released
+        A private pool releases nothing. An expandable segment releases every free `unit` of bytes
         (`ExpandableSegment::unmap` of c10/cuda/CUDACachingAllocator.cpp).
         """
         if self.pool_id != DEFAULT_POOL:
@@ -113,16 +113,16 @@ class SnapshotEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Snapshot:
-    """A whole snapshot file."""
+    """The content of one snapshot file."""
 
     segments: list[SnapshotSegment] = field(default_factory=list)
     traces: list[Sequence[SnapshotEvent]] = field(default_factory=list)  # by device
     settings: dict[str, object] = field(default_factory=dict)  # empty in files of torch 2.3 and before
     annotations: list[dict[str, object]] = field(default_factory=list)  # `external_annotations`
-    source: str = "measured"  # or simulated: memprof's exports say it
+    source: str = "measured"  # or simulated, in files that memprof wrote
 
     @property
     def devices(self) -> list[int]:
-        """Devices that hold a segment or recorded an event."""
+        """Return the devices that hold a segment or recorded an event."""
         traced = {device for device, trace in enumerate(self.traces) if trace}
         return sorted(traced | {segment.device for segment in self.segments})

@@ -1,8 +1,9 @@
 """Read a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`) without torch, and without trusting the file.
 
-All versions since torch 2.0 are read: the dictionary with `segments` and `device_traces`, and the bare list of segments
-that `torch.cuda.memory_snapshot()` returns. Every field that the analysis uses is checked; fields of newer versions are
-passed over. Source of the format: torch/csrc/cuda/Module.cpp (`THCPModule_memorySnapshot`), torch/cuda/memory.py.
+All versions since torch 2.0 are supported: the dictionary with `segments` and `device_traces`, and the bare list of
+segments that `torch.cuda.memory_snapshot()` returns. Every field that the analysis uses is checked; fields of newer
+versions are ignored. Source of the format: torch/csrc/cuda/Module.cpp (`THCPModule_memorySnapshot`),
+torch/cuda/memory.py.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from memprof.trace.snapshot import (
 
 HINT = 'a snapshot is written by torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 
-# What a block or an event takes of a file at least (torch's take 40), and a frame in a list. A small file can name the
-# same one over and over.
+# Bytes of a file for a block or an event, at least (torch's take 40), and for a frame in a list. A small file can refer
+# to the same object many times.
 _RECORD_BYTES, _FRAME_BYTES = 8, 2
 
 COMPRESSED = {
@@ -42,7 +43,7 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
-_LARGE = 1 << 21  # bytes of a file that is read as columns: importing numpy takes as long as 1 MB of events
+_MIN_COLUMN_BYTES = 1 << 21  # bytes of a file that is read as columns: importing numpy takes as long as 1 MB of events
 
 _DEFAULT_POOL = (0, 0)
 _STATES = {state.value: state for state in BlockState} | {"active_awaiting_free": BlockState.PENDING_FREE}
@@ -61,15 +62,15 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
-    """Return the snapshot in `data`; `name` is what errors call it. Raises UsageError: it is no snapshot."""
+    """Return the snapshot in `data`; errors call it `name`. Raises UsageError: the data is no snapshot."""
     for magic, what in COMPRESSED.items():
         if data.startswith(magic):
             raise UsageError(f"the snapshot is compressed ({what})", value=name, hint="unpack it first")
     if data.lstrip()[:1] == b"{":
         hint = f"memprof show FILE shows a report that memprof wrote with --json; {HINT}"
         raise UsageError("not a memory snapshot: the file is JSON", value=name, hint=hint)
-    if len(data) >= _LARGE:
-        with contextlib.suppress(NotRegular, _WrongStructure):  # what is wrong with it, the other way says
+    if len(data) >= _MIN_COLUMN_BYTES:
+        with contextlib.suppress(NotRegular, _WrongStructure):  # `load_plain` reports the error
             from memprof.trace.pickled_events import load_events_apart
 
             raw, cut = load_events_apart(data)
@@ -91,44 +92,44 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
 
 
 class _WrongStructure(Exception):
-    """A field is not what it should be."""
+    """A field has a wrong type or value."""
 
 
 class _SnapshotReader:
-    """Turns plain values into records; equal frames and stacks are made once.
+    """Converts plain values to records; equal frames and stacks are created once.
 
-    The `size` of the file in bytes is spent on what is made of it; `cut` has events that are already columns.
+    The file's `size` in bytes limits the number of records; `cut` has events that are already columns.
     """
 
     def __init__(self, size: int, cut: CutEvents | None = None) -> None:
         self.left = size
         self.cut = cut
-        self.events = EventColumns()  # holds no events, but the stacks of those of all devices
+        self.events = EventColumns()  # without events: the stacks and pools that the columns of all devices refer to
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
         self.same_frames: dict[Frame, Frame] = {}
         self.raw_stacks: dict[tuple[int, ...], Stack] = {}
         self.same_stacks: dict[tuple[int, ...], Stack] = {}
-        self.kept: list[object] = []  # what is known by its id must stay alive
+        self.kept: list[object] = []  # objects in tables by id must stay alive
 
     def snapshot(self, raw: object) -> Snapshot:
         if isinstance(raw, list):
             raw = {"segments": raw}
-        top = _mapping(raw, "the top level")
+        top = _check_mapping(raw, "the top level")
         if "segments" not in top:
             raise _WrongStructure("it has no 'segments'")
-        traces = _list(top.get("device_traces", []), "device_traces")
+        traces = _check_list(top.get("device_traces", []), "device_traces")
         settings = top.get("allocator_settings", {})
-        exported = _mapping(top.get(EXPORT_KEY, {}), EXPORT_KEY)
+        exported = _check_mapping(top.get(EXPORT_KEY, {}), EXPORT_KEY)
         if self.cut is not None:
             self.number_stacks(self.cut)
         found = Snapshot(
-            segments=[self.segment(item) for item in _list(top["segments"], "segments")],
-            traces=[self.trace(_list(trace, "device_traces")) for trace in traces],
+            segments=[self.segment(item) for item in _check_list(top["segments"], "segments")],
+            traces=[self.trace(_check_list(trace, "device_traces")) for trace in traces],
             settings=self.plain(settings, "allocator_settings"),
             annotations=[
                 self.plain(item, "external_annotations")
-                for item in _list(top.get("external_annotations", []), "external_annotations")
+                for item in _check_list(top.get("external_annotations", []), "external_annotations")
             ],
             source="simulated" if exported.get("source") == "simulated" else "measured",
         )
@@ -139,7 +140,7 @@ class _SnapshotReader:
         return found
 
     def number_stacks(self, cut: CutEvents) -> None:
-        """Give stacks and pools of events that were cut out the numbers that those of all have."""
+        """Renumber the stacks and pools of events that were cut out, so that all devices have the same numbers."""
         stacks = array("I", [self.events.stack(self.stack(raw)) for raw in cut.lists])
         cut.rows.stacks = array("I", map(stacks.__getitem__, cut.rows.stacks))
         pools = array("I", map(self.events.pool, cut.rows.pool_ids))
@@ -157,8 +158,8 @@ class _SnapshotReader:
         return found
 
     def plain(self, raw: object, what: str, *, depth: int = 1) -> dict[str, object]:
-        """Return what is kept as it is, but for containers deeper in it: they may hold themselves."""
-        item = _mapping(raw, what)
+        """Return a mapping with its plain values, and containers in it down to `depth`: they may contain themselves."""
+        item = _check_mapping(raw, what)
         self.spend(_RECORD_BYTES * len(item))
         kept: dict[str, object] = {}
         for key, value in item.items():
@@ -172,11 +173,11 @@ class _SnapshotReader:
 
     def segment(self, raw: object) -> SnapshotSegment:
         self.spend(_RECORD_BYTES)
-        item = _mapping(raw, "a segment")
-        address, size = _natural(item, "address"), _natural(item, "total_size")
+        item = _check_mapping(raw, "a segment")
+        address, size = _read_number(item, "address"), _read_number(item, "total_size")
         at = address
         blocks: list[SnapshotBlock] = []
-        for entry in _list(item.get("blocks"), "blocks"):
+        for entry in _check_list(item.get("blocks"), "blocks"):
             block = self.block(entry, at)
             if block.address != at or block.size <= 0:
                 raise _WrongStructure(f"the blocks do not tile the segment at {address:#x}")
@@ -186,14 +187,14 @@ class _SnapshotReader:
             raise _WrongStructure(f"the blocks do not fill the segment at {address:#x}")
         kind = item.get("segment_type")
         if kind not in ("small", "large"):
-            raise _WrongStructure(f"segment_type is {_show(kind)}")
+            raise _WrongStructure(f"segment_type is {_describe_value(kind)}")
         return SnapshotSegment(
-            device=_natural(item, "device", 0),
+            device=_read_number(item, "device", 0),
             address=address,
             size=size,
-            stream=_natural(item, "stream", 0),
+            stream=_read_number(item, "stream", 0),
             is_small=kind == "small",
-            pool_id=_pool_id(item.get("segment_pool_id", (0, 0))),
+            pool_id=_read_pool_id(item.get("segment_pool_id", (0, 0))),
             expandable=bool(item.get("is_expandable", False)),
             blocks=tuple(blocks),
             frames=self.stack(item.get("frames", [])),
@@ -201,38 +202,38 @@ class _SnapshotReader:
 
     def block(self, raw: object, at: int) -> SnapshotBlock:
         self.spend(_RECORD_BYTES)
-        item = _mapping(raw, "a block")
+        item = _check_mapping(raw, "a block")
         state = item.get("state")
         if not isinstance(state, str) or state not in _STATES:
-            raise _WrongStructure(f"a block's state is {_show(state)}")
-        requested = _natural(item, "requested_size") if "requested_size" in item else None
+            raise _WrongStructure(f"a block's state is {_describe_value(state)}")
+        requested = _read_number(item, "requested_size") if "requested_size" in item else None
         frames = item.get("frames", [])
         if not frames and "history" in item:  # 2.0: what the block held, newest last
-            history = _list(item["history"], "history")
+            history = _check_list(item["history"], "history")
             if history:
-                last = _mapping(history[-1], "history")
+                last = _check_mapping(history[-1], "history")
                 frames = last.get("frames", [])
                 if requested is None and _STATES[state] is not BlockState.INACTIVE:
-                    requested = _natural(last, "real_size")
+                    requested = _read_number(last, "real_size")
         return SnapshotBlock(
-            _natural(item, "address", at), _natural(item, "size"), requested, _STATES[state], self.stack(frames)
+            _read_number(item, "address", at), _read_number(item, "size"), requested, _STATES[state], self.stack(frames)
         )
 
     def event(self, raw: object) -> SnapshotEvent:
         self.spend(_RECORD_BYTES)
-        item = _mapping(raw, "an event")
+        item = _check_mapping(raw, "an event")
         name = item.get("action")
         if not isinstance(name, str) or name not in _ACTIONS:
-            raise _WrongStructure(f"an event's action is {_show(name)}")
+            raise _WrongStructure(f"an event's action is {_describe_value(name)}")
         action = _ACTIONS[name]
         address = "device_free" if action is Action.OOM and "device_free" in item else "addr"
         return SnapshotEvent(
             action=action,
-            address=_natural(item, address, 0),
-            size=_natural(item, "size", 0),
-            stream=_natural(item, "stream", 0),
-            pool_id=_pool_id(item.get("pool_id", (0, 0))),
-            time_us=_natural(item, "time_us", below=1 << 63) if "time_us" in item else None,
+            address=_read_number(item, address, 0),
+            size=_read_number(item, "size", 0),
+            stream=_read_number(item, "stream", 0),
+            pool_id=_read_pool_id(item.get("pool_id", (0, 0))),
+            time_us=_read_number(item, "time_us", below=1 << 63) if "time_us" in item else None,
             frames=self.stack(item.get("frames", [])),
         )
 
@@ -241,8 +242,8 @@ class _SnapshotReader:
             return ()
         known = self.stacks.get(id(raw))
         if known is None:
-            items = _list(raw, "frames")
-            # Files repeat a stack for every event, of frames that are there once: their identities find it cheaply.
+            items = _check_list(raw, "frames")
+            # Files repeat a stack for every event, with each frame once: identities find a known stack cheaply.
             key = tuple(map(id, items))
             known = self.raw_stacks.get(key)
             if known is None:
@@ -257,11 +258,11 @@ class _SnapshotReader:
     def frame(self, raw: object) -> Frame:
         known = self.frames.get(id(raw))
         if known is None:
-            item = _mapping(raw, "a frame")
+            item = _check_mapping(raw, "a frame")
             filename, name = item.get("filename", ""), item.get("name", "")
             if not isinstance(filename, str) or not isinstance(name, str):
                 raise _WrongStructure("a frame's filename or name is no text")
-            frame = Frame(cut(filename), _natural(item, "line", 0), cut(name))
+            frame = Frame(cut(filename), _read_number(item, "line", 0), cut(name))
             known = self.frames[id(raw)] = self.same_frames.setdefault(frame, frame)
             self.kept.append(raw)
         return known
@@ -272,8 +273,8 @@ class _SnapshotReader:
             raise _WrongStructure("it names the same blocks, events or frames over and over")
 
 
-def _show(value: object) -> str:
-    """Return a value for a message; containers and huge numbers by their type alone, which cannot take forever."""
+def _describe_value(value: object) -> str:
+    """Return a value for a message; containers and huge numbers by their type, since their text can be endless."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 128):
@@ -281,30 +282,30 @@ def _show(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _mapping(raw: object, what: str) -> Mapping[str, object]:
+def _check_mapping(raw: object, what: str) -> Mapping[str, object]:
     if not isinstance(raw, dict):
         raise _WrongStructure(f"{what} is no dictionary")
     return raw
 
 
-def _list(raw: object, what: str) -> Sequence[object]:
+def _check_list(raw: object, what: str) -> Sequence[object]:
     if not isinstance(raw, list | tuple):
         raise _WrongStructure(f"{what} is no list")
     return raw
 
 
-def _natural(item: Mapping[str, object], key: str, default: int | None = None, *, below: int = 1 << 64) -> int:
+def _read_number(item: Mapping[str, object], key: str, default: int | None = None, *, below: int = 1 << 64) -> int:
     value = item.get(key, default)
     if type(value) is not int or not 0 <= value < below:
-        raise _WrongStructure(f"{key!r} is {_show(value)}" if key in item else f"{key!r} is missing")
+        raise _WrongStructure(f"{key!r} is {_describe_value(value)}" if key in item else f"{key!r} is missing")
     return value
 
 
-def _pool_id(raw: object) -> tuple[int, int]:
+def _read_pool_id(raw: object) -> tuple[int, int]:
     if raw == _DEFAULT_POOL and type(raw) is tuple:
         return _DEFAULT_POOL
     match raw:
         case (int(first), int(second)):
             return first, second
         case _:
-            raise _WrongStructure(f"a pool id is {_show(raw)}")
+            raise _WrongStructure(f"a pool id is {_describe_value(raw)}")

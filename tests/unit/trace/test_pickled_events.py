@@ -41,13 +41,13 @@ def dumped(*traces: list[Any], protocol: int = 4, **parts: Any) -> bytes:
 def as_unpickled(data: bytes) -> Snapshot | str:
     """What the reference makes of `data`: the snapshot, or its error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_file, "_LARGE", 1 << 60)
+        patch.setattr(snapshot_file, "_MIN_COLUMN_BYTES", 1 << 60)
         return _read(data)
 
 
 def as_columns(data: bytes) -> Snapshot | str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_file, "_LARGE", 0)
+        patch.setattr(snapshot_file, "_MIN_COLUMN_BYTES", 0)
         return _read(data)
 
 
