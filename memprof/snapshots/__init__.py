@@ -1,7 +1,7 @@
-"""A recorded run taken apart: what was live when, made by which line, and what the allocator held beside it.
+"""Analysis of a recorded run: live blocks at each moment, the lines that allocated them, and the allocator's segments.
 
-    snapshot (torch's, or made of a trace) -> Recording, one per device -> moments, leaks, refusals, what-if
+    snapshot (torch's, or made from a trace) -> Recording, one per device -> moments, leaks, failed allocations, what-if
 
-Everything here is plain Python over `memprof.trace.snapshot`, so that a snapshot of a real GPU and the capture of a
-simulated run are answered by the same lines.
+Everything here is plain Python over `memprof.trace.snapshot`, so that the same code analyzes a snapshot of a real GPU
+and the capture of a simulated run.
 """

@@ -1,7 +1,7 @@
-"""A trace as a snapshot: its requests through the allocator, written down as torch's recorder would.
+"""Conversion of a trace to a snapshot, as torch's recorder would have written it.
 
-What the allocator did comes from its replay, so addresses, segments and out-of-memory errors are those of the run on
-the GPU that the trace names. A trace has no clock: event i of the trace happens at microsecond i.
+The allocator's events come from the replay, so that addresses, segments and out-of-memory errors are those of the run
+on the GPU that the trace names. A trace has no clock: event i of the trace happens at microsecond i.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from memprof.trace.snapshot import (
 )
 
 _SOURCE = re.compile(r"(.*):(\d+)(?: (.*))?$", re.DOTALL)
-_OWN_LINES = "/memprof/workload/"  # the step that memprof itself runs for `memprof profile`
+_OWN_LINES = "/memprof/workload/"  # the training step of `memprof profile`
 _PARTS = {
     PhaseKind.BACKWARD: Part.BACKWARD,
     PhaseKind.OPTIMIZER_STEP: Part.OPTIMIZER,
@@ -49,7 +49,7 @@ _PARTS = {
 
 @dataclass(slots=True)
 class TimelineSlice:
-    """A stretch of time with a name, in microseconds; slices of one track nest."""
+    """A named stretch of time, in microseconds; slices of one track nest."""
 
     name: str
     begin: int
@@ -59,7 +59,7 @@ class TimelineSlice:
 
 @dataclass(slots=True)
 class Converted:
-    """A trace turned into a snapshot, and what a snapshot has no place for."""
+    """A trace converted to a snapshot, with data that has no place in a snapshot."""
 
     snapshot: Snapshot
     origins: list[Origin | None]  # of each allocation, in order
@@ -68,7 +68,7 @@ class Converted:
 
 
 class _WritingDriver(SimulatedDriver):
-    """Writes down what is taken from the GPU and released."""
+    """A simulated driver that records the segments taken from the GPU and released."""
 
     def __init__(self, gpu: GpuMemory | None, events: list[SnapshotEvent]) -> None:
         super().__init__(*((None,) if gpu is None else (gpu.total_bytes, gpu.context_bytes)))
@@ -76,7 +76,7 @@ class _WritingDriver(SimulatedDriver):
         self.time = 0
         self.stack: Stack = ()
         self.stream = 0
-        self._streams: list[tuple[int, int]] = []  # where memory was taken, and on which stream
+        self._streams: list[tuple[int, int]] = []  # address and stream of each segment
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)
@@ -106,15 +106,14 @@ class _WritingDriver(SimulatedDriver):
 
 
 def convert_to_snapshot(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None) -> Converted:
-    """Return `trace`, simulated or measured, as torch would have recorded it with `config` on one GPU (None: no
-    limit).
+    """Return `trace`, simulated or measured, as torch would have recorded it with `config` on one GPU (None: no limit).
 
-    After its first out-of-memory error, which is written down, the run goes on on a GPU without limit, unless it went
-    on without what it had requested.
+    After the first out-of-memory error, which is recorded, the run continues on a GPU without limit, unless the program
+    continued without the failed allocation.
     """
     found = _convert(trace, config, gpu, endless=False)
     if config.expandable_segments and any(event.action is Action.OOM for event in found.snapshot.traces[0]):
-        # Beyond the GPU, the address space that torch reserves for the GPU must not be a limit either.
+        # Without a limit of memory, the address space that torch reserves for the GPU must not be a limit either.
         found = _convert(trace, config, gpu, endless=True)
     return found
 
@@ -125,13 +124,13 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
     allocator = CachingAllocator(driver.total_bytes, config, driver=driver, completion=Completion.ORDERED)
     if endless:
         allocator.segment_store.address_space = UNKNOWN_SPACE
-    writer = _Origins(trace)
+    origins = _Origins(trace)
     refused = frozenset(trace.refused) | trace.optional_storages()
     found = Converted(Snapshot(), [])
     live: dict[int, Block] = {}
     pool = DEFAULT_POOL
     stacks: dict[int, Stack] = {}
-    begun: set[int] = set()
+    seen_steps: set[int] = set()
     pending = allocator.pending
     release = pending.release
 
@@ -146,20 +145,20 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
     pending.release = complete
     for time, (kind, ref) in enumerate(trace.events):
         driver.time = time
-        if kind is EventKind.PHASE and trace.phases[ref].step and trace.phases[ref].step not in begun:
-            begun.add(trace.phases[ref].step)
+        if kind is EventKind.PHASE and trace.phases[ref].step and trace.phases[ref].step not in seen_steps:
+            seen_steps.add(trace.phases[ref].step)
             found.steps.append(len(events))
         if kind is EventKind.ALLOC:
             storage = trace.storages[ref]
             if storage.device != trace.device or not storage.num_bytes:
                 continue
-            driver.stack = stack = writer.stack(ref, storage)
+            driver.stack = stack = origins.stack(ref, storage)
             try:
                 block = allocator.malloc(storage.num_bytes, driver.stream, pool)
             except OutOfMemory as error:
                 free = error.report.free_bytes
-                refusal = SnapshotEvent(Action.OOM, free, storage.num_bytes, driver.stream, pool, time, stack)
-                events.append(refusal)
+                failure = SnapshotEvent(Action.OOM, free, storage.num_bytes, driver.stream, pool, time, stack)
+                events.append(failure)
                 if ref in refused:
                     continue
                 driver.lift_limit()
@@ -170,7 +169,7 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
             stacks[block.address] = stack
             size, stream = storage.num_bytes, driver.stream
             events.append(SnapshotEvent(Action.ALLOC, block.address, size, stream, pool, time, stack))
-            found.origins.append(writer.origin(ref, storage))
+            found.origins.append(origins.origin(ref, storage))
         elif kind is EventKind.FREE and ref in live:
             driver.stack = ()
             block = live.pop(ref)
@@ -203,7 +202,7 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
 
 
 class _Origins:
-    """Stacks and origins of storages, each made once."""
+    """Stacks and origins of storages, each created once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -211,7 +210,7 @@ class _Origins:
         self.stacks: dict[tuple[int, int, int], Stack] = {}
 
     def stack(self, ref: int, storage: Storage) -> Stack:
-        """Return operator, line and module, as frames."""
+        """Return operator, line and module of a storage as the frames of a stack."""
         key = (storage.op, storage.source, storage.module)
         known = self.stacks.get(key)
         if known is None:
@@ -229,13 +228,13 @@ class _Origins:
         return known
 
     def origin(self, ref: int, storage: Storage) -> Origin:
-        """Return what the trace knows of a storage."""
+        """Return the origin of a storage, from the trace."""
         path = self.trace.module_path(storage)
         owner = self.trace.owners.get(ref)
         part = _PARTS.get(self.trace.phases[storage.phase].kind, Part.FORWARD)
         source = self.trace.source_line(storage)
         if owner is not None and (source is None or _OWN_LINES in source.replace("\\", "/")):
-            # No line of the user's made it: its own name says more.
+            # No line of the user's code allocated the storage: its name tells more than memprof's line.
             source = f"{owner.role} {owner.name}"
         return Origin(
             source=source or self.trace.op(storage),
@@ -248,7 +247,7 @@ class _Origins:
 
 
 def slices(trace: Trace) -> list[TimelineSlice]:
-    """Return stages, and calls of modules, of a trace."""
+    """Return the stages of a trace and the calls of modules as slices."""
     found = []
     for span in spans(trace):
         step = f" (step {span.step})" if span.step else ""
@@ -259,7 +258,7 @@ def slices(trace: Trace) -> list[TimelineSlice]:
         if event.kind is EventKind.ENTER:
             open_calls.append((event.ref, time))
         elif event.kind is EventKind.EXIT and open_calls and any(ref == event.ref for ref, _ in open_calls):
-            while open_calls:  # a module that left by an exception takes those inside along
+            while open_calls:  # a module that raised has no EXIT: the exit of an outer module ends it
                 ref, begin = open_calls.pop()
                 calls.append(TimelineSlice(_module_name(trace, ref), begin, time, "modules"))
                 if ref == event.ref:
@@ -275,7 +274,7 @@ def _module_name(trace: Trace, ref: int) -> str:
 
 
 def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[SnapshotSegment]:
-    """Return the final layout, with the stack of each block in use."""
+    """Return the final segments, with the stack of each block in use."""
     return [
         segment._replace(
             blocks=tuple(
@@ -288,7 +287,7 @@ def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[Sna
 
 
 def _settings(config: AllocatorConfig) -> dict[str, Any]:
-    """Return `allocator_settings` as torch writes them."""
+    """Return `allocator_settings` in torch's form."""
     divisions = config.roundup_power2_divisions or (0,) * 16
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.text,
@@ -300,7 +299,7 @@ def _settings(config: AllocatorConfig) -> dict[str, Any]:
 
 
 def _annotations(found: list[TimelineSlice]) -> list[dict[str, object]]:
-    """Return the stages as torch writes record_function: a START and an END each."""
+    """Return the stages in torch's form for record_function: a START and an END for each."""
     notes: list[dict[str, object]] = []
     for one in found:
         if one.track == "stages":

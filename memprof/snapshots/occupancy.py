@@ -1,4 +1,4 @@
-"""One moment of a recording: what is live and who made it, and how segments are filled."""
+"""One moment of a recording: the live blocks, their origins, and the use of segments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from memprof.trace.columns import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGM
 from memprof.trace.events import without_numbers
 from memprof.units import KIB, MIB
 
-NEARLY_EMPTY = 0.25  # A segment with less than this share in use is worth naming with what keeps it
+NEARLY_EMPTY = 0.25  # A segment with a smaller share in use is listed together with its live blocks
 
-BY = ("frame", "module", "category", "size")  # what blocks can be grouped by
+BY = ("frame", "module", "category", "size")  # keys for grouping blocks
 
 _SIZE_CLASSES = (
     (512, "512 bytes"), (64 * KIB, "to 64 KiB"), (MIB, "to 1 MiB"), (10 * MIB, "1 to 10 MiB"),
@@ -26,14 +26,14 @@ _SIZE_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks of one category live at a moment that have the same line, module or size class."""
+    """Live blocks of one category at a moment that have the same line, module or size class."""
 
     key: str
-    allocated_bytes: int  # Of their blocks.
+    allocated_bytes: int  # Of the group's blocks.
     requested_bytes: int
     count: int
     category: Category
-    op: str  # That of most of their bytes; `module` likewise.
+    op: str  # The operator with most of the group's bytes; `module` likewise.
     module: str
 
 
@@ -43,37 +43,37 @@ class SegmentUse(Range):
 
     used: int
     largest_free: int
-    # Free bytes that torch.cuda.empty_cache() releases: the whole segment if nothing lives in it, and of an
-    # expandable one every free mapping unit.
+    # Free bytes that torch.cuda.empty_cache() releases: the whole segment if no block in it is live; in an expandable
+    # segment, every free mapping unit.
     releasable: int
     live: tuple[BlockLife, ...]  # its blocks in use, by address
 
     @property
     def free(self) -> int:
-        """Return bytes of its free blocks."""
+        """Return the bytes of the segment's free blocks."""
         return self.size - self.used
 
     @property
     def pinned(self) -> int:
-        """Free bytes that the live blocks keep from going back."""
+        """Return the free bytes that live blocks keep from being released."""
         return self.free - self.releasable
 
     @property
     def is_nearly_empty(self) -> bool:
-        """Return whether a few live blocks keep it."""
+        """Return whether a few live blocks keep the segment from being released."""
         return 0 < self.used < NEARLY_EMPTY * (self.size - self.releasable)
 
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """Reserved memory that is not in use after an event, and why it is not."""
+    """Reserved memory that is not in use after an event, by reason."""
 
     event: int
     reserved_bytes: int
-    used_bytes: int  # Blocks in use, those that wait for other streams among them.
+    used_bytes: int  # Blocks in use, including blocks that wait for other streams.
     free_bytes: int  # Cached: `releasable_bytes` and `pinned_bytes`.
     rounding_bytes: int  # In use and not requested: rounding to 512 bytes, and remainders that are not split off.
-    releasable_bytes: int  # What torch.cuda.empty_cache() would release, and torch itself before it fails.
+    releasable_bytes: int  # Released by torch.cuda.empty_cache(), and by torch before an allocation fails.
     pinned_bytes: int  # Free, but kept by live blocks in the same segments.
     largest_free_bytes: int
     segments: int
@@ -81,7 +81,7 @@ class Fragmentation:
 
 
 def group(lives: list[BlockLife], by: str) -> list[Group]:
-    """Group `lives` by one of BY, and by category, largest first."""
+    """Group `lives` by `by`, one of BY, and by category, largest first."""
     members: dict[tuple[str, Category], list[BlockLife]] = defaultdict(list)
     for life in lives:
         members[_key(life, by), life.category].append(life)
@@ -118,7 +118,7 @@ def _key(life: BlockLife, by: str) -> str:
 
 
 def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> list[SegmentUse]:
-    """Return the segments after `event`, by address, filled with `alive`."""
+    """Return the segments after `event`, by address, with the blocks `alive`."""
     ranges = Ranges(recording.final, recording.replay.config)
     for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:
@@ -133,7 +133,7 @@ def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> lis
         at, free, largest, releasable = run.address, 0, 0, 0
         unit = SMALL_BUFFER if run.is_small else recording.replay.config.large_segment_size
         for begin, stop in [*((life.address, min(life.address + life.size, end)) for life in live), (end, end)]:
-            gap = max(begin - at, 0)  # blocks of a trace that is not whole may overlap
+            gap = max(begin - at, 0)  # blocks of an incomplete trace may overlap
             free += gap
             largest = max(largest, gap)
             if run.expandable:  # mapped runs begin at whole units
@@ -154,7 +154,7 @@ def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> lis
 
 
 def fragmentation(recording: Recording, event: int) -> tuple[Fragmentation, list[SegmentUse]]:
-    """Return what is reserved and unused after `event`; and the segments, those with the most pinned bytes first."""
+    """Return the reserved memory not in use after `event`; and the segments, those with the most pinned bytes first."""
     alive = recording.alive(event)
     segments = sorted(segments_at(recording, event, alive), key=lambda one: (-one.pinned, one.address))
     reserved, used = sum(segment.size for segment in segments), sum(segment.used for segment in segments)

@@ -1,7 +1,7 @@
-"""A block's origin, read off the stack it was allocated under: line, operator, module, phase, and a guess of its use.
+"""A block's origin, derived from its stack: line, operator, module, phase, and a guess of its category.
 
-A snapshot has stacks and nothing else: no module names and no roles. What is read out of them is therefore a guess, and
-reports call it so. Frames are torch's own file and function names, of Python and, if they were recorded, of C++.
+A snapshot has only stacks: no module names and no roles. Origins are therefore guesses, and reports say so. Frames are
+torch's own file and function names, of Python and, if recorded, of C++.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Origin:
     op: str  # the operator or autograd node; empty if the stack has no C++ frames
     module: str  # the chain of module calls, outermost first, as far as the stack shows it
     part: Part
-    category: Category | None  # if the stack alone tells it; else the block's life decides
+    category: Category | None  # None if the stack does not determine it: then the block's life does
     in_module: bool = False
 
 
@@ -44,29 +44,29 @@ UNKNOWN = Origin(NO_FRAMES, "", NO_FRAMES, Part.FORWARD, Category.UNATTRIBUTED)
 
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _STANDARD = re.compile(r"[/\\]lib[/\\]python3[^/\\]*[/\\](?!(?:site|dist)-packages)|[/\\]runpy\.py$|^<frozen")
-# Packages whose lines say nothing of what the program was doing.
-_PLUMBING = frozenset((
+# Packages whose lines say nothing about the user's program.
+_PLUMBING_PACKAGES = frozenset((
     "torch", "functorch", "triton", "einops", "einx", "opt_einsum", "jaxtyping", "beartype", "typeguard", "accelerate",
     "nvtx", "decorator",
 ))  # fmt: skip
-# Code that torch.compile, torch.fx, einx and dataclasses write, and nobody reads. In a cache anywhere Inductor calls a
-# file by the hash of its text (torch/_inductor/codecache.py).
+# Generated code of torch.compile, torch.fx, einx and dataclasses. In a cache folder, Inductor names a file by the hash
+# of its text (torch/_inductor/codecache.py).
 _GENERATED = re.compile(r"/torchinductor_[^/]*/|/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|^<eval_with_key>|^<torch|^<string>")
 _SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autograd/", "/torch/_", "/torch/functional.py")
 
 _OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
 _NODE = re.compile(r"torch::autograd::(?:generated::)?(?:\(anonymous namespace\)::)?(\w+)::apply\(")
-# All that is allocated inside the wrappers of at::cuda::blas is workspace: results are allocated by their callers.
+# All allocations inside the wrappers of at::cuda::blas are workspaces: results are allocated by their callers.
 _WORKSPACE = re.compile(r"[Ww]orkspace|getCurrentCUDABlas|cublasLt|cudnn.*run_conv_plan|\bat::cuda::blas::")
 # The default of a cuBLAS handle on GPUs other than Hopper, 8.125 MiB (`parseChosenWorkspaceSize` of
-# aten/src/ATen/cuda/CublasHandlePool.cpp). Hopper's, 32 MiB, is the size of many tensors and tells nothing.
+# aten/src/ATen/cuda/CublasHandlePool.cpp). Hopper's, 32 MiB, is the size of many tensors, and so identifies nothing.
 CUBLAS_WORKSPACE_BYTES = (4096 * 2 + 16 * 8) << 10
 _COMMUNICATION = re.compile(r"\bc10d::|ProcessGroup|::Reducer::|nccl", re.IGNORECASE)
 _OPTIMIZER_FILE = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|lamb(?!da)", re.IGNORECASE)
 _OPTIMIZER_NAMES = frozenset(("step", "__init__", "_init_group", "init_group", "init_state", "add_param_group"))
-# What the overload adds to an operator's C++ name: mul_Tensor, sum_dim_IntList, empty_memory_format.
+# The suffix of an operator's C++ name for its overload: mul_Tensor, sum_dim_IntList, empty_memory_format.
 _OVERLOAD = re.compile(r"_(?:[A-Z]\w*|dim(?:_\w+)?|dtype(?:_\w+)?|memory_format|generator\w*|vec|start(?:_\w+)?)$")
-# Functions that stand between a module's call and its own forward.
+# Functions between a module's call and its own forward.
 _WRAPPERS = frozenset(
     ("wrapper", "wrapped", "wrapped_func", "new_forward", "decorate_context", "inner", "decorator", "_fn")
 )
@@ -85,7 +85,7 @@ _KV_CACHE = re.compile(r"cache_utils|cache_engine|kv_?cache", re.IGNORECASE)
 
 
 def origin_of(stack: Stack) -> Origin:
-    """Return what `stack` (innermost first) says; UNKNOWN if it is empty."""
+    """Return the origin of a block with `stack` (innermost frame first); UNKNOWN if the stack is empty."""
     if not stack:
         return UNKNOWN
     native: list[str] = []  # C++ below the innermost Python line
@@ -95,9 +95,9 @@ def origin_of(stack: Stack) -> Origin:
             python.append(frame)
         elif not python:
             native.append(frame.name)
-    everything = [frame.name for frame in stack if not _is_python(frame)]
-    part = _part(python, everything)
-    node = next((found[1] for name in reversed(everything) if (found := _NODE.search(name))), "")
+    native_all = [frame.name for frame in stack if not _is_python(frame)]
+    part = _part(python, native_all)
+    node = next((found[1] for name in reversed(native_all) if (found := _NODE.search(name))), "")
     op = _OVERLOAD.sub("", next((found[1] for name in reversed(native) if (found := _OP.match(name))), ""))
     if node.startswith(("Python", "Node")):
         node = ""
@@ -108,7 +108,7 @@ def origin_of(stack: Stack) -> Origin:
         op=shown or node,
         module=" > ".join(chain) if chain else _NO_MODULE[part],
         part=part,
-        category=_category(python, native, everything, part, node or op, inner),
+        category=_category(python, native, native_all, part, node or op, inner),
         in_module=bool(chain),
     )
 
@@ -130,10 +130,10 @@ def package_of(filename: str) -> str:
 
 
 def _source(python: list[Frame], node: str, op: str) -> str:
-    """Return the innermost line that is neither torch's nor plumbing; else whatever tells most of where this was."""
+    """Return the innermost line of the user's code; else the autograd node, a Python line or the operator."""
     for frame in python:
         package = package_of(frame.filename)
-        if package not in _PLUMBING and package != "python":
+        if package not in _PLUMBING_PACKAGES and package != "python":
             return f"{frame.filename}:{frame.line} {frame.name}"
     if node:
         return f"autograd {node}"
@@ -144,9 +144,9 @@ def _source(python: list[Frame], node: str, op: str) -> str:
 
 
 def _modules(python: list[Frame]) -> tuple[list[str], Frame | None]:
-    """Return the calls of modules, outermost first, and the frame of the innermost one's forward.
+    """Return the calls of modules, outermost first, and the frame of the innermost forward.
 
-    A module's `_call_impl` stands right outside its forward, whose file and line stand for the module.
+    A module's `_call_impl` is the frame right outside its forward; the forward's file and line identify the module.
     """
     chain: list[str] = []
     innermost: Frame | None = None
@@ -183,16 +183,16 @@ def _is_optimizer(frame: Frame) -> bool:
 
 
 def _category(
-    python: list[Frame], native: list[str], everything: list[str], part: Part, op: str, inner: Frame | None
+    python: list[Frame], native: list[str], native_all: list[str], part: Part, op: str, inner: Frame | None
 ) -> Category | None:
     if any(_WORKSPACE.search(name) for name in native):
         return Category.LIBRARY_WORKSPACE
     if any(_COMMUNICATION.search(name) for name in native):
         return Category.COMMUNICATION
     if part is Part.OPTIMIZER:
-        # Made when the optimizer is, it is its state; made in a step, its life tells.
+        # Allocated by the optimizer's constructor, it is state; in a step, the block's life decides.
         return Category.OPTIMIZER_STATE if any(f.name == "__init__" and _is_optimizer(f) for f in python) else None
-    if any("AccumulateGrad" in name for name in everything):
+    if any("AccumulateGrad" in name for name in native_all):
         return Category.GRADIENTS
     if part is Part.BACKWARD:
         return Category.LOGITS_AND_LOSS if _LOSS_NODES.search(op) else None
@@ -213,23 +213,23 @@ def _category(
 
 
 def calls_of(origin: Origin) -> list[tuple[str, str]]:
-    """Return the calls of modules around `origin`, outermost first: the line that calls, the file called."""
+    """Return the calls of modules around `origin`, outermost first: the calling line, and the called file."""
     chain = origin.module.split(" > ") if origin.in_module else []
     return [(outer, line.partition(":")[0]) for outer, line in zip(["", *chain], chain, strict=False)]
 
 
 def guess_category(origin: Origin, *, outlives: bool, saved: bool = False, kept_bytes: int | None = None) -> Category:
-    """Return the use of a block.
+    """Return the category of a block.
 
     Args:
-        origin: where it comes from.
-        kept_bytes: what was requested, of a block that is never freed: a handle of cuBLAS keeps its workspace.
-        outlives: whether it outlives the call of a module that made it, or the part of the step outside of modules.
-        saved: whether a forward made it, and the backward pass gave it back.
+        origin: the origin of the block.
+        kept_bytes: the requested bytes of a block that is never freed: a cuBLAS handle keeps its workspace.
+        outlives: whether the block outlives the module call that allocated it, or the part of the step outside modules.
+        saved: whether a forward allocated the block, and the backward pass freed it.
     """
     if origin.category is not None:
         return origin.category
-    if kept_bytes == CUBLAS_WORKSPACE_BYTES and not origin.op:  # without C++ frames its size alone tells
+    if kept_bytes == CUBLAS_WORKSPACE_BYTES and not origin.op:  # without C++ frames, only the size identifies it
         return Category.LIBRARY_WORKSPACE
     if not outlives:
         return Category.TEMPORARIES

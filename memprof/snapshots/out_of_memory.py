@@ -1,4 +1,4 @@
-"""Out-of-memory errors of a recording, explained: what was requested, what was free, and why it did not serve."""
+"""Out-of-memory errors of a recording, explained: requested bytes, free bytes, and the reasons."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class OutOfMemoryEvent:
 
     event: int
     requested_bytes: int
-    tried_bytes: int  # The segment that the driver refused: what torch's message says it tried to allocate.
+    tried_bytes: int  # The segment that the driver refused, as in torch's message.
     device_free_bytes: int  # Free on the GPU, outside torch's cache.
     allocated_bytes: int
     reserved_bytes: int
     cached_bytes: int  # Reserved and not in use.
-    usable_bytes: int  # Of it, in the pool and on the stream of the request.
-    largest_free_bytes: int  # Largest free block there.
-    # Cached memory and what is free on the GPU together would have been enough, and the cache is more than a trifle
+    usable_bytes: int  # Cached in the pool and on the stream of the request.
+    largest_free_bytes: int  # Largest free block in that pool and on that stream.
+    # Whether cached and free device memory together would have sufficed, with a considerable share of cached memory
     # (FRAGMENTED_SHARE).
     fragmented: bool
     source: str

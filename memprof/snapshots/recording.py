@@ -1,4 +1,4 @@
-"""One device of a snapshot as a run: every block's life, and requested, allocated and reserved bytes over events."""
+"""One device of a snapshot as a run: block lives, and requested, allocated and reserved bytes over events."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ class BlockLife:
     stack: Stack
     origin: Origin
     category: Category = Category.UNATTRIBUTED
-    freed: int = NEVER  # when the program gave it back
+    freed: int = NEVER  # when the program freed it
     gone: int = NEVER  # when its memory could be used again: later than `freed` if another stream still worked on it
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The events at which steps begin."""
+    """The events at which training steps begin."""
 
     begins: tuple[int, ...]  # events, rising; the last step may be cut short
-    found_by: str  # for people: how they were recognised
+    found_by: str  # how the steps were recognised, in words
 
 
 @dataclass(slots=True)
 class Recording:
-    """One device's recording, and all that replay and stacks tell of it, for views to read."""
+    """One device's recording, with the results of its replay and of its stacks."""
 
     device: int
     events: columns.EventColumns
     final: list[SnapshotSegment]
     replay: SnapshotReplay
-    lives: list[BlockLife] = field(default_factory=list)  # in order of birth; those of the beginning first, by address
-    # After each event, of blocks that are in use or wait for other streams (torch's `requested_bytes`).
+    lives: list[BlockLife] = field(default_factory=list)  # in order of birth; older blocks first, by address
+    # After each event, bytes of blocks in use or waiting for other streams (torch's `requested_bytes`).
     requested: array[int] = field(default_factory=lambda: array("q"))
-    # After each event, of blocks handed out (`allocated_bytes`).
+    # After each event, bytes of allocated blocks (`allocated_bytes`).
     allocated: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))  # after each event, of segments (`reserved_bytes`)
     start: tuple[int, int, int] = (0, 0, 0)  # requested, allocated and reserved before the first event
-    unmatched_events: int = 0  # events that do not fit to what went before: parts of the recording are lost
-    steps: Steps | None = None  # where steps begin, if that could be told
+    unmatched_events: int = 0  # events that contradict earlier ones: parts of the recording are lost
+    steps: Steps | None = None  # None if the steps were not recognised
     stages: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin, end (exclusive); outer ones first
-    exact_origins: bool = False  # modules and categories are known, not guessed: a capture of memprof
+    exact_origins: bool = False  # whether modules and categories are known, not guessed: in a capture of memprof
 
     @property
     def end(self) -> int:
-        """Return the last event; BEFORE if there is none."""
+        """Return the index of the last event; BEFORE if the recording has no event."""
         return len(self.events) - 1
 
     def at(self, event: int) -> tuple[int, int, int]:
@@ -89,18 +89,18 @@ class Recording:
 
 
 def recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = None) -> list[Recording]:
-    """Return each device of `snapshot`; `origins` are of each allocation of the first one, where more is known than its
-    stack. Raises UsageError: its settings are ones that cannot be replayed."""
-    return [_Walk(snapshot, replayed, origins).run() for replayed in replay_snapshot(snapshot)]
+    """Return the recording of each device of `snapshot`; `origins` are the known origins of the first device's
+    allocations. Raises UsageError: the settings in the snapshot cannot be replayed."""
+    return [_RecordingBuilder(snapshot, replayed, origins).run() for replayed in replay_snapshot(snapshot)]
 
 
-class _Walk:
-    """Goes through the events of one device once."""
+class _RecordingBuilder:
+    """A single pass over the events of one device."""
 
     def __init__(self, snapshot: Snapshot, replay: SnapshotReplay, origins: Sequence[Origin | None] | None) -> None:
         device = replay.device
         self.origins = origins
-        self.known: dict[int, Origin] = {}  # by identity of the stack: hashing a hundred frames for each block is dear
+        self.known: dict[int, Origin] = {}  # by identity of the stack: hashing a hundred frames per block is slow
         self.interned: dict[Origin, Origin] = {}
         final = [segment for segment in snapshot.segments if segment.device == device]
         events = columns.EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
@@ -128,30 +128,30 @@ class _Walk:
             found.lives.append(life)
         reserved = sum(run.size for run in found.replay.start.ranges)
         found.start = (requested, allocated, reserved)
-        sizes, rounding = found.replay.block_sizes, len(found.replay.block_sizes)
+        sizes, num_sizes = found.replay.block_sizes, len(found.replay.block_sizes)
         number = 0
         events, origins = found.events, self.origins
-        named: list[Origin | None] = [None] * len(events.known_stacks)
+        stack_origins: list[Origin | None] = [None] * len(events.known_stacks)
         live, lives = self.live, found.lives
         for index, (action, address, size) in enumerate(
             zip(events.actions, events.addresses, events.sizes, strict=True)
         ):
             if action == columns.ALLOC:
                 old = live.pop(address, None)
-                if old is not None:  # its end was not recorded
+                if old is not None:  # its free was not recorded
                     found.unmatched_events += 1
                     requested -= old.requested
                     allocated -= old.size if old.freed == NEVER else 0
                     old.freed = min(old.freed, index)
                     old.gone = index
-                block_size = sizes[number] if number < rounding else round_size(size)
-                which = events.stacks[index]
-                stack = events.known_stacks[which]
+                block_size = sizes[number] if number < num_sizes else round_size(size)
+                stack_number = events.stacks[index]
+                stack = events.known_stacks[stack_number]
                 if origins is not None and number < len(origins):
                     origin = origins[number] or UNKNOWN
                 else:
-                    origin = named[which] or self.of_stack(stack)
-                    named[which] = origin
+                    origin = stack_origins[stack_number] or self.find_origin(stack)
+                    stack_origins[stack_number] = origin
                 life = BlockLife(address, size, block_size, events.streams[index], index, stack, origin)
                 number += 1
                 live[address] = life
@@ -159,22 +159,22 @@ class _Walk:
                 requested += size
                 allocated += block_size
             elif action == columns.FREE_REQUESTED:
-                held = live.get(address)
-                if held is None or held.freed != NEVER:
+                block_life = live.get(address)
+                if block_life is None or block_life.freed != NEVER:
                     found.unmatched_events += 1
                 else:
-                    held.freed = index
-                    allocated -= held.size
+                    block_life.freed = index
+                    allocated -= block_life.size
             elif action == columns.FREE_COMPLETED:
-                held = live.pop(address, None)
-                if held is None:
+                block_life = live.pop(address, None)
+                if block_life is None:
                     found.unmatched_events += 1
                 else:
-                    if held.freed == NEVER:
-                        held.freed = index
-                        allocated -= held.size
-                    held.gone = index
-                    requested -= held.requested
+                    if block_life.freed == NEVER:
+                        block_life.freed = index
+                        allocated -= block_life.size
+                    block_life.gone = index
+                    requested -= block_life.requested
             elif action in (columns.SEGMENT_ALLOC, columns.SEGMENT_MAP):
                 reserved += size
             elif action in (columns.SEGMENT_FREE, columns.SEGMENT_UNMAP):
@@ -186,7 +186,7 @@ class _Walk:
         self.categorize()
         return found
 
-    def of_stack(self, stack: Stack) -> Origin:
+    def find_origin(self, stack: Stack) -> Origin:
         known = self.known.get(id(stack))
         if known is None:
             made = origin_of(stack)
@@ -194,7 +194,7 @@ class _Walk:
         return known
 
     def label_old_blocks(self) -> None:
-        """Give blocks older than the trace, and still there, the stack that they have in the final segments."""
+        """Set stack and origin of blocks that are older than the trace and still live, from the final segments."""
         streams = {block.address: segment.stream for segment in self.found.final for block in segment.blocks}
         for life in self.found.lives:
             if life.born != BEFORE:
@@ -203,7 +203,7 @@ class _Walk:
             block = self.last.get(life.address)
             if block is not None and self.live.get(life.address) is life and block.frames:
                 life.stack = block.frames
-                life.origin = self.of_stack(block.frames)
+                life.origin = self.find_origin(block.frames)
 
     def categorize(self) -> None:
         found = self.found
@@ -215,7 +215,7 @@ class _Walk:
         _end_calls(found.lives, ends)
         refused = found.events.places(columns.OOM)
         for life in found.lives:
-            # What an out-of-memory error ended would have lived on.
+            # Blocks whose life an out-of-memory error ended count as outliving.
             following = bisect_left(refused, life.born)
             cut = following < len(refused) and refused[following] < life.freed
             outlives = life.born == BEFORE or life.freed > ends[life.born] or cut
@@ -226,10 +226,10 @@ class _Walk:
 
 
 def _parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array[int]]:
-    """Return for every event the part of the step it lies in, and the event a block must live beyond to outlive it.
+    """Return, for every event, the part of the step at the event, and the event that an outliving block is freed after.
 
-    That is the first allocation of the next part; of a backward pass its own last, as an optimizer may allocate nothing
-    before the gradients are freed.
+    That event is the first allocation of the next part; for a backward pass its own last allocation, as an optimizer
+    may allocate nothing before the gradients are freed.
     """
     parts: list[Part | None] = [None] * count
     ends = array("q", [count]) * count
@@ -249,7 +249,7 @@ def _parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array
 
 
 def _end_calls(lives: list[BlockLife], ends: array[int]) -> None:
-    """Let `ends` be no later than the next allocation outside the module's call that the event lies in."""
+    """Lower `ends` to the next allocation outside the module call around each event."""
     running: list[tuple[tuple[str, str], list[int]]] = []
     known: dict[int, list[tuple[str, str]]] = {}
     last: Origin | None = None

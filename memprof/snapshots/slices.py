@@ -1,4 +1,4 @@
-"""Stretches of a recorded run with names: annotations, parts of steps, and calls of modules, for a time line."""
+"""Named stretches of a recorded run, for a timeline: annotations, parts of steps, and calls of modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memprof.trace.columns import NO_TIME
 
 
 def event_times(recording: Recording) -> list[int]:
-    """Return microseconds of each event, never falling; the event's number where the file has no clock."""
+    """Return the microseconds of each event, never falling; the event's index where the file has no clock."""
     times: list[int] = []
     latest = 0
     for number, time in enumerate(recording.events.times):
@@ -24,14 +24,14 @@ def event_times(recording: Recording) -> list[int]:
 
 
 def name_stages(recording: Recording, stages: Iterable[TimelineSlice]) -> None:
-    """Put `stages`, in microseconds, on the events of `recording`."""
+    """Set the stages of `recording` from `stages`, whose times are microseconds."""
     named = sorted(stages, key=lambda one: (one.begin, -one.end))
     times = event_times(recording) if named else []
     recording.stages = [(one.name, bisect_left(times, one.begin), bisect_left(times, one.end)) for one in named]
 
 
 def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[TimelineSlice]:
-    """Return what torch.profiler.record_function and the optimizer annotated on this device."""
+    """Return the annotations of torch.profiler.record_function and of the optimizer on this device."""
     begun: dict[str, list[int]] = {}
     found: list[TimelineSlice] = []
     for note in annotations:
@@ -46,10 +46,10 @@ def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) ->
 
 
 def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[TimelineSlice]:
-    """Return what annotations and stacks say of a snapshot's time.
+    """Return the stages and module calls of a snapshot, from annotations and stacks.
 
     Without a clock or annotations, stages are the parts of a step (forward, backward, optimizer step). A module's slice
-    reaches from the first to the last allocation that was made in it without another between.
+    lasts from its first to its last allocation without one of another module between.
     """
     times = event_times(recording)
     if not times:

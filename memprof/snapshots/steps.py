@@ -1,9 +1,9 @@
-"""The steps of a recorded run, and the blocks that pile up from step to step.
+"""The steps of a recorded run, and blocks that accumulate from step to step.
 
-A snapshot does not say where a step begins. It is read from the trace's period:
+A snapshot does not record where a step begins. Steps are derived in one of two ways:
 * torch annotates each `Optimizer.step`, if record_function was active (`external_annotations`): a step ends there;
-* else from lines of the program that allocate over and over at regular distances, outside every module call. A line in
-  a loop over layers is regular too, but stands inside the forward of a module, and so do all lines between.
+* else, lines of the program allocate repeatedly at regular distances, outside every module call. A line in a loop over
+  layers is regular too, but is inside the forward of a module, as are all lines between.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from memprof.snapshots.origins import MODULE_CALLS, package_of
 from memprof.snapshots.recording import BEFORE, NEVER, BlockLife, Recording, Steps
 from memprof.trace.snapshot import Frame
 
-LEAST_STEPS = 3  # fewer cannot show that something goes on
+LEAST_STEPS = 3  # fewer steps cannot show a trend
 
 UNEVEN = 0.1  # how much distances between steps may differ, as a share of the longest
 
-COVERED = 0.5  # share of the recording that the steps must make up
+COVERED = 0.5  # share of the recording that the steps must cover
 
-CANDIDATES = 10  # numbers of steps that are tried, the likeliest first
+CANDIDATES = 10  # step counts that are tried, the likeliest first
 
 _BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
 _ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
@@ -33,23 +33,23 @@ _ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Blocks of one line that are never freed and grow by the step."""
+    """Blocks of one line that are never freed and grow with each step."""
 
     source: str
     module: str
     op: str
-    allocated_bytes: int  # Of all that are live at the end.
+    allocated_bytes: int  # Of all blocks live at the end.
     count: int
-    per_step_bytes: int  # What a step leaves behind, in the middle of all steps.
+    per_step_bytes: int  # The median of the bytes that a step leaves.
     steps: int  # Steps that left something.
 
 
 def find_steps(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> Steps | None:
-    """Return the steps of `recording`; None if fewer than LEAST_STEPS can be told apart."""
-    return _annotated(recording, annotations) or _periodic(recording)
+    """Return the steps of `recording`; None if fewer than LEAST_STEPS are recognised."""
+    return _find_annotated_steps(recording, annotations) or _find_periodic_steps(recording)
 
 
-def _annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> Steps | None:
+def _find_annotated_steps(recording: Recording, annotations: Iterable[dict[str, object]]) -> Steps | None:
     ends = [
         note["time_us"]
         for note in annotations
@@ -70,11 +70,11 @@ def _annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -
     return Steps(tuple(begins), f"{len(ends)} annotated optimizer steps")
 
 
-def _periodic(recording: Recording) -> Steps | None:
+def _find_periodic_steps(recording: Recording) -> Steps | None:
     born = [life for life in recording.lives if life.born != BEFORE]
     places: dict[tuple[int, int], list[int]] = defaultdict(list)
     for life in born:
-        # Lines that build a model run once per layer, as evenly as steps.
+        # Lines that build a model run once per layer, as regularly as steps.
         if life.stack and life.origin.category not in _BUILDING:
             places[id(life.stack), life.requested].append(life.born)
     frames = {
@@ -85,7 +85,7 @@ def _periodic(recording: Recording) -> Steps | None:
     for (stack, _), at in places.items():
         if len(at) >= LEAST_STEPS and _is_whole(frames[stack]) and _is_regular(at):
             anchors[len(at)].append(at)
-    # The count that most lines agree on is that of the steps.
+    # The number of steps is the count that most lines have.
     for _, lines in sorted(anchors.items(), key=lambda item: (-len(item[1]), item[0]))[:CANDIDATES]:
         begins = min(lines)
         step = (begins[-1] - begins[0]) / (len(begins) - 1)
@@ -98,29 +98,29 @@ def _periodic(recording: Recording) -> Steps | None:
 
 
 def _is_whole(frames: list[Frame]) -> bool:
-    """Return whether a stack reaches to where the program begins; deep ones are cut off by torch."""
+    """Return whether a stack reaches the program's entry point; torch cuts off deep stacks."""
     return bool(frames) and frames[-1].name in _ROOTS and any(not package_of(frame.filename) for frame in frames)
 
 
 def _is_regular(at: list[int]) -> bool:
     gaps = [after - before for before, after in pairwise(at)]
     if len(gaps) > 2:
-        gaps = gaps[1:]  # the first step makes the optimizer's state, and takes memory from the driver
+        gaps = gaps[1:]  # the first step allocates the optimizer's state and new segments
     return max(gaps) - min(gaps) <= UNEVEN * max(gaps)
 
 
 def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
-    """Return whether all stacks that are whole lie within one and the same call of a module."""
+    """Return whether all complete stacks are inside one and the same call of a module."""
     whole = [frames[::-1] for frames in stacks if _is_whole(frames)]
     common = takewhile(lambda frames: len(set(frames)) == 1, zip(*whole, strict=False))
     return not whole or any(frames[0].name in MODULE_CALLS for frames in common)
 
 
 def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:
-    """Return what steps leave behind for good, largest first.
+    """Return the blocks that steps leave until the end of the run, largest first.
 
     Blocks of one line count if at least two steps, and more than half of all but the last, left some of them for a
-    whole further step and to the end. What replaces its predecessor each step (gradients, optimizer state) does not.
+    whole further step and to the end. Blocks replaced in each step (gradients, optimizer state) do not count.
     """
     last = len(steps.begins) - 1
     survivors: dict[tuple[str, str], list[tuple[int, BlockLife]]] = defaultdict(list)

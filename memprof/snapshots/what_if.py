@@ -1,8 +1,8 @@
-"""A recording's requests under other settings: what would have been reserved.
+"""Replay of a recording's requests under other settings, for the reserved memory.
 
-The requests, frees and calls of empty_cache of a recording are fed to a fresh allocator, on a GPU without limit. What
-was live when the recording began is requested first, by address: its own history is not known. So that a difference
-is one of settings alone, the run under its own settings is replayed in the same way.
+The requests, frees and calls of empty_cache of a recording go through a fresh allocator, on a GPU without limit. Blocks
+that were live when the recording began are requested first, by address: their own history is unknown. The recorded
+settings are replayed in the same way, so that the difference is due to settings alone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class ReplayOutcome:
     peak_reserved_bytes: int
     peak_allocated_bytes: int
     final_reserved_bytes: int
-    driver_allocations: int  # Taken from the driver in all; mappings, of expandable segments.
+    driver_allocations: int  # Segments taken from the driver in all; for expandable segments, mappings.
     final_segments: int
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Two configurations, the same requests."""
+    """The outcomes of the same requests under two configurations."""
 
     before: ReplayOutcome
     after: ReplayOutcome
-    saved_bytes: int  # Of peak reserved memory; below 0 if the other settings need more.
+    saved_bytes: int  # Saved peak reserved memory; negative if the other settings need more.
     recorded_peak_reserved_bytes: int
     failed_allocations: int  # In the recording; they are left out of both replays.
 
@@ -52,7 +52,7 @@ def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
 
 
 def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
-    # A GPU without limit has no fraction and no collection, as the recording's own limit is not known either.
+    # A GPU without limit needs no memory fraction and no garbage collection; the recording's own limit is unknown.
     allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
     private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]
     private += [Range.of(segment) for segment in recording.final if segment.pool_id != DEFAULT_POOL]
