@@ -1,4 +1,4 @@
-"""The CUDA caching allocator, replayed in plain Python: what a run reserves, block by block (docs/allocator.md).
+"""The CUDA caching allocator, replayed in plain Python: reserved memory, block by block (docs/allocator.md).
 
     timeline = replay_on_gpu(trace, GpuMemory(total_bytes=80 << 30, context_bytes=426 << 20)).timeline
     timeline.peak_reserved.num_bytes, timeline.reserved[event], timeline.first_oom
@@ -6,7 +6,7 @@
     for device in replay_snapshot(read_snapshot(path)):  # memprof.trace.snapshot_file; a recording of torch
         device.exact, device.first_difference
 
-A run that does not fit is gone on with on a GPU without limit, so `peak_reserved` is then its whole need.
+A run that does not fit continues on a GPU without limit, so that `peak_reserved` covers the whole run.
 """
 
 from memprof.allocator.blocks import Block

@@ -1,4 +1,4 @@
-"""Blocks, the segments that they tile, and the free blocks of one pool on one stream."""
+"""Blocks, the segments that blocks tile, and the free blocks of one pool on one stream."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ADDRESS_BITS = 57  # bits of a virtual address (5-level paging); a free block's 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A range that the driver gave: one cudaMalloc, or the address space of one expandable segment."""
+    """Memory from the driver: one cudaMalloc, or the address space of one expandable segment."""
 
     address: int
     size: int
     expandable: bool = False
     unit: int = 0  # mapping granularity of an expandable segment
-    first: Block = field(init=False)  # stays: blocks grow to the right and split off at the right
+    first: Block = field(init=False)  # constant: blocks grow to the right and are split at the right
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Block:
-    """A piece of a segment. Its neighbours are linked, so that free ones merge."""
+    """A piece of a segment. A block links to its neighbours, so that free ones merge."""
 
     address: int
     size: int
@@ -33,11 +33,11 @@ class Block:
     prev: Block | None
     next: Block | None
     requested: int = 0
-    free: bool = False  # True when it is in the free blocks of its owner, or unmapped: what may merge and be handed out
+    free: bool = False  # True when it is in the free blocks of its owner, or unmapped
     mapped: bool = True  # False for a stretch of an expandable segment's address space without memory
-    events: int = 0  # work of other streams that has to finish before it is free again
+    events: int = 0  # number of other streams' events that must complete before the block is free again
     uses: set[int] | None = None  # streams given to record_stream
-    gc_base: int = 0  # searches of its pool when it became free; garbage collection takes the difference for its age
+    gc_base: int = 0  # searches of its pool when it became free: garbage collection derives the block's age
 
     def __repr__(self) -> str:
         state = "unmapped" if not self.mapped else "free" if self.free else "active"
@@ -56,7 +56,7 @@ class Pool:
     streams: dict[int, StreamPool] = field(default_factory=dict)
 
     def of_stream(self, stream: int) -> StreamPool:
-        """Return the free blocks of `stream`, which are made on its first use."""
+        """Return the free blocks of `stream`, and create the stream's entry at its first use."""
         found = self.streams.get(stream)
         if found is None:
             found = self.streams[stream] = StreamPool(self, stream)
@@ -68,7 +68,7 @@ class Pool:
 
 
 class StreamPool:
-    """The free blocks of one pool on one stream, by size and address, and the unmapped ones by address."""
+    """The free blocks of one pool on one stream, by size and address, and the unmapped blocks by address."""
 
     __slots__ = ("blocks", "counters", "is_small", "keys", "pool", "stream", "total", "unmapped", "unmapped_blocks")
 
@@ -84,7 +84,7 @@ class StreamPool:
         self.unmapped_blocks: dict[int, Block] = {}
 
     def insert(self, block: Block) -> None:
-        """Make `block` free."""
+        """Add `block` to the free blocks."""
         key = block.size << ADDRESS_BITS | block.address
         insort(self.keys, key)
         self.blocks[key] = block
@@ -92,28 +92,28 @@ class StreamPool:
         block.gc_base = self.pool.calls
 
     def remove(self, block: Block) -> None:
-        """Take `block` out of the free ones."""
+        """Remove `block` from the free blocks."""
         key = block.size << ADDRESS_BITS | block.address
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
         block.free = False
 
     def insert_unmapped(self, block: Block) -> None:
-        """Make `block` address space without memory."""
+        """Add `block` to the unmapped blocks, which are address space without memory."""
         insort(self.unmapped, block.address)
         self.unmapped_blocks[block.address] = block
         block.free = True
         block.mapped = False
 
     def remove_unmapped(self, block: Block) -> None:
-        """Take `block` out of the unmapped ones."""
+        """Remove `block` from the unmapped blocks."""
         del self.unmapped[bisect_left(self.unmapped, block.address)]
         del self.unmapped_blocks[block.address]
         block.free = False
 
 
 def absorb_next(block: Block) -> None:
-    """Let `block` swallow its right neighbour, which is in no list any more."""
+    """Merge `block` with its right neighbour, which the caller has removed from all lists."""
     right = block.next
     assert right is not None
     block.size += right.size
@@ -123,7 +123,7 @@ def absorb_next(block: Block) -> None:
 
 
 def split_right(block: Block, size: int) -> Block:
-    """Cut `block` to `size`; the rest as a new block at its right, in no list yet."""
+    """Cut `block` to `size`; return the rest as a new block at the right, in no list yet."""
     rest = Block(block.address + size, block.size - size, block.owner, block.segment, block, block.next)
     if block.next is not None:
         block.next.prev = rest

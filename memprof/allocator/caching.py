@@ -1,6 +1,6 @@
-"""The caching allocator of one device: malloc, free, and what happens when the driver refuses.
+"""The caching allocator of one device: malloc, free, and the reaction to a full GPU.
 
-Source: `DeviceCachingAllocator` of c10/cuda/CUDACachingAllocator.cpp, whose names the methods keep in their docstrings.
+Source: `DeviceCachingAllocator` of c10/cuda/CUDACachingAllocator.cpp; docstrings of methods name its functions.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from memprof.allocator.streams import Completion, PendingFrees
 from memprof.errors import UsageError
 from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
-SPLIT_SLACK = SMALL_SIZE  # A block of the large pool is split when more than this would be left over
+SPLIT_SLACK = SMALL_SIZE  # A block of the large pool is split when more than this remains
 
 
 class CachingAllocator:
     """Replays the decisions of torch's CUDA caching allocator, block by block.
 
-    Its attributes are those of torch's, and what malloc reads of `config` at each call.
+    Its attributes are those of torch's allocator, and the settings of `config` that malloc reads at each call.
 
     Args:
         total_bytes: capacity of the GPU (cudaMemGetInfo's total); None: without limit.
-        driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.
+        driver: source of segments; a SimulatedDriver of `total_bytes` by default.
         completion: when blocks that other streams used are free again.
-        counts: whether `counters` and `stats` are kept, which takes a third of the time; else they mean nothing, but
-            for what is reserved. Decisions do not depend on them.
+        counts: whether `counters` and `stats` are maintained, which takes a third of the time; else only the reserved
+            bytes are valid. Decisions do not depend on counters.
 
     Raises:
-        UsageError: settings that ask for another allocator (backend:cudaMallocAsync).
+        UsageError: the settings select another allocator (backend:cudaMallocAsync).
     """
 
     def __init__(
@@ -59,70 +59,70 @@ class CachingAllocator:
             )
         self.release = release
         self.counts = counts
-        self.device = 0  # the GPU's number, as messages have it
+        self.device = 0  # the GPU's index, for messages
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
         self.pending = PendingFrees(self._free_block, completion)
         self.statistics = Statistics()
         self.expandable = config.expandable_segments and release.has_expandable_segments
         total = self.driver.memory_info()[1] if total_bytes is None else total_bytes
         self.allowed_bytes: int | None = None
-        if config.per_process_memory_fraction < 1 and total:  # of a GPU without limit there are no fractions
+        if config.per_process_memory_fraction < 1 and total:  # a GPU without limit has no fractions
             self.allowed_bytes = int(config.per_process_memory_fraction * total)
         reserve = config.expandable_segments_reserve_bytes
-        if reserve is None:  # without a limit of memory, the reservation must not be one either
+        if reserve is None:  # without a limit of memory, the reservation must not be a limit either
             reserve = int(total * config.expandable_segments_reserve) if total else UNKNOWN_SPACE
         self.segment_store = Segments(
             self.driver, self.statistics, config.large_segment_size, config.max_split_size, address_space=reserve
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
-        self.retired: list[PrivatePool] = []  # private pools that nothing keeps (`graph_pools_freeable`)
+        self.retired: list[PrivatePool] = []  # private pools without users (`graph_pools_freeable`)
         self.max_split_size = config.max_split_size
         self.divisions = config.roundup_power2_divisions
-        self._rounded: dict[int, int] = {}
+        self._rounded_sizes: dict[int, int] = {}
         self.gc_enabled = self.allowed_bytes is not None and config.garbage_collection_threshold > 0
-        self._plain_search = not self.expandable and not self.gc_enabled
+        self._uses_plain_search = not self.expandable and not self.gc_enabled
 
     # -- malloc and free -------------------------------------------------------------------------------------------
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
-        """Return a block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
-        Raises OutOfMemory: the driver refused, and nothing that is cached could be released to make room."""
+        """Return a block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`). Raises
+        OutOfMemory: the driver refused, even after cached memory was released."""
         if self.pending.queues:
             self.pending.poll()
         if self.divisions:
-            size = self._rounded.get(num_bytes, 0) or self._round(num_bytes)
+            size = self._rounded_sizes.get(num_bytes, 0) or self._round_request(num_bytes)
         else:
             size = (num_bytes + 511) & -512 or MIN_BLOCK
         home = self.default_pool if pool is DEFAULT_POOL else self.pools[pool]
         sized = home.small if size <= SMALL_SIZE else home.large
         owner = sized.streams.get(stream) or sized.of_stream(stream)
 
-        # get_free_block, with the usual case in line.
+        # get_free_block, with the usual case inlined.
         block: Block | None = None
         keys = owner.keys
-        if self._plain_search:
+        if self._uses_plain_search:
             at = bisect_left(keys, size << ADDRESS_BITS)
             if at < len(keys):
                 key = keys[at]
                 block = owner.blocks[key]
                 if block.segment.expandable or block.size >= self.max_split_size:
-                    block = self._search(owner, size)
+                    block = self._find_free_block(owner, size)
                 else:
                     del keys[at]
                     del owner.blocks[key]
                     block.free = False
         else:
-            block = self._search(owner, size)
+            block = self._find_free_block(owner, size)
         if block is None:
-            block = self._obtain(owner, num_bytes, size)
+            block = self._obtain_block(owner, num_bytes, size)
             owner = block.owner
 
         # should_split and alloc_found_block
         was_split = block.prev is not None or block.next is not None
         remaining = block.size - size
         counters, total = owner.counters, owner.total
-        if remaining and self._splits(owner, size, remaining):
+        if remaining and self._should_split(owner, size, remaining):
             address = block.address + size
             following = block.next
             rest = Block(address, remaining, owner, block.segment, block, following)
@@ -172,15 +172,15 @@ class CachingAllocator:
             total.note_active()
         return block
 
-    def _round(self, num_bytes: int) -> int:
-        """`round_size` with divisions, remembered: a run asks for few different sizes."""
-        size = self._rounded[num_bytes] = max(round_size(num_bytes, self.divisions), MIN_BLOCK)
+    def _round_request(self, num_bytes: int) -> int:
+        """Return `round_size` with divisions, cached: a run requests few different sizes."""
+        size = self._rounded_sizes[num_bytes] = max(round_size(num_bytes, self.divisions), MIN_BLOCK)
         return size
 
     def free(self, block: Block) -> None:
-        """Give `block` back (`free`): at once, or when the streams that used it are done.
+        """Free `block` (`free`): at once, or when the streams that used the block are done.
 
-        At once is `free_block`: merge with free neighbours, previous first, and make it findable.
+        Freeing at once is `free_block`: merge with free neighbours, previous first, and insert into the free blocks.
         """
         size = block.size
         owner = block.owner
@@ -228,7 +228,7 @@ class CachingAllocator:
                 split_count += 1
                 split_bytes += block.size
             if split_count or split_bytes:
-                # Counters.change_inactive_split, in line.
+                # Counters.change_inactive_split, inlined.
                 for count in (counters, total):
                     count.inactive_split += split_count
                     count.inactive_split_bytes += split_bytes
@@ -242,7 +242,7 @@ class CachingAllocator:
                             count.inactive_split_bytes_peak = count.inactive_split_bytes
 
     def _free_block(self, block: Block) -> None:
-        """Give back what was freed before, now that no stream uses it, by taking it as handed out still."""
+        """Free a block whose streams are done. The block counts as allocated again first, since `free` subtracts it."""
         counters, total, size = block.owner.counters, block.owner.total, block.size
         for count in (counters, total):
             count.wait(-1, -size)
@@ -255,8 +255,8 @@ class CachingAllocator:
 
     # -- finding and obtaining a block -----------------------------------------------------------------------------
 
-    def _search(self, owner: StreamPool, size: int) -> Block | None:
-        """`get_free_block`: the smallest sufficient block, then the lowest; no other is tried if it is refused."""
+    def _find_free_block(self, owner: StreamPool, size: int) -> Block | None:
+        """Return the smallest sufficient free block, of these the lowest (`get_free_block`), if it is allowed."""
         if self.gc_enabled:
             owner.pool.calls += 1
         keys, blocks = owner.keys, owner.blocks
@@ -268,7 +268,7 @@ class CachingAllocator:
             if self.expandable:
                 while block.segment.expandable and at + 1 < len(keys):
                     following = blocks[keys[at + 1]]
-                    if _expandable_size(following) >= _expandable_size(block):
+                    if _mergeable_size(following) >= _mergeable_size(block):
                         break
                     block = following
                     at += 1
@@ -287,26 +287,26 @@ class CachingAllocator:
         return block
 
     def needs_driver(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
-        """Return whether a request of `size` bytes (rounded) could not be served without asking the driver."""
+        """Return whether a request of `size` bytes (rounded) needs memory from the driver."""
         sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
         owner = sized.of_stream(stream)
-        block = self._search(owner, size)
+        block = self._find_free_block(owner, size)
         if block is not None:
             owner.insert(block)
             return False
         room = self.segment_store.find_room(owner, size) if self.expandable else None
         return room is None or not room.mapped or room.size < size
 
-    def _splits(self, owner: StreamPool, size: int, remaining: int) -> bool:
-        """Return whether `should_split` of torch cuts the block: what is left over serves others."""
+    def _should_split(self, owner: StreamPool, size: int, remaining: int) -> bool:
+        """Return whether torch splits the block (`should_split`): the remainder is large enough for use."""
         if owner.is_small or self.expandable:
             return remaining >= MIN_BLOCK
         return size < self.max_split_size and remaining > SPLIT_SLACK
 
-    def _obtain(self, owner: StreamPool, num_bytes: int, size: int) -> Block:
-        """Find memory where no free block serves: collect, ask the driver, overflow pools, release, or give up."""
+    def _obtain_block(self, owner: StreamPool, num_bytes: int, size: int) -> Block:
+        """Return a block where no free one serves: collect garbage, ask the driver, release segments, or raise."""
         if num_bytes >= ONE_EXABYTE:
-            raise OutOfMemory(self._report(num_bytes, num_bytes), self.release)
+            raise OutOfMemory(self._build_report(num_bytes, num_bytes), self.release)
         if self.gc_enabled:
             assert self.allowed_bytes is not None
             threshold = int(self.config.garbage_collection_threshold * self.allowed_bytes)
@@ -321,21 +321,21 @@ class CachingAllocator:
             block = self._ask_driver(owner, size, segment)
         if block is None:
             self.statistics.num_ooms += 1
-            raise OutOfMemory(self._report(num_bytes, segment), self.release)
+            raise OutOfMemory(self._build_report(num_bytes, segment), self.release)
         return block
 
     def _ask_driver(self, owner: StreamPool, size: int, segment: int) -> Block | None:
-        """`alloc_block`, without its count of retries."""
+        """Allocate a segment within the memory limit (`alloc_block`, without its count of retries)."""
         store = self.segment_store
         if self.allowed_bytes is not None and store.total_bytes + segment > self.allowed_bytes:
             if self.config.throw_on_cudamalloc_oom:
                 self.statistics.num_ooms += 1
                 self.statistics.num_oom_rejections += 1
-                raise OutOfMemory(self._report(size, segment), self.release)
+                raise OutOfMemory(self._build_report(size, segment), self.release)
             return None
         return store.grow(owner, size) if self.expandable else store.allocate(owner, segment)
 
-    def _report(self, requested: int, tried: int) -> OomReport:
+    def _build_report(self, requested: int, tried: int) -> OomReport:
         free, total = self.driver.memory_info()
         private = sum(
             key >> ADDRESS_BITS
@@ -361,57 +361,57 @@ class CachingAllocator:
     # -- streams ---------------------------------------------------------------------------------------------------
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """`stream` uses `block` too: once freed, it waits for that stream's work. Its own stream changes nothing."""
+        """Record that another `stream` uses `block`, so that the block's free waits for that stream's work."""
         if stream != block.owner.stream:
             if block.uses is None:
                 block.uses = set()
             block.uses.add(stream)
 
     def synchronize(self) -> None:
-        """`synchronize_and_free_events`: wait for the work of all streams."""
+        """Wait for the work of all streams (`synchronize_and_free_events`)."""
         self.statistics.num_sync_all_streams += 1
         self.pending.synchronize()
 
     # -- cache, pools, figures -------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Release every segment that is wholly free, of the default and of retired pools (`release_cached_blocks`)."""
+        """Release every segment that is wholly free, in the default and in retired pools (`release_cached_blocks`)."""
         self.synchronize()
         for pool in (self.default_pool, *self.retired):
             reclaim.release_pool(self.segment_store, pool.large)
             reclaim.release_pool(self.segment_store, pool.small)
 
     def create_pool(self, pool: PoolId) -> PrivatePool:
-        """The private pool (torch.cuda.MemPool, CUDA graphs), new if need be; until it is retired, none goes back."""
+        """Return a private pool (MemPool, CUDA graphs), created if new; until `retire_pool` its segments stay."""
         if pool not in self.pools:
             self.pools[pool] = PrivatePool(pool, self.statistics)
         return self.pools[pool]
 
     def retire_pool(self, pool: PoolId) -> None:
-        """Retire a pool that nothing keeps any more: what is free in it may be released (`releasePool`)."""
+        """Retire a pool without users: its free segments may be released (`releasePool`)."""
         if pool in self.pools:
             self.retired.append(self.pools[pool])
 
     def lift_limit(self) -> None:
-        """Forget the GPU's size: no fraction of it is a limit any more, nor is address space taken after it."""
+        """Remove all limits that depend on the GPU's size: memory fraction, garbage collection, and address space."""
         self.allowed_bytes = None
         self.gc_enabled = False
         self.segment_store.address_space = UNKNOWN_SPACE
 
     @property
     def counters(self) -> Counters:
-        """The counters of all pools together: `.allocated_bytes`, `.reserved_bytes`, `.active_bytes` and so on."""
+        """Return the counters of all pools together: `.allocated_bytes`, `.reserved_bytes` and so on."""
         return self.statistics.all
 
     def stats(self) -> dict[str, int]:
-        """Return what torch.cuda.memory_stats() would return."""
+        """Return the statistics in the form of torch.cuda.memory_stats()."""
         return self.statistics.as_dict(self.config.reported_max_split_size)
 
     def segments(self) -> list[SnapshotSegment]:
-        """Return every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
+        """Return segments and blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
         return layout_of(self.segment_store.live.values())
 
 
-def _expandable_size(block: Block) -> int:
+def _mergeable_size(block: Block) -> int:
     following = block.next
     return block.size + (following.size if following is not None and not following.mapped else 0)

@@ -1,7 +1,7 @@
-"""The settings of PYTORCH_CUDA_ALLOC_CONF, read by torch's own rules.
+"""The settings of PYTORCH_CUDA_ALLOC_CONF, parsed by torch's own rules.
 
-Source: c10/core/AllocatorConfig.{h,cpp} and c10/cuda/CUDAAllocatorConfig.{h,cpp}. A setting that torch refuses at its
-first allocation is refused here with the key, its value and what is allowed.
+Source: c10/core/AllocatorConfig.{h,cpp} and c10/cuda/CUDAAllocatorConfig.{h,cpp}. A setting that torch rejects at its
+first allocation raises an error here with the key, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from memprof.units import GIB, MIB
 
 UNLIMITED = (1 << 64) - 1  # max_split_size when it is not set (SIZE_MAX)
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first variable that is set counts
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
-    """Settings that decide what the allocator does. Sizes in bytes."""
+    """Settings that decide what the allocator does. Sizes are bytes."""
 
     max_split_size: int = UNLIMITED
     max_non_split_rounding: int = 20 * MIB
@@ -32,24 +32,24 @@ class AllocatorConfig:
     large_segment_size: int = LARGE_SEGMENT
     per_process_memory_fraction: float = 1.0
     throw_on_cudamalloc_oom: bool = False
-    # Address space of one expandable segment, as a fraction of the GPU's memory; as bytes, which counts more.
+    # Address space of one expandable segment, as a fraction of the GPU's memory; the value in bytes has priority.
     expandable_segments_reserve: float = 9 / 8
     expandable_segments_reserve_bytes: int | None = None
     roundup_power2_divisions: tuple[int, ...] = ()  # one entry per octave from 1 MiB up (16 of them); empty: off
     backend: str = "native"
-    text: str = ""  # what it was read from
+    text: str = ""  # the text of the settings
 
     @property
     def reported_max_split_size(self) -> int:
-        """Return the value as statistics and snapshots give it: -1 when unlimited."""
+        """Return the value in the form of statistics and snapshots: -1 when unlimited."""
         return -1 if self.max_split_size == UNLIMITED else self.max_split_size
 
 
 def config_from_environment(
     environ: Mapping[str, str] | None = None, release: Release = LATEST
 ) -> tuple[AllocatorConfig, str | None]:
-    """The settings that torch would take from the environment, and the variable that they are in (None: defaults).
-    Raises UsageError: torch would refuse them."""
+    """Return the settings that torch would read from the environment, and the variable that holds them (None:
+    defaults). Raises UsageError: torch would reject them."""
     variables = os.environ if environ is None else environ
     for name in VARIABLES if release.has_unified_settings else VARIABLES[:1]:
         if name in variables:
@@ -58,21 +58,21 @@ def config_from_environment(
 
 
 def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLES[0]) -> AllocatorConfig:
-    """Read settings such as "expandable_segments:True,max_split_size_mb:128", within the limits of `release`.
+    """Return the settings in a text such as "expandable_segments:True,max_split_size_mb:128", by the rules of
+    `release`.
 
-    Blanks are ignored, as torch ignores them; errors say that `text` came from `origin`. Raises UsageError: torch would
-    refuse it.
+    Blanks are ignored, as in torch; errors name `origin` as the source. Raises UsageError: torch would reject the text.
     """
     return _SettingsParser(text, release, origin).parse()
 
 
 def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
-    """Return the settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
-    Raises UsageError: its settings string is one that torch would refuse."""
+    """Return the settings that a snapshot reports (`allocator_settings`); defaults for missing ones. Raises UsageError:
+    torch would reject the settings string."""
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     config = parse_config(text if isinstance(text, str) else "", origin="allocator_settings")
     changes: dict[str, object] = {}
-    # What was in force when the snapshot was taken counts more than the text of the environment.
+    # Settings in force at the time of the snapshot have priority over the text of the environment.
     limit = settings.get("max_split_size")
     if isinstance(limit, int):
         changes["max_split_size"] = UNLIMITED if limit < 0 or limit >= UNLIMITED >> 1 else limit
@@ -99,7 +99,7 @@ _FLAGS = (
 
 
 class _SettingsParser:
-    """One pass over the tokens: words, and the characters , : [ ] between them."""
+    """A parser of one settings text: its tokens are words and the characters , : [ ] between them."""
 
     def __init__(self, text: str, release: Release, origin: str) -> None:
         self.text = text
@@ -108,121 +108,125 @@ class _SettingsParser:
         self.tokens: list[str] = re.findall(r"[,:\[\]]|[^,:\[\]]+", text.replace(" ", ""))
         self.at = 0
         self.found: dict[str, object] = {}
-        self.limited: dict[str, int] = {}
-        readers: dict[str, Callable[[str], object]] = dict.fromkeys(_FLAGS, self._flag) | {
-            "backend": lambda key: self._word(key, "native", "cudaMallocAsync"),
-            "max_split_size_mb": self._split_limit,
-            "max_non_split_rounding_mb": self._split_limit,
-            "garbage_collection_threshold": lambda key: self._float(
+        self.split_limits: dict[str, int] = {}
+        readers: dict[str, Callable[[str], object]] = dict.fromkeys(_FLAGS, self._parse_flag) | {
+            "backend": lambda key: self._parse_word(key, "native", "cudaMallocAsync"),
+            "max_split_size_mb": self._parse_split_limit,
+            "max_non_split_rounding_mb": self._parse_split_limit,
+            "garbage_collection_threshold": lambda key: self._parse_float(
                 key, "more than 0 and less than 1", lambda value: 0 < value < 1
             ),
             "roundup_power2_divisions": self._roundup_power2_divisions,
-            "pinned_num_register_threads": lambda key: self._integer(
+            "pinned_num_register_threads": lambda key: self._parse_integer(
                 key, "a power of 2 up to 128", lambda value: _is_power_of_2(value) and value <= 128
             ),
-            "pinned_reserve_segment_size_mb": lambda key: self._integer(key, "MiB, more than 0", bool),
-            "large_segment_size_mb": lambda key: self._megabytes(key, 10, inclusive=False),
-            "per_process_memory_fraction": lambda key: self._float(
+            "pinned_reserve_segment_size_mb": lambda key: self._parse_integer(key, "MiB, more than 0", bool),
+            "large_segment_size_mb": lambda key: self._parse_megabytes(key, 10, inclusive=False),
+            "per_process_memory_fraction": lambda key: self._parse_float(
                 key, "between 0 and 1", lambda value: 0 <= value <= 1
             ),
-            "expandable_segments_reserve": self._reserve,
-            "expandable_segments_reserve_by_class": self._reserve_by_class,
+            "expandable_segments_reserve": self._parse_reserve,
+            "expandable_segments_reserve_by_class": self._skip_reserve_by_class,
         }
         self.readers = {key: reader for key, reader in readers.items() if release.knows(key)}
 
     def parse(self) -> AllocatorConfig:
         while self.at < len(self.tokens):
-            key = self._take()
+            key = self._take_token()
             reader = self.readers.get(key)
             if reader is None:
                 close = nearest(key, self.readers)
                 hint = f"did you mean {close!r}?" if close else "known: " + ", ".join(sorted(self.readers))
-                raise self._error(f"unknown allocator setting {key!r}", hint)
-            self._expect(":", after=key)
+                raise self._build_error(f"unknown allocator setting {key!r}", hint)
+            self._expect_token(":", after=key)
             value, field = reader(key), key.removesuffix("_mb")
-            if field in AllocatorConfig.__slots__ and value is not None:  # else it changes nothing that is replayed
+            if field in AllocatorConfig.__slots__ and value is not None:  # other settings change nothing in a replay
                 self.found[field] = value
             if self.at < len(self.tokens):
-                self._expect(",", after=key)
-        # torch reads large_segment_size_mb before the settings that it limits, wherever it stands.
+                self._expect_token(",", after=key)
+        # torch reads large_segment_size_mb before the settings that it limits, in any order of the text.
         large = self.found.get("large_segment_size", LARGE_SEGMENT)
         assert isinstance(large, int)
-        for key, value in self.limited.items():
+        for key, value in self.split_limits.items():
             if value < large:
-                raise self._error(f"{key} is {value // MIB}", f"MiB, at least {large // MIB} (large_segment_size_mb)")
+                raise self._build_error(
+                    f"{key} is {value // MIB}", f"MiB, at least {large // MIB} (large_segment_size_mb)"
+                )
         return AllocatorConfig(**self.found, text=self.text)  # type: ignore[arg-type]
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _take(self) -> str:
+    def _take_token(self) -> str:
         token = self.tokens[self.at]
         self.at += 1
         return token
 
-    def _peek(self) -> str:
+    def _peek_token(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def _expect(self, token: str, *, after: str) -> None:
-        if self._peek() != token:
-            raise self._error(f"{token!r} expected after {after!r}, found {self._peek()!r}", "key:value,key:value")
+    def _expect_token(self, token: str, *, after: str) -> None:
+        if self._peek_token() != token:
+            raise self._build_error(
+                f"{token!r} expected after {after!r}, found {self._peek_token()!r}", "key:value,key:value"
+            )
         self.at += 1
 
-    def _value(self, key: str, allowed: str) -> str:
-        if self._peek() in ("", ",", ":", "[", "]"):
-            raise self._error(f"{key} has no value", allowed)
-        return self._take()
+    def _take_value(self, key: str, allowed: str) -> str:
+        if self._peek_token() in ("", ",", ":", "[", "]"):
+            raise self._build_error(f"{key} has no value", allowed)
+        return self._take_token()
 
-    def _integer(self, key: str, allowed: str, accepts: Callable[[int], bool] = lambda value: True) -> int:
-        """Parse as std::stoull does: digits at the front count, what follows does not, and a minus wraps around."""
-        text = self._value(key, allowed)
+    def _parse_integer(self, key: str, allowed: str, accepts: Callable[[int], bool] = lambda value: True) -> int:
+        """Parse as std::stoull does: leading digits count, the rest is ignored, and a minus wraps around."""
+        text = self._take_value(key, allowed)
         match = re.match(r"\s*([+-]?)(\d+)", text)
         if match is None or int(match[2]) > UNLIMITED:
-            raise self._error(f"{key} is {text!r}", allowed)
+            raise self._build_error(f"{key} is {text!r}", allowed)
         value = int(match[1] + match[2]) % (UNLIMITED + 1)
         if not accepts(value):
-            raise self._error(f"{key} is {value}", allowed)
+            raise self._build_error(f"{key} is {value}", allowed)
         return value
 
-    def _float(self, key: str, allowed: str, accepts: Callable[[float], bool]) -> float:
-        """Parse as std::stod does: what follows the number does not count."""
-        text = self._value(key, allowed)
+    def _parse_float(self, key: str, allowed: str, accepts: Callable[[float], bool]) -> float:
+        """Parse as std::stod does: text after the number is ignored."""
+        text = self._take_value(key, allowed)
         match = re.match(r"\s*[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)", text, re.IGNORECASE)
         if match is None:
-            raise self._error(f"{key} is {text!r}", allowed)
+            raise self._build_error(f"{key} is {text!r}", allowed)
         value = float(match[0])
         if not accepts(value):
-            raise self._error(f"{key} is {value}", allowed)
+            raise self._build_error(f"{key} is {value}", allowed)
         return value
 
-    def _word(self, key: str, *words: str, spelling: str = "") -> str:
+    def _parse_word(self, key: str, *words: str, spelling: str = "") -> str:
         allowed = " or ".join(words)
-        word = self._value(key, allowed)
+        word = self._take_value(key, allowed)
         if word not in words:
-            raise self._error(f"{key} is {word!r}", allowed + spelling)
+            raise self._build_error(f"{key} is {word!r}", allowed + spelling)
         return word
 
-    def _error(self, problem: str, hint: str) -> UsageError:
+    def _build_error(self, problem: str, hint: str) -> UsageError:
         return UsageError(problem, value=f"{self.origin}={self.text}", hint=hint)
 
     # -- settings --------------------------------------------------------------------------------------------------
 
-    def _flag(self, key: str) -> bool:
-        return self._word(key, "True", "False", spelling=", spelt so") == "True"
+    def _parse_flag(self, key: str) -> bool:
+        return self._parse_word(key, "True", "False", spelling=", spelt so") == "True"
 
-    def _megabytes(self, key: str, least: int, *, inclusive: bool) -> int:
-        allowed = f"MiB, {'at least' if inclusive else 'more than'} {least}"
-        value = self._integer(key, allowed, lambda value: value > least or (inclusive and value == least))
+    def _parse_megabytes(self, key: str, minimum: int, *, inclusive: bool) -> int:
+        allowed = f"MiB, {'at minimum' if inclusive else 'more than'} {minimum}"
+        value = self._parse_integer(key, allowed, lambda value: value > minimum or (inclusive and value == minimum))
         return min(value, UNLIMITED // MIB) * MIB
 
-    def _split_limit(self, key: str) -> int:
-        if "large_segment_size_mb" in self.readers:  # the limit is that setting, known only at the end
-            self.limited[key] = self._megabytes(key, 0, inclusive=True)
-            return self.limited[key]
-        return self._megabytes(key, LARGE_SEGMENT // MIB, inclusive=self.release.has_unified_settings)
+    def _parse_split_limit(self, key: str) -> int:
+        if "large_segment_size_mb" in self.readers:  # the limit is that setting, known only after all settings
+            self.split_limits[key] = self._parse_megabytes(key, 0, inclusive=True)
+            return self.split_limits[key]
+        return self._parse_megabytes(key, LARGE_SEGMENT // MIB, inclusive=self.release.has_unified_settings)
 
-    def _reserve(self, key: str) -> float | None:
+    def _parse_reserve(self, key: str) -> float | None:
         # torch warns of a value that it cannot read and keeps the default.
-        value = self._value(key, "a fraction such as 0.5, or GiB such as 40G")
+        value = self._take_value(key, "a fraction such as 0.5, or GiB such as 40G")
         match = re.fullmatch(r"([+]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([Gg]?)", value)
         if match is None or not 0 < float(match[1]) < float("inf"):
             return None
@@ -231,40 +235,40 @@ class _SettingsParser:
             return None
         return float(match[1])
 
-    def _reserve_by_class(self, key: str) -> None:
-        # Classes are given to streams by calls of the program; streams without one are not touched.
-        self._expect("[", after=key)
-        while self._peek() not in ("]", ""):
+    def _skip_reserve_by_class(self, key: str) -> None:
+        # The program assigns classes to streams by calls; streams without a class are not affected.
+        self._expect_token("[", after=key)
+        while self._peek_token() not in ("]", ""):
             self.at += 1
-        self._expect("]", after=key)
+        self._expect_token("]", after=key)
 
     def _roundup_power2_divisions(self, key: str) -> tuple[int, ...]:
         allowed = "a power of 2 from 2, or a list such as [256:1,512:2,1024:4,>:8]"
-        if self._peek() != "[":
-            return (self._integer(key, allowed, _is_power_of_2),) * DIVISION_ENTRIES
+        if self._peek_token() != "[":
+            return (self._parse_integer(key, allowed, _is_power_of_2),) * DIVISION_ENTRIES
         self.at += 1
         table = [0] * DIVISION_ENTRIES
         first, last = True, 0
-        while self._peek() != "]":
-            boundary = self._value(key, allowed)
-            self._expect(":", after=boundary)
-            parts = self._integer(key, allowed)
+        while self._peek_token() != "]":
+            boundary = self._take_value(key, allowed)
+            self._expect_token(":", after=boundary)
+            parts = self._parse_integer(key, allowed)
             if parts and not _is_power_of_2(parts):
-                raise self._error(f"{key} has {parts} divisions", "0 or a power of 2")
+                raise self._build_error(f"{key} has {parts} divisions", "0 or a power of 2")
             if boundary == ">":
                 start = last + 1 if self.release.has_unified_settings else last
                 table[start:] = [parts] * (DIVISION_ENTRIES - start)
             else:
                 if not re.fullmatch(r"\d{1,19}", boundary) or not _is_power_of_2(int(boundary)):
-                    raise self._error(f"{key} has the key {boundary!r}", "MiB, a power of 2; or > for all above")
+                    raise self._build_error(f"{key} has the key {boundary!r}", "MiB, a power of 2; or > for all above")
                 index = min(int(boundary).bit_length() - 1, DIVISION_ENTRIES - 1)
                 if first:
                     table[:index] = [parts] * index
                     first = False
                 table[index] = parts
                 last = index
-            if self._peek() != "]":
-                self._expect(",", after=str(parts))
+            if self._peek_token() != "]":
+                self._expect_token(",", after=str(parts))
         self.at += 1
         return tuple(table)
 

@@ -1,15 +1,15 @@
-"""The allocator as it was when a snapshot's recording began: its end, walked back event by event.
+"""The allocator's state at the beginning of a snapshot's recording: the final state, with all events undone.
 
-A snapshot holds the final segments and what happened before. Undoing the events from the last to the first gives the
-segments and live blocks of the beginning; the stretches between live blocks were its free blocks, because free
-neighbours always merge.
+A snapshot holds the final segments and the events before. Undoing the events from the last to the first gives the
+segments and live blocks of the beginning; the stretches between live blocks were free blocks, because free neighbours
+always merge.
 
-Two things are not always recorded. Where the address space of an expandable segment begins: it is taken to begin at the
-lowest address that the file knows of it. And how large a block is that was live at the beginning and freed later: a
-block of the large pool keeps up to 1 MiB that it did not ask for (from max_split_size on, its whole segment):
-* the stretch that follows it is at most 1 MiB: it belongs to the block, as the large pool has no free blocks so small;
+Two things are not always recorded. Where the address space of an expandable segment begins: the lowest known address of
+the segment is used. And the size of a block that was live at the beginning and freed later: a block of the large pool
+keeps up to 1 MiB beyond its request (from max_split_size on, its whole segment):
+* the stretch after the block is at most 1 MiB: it belongs to the block, as no free block of the large pool is so small;
 * an allocation was made in that stretch while the block lived: it starts where the block ends;
-* otherwise the block is taken to end where its request does (`ambiguous` counts these).
+* otherwise the block is assumed to end where its request does (`ambiguous` counts these).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from memprof.trace.columns import (
 )
 from memprof.trace.snapshot import BlockState, PoolId, SnapshotSegment
 
-OTHER_STREAM = -1  # which stream a late free waited for is not recorded
+OTHER_STREAM = -1  # the stream that a late free waited for is not recorded
 
 
 def completes_at_once(events: EventColumns, index: int) -> bool:
-    """Return whether the free that the event at `index` asks for is done at once: no other stream held it up."""
+    """Return whether the free requested by the event at `index` completes at once: no other stream delayed it."""
     after = index + 1
     if after == len(events) or events.actions[after] != FREE_COMPLETED:
         return False
@@ -51,13 +51,13 @@ class LiveBlock:
 
     address: int
     requested: int
-    size: int | None  # None if no record gives it
+    size: int | None  # None if the recording does not determine it
     pending: bool  # its free had been requested, and waited for other streams
 
 
 @dataclass(slots=True)
 class Range:
-    """Memory that was there: a segment, or a mapped run of an expandable one."""
+    """A range of mapped memory: a segment, or a mapped run of an expandable one."""
 
     address: int
     size: int
@@ -68,25 +68,25 @@ class Range:
 
     @property
     def end(self) -> int:
-        """Return the first address behind it."""
+        """Return the first address after the range."""
         return self.address + self.size
 
     @classmethod
     def of(cls, found: SnapshotSegment) -> Range:
-        """Return where `found` lies."""
+        """Return the range of a segment of a snapshot."""
         return cls(found.address, found.size, found.stream, found.is_small, found.pool_id, found.expandable)
 
 
 @dataclass(slots=True)
 class State:
-    """The beginning of a recording."""
+    """The allocator's state at the beginning of a recording."""
 
     ranges: list[Range] = field(default_factory=list)
     live: dict[int, LiveBlock] = field(default_factory=dict)
-    ambiguous: int = 0  # blocks whose end no record gives
-    # Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted.
+    ambiguous: int = 0  # blocks of unknown size
+    # Addresses known to be in an expandable segment, by its stream and whether it is of the small pool; sorted.
     spaces: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
-    contradictions: list[str] = field(default_factory=list)  # if any, the trace is not whole
+    contradictions: list[str] = field(default_factory=list)  # if any, the trace is incomplete
 
 
 def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig) -> State:
@@ -100,9 +100,9 @@ def state_before(segments: list[SnapshotSegment], events: EventColumns, config: 
                 pending = block.state is BlockState.PENDING_FREE
                 requested = block.size if block.requested is None else block.requested
                 final.append(LiveBlock(block.address, requested, block.size, pending))
-    # By address: the event that ended the block's life, or the place from the end in `final`, which is below 0.
+    # By address: the event that ended the block's life, or a negative index in `final`.
     live = {block.address: place for place, block in enumerate(final, -len(final))}
-    # Addresses of blocks whose free completes, and has not been requested yet.
+    # Addresses of blocks whose free completes later, but is not requested yet.
     waiting = {block.address for block in final if block.pending}
     actions, addresses = events.actions, events.addresses
     for index in range(len(events) - 1, -1, -1):
@@ -128,11 +128,11 @@ def state_before(segments: list[SnapshotSegment], events: EventColumns, config: 
     state.ranges = ranges.sorted()
     for address, place in live.items():
         if place < 0:
-            block_then = final[place]
-            block_then.pending = address in waiting
+            initial_block = final[place]
+            initial_block.pending = address in waiting
         else:
-            block_then = LiveBlock(address, events.sizes[place], None, pending=address in waiting)
-        state.live[address] = block_then
+            initial_block = LiveBlock(address, events.sizes[place], None, pending=address in waiting)
+        state.live[address] = initial_block
     for index in events.places(SEGMENT_MAP, SEGMENT_UNMAP):
         key = events.streams[index], ranges.is_small(events.sizes[index])
         state.spaces.setdefault(key, []).append(addresses[index])
@@ -141,12 +141,12 @@ def state_before(segments: list[SnapshotSegment], events: EventColumns, config: 
             state.spaces.setdefault((run.stream, run.is_small), []).append(run.address)
     for known in state.spaces.values():
         known.sort()
-    _measure(state, events, config)
+    _set_block_sizes(state, events, config)
     return state
 
 
 class Ranges:
-    """The mapped ranges while events are undone."""
+    """The mapped ranges, from which events are undone one by one."""
 
     def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
         self.large_segment = config.large_segment_size
@@ -156,7 +156,7 @@ class Ranges:
             self._add(Range.of(segment))
 
     def sorted(self) -> list[Range]:
-        """Return all of them by address."""
+        """Return all ranges by address."""
         return [self.by_address[address] for address in sorted(self.by_address)]
 
     def is_small(self, mapped: int) -> bool:
@@ -164,7 +164,7 @@ class Ranges:
         return mapped % self.large_segment != 0
 
     def undo(self, events: EventColumns, index: int) -> str | None:
-        """Return what is wrong with the event at `index`, or None."""
+        """Undo the event at `index`; return a problem of the event, or None."""
         action, address, size = events.actions[index], events.addresses[index], events.sizes[index]
         if action == SEGMENT_ALLOC:
             found = self.by_address.get(address)
@@ -172,7 +172,7 @@ class Ranges:
                 return f"takes a segment at {address:#x} that is not there afterwards"
             self._remove(found)
         elif action == SEGMENT_MAP:
-            found = self._at(address)
+            found = self._find_range(address)
             if found is None or not found.expandable or found.end < address + size:
                 return f"maps memory at {address:#x} that is not there afterwards"
             self._remove(found)
@@ -182,7 +182,11 @@ class Ranges:
                 self._add(replace(found, address=address + size, size=found.end - address - size))
         elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
             at = bisect_left(self.order, address)
-            if self._at(address) is not None or (at < len(self.order) and self.order[at] < address + size) or not size:
+            if (
+                self._find_range(address) is not None
+                or (at < len(self.order) and self.order[at] < address + size)
+                or not size
+            ):
                 return f"gives memory at {address:#x} back that is still there afterwards"
             expandable = action == SEGMENT_UNMAP
             # Every segment of the small pool has this size, and none of the large pool.
@@ -190,12 +194,12 @@ class Ranges:
             pool_id = events.pool_ids[events.pools[index]]
             run = Range(address, size, events.streams[index], small, pool_id, expandable)
             if expandable:
-                run = self._joined(run)
+                run = self._merge_adjacent(run)
             self._add(run)
         return None
 
-    def _joined(self, run: Range) -> Range:
-        """Return the expandable `run` with the mapped runs that touch it, which are taken out."""
+    def _merge_adjacent(self, run: Range) -> Range:
+        """Return the expandable `run` merged with the adjacent mapped runs, which are removed."""
         at = bisect_left(self.order, run.address)
         touching = [self.by_address[address] for address in self.order[max(at - 1, 0) : at + 1]]
         for other in touching:
@@ -205,8 +209,8 @@ class Ranges:
                 self._remove(other)
         return run
 
-    def _at(self, address: int) -> Range | None:
-        """Return the range that `address` lies in."""
+    def _find_range(self, address: int) -> Range | None:
+        """Return the range that contains `address`."""
         at = bisect_right(self.order, address) - 1
         found = self.by_address[self.order[at]] if at >= 0 else None
         return found if found is not None and address < found.end else None
@@ -220,8 +224,8 @@ class Ranges:
         del self.order[bisect_left(self.order, run.address)]
 
 
-def _measure(state: State, events: EventColumns, config: AllocatorConfig) -> None:
-    """Find the size of every live block that no record gives."""
+def _set_block_sizes(state: State, events: EventColumns, config: AllocatorConfig) -> None:
+    """Set the size of every live block for which the recording has none."""
     addresses = sorted(state.live)
     starts = [run.address for run in state.ranges]
     open_ends: list[tuple[int, int, LiveBlock]] = []  # (first possible end, last possible end, block)
@@ -249,11 +253,11 @@ def _measure(state: State, events: EventColumns, config: AllocatorConfig) -> Non
             block.size += gap
         else:
             open_ends.append((address + block.size, limit, block))
-    _measure_by_neighbours(state, events, open_ends)
+    _set_sizes_by_neighbours(state, events, open_ends)
 
 
-def _measure_by_neighbours(state: State, events: EventColumns, open_ends: list[tuple[int, int, LiveBlock]]) -> None:
-    """Blocks followed by more than 1 MiB: the first allocation there shows where they end."""
+def _set_sizes_by_neighbours(state: State, events: EventColumns, open_ends: list[tuple[int, int, LiveBlock]]) -> None:
+    """Set the sizes of blocks followed by more than 1 MiB: the first allocation there shows where the block ends."""
     firsts = [first for first, _, _ in open_ends]
     waiting = {block.address: block for _, _, block in open_ends}
     for action, address in zip(events.actions, events.addresses, strict=True):
@@ -276,7 +280,7 @@ def _measure_by_neighbours(state: State, events: EventColumns, open_ends: list[t
 
 
 def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
-    """Put `allocator`, which is fresh and keeps no counts, into `state`; return its live blocks by address."""
+    """Set a fresh `allocator`, without counters, to `state`; return its live blocks by address."""
     live = sorted(state.live)
     found: dict[int, Block] = {}
     previous: tuple[Range, Block] | None = None
@@ -315,15 +319,15 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
 def _restore_run(
     store: Segments, owner: StreamPool, run: Range, state: State, previous: tuple[Range, Block] | None
 ) -> tuple[Block, Block]:
-    """Return the block of the mapped `run`, in no list, and the unmapped block behind it.
+    """Return the block of the mapped `run`, in no list, and the unmapped block after it.
 
-    Runs of one pool and stream that follow each other are taken to lie in one reservation.
+    Successive runs of one pool and stream are assumed to share one reservation.
     """
-    if previous is not None and _same_space(previous[0], run):
+    if previous is not None and _is_same_space(previous[0], run):
         before = previous[1]
         owner.remove_unmapped(before)
     else:
-        base = _base(run, state)
+        base = _find_base(run, state)
         unit = store.unit(owner)
         before = store.adopt(owner, base, -(-store.address_space // unit) * unit, expandable=True)
     block = before
@@ -335,9 +339,9 @@ def _restore_run(
     return block, tail
 
 
-def _base(run: Range, state: State) -> int:
-    """Return the lowest address known of the reservation of `run`: nothing else lies between."""
-    others = [other.address for other in state.ranges if not (other.expandable and _same_space(other, run))]
+def _find_base(run: Range, state: State) -> int:
+    """Return the lowest known address of the reservation of `run`, with nothing of other segments between."""
+    others = [other.address for other in state.ranges if not (other.expandable and _is_same_space(other, run))]
     for key, known in state.spaces.items():
         if key != (run.stream, run.is_small):
             others += known
@@ -345,5 +349,5 @@ def _base(run: Range, state: State) -> int:
     return min(address for address in state.spaces[run.stream, run.is_small] if barrier < address <= run.address)
 
 
-def _same_space(before: Range, run: Range) -> bool:
+def _is_same_space(before: Range, run: Range) -> bool:
     return (before.stream, before.is_small, before.pool_id) == (run.stream, run.is_small, run.pool_id)

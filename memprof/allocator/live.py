@@ -1,4 +1,4 @@
-"""The allocator of a run that is still going on: what a program is told that asks for its memory statistics."""
+"""The allocator of a run in progress, for a program that reads its memory statistics."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from memprof.allocator.replay import GpuMemory, TraceReplay
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
-# What `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp sets to zero, beside `.allocated` and `.freed`.
+# Counters that `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp resets besides `.allocated` and `.freed`.
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 
 class LiveAllocator:
-    """Follows a trace that grows, and only when asked: each question replays what happened since the last one."""
+    """Follows a growing trace on demand: each query replays the events since the last one."""
 
     def __init__(
         self, trace: Trace, gpu: GpuMemory, config: AllocatorConfig | None = None, release: Release = LATEST
     ) -> None:
-        self._room = 0  # what can certainly still be reserved
+        self._min_room = 0  # bytes that can certainly still be reserved
         self._large_segment = (config or AllocatorConfig()).large_segment_size
         self._trace = trace
         self._gpu = gpu
         self._release = release
         self._replay = TraceReplay(trace, gpu, config, release)
-        self._before: dict[str, int] = {}  # accumulated counters at their last reset
+        self._reset_values: dict[str, int] = {}  # accumulated counters at their last reset
 
     def refusal(self) -> str | None:
         """Return the text of torch.OutOfMemoryError if the GPU refuses the last event's request; None if it is served.
 
-        The allocator goes on as torch's does: its cache was released, and nothing was handed out. The caller notes
-        the storage in `Trace.refused`.
+        The allocator continues as torch's does: its cache was released, and nothing was allocated. The caller adds the
+        storage to `Trace.refused`.
         """
         replay, trace = self._replay, self._trace
         last = len(trace.events) - 1
         ref = trace.events[last].ref
         num_bytes = trace.storages[ref].num_bytes
-        self._room -= self._largest_segment(num_bytes)
-        if self._room >= 0:
+        self._min_room -= self._max_segment_size(num_bytes)
+        if self._min_room >= 0:
             return None
         replay.advance(last, writes=False)
         replay.event = last + 1
@@ -48,21 +48,21 @@ class LiveAllocator:
             return error.report.of_process(self._gpu.context_bytes).message(self._release)
         usable, allowed = self._gpu.usable_bytes, replay.allocator.allowed_bytes
         limit = usable if allowed is None else min(allowed, usable)
-        self._room = limit - replay.allocator.counters.reserved_bytes
+        self._min_room = limit - replay.allocator.counters.reserved_bytes
         return None
 
-    def _largest_segment(self, num_bytes: int) -> int:
-        """No request makes the allocator reserve more than this: so long as there is room for all of them, none is
-        refused, and none need be replayed to know it. Small blocks come from 2 MiB; others from a segment of their own
-        or of `large_segment_size`, and `roundup_power2_divisions` at most doubles them."""
+    def _max_segment_size(self, num_bytes: int) -> int:
+        """Return the most bytes that a request makes the allocator reserve. As long as there is room for all requests,
+        none fails, and none must be replayed. Small blocks come from 2 MiB; others from a segment of their own or of
+        `large_segment_size`, and `roundup_power2_divisions` at most doubles them."""
         if num_bytes <= SMALL_SIZE // 2:
             return SMALL_BUFFER
         return 2 * num_bytes + self._large_segment + SMALL_BUFFER
 
     def stats(self) -> dict[str, int]:
-        """Return torch.cuda.memory_stats() as of now."""
-        now = self._now()
-        return {name: value - self._before.get(name, 0) for name, value in now.items()}
+        """Return the current torch.cuda.memory_stats()."""
+        now = self._current_stats()
+        return {name: value - self._reset_values.get(name, 0) for name, value in now.items()}
 
     def reset_peak(self) -> None:
         """Reset the peaks (torch.cuda.reset_peak_memory_stats())."""
@@ -71,9 +71,11 @@ class LiveAllocator:
 
     def reset_accumulated(self) -> None:
         """Reset the totals (torch.cuda.reset_accumulated_memory_stats())."""
-        now = self._now()
-        self._before = {name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS}
+        now = self._current_stats()
+        self._reset_values = {
+            name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS
+        }
 
-    def _now(self) -> dict[str, int]:
+    def _current_stats(self) -> dict[str, int]:
         self._replay.advance(writes=False)
         return self._replay.allocator.stats()

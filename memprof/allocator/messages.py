@@ -1,4 +1,4 @@
-"""The error that ends a run: the text that each torch release prints, and its figures.
+"""The error that ends a run: the message of each torch release, and its figures.
 
 Source: `malloc` of c10/cuda/CUDACachingAllocator.cpp, and the strings of the official wheels.
 """
@@ -11,11 +11,11 @@ from memprof.allocator.releases import LATEST, Release
 from memprof.errors import MemprofError
 from memprof.units import GIB, KIB, MIB
 
-ONE_EXABYTE = 1 << 60  # requests of at least this size are refused outright (`allocate` in CUDACachingAllocator.cpp)
+ONE_EXABYTE = 1 << 60  # requests of at least this size fail at once (`allocate` in CUDACachingAllocator.cpp)
 
 
 def format_size(num_bytes: int) -> str:
-    """Return a size as torch prints it: two decimals, and a unit that goes on to its next at more than 1,024."""
+    """Return a size as torch prints it: two decimals, and the next unit above 1,024."""
     if num_bytes <= KIB:
         return f"{num_bytes} bytes"
     if num_bytes <= MIB:
@@ -29,11 +29,11 @@ def format_size(num_bytes: int) -> str:
 class OomReport:
     """The figures of an out-of-memory error, in bytes."""
 
-    requested_bytes: int  # what the program requested; the message does not show it
+    requested_bytes: int  # the program's request; not in the message
     tried_bytes: int  # the segment that the driver refused: the message's "Tried to allocate"
     total_bytes: int
     free_bytes: int
-    allocated_bytes: int  # blocks handed out, and free ones inside private pools
+    allocated_bytes: int  # allocated blocks, and free ones inside private pools
     reserved_bytes: int
     private_pool_bytes: int = 0
     allowed_bytes: int | None = None  # limit set by a memory fraction
@@ -41,11 +41,11 @@ class OomReport:
     device: int = 0
 
     def of_process(self, context_bytes: int) -> OomReport:
-        """Return the report with NVML's figure for the process: the CUDA context, and what is reserved."""
+        """Return the report with NVML's figure for the process: the CUDA context plus reserved memory."""
         return replace(self, process_bytes=self.reserved_bytes + context_bytes)
 
     def message(self, release: Release = LATEST) -> str:
-        """Return what torch.cuda.OutOfMemoryError says in `release`."""
+        """Return the message of torch.cuda.OutOfMemoryError in `release`."""
         allowed = "" if self.allowed_bytes is None else f"{format_size(self.allowed_bytes)} allowed; "
         if self.requested_bytes >= ONE_EXABYTE:
             return "CUDA out of memory. Tried to allocate more than 1EB memory."
@@ -73,7 +73,7 @@ class OomReport:
 
 
 class OutOfMemory(MemprofError):
-    """The allocator could not serve a request, as torch.cuda.OutOfMemoryError."""
+    """The allocator could not serve a request, like torch.cuda.OutOfMemoryError."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""The two size classes of the default or a private pool, and the layout of segments as a snapshot shows it."""
+"""The two size classes of the default or a private pool, and the layout of segments in the form of a snapshot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, BlockState, PoolId, SnapshotBlo
 
 
 class PrivatePool:
-    """`PrivatePool`; the default pool is one that never ends."""
+    """A pool of blocks (torch's `PrivatePool`); the default pool is one that is never released."""
 
     def __init__(self, pool_id: PoolId, statistics: Statistics) -> None:
         self.small = Pool(pool_id, is_small=True, counters=statistics.small_pool, total=statistics.all)
@@ -18,13 +18,13 @@ class PrivatePool:
 
 
 def pool_name(is_small: bool, pool_id: PoolId) -> str:
-    """`small` or `large`; of a private pool (CUDA graphs) with its number."""
+    """Return the name `small` or `large`; for a private pool (CUDA graphs) with the pool's number."""
     size = "small" if is_small else "large"
     return size if pool_id == DEFAULT_POOL else f"{size}, private {pool_id}"
 
 
 def layout_of(segments: Iterable[Segment]) -> list[SnapshotSegment]:
-    """Return all mapped runs of `segments` by address, as a snapshot has them."""
+    """Return all mapped runs of `segments` by address, in the form of a snapshot."""
     found: list[SnapshotSegment] = []
     for segment in segments:
         run: list[Block] = []
@@ -33,16 +33,17 @@ def layout_of(segments: Iterable[Segment]) -> list[SnapshotSegment]:
             if block.mapped:
                 run.append(block)
             if run and (not block.mapped or block.next is None):
-                found.append(_run_layout(segment, run))
+                found.append(_build_segment(segment, run))
                 run = []
             block = block.next
     return sorted(found)
 
 
-def _run_layout(segment: Segment, run: list[Block]) -> SnapshotSegment:
+def _build_segment(segment: Segment, run: list[Block]) -> SnapshotSegment:
     owner = run[0].owner
     blocks = [
-        SnapshotBlock(block.address, block.size, 0 if block.free else block.requested, _state(block)) for block in run
+        SnapshotBlock(block.address, block.size, 0 if block.free else block.requested, _block_state(block))
+        for block in run
     ]
     return SnapshotSegment(
         device=0,
@@ -56,7 +57,7 @@ def _run_layout(segment: Segment, run: list[Block]) -> SnapshotSegment:
     )
 
 
-def _state(block: Block) -> BlockState:
+def _block_state(block: Block) -> BlockState:
     if block.free:
         return BlockState.INACTIVE
     return BlockState.PENDING_FREE if block.events else BlockState.ALLOCATED

@@ -1,4 +1,4 @@
-"""Giving memory back to the driver: on request, when it refuses, and by garbage collection.
+"""Release of memory to the driver: on request, when the driver refuses, and by garbage collection.
 
 Source: `release_available_cached_blocks`, `release_cached_blocks` and `garbage_collect_cached_blocks` of
 c10/cuda/CUDACachingAllocator.cpp.
@@ -14,9 +14,9 @@ from memprof.allocator.segments import Segments
 
 
 def release_oversize(segments: Segments, owner: StreamPool, size: int) -> bool:
-    """Free oversize segments of this pool and stream that make room for `size`; return whether they do.
+    """Release oversize segments of this pool and stream to make room for `size`; return whether they suffice.
 
-    Only with a finite max_split_size. One that is large enough alone, else from the largest down.
+    Only with a finite max_split_size: one segment that is large enough, else several from the largest down.
     """
     limit = segments.max_split_size
     if limit == UNLIMITED:
@@ -40,7 +40,7 @@ def release_oversize(segments: Segments, owner: StreamPool, size: int) -> bool:
 
 
 def release_pool(segments: Segments, pool: Pool) -> None:
-    """`release_blocks`: free unsplit segments, unmap what expandable ones do not use."""
+    """Release unsplit free segments, and unmap the unused memory of expandable ones (`release_blocks`)."""
     expandable: list[Block] = []
     for block in pool.free_blocks():
         if block.segment.expandable:
@@ -52,7 +52,7 @@ def release_pool(segments: Segments, pool: Pool) -> None:
 
 
 def collect_garbage(segments: Segments, pool: Pool, threshold: int) -> None:
-    """Free old unsplit segments of `pool` once more than `threshold` bytes are held from the driver."""
+    """Release old unsplit segments of `pool` if more than `threshold` bytes are taken from the driver."""
     target = segments.total_bytes - threshold
     unsplit = [block for block in pool.free_blocks() if block.prev is None and block.next is None]
     ages = sum(pool.calls - block.gc_base for block in unsplit)
@@ -61,23 +61,23 @@ def collect_garbage(segments: Segments, pool: Pool, threshold: int) -> None:
     while reclaimed < target and freed and count > 0:
         mean = ages / count
         freed = False
-        kept: list[Block] = []
+        remaining: list[Block] = []
         for block in unsplit:
             age = pool.calls - block.gc_base
             if block.segment.expandable or age < mean:
-                kept.append(block)
+                remaining.append(block)
                 continue
             freed = True
             reclaimed += block.size
             ages -= age
             count -= 1
             segments.release(block)
-        unsplit = kept
+        unsplit = remaining
 
 
 def _fills_segment(block: Block) -> bool:
-    """Return whether the driver can take it back as it got it.
+    """Return whether the free block is a whole segment of cudaMalloc.
 
-    An oversize one always does, for it is never split; but a damaged recording may begin with what no allocator made.
+    An oversize block always is, as it is never split, except in a damaged recording.
     """
     return block.prev is None and block.next is None and not block.segment.expandable

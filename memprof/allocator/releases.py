@@ -1,7 +1,7 @@
 """Differences between torch releases: texts, limits of settings, life of the cuBLAS workspaces.
 
-The figures come from the sources and the strings of the official wheels 2.0.1 to 2.15.0; releases between two that
-were looked at are taken to agree with the earlier one unless a note says otherwise.
+The figures come from the sources and the strings of the official wheels 2.0.1 to 2.15.0. A release between two
+inspected ones is assumed to agree with the earlier one unless a note says otherwise.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from memprof.errors import UsageError
 
 OLDEST = (2, 0)
-NEWEST = (2, 15)  # the newest release that was looked at; later ones are taken to agree with it
+NEWEST = (2, 15)  # the newest inspected release; later ones are assumed to agree
 
 
-# Settings of the allocator that not all releases have, and the first that does.
-_SINCE = {
+# Settings of the allocator that not all releases have, and the first release with the setting.
+_FIRST_RELEASES = {
     "per_process_memory_fraction": (2, 10),
     "large_segment_size_mb": (2, 11),  # in the headers of 2.12.1, not in those of 2.10.0
     "throw_on_cudamalloc_oom": (2, 12),  # seen in 2.12.1
@@ -27,22 +27,22 @@ _SINCE = {
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The profile of one torch release (major, minor)."""
+    """One torch release (major, minor) and its differences."""
 
     version: tuple[int, int]
 
     def knows(self, setting: str) -> bool:
-        """Return whether it has this setting of the allocator."""
-        return self.version >= _SINCE.get(setting, OLDEST)
+        """Return whether the release has this setting of the allocator."""
+        return self.version >= _FIRST_RELEASES.get(setting, OLDEST)
 
     @property
     def has_expandable_segments(self) -> bool:
-        """Return whether it has `expandable_segments`, which came with 2.1."""
+        """Return whether the release has `expandable_segments`, which came with 2.1."""
         return self.version >= (2, 1)
 
     @property
     def has_unified_settings(self) -> bool:
-        """Settings shared by all accelerators (c10/core/AllocatorConfig.h), and PYTORCH_ALLOC_CONF.
+        """Return whether all accelerators share settings (c10/core/AllocatorConfig.h), with PYTORCH_ALLOC_CONF.
 
         The limits of max_split_size_mb and max_non_split_rounding_mb became inclusive, and `>` in
         roundup_power2_divisions begins above the last key instead of at it.
@@ -51,7 +51,7 @@ class Release:
 
     @property
     def capacity_phrase(self) -> str:
-        """Return how the out-of-memory message introduces the capacity; 2.1 has a letter too few."""
+        """Return the phrase before the capacity in the out-of-memory message; 2.1 has one letter less."""
         return "has a total capacty of" if self.version == (2, 1) else "has a total capacity of"
 
     @property
@@ -69,7 +69,7 @@ class Release:
 
 
 def release_for(version: str) -> Release:
-    """Return the profile of a version such as "2.6.0+cu124". Raises UsageError: it is no version, or older than 2.0."""
+    """Return the release of a version such as "2.6.0+cu124". Raises UsageError: not a version, or older than 2.0."""
     match = re.match(r"\s*v?(\d+)\.(\d+)", version)
     if match is None:
         raise UsageError("not a torch version", value=repr(version), hint="such as 2.6 or 2.13.0+cpu")

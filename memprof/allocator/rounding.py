@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from memprof.units import MIB
 
-MIN_BLOCK = 512  # kMinBlockSize: every block is a multiple of it
+MIN_BLOCK = 512  # kMinBlockSize: the size of every block is a multiple
 
-SMALL_SIZE = MIB  # kSmallSize: blocks up to it (inclusive) come from the small pool
+SMALL_SIZE = MIB  # kSmallSize: blocks up to this size (inclusive) come from the small pool
 
 SMALL_BUFFER = 2 * MIB  # kSmallBuffer: segment of the small pool, and mapping unit of its expandable segments
 
@@ -20,22 +20,22 @@ LARGE_SEGMENT = 20 * MIB  # kLargeBuffer, default of `large_segment_size_mb`: se
 
 MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: a block of at least this size gets a segment of its own size
 
-ROUND_LARGE = 2 * MIB  # kRoundLarge: such a segment is rounded up to a multiple of it
+ROUND_LARGE = 2 * MIB  # kRoundLarge: the size of such a segment is rounded up to a multiple
 
 DIVISION_ENTRIES = 16  # kRoundUpPowerOfTwoIntervals: octaves of `roundup_power2_divisions`, from 1 MiB up
 
-# Of what is reserved, unused: from here on a refusal is laid to fragmentation, if the request would fit into what is
-# unused and what the GPU has free. Capacities of 16 simulated runs were lowered step by step: where that was not
-# enough, expandable segments let none of 57 refused runs go on to its end; where it was, 7 of 61 with less than this
+# Share of reserved memory that is unused: from here on a failed allocation counts as fragmentation, if unused and free
+# device memory together would suffice. Capacities of 16 simulated runs were lowered step by step: where they did not
+# suffice, expandable segments let none of 57 failing runs complete; where they did, 7 of 61 runs with less than this
 # share, 28 of 122 with more.
 FRAGMENTED_SHARE = 0.1
 
 
 def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
-    """Return bytes of the block that a request of `num_bytes` is given.
+    """Return the bytes of the block for a request of `num_bytes`.
 
-    Requests of 0 bytes never reach the allocator and take nothing. `divisions` is `roundup_power2_divisions`, one entry
-    per octave from 1 MiB up; empty when the setting is off.
+    Requests of 0 bytes never reach the allocator. `divisions` is `roundup_power2_divisions`, one entry per octave from
+    1 MiB up; empty when the setting is off.
     """
     if divisions and num_bytes >= MIN_BLOCK:
         octave = num_bytes.bit_length() - 1
@@ -49,7 +49,7 @@ def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
 
 
 def segment_size(block_bytes: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Return bytes of the segment that is asked of the driver for a block of `block_bytes` (already rounded)."""
+    """Return the bytes of the segment that the allocator requests for a block of `block_bytes` (already rounded)."""
     if block_bytes <= SMALL_SIZE:
         return SMALL_BUFFER
     if block_bytes < MIN_LARGE_ALLOC:

@@ -1,4 +1,4 @@
-"""Segments: asked of the driver, released, and the expandable ones that grow and shrink.
+"""Segments: allocation from the driver, release, and growth and shrinking of expandable ones.
 
 Source: `alloc_block`, `release_block`, `map_block`, `unmap_block`, `find_expandable_block` and
 `try_allocate_expandable_block` of c10/cuda/CUDACachingAllocator.cpp.
@@ -21,13 +21,13 @@ class Segments:
     driver: Driver
     statistics: Statistics
     large_segment: int  # bytes of `large_segment_size_mb`, the mapping unit of the large pool
-    max_split_size: int  # from this size on a segment counts as oversize
-    address_space: int  # bytes of an expandable segment's reservation, before it is rounded up to whole units
-    total_bytes: int = 0  # total_allocated_memory: what the driver has given
+    max_split_size: int  # segments of at least this size count as oversize
+    address_space: int  # bytes of an expandable segment's reservation, not yet rounded to whole units
+    total_bytes: int = 0  # total_allocated_memory: bytes taken from the driver
     live: dict[int, Segment] = field(default_factory=dict)  # by address
 
     def allocate(self, owner: StreamPool, size: int) -> Block | None:
-        """Return one cudaMalloc of `size` bytes as one block that is not free; None when the driver refuses."""
+        """Return a cudaMalloc of `size` bytes as one block that is not free; None when the driver refuses."""
         address = self.driver.malloc(size)
         if address is None:
             return None
@@ -37,7 +37,7 @@ class Segments:
         return self.adopt(owner, address, size)
 
     def count(self, owner: StreamPool, num_bytes: int, segments: int) -> None:
-        """Count what the driver gave; below 0: what it got back."""
+        """Count bytes taken from the driver; negative: released to the driver."""
         self.total_bytes += num_bytes
         owner.counters.reserve(num_bytes, segments)
         owner.total.reserve(num_bytes, segments)
@@ -47,14 +47,14 @@ class Segments:
             self.statistics.num_device_free += 1
 
     def adopt(self, owner: StreamPool, address: int, size: int, *, expandable: bool = False) -> Block:
-        """Return a segment that is there, as one block in no list."""
+        """Return an existing segment as one block in no list."""
         segment = Segment(address, size, expandable=expandable, unit=self.unit(owner) if expandable else 0)
         block = segment.first = Block(address, size, owner, segment, None, None)
         self.live[address] = segment
         return block
 
     def release(self, block: Block) -> None:
-        """cudaFree of the segment that the free `block` fills."""
+        """Release the segment that the free `block` fills (cudaFree)."""
         owner, size = block.owner, block.size
         self.driver.free(block.address, size)
         if size >= self.max_split_size:
@@ -66,17 +66,17 @@ class Segments:
     # -- expandable segments ---------------------------------------------------------------------------------------
 
     def unit(self, owner: StreamPool) -> int:
-        """Return bytes that are mapped at a time."""
+        """Return the bytes that are mapped at a time."""
         return SMALL_BUFFER if owner.is_small else self.large_segment
 
     def grow(self, owner: StreamPool, size: int) -> Block | None:
-        """Return a block of at least `size` bytes, made by mapping memory; not free. None when the driver refuses.
+        """Return a block of at least `size` bytes from mapped memory, not free. None when the driver refuses.
 
-        What was mapped before the refusal stays, as free memory.
+        Memory mapped before the refusal stays, as free memory.
         """
-        block = self.find_room(owner, size) or self._reserve(owner)
+        block = self.find_room(owner, size) or self._reserve_segment(owner)
         if not block.mapped:
-            mapped = self._map(block, min(block.size, size))
+            mapped = self._map_memory(block, min(block.size, size))
             if mapped is None:
                 return None
             block = mapped
@@ -84,7 +84,7 @@ class Segments:
             following = block.next
             if following is None:
                 return None  # larger than the whole reservation
-            mapped = self._map(following, min(size - block.size, following.size))
+            mapped = self._map_memory(following, min(size - block.size, following.size))
             if mapped is None:
                 return None
             block = mapped
@@ -92,7 +92,7 @@ class Segments:
         return block
 
     def shrink(self, block: Block) -> None:
-        """Unmap the whole units inside the free `block`; its edges stay. Drop the segment when nothing is left."""
+        """Unmap the whole units inside the free `block`; its edges stay. Remove a segment without mapped memory."""
         segment, owner = block.segment, block.owner
         begin, end = whole_units(block)
         if begin >= end:
@@ -121,7 +121,7 @@ class Segments:
             self.driver.unreserve(segment.address, segment.size)
 
     def find_room(self, owner: StreamPool, size: int) -> Block | None:
-        """Return the first stretch of free and unmapped blocks that holds `size`, in address order."""
+        """Return the first stretch of free and unmapped blocks with room for `size`, in address order."""
         for address in owner.unmapped:
             block = owner.unmapped_blocks[address]
             if block.prev is not None and block.prev.free:
@@ -135,7 +135,7 @@ class Segments:
                 return block
         return None
 
-    def _reserve(self, owner: StreamPool) -> Block:
+    def _reserve_segment(self, owner: StreamPool) -> Block:
         """Return a new expandable segment: one block of address space without memory."""
         unit = self.unit(owner)
         space = -(-self.address_space // unit) * unit
@@ -143,8 +143,8 @@ class Segments:
         owner.insert_unmapped(block)
         return block
 
-    def _map(self, block: Block, size: int) -> Block | None:
-        """Put memory behind the first `size` bytes of the unmapped `block`; the free block that it became part of."""
+    def _map_memory(self, block: Block, size: int) -> Block | None:
+        """Map memory for the first `size` bytes of the unmapped `block`; return the merged free block."""
         owner = block.owner
         unit = block.segment.unit
         size = -(-size // unit) * unit
@@ -168,7 +168,7 @@ class Segments:
 
 
 def whole_units(block: Block) -> tuple[int, int]:
-    """Return begin and end of the whole mapping units inside a block; begin >= end if there is none."""
+    """Return begin and end of the whole mapping units inside a block; begin >= end if the block contains none."""
     base, unit = block.segment.address, block.segment.unit
     begin = base + -(-(block.address - base) // unit) * unit
     return begin, base + (block.address + block.size - base) // unit * unit

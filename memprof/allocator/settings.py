@@ -1,4 +1,4 @@
-"""Whose allocator a run is replayed by: the torch release, its settings, and where these came from."""
+"""The settings that a run is replayed with: the torch release, its allocator settings, and the source of these."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _PROGRAM = "the program"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Release and configuration of the allocator.
-    Raises UsageError: the configuration asks for another allocator (backend:cudaMallocAsync)."""
+    """Release and configuration of the allocator. Raises UsageError: the configuration selects another allocator
+    (backend:cudaMallocAsync)."""
 
-    torch: str | None = None  # version of torch; None: not known, the newest that memprof knows is taken
+    torch: str | None = None  # version of torch; None: unknown, the newest supported one is used
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
-    origin: str | None = None  # flag or environment variable that `config` came from; None: torch's defaults
+    origin: str | None = None  # flag or environment variable that set `config`; None: torch's defaults
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be replayed before the run, not after it."""
+        """Raise for settings that cannot be replayed, before the run."""
         CachingAllocator(None, self.config, self.release)
 
     @property
@@ -35,8 +35,8 @@ class Settings:
     def resolve(
         cls, alloc_conf: str | None, torch: str | None, *, flag: str = "--alloc-conf", environ: Mapping[str, str]
     ) -> Settings:
-        """Return what torch `torch` would take: `alloc_conf` if it is given, else the environment's.
-        Raises UsageError: torch would refuse the configuration."""
+        """Return the settings that torch `torch` would use: `alloc_conf` if not None, else the environment's. Raises
+        UsageError: torch would reject the configuration."""
         release = cls(torch).release
         if alloc_conf is not None:
             return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
@@ -44,12 +44,12 @@ class Settings:
 
     @property
     def facts(self) -> AllocatorFacts:
-        """Return what the trace keeps of them."""
+        """Return the settings in the form of the trace's facts."""
         return AllocatorFacts(self.torch, self.alloc_conf, self.origin)
 
     @classmethod
     def from_facts(cls, facts: AllocatorFacts | None) -> Settings:
-        """Return the reverse of `facts`; the newest release's defaults for a capture that does not say."""
+        """Return the settings of `facts`; the newest release's defaults for a capture without settings."""
         found = cls() if facts is None else cls(facts.torch)
         if facts is None or facts.alloc_conf is None:
             return found
@@ -62,8 +62,8 @@ class Settings:
         return self.config.text if self.origin is not None else None
 
     def changed(self, alloc_conf: str) -> Settings:
-        """Return the settings once the program has set `alloc_conf` itself: what it does not name has its default.
-        Raises UsageError: torch would refuse it."""
+        """Return the settings after the program has set `alloc_conf`: settings that the text does not name get
+        defaults. Raises UsageError: torch would reject the text."""
         return type(self)(self.torch, parse_config(alloc_conf, self.release, origin=_PROGRAM), _PROGRAM)
 
     def __str__(self) -> str:
@@ -74,15 +74,15 @@ class Settings:
 
 
 class CurrentSettings:
-    """The settings of a run that is going on, which its program may read and change."""
+    """The settings of a run in progress, which its program may read and change."""
 
     def __init__(self, settings: Settings) -> None:
         self.now = settings
 
     def get(self) -> str:
-        """Return the text that was set last, as torch does."""
+        """Return the last text that was set, as torch does."""
         return self.now.alloc_conf or ""
 
     def set(self, alloc_conf: str) -> None:
-        """Take settings as torch does. Raises UsageError: torch would refuse them."""
+        """Change the settings as torch does. Raises UsageError: torch would reject the text."""
         self.now = self.now.changed(alloc_conf)

@@ -1,8 +1,8 @@
-"""A recorded snapshot replayed: every allocation of the recording must come out at the address that it had.
+"""Replay of a recorded snapshot: every allocation must get the recorded address.
 
-The replay is fed what the program did (requests, frees, when frees completed, calls of empty_cache) and what the driver
-answered (addresses, refusals). Everything between is the allocator's own, so equal addresses and an equal final layout
-mean that it decided as torch did, every time.
+The replay receives the program's actions (requests, frees, the completion of frees, calls of empty_cache) and the
+driver's answers (addresses, refusals). The allocator decides the rest, so that equal addresses and an equal final
+layout mean the same decisions as torch's, every time.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from memprof.trace.snapshot import DEFAULT_POOL, Action, PoolId, Snapshot, Snaps
 
 MAX_READINGS = 64  # replays of one trace at most
 
-_ENDS = (Action.ALLOC, Action.OOM)
-_STOPS = frozenset(CODES[action] for action in (*_ENDS, Action.FREE_REQUESTED))
+_REQUEST_ENDS = (Action.ALLOC, Action.OOM)
+_STOPS = frozenset(CODES[action] for action in (*_REQUEST_ENDS, Action.FREE_REQUESTED))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
-    """The first point where the replay is not what was recorded."""
+    """The first point where the replay differs from the recording."""
 
     device: int
     event: int  # Index in the device's trace; its length for the final layout.
     problem: str
-    reason: str  # What in the file explains it; empty when nothing does: then the replay is wrong.
+    reason: str  # The cause in the file; empty if there is none: then the replay is wrong.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +58,32 @@ class SnapshotReplay:
     identical_addresses: int  # allocations before the first difference
     final_layout_identical: bool
     first_difference: ReplayDifference | None
-    config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)  # as far as the file says
+    config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)  # as far as the file records it
     start: State = field(repr=False, default_factory=State)  # segments and live blocks before the first event
-    block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))  # bytes of the first blocks
-    flushes: tuple[int, ...] = field(repr=False, default=())  # events before which the program called empty_cache
+    block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))  # in order of allocation
+    flushes: tuple[int, ...] = field(repr=False, default=())  # events right after a call of empty_cache
 
     @property
     def exact(self) -> bool:
-        """Return whether everything came out as recorded."""
+        """Return whether all addresses and the final layout are as recorded."""
         return self.final_layout_identical and self.identical_addresses == self.allocations
 
 
 def replay_snapshot(snapshot: Snapshot, total_bytes: int | None = None) -> list[SnapshotReplay]:
     """Replay each device of `snapshot`, by device. A replay ends at its first difference.
 
-    `total_bytes` is the GPU's memory, if it is known: no snapshot says it, and it decides how much address space an
-    expandable segment has. Raises UsageError: settings that torch would refuse, or of another allocator.
+    `total_bytes` is the GPU's memory, if known: snapshots do not contain it, and it decides how much address space an
+    expandable segment has. Raises UsageError: settings that torch would reject, or of another allocator.
     """
     return [_replay_device(snapshot, device, total_bytes) for device in snapshot.devices]
 
 
 def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> SnapshotReplay:
-    """The longest replay of one device. Where a recording can be read in two ways, the other is tried on a difference.
+    """Return the longest replay of one device. Where a recording is ambiguous, the other reading is tried on a
+    difference.
 
-    Memory that goes back just before a request may be a call of empty_cache, or the request's own doing; frees that
-    other streams held up may have been found done, or been waited for.
+    Memory that is released just before a request may be due to empty_cache, or to the request itself; delayed frees may
+    have been polled, or waited for.
     """
     choices: dict[int, bool] = {}
     best: SnapshotReplay | None = None
@@ -94,25 +95,25 @@ def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> 
         untried = [place for place in replay.choices if place not in choices]
         if found.exact or not untried:
             break
-        # Back to the last choice that can still be made otherwise; what was forced before it stays.
+        # Back to the last choice with an untried alternative; earlier forced choices stay.
         last = untried[-1]
-        choices = {place: own for place, own in choices.items() if place < last}
+        choices = {place: is_own for place, is_own in choices.items() if place < last}
         choices[last] = not replay.choices[last]
     assert best is not None
     return best
 
 
 class _Replay:
-    """One device's trace: what was recorded, the allocator, and what a loop over nearly all events needs at hand."""
+    """One device's trace: the recording, the allocator, and the state of the replay."""
 
     def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
         self.forced = forced
-        self.choices: dict[int, bool] = {}  # by event: whether it was taken to be the next request's own doing
+        self.choices: dict[int, bool] = {}  # by event: whether its driver events were assigned to the next request
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
         trace = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
         self.end = len(trace)
-        # Snapshots and annotations change nothing; their places in the trace are kept for messages.
+        # Snapshots and annotations change nothing; `places` has the trace's indices, for messages.
         self.events, self.places = trace.without(SNAPSHOT, ANNOTATE)
         config = config_from_settings(snapshot.settings)
         self.state: State = state_before(self.final, self.events, config)
@@ -168,7 +169,7 @@ class _Replay:
 
     def replay_plain_requests(self, index: int) -> int:
         """Replay requests of the default pool and frees that complete at once, nearly all of a recording, from `index`
-        on; return the first event that is neither, or that after the first difference."""
+        on. Return the index of the first other event, or of the event after the first difference."""
         events, driver, live, sizes = self.events, self.driver, self.live, self.sizes
         actions, addresses, requested, streams = events.actions, events.addresses, events.sizes, events.streams
         malloc, free, count = self.allocator.malloc, self.allocator.free, len(events)
@@ -206,20 +207,20 @@ class _Replay:
         return index
 
     def replay_driver_events(self, start: int) -> int:
-        """Return where events from `start` that neither request nor free end: the next request's own doing, or done
-        before it."""
+        """Replay the driver's events from `start`, either as part of the next request or as done before it. Return the
+        index of the next event."""
         end, actions = start, self.events.actions
         while end < len(actions) and actions[end] not in _STOPS:
             end += 1
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
-        own = last is not None and last.action in _ENDS and self.belongs_to_request(window, last)
-        if last is not None and last.action in _ENDS and any(event.action not in TAKES for event in window):
-            own = self.choices[start] = self.forced.get(start, own)
-        if own:
+        is_own = last is not None and last.action in _REQUEST_ENDS and self.is_from_request(window, last)
+        if last is not None and last.action in _REQUEST_ENDS and any(event.action not in TAKES for event in window):
+            is_own = self.choices[start] = self.forced.get(start, is_own)
+        if is_own:
             self.request(start, end)
             return end + 1
-        # Done before the request; what is taken from the driver after it may still be the request's own.
+        # Done before the request; segments taken afterwards may still belong to the request.
         taken = next((at for at in range(start, end) if self.events[at].action in TAKES), end)
         if taken > start:
             end = taken
@@ -228,38 +229,38 @@ class _Replay:
             if event.action is Action.FREE_COMPLETED:
                 self.complete(event.address)
             elif event.action in RETURNS and self.driver.at <= start:
-                # Nothing but empty_cache gives segments back outside a request.
+                # Outside a request, only empty_cache releases segments.
                 self.allocator.empty_cache()
                 self.flushes.append(self.places[start])
         self.check_driver(start, end)
         return end
 
-    def belongs_to_request(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
-        """Return whether the request `last` did what is in `window`: it found no free block, and asked the driver."""
+    def is_from_request(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
+        """Return whether the request `last` caused the events in `window`: no free block served the request."""
         actions = {event.action for event in window}
-        if last.action is Action.ALLOC and not actions & {*TAKES} and not self.kept_edge(window, last):
+        if last.action is Action.ALLOC and not actions & {*TAKES} and not self.has_kept_edge(window, last):
             return False
         size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
         if not self.allocator.needs_driver(size, last.stream, self.pool_of(last)):
             return False
         returned = [event.address for event in window if event.action in RETURNS]
         if not returned:
-            # Frees of other streams are found done when the request begins, unless it had to wait for them.
+            # A request polls the frees of other streams at its begin, unless it had to wait for them.
             return Action.FREE_COMPLETED not in actions or last.action is Action.OOM
         # A request that is refused releases as empty_cache does, but oversize segments before all others.
-        oversize = self.oversize(size, last)
-        return oversize is None or returned[0] == oversize
+        find_oversize_segment = self.find_oversize_segment(size, last)
+        return find_oversize_segment is None or returned[0] == find_oversize_segment
 
-    def kept_edge(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
-        """Return whether `last` got what precedes memory that `window` unmaps: a failed allocation looks there."""
+    def has_kept_edge(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
+        """Return whether `last` got the memory before an unmapped part in `window`: a failed allocation looks there."""
         unmapped = {event.address for event in window if event.action is Action.SEGMENT_UNMAP}
         home = self.allocator.pools[self.pool_of(last)]
         owners = [sized.streams[last.stream] for sized in (home.small, home.large) if last.stream in sized.streams]
         free = (block for owner in owners for block in owner.blocks.values() if block.segment.expandable)
         return any(block.address == last.address and whole_units(block)[0] in unmapped for block in free)
 
-    def oversize(self, size: int, last: SnapshotEvent) -> int | None:
-        """Address of the segment that a failed allocation would release first because of max_split_size, if any."""
+    def find_oversize_segment(self, size: int, last: SnapshotEvent) -> int | None:
+        """Return the address of the oversize segment that a failed allocation would release first, or None."""
         limit = self.allocator.max_split_size
         home = self.allocator.pools[self.pool_of(last)]
         owner = (home.small if size <= SMALL_SIZE else home.large).of_stream(last.stream)
@@ -271,7 +272,7 @@ class _Replay:
         return large[-1].address if large else None
 
     def request(self, start: int, index: int) -> None:
-        """The allocation or refusal at `index`, which did what is recorded from `start` on."""
+        """Replay the request at `index`, which caused the events from `start` on."""
         event = self.events[index]
         self.driver.at = start
         self.driver.stream = event.stream
@@ -283,7 +284,7 @@ class _Replay:
         self.check_answer(index, block, completed)
 
     def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
-        """Compare what the allocator answered to the request at `index`, and the frees that completed meanwhile."""
+        """Compare the allocator's answer to the request at `index`, and the frees that completed during the request."""
         event = self.events[index]
         self.check_driver(index, index)
         for address in completed:
@@ -301,11 +302,11 @@ class _Replay:
 
     def complete(self, address: int) -> None:
         block = self.pending.pop(address, None)
-        if block is not None and block.events:  # else a wait within the allocator has found it done
+        if block is not None and block.events:  # else a wait within the allocator has completed it
             self.allocator.pending.complete(block)
 
     def free(self, index: int) -> int:
-        """Free what the event at `index` does; return how many of the events after it belong to it."""
+        """Free the block of the event at `index`; return the number of later events that belong to this free."""
         address = self.events.addresses[index]
         block = self.live.pop(address, None)
         if block is None:
@@ -319,7 +320,7 @@ class _Replay:
         return int(at_once)
 
     def check_driver(self, index: int, end: int) -> None:
-        """Compare the driver's requests with those recorded before `end`; `index` is where a difference is reported."""
+        """Compare the driver's requests with those recorded before `end`; a difference is reported at `index`."""
         left = self.driver.next()
         if left is not None and self.driver.at < end:
             self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
@@ -330,7 +331,7 @@ class _Replay:
         if event.pool_id != DEFAULT_POOL:
             self.allocator.create_pool(event.pool_id)
             return event.pool_id
-        for segment in self.private.values():  # before 2.9 events do not name their pool
+        for segment in self.private.values():  # before 2.9, events have no pool id
             if segment.address <= event.address < segment.address + segment.size:
                 return segment.pool_id
         return DEFAULT_POOL
@@ -341,7 +342,7 @@ class _Replay:
             self.first = ReplayDifference(self.device, place, problem, self.reason())
 
     def reason(self) -> str:
-        """Return what in the file explains a difference."""
+        """Return the cause of a difference in the file; empty if there is none."""
         if self.state.contradictions:
             return f"the trace is not whole: {self.state.contradictions[0]}"
         if self.state.ambiguous:

@@ -1,8 +1,8 @@
 """The counters behind `torch.cuda.memory_stats()`, under torch's own names.
 
 Source: `DeviceStats` of c10/core/CachingDeviceAllocator.h and the places that update it in
-c10/cuda/CUDACachingAllocator.cpp. Every counter has a current value, a peak (the largest value seen when it rose) and
-what was ever added and taken away.
+c10/cuda/CUDACachingAllocator.cpp. Every counter has a current value, a peak (the largest value after a rise), and the
+totals ever added and removed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Counters:
     allocation_peak: int = 0
     allocated_bytes: int = 0
     allocated_bytes_peak: int = 0
-    mallocs: int = 0  # what was ever handed out: of a size class, as are the next two
+    mallocs: int = 0  # all allocations so far: only per size class, as are the next two
     mallocs_bytes: int = 0
     mallocs_requested: int = 0
-    waiting: int = 0  # freed by the program, and in use by other streams: what is active beside what is handed out
+    waiting: int = 0  # blocks freed by the program and in use by other streams: active, but not allocated
     waiting_bytes: int = 0
-    noted_active: int = 0  # the most that were active when something waited; else it is the most of `allocation`
+    noted_active: int = 0  # the most active blocks while some waited; without waiting, the peak is that of `allocation`
     noted_active_bytes: int = 0
     requested_bytes: int = 0
     requested_bytes_peak: int = 0
@@ -42,7 +42,7 @@ class Counters:
 
     @property
     def active(self) -> int:
-        """Return the number of blocks that are in use, by the program or by a stream."""
+        """Return the number of blocks in use, by the program or by a stream."""
         return self.allocation + self.waiting
 
     @property
@@ -52,26 +52,26 @@ class Counters:
 
     @property
     def active_peak(self) -> int:
-        """Return the most at once."""
+        """Return the peak number of active blocks."""
         return max(self.allocation_peak, self.noted_active)
 
     @property
     def active_bytes_peak(self) -> int:
-        """Return the most bytes at once."""
+        """Return the peak bytes of active blocks."""
         return max(self.allocated_bytes_peak, self.noted_active_bytes)
 
     def wait(self, count: int, num_bytes: int) -> None:
-        """Blocks begin to wait for other streams (positive), or are done with it."""
+        """Count blocks that begin to wait for other streams (positive), or stop waiting (negative)."""
         self.waiting += count
         self.waiting_bytes += num_bytes
 
     def note_active(self) -> None:
-        """Note the peak of active blocks: one was handed out while others waited."""
+        """Update the peak of active blocks, after an allocation while others waited."""
         self.noted_active = max(self.noted_active, self.active)
         self.noted_active_bytes = max(self.noted_active_bytes, self.active_bytes)
 
     def reserve(self, num_bytes: int, segments: int) -> None:
-        """Count bytes from the driver, with a segment or (0) mapped into one; below 0: released to it."""
+        """Count bytes from the driver, with a new segment or (0) mapped into one; negative: released to the driver."""
         self.reserved_bytes += num_bytes
         self.reserved_bytes_added += max(num_bytes, 0)
         self.reserved_bytes_peak = max(self.reserved_bytes_peak, self.reserved_bytes)
@@ -80,7 +80,7 @@ class Counters:
         self.segment_peak = max(self.segment_peak, self.segment)
 
     def change_inactive_split(self, count: int, num_bytes: int) -> None:
-        """Free pieces of segments that are partly in use: more (positive) or fewer."""
+        """Count free pieces of segments that are partly in use: more (positive) or fewer."""
         self.inactive_split += count
         if count > 0:
             self.inactive_split_added += count
@@ -91,15 +91,15 @@ class Counters:
             self.inactive_split_bytes_peak = max(self.inactive_split_bytes_peak, self.inactive_split_bytes)
 
     def reset_peak(self) -> None:
-        """Reset every peak to what there is now."""
-        for name in _ADDED:
+        """Reset every peak to the current value."""
+        for name in _ADDITIONS:
             if not name.startswith("active"):
                 setattr(self, f"{name}_peak", getattr(self, name))
         self.noted_active, self.noted_active_bytes = self.active, self.active_bytes
 
 
-# torch's counters, and what counts all that was ever added to each.
-_ADDED = {
+# torch's counters, and the counter of all additions to each.
+_ADDITIONS = {
     "allocation": "mallocs",
     "segment": "segment_added",
     "active": "mallocs",
@@ -114,14 +114,14 @@ _ADDED = {
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """A count: now, the most at once, and all that there ever were."""
+    """A counter: current value, peak, and all additions."""
 
     current: int = 0
     peak: int = 0
     added: int = 0
 
     def add(self) -> None:
-        """One more."""
+        """Count one more."""
         self.current += 1
         self.added += 1
         self.peak = max(self.peak, self.current)
@@ -140,35 +140,35 @@ class Statistics:
     num_oom_rejections: int = 0
     num_ooms: int = 0
     num_sync_all_streams: int = 0
-    oversize_allocations: Gauge = field(default_factory=Gauge)  # blocks of at least max_split_size that are handed out
-    oversize_segments: Gauge = field(default_factory=Gauge)  # segments of that size that came from the driver
+    oversize_allocations: Gauge = field(default_factory=Gauge)  # allocated blocks of at least max_split_size
+    oversize_segments: Gauge = field(default_factory=Gauge)  # segments of that size, from the driver
 
     def reset_peak(self) -> None:
-        """`resetPeakStats`: every peak is what there is now."""
+        """Reset every peak to the current value (`resetPeakStats`)."""
         for counters in (self.all, self.large_pool, self.small_pool):
             counters.reset_peak()
         for tally in (self.oversize_allocations, self.oversize_segments):
             tally.peak = tally.current
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
-        """Return the flat dictionary of `torch.cuda.memory_stats()`, its keys sorted; `max_split_size` in bytes, -1:
+        """Return the flat dictionary of `torch.cuda.memory_stats()`, sorted by key; `max_split_size` in bytes, -1:
         unlimited."""
         found: dict[str, int] = {}
         for added in ("mallocs", "mallocs_bytes", "mallocs_requested"):
             setattr(self.all, added, getattr(self.large_pool, added) + getattr(self.small_pool, added))
         for pool, counters in (("all", self.all), ("large_pool", self.large_pool), ("small_pool", self.small_pool)):
-            for name, added in _ADDED.items():
+            for name, added in _ADDITIONS.items():
                 values = (getattr(counters, attribute) for attribute in (name, f"{name}_peak", added))
-                found.update(_four(f"{name}.{pool}", *values))
+                found.update(_stat_fields(f"{name}.{pool}", *values))
         for name in ("oversize_allocations", "oversize_segments"):
             tally: Gauge = getattr(self, name)
-            found.update(_four(name, tally.current, tally.peak, tally.added))
+            found.update(_stat_fields(name, tally.current, tally.peak, tally.added))
         found |= {name: getattr(self, name) for name in self.__slots__ if name.startswith("num_")}
         found["max_split_size"] = max_split_size
         return dict(sorted(found.items()))
 
 
-def _four(name: str, current: int, peak: int, added: int) -> dict[str, int]:
+def _stat_fields(name: str, current: int, peak: int, added: int) -> dict[str, int]:
     return {
         f"{name}.current": current,
         f"{name}.peak": peak,

@@ -14,33 +14,33 @@ from memprof.allocator.blocks import Block
 
 
 class Completion(enum.StrEnum):
-    """The rule by which other streams' work (record_stream) completes: no allocator can know, so it is a parameter."""
+    """The rule by which other streams' work (record_stream) completes, which a replay cannot know."""
 
-    IMMEDIATE = "immediate"  # before the next malloc looks: the most reuse that is possible
-    ORDERED = "ordered"  # once the host or another stream has been made to wait for it, or a phase of the run has ended
-    AT_SYNC = "at sync"  # only when the host, or the allocator itself, has waited for it: the least
+    IMMEDIATE = "immediate"  # before the next malloc polls: the most reuse
+    ORDERED = "ordered"  # once the host or another stream has waited for the work, or a phase of the run has ended
+    AT_SYNC = "at sync"  # only when the host, or the allocator itself, has waited: the least reuse
 
 
 class _Marker(NamedTuple):
-    """An event on a stream, behind the last use of a freed block."""
+    """An event on a stream, after the last use of a freed block."""
 
     time: int
     block: Block
 
 
 class PendingFrees:
-    """One queue of events per stream, as `cuda_events`; `release` makes a block free once its last event is done."""
+    """One queue of events per stream, as `cuda_events`; `release` frees a block once its last event is done."""
 
     def __init__(self, release: Callable[[Block], None], completion: Completion) -> None:
         self.release = release
         self.completion = completion
         self.queues: dict[int, deque[_Marker]] = {}
         self.completed_before: dict[int, int] = {}  # by stream: a time
-        self.now = 0  # when what is freed is freed: the caller's own clock
-        self.requested_bytes = 0  # of the blocks that wait, as they were requested
+        self.now = 0  # time of frees: the caller's own clock
+        self.requested_bytes = 0  # requested bytes of the waiting blocks
 
     def add(self, block: Block) -> None:
-        """`block` is freed and has stream uses."""
+        """Queue an event on each stream that used the freed `block`."""
         streams = sorted(block.uses or ())
         block.events = len(streams)
         for stream in streams:
@@ -49,17 +49,17 @@ class PendingFrees:
         self.requested_bytes += block.requested
 
     def order(self, stream: int, time: int, *, by_host: bool) -> None:
-        """The host, or another stream, has been made to wait for what `stream` was given before `time`."""
+        """Record that the host, or another stream, waits for the work of `stream` enqueued before `time`."""
         if by_host or self.completion is not Completion.AT_SYNC:
             self.completed_before[stream] = max(self.completed_before.get(stream, 0), time)
 
     def end_phase(self, time: int) -> None:
-        """A phase of the run has ended."""
+        """Complete all work enqueued before `time`, where a phase of the run ends."""
         for stream in self.queues:
             self.order(stream, time, by_host=False)
 
     def poll(self) -> None:
-        """Look which events are done, of each stream the oldest first, as every malloc does."""
+        """Complete the finished events of each stream, oldest first, as every malloc does."""
         if self.completion is Completion.IMMEDIATE:
             self.synchronize()
             return
@@ -67,12 +67,12 @@ class PendingFrees:
             self._pop_completed(stream, self.completed_before[stream])
 
     def synchronize(self) -> None:
-        """Wait for all of them."""
+        """Complete the events of all streams."""
         for stream in list(self.queues):
             self._pop_completed(stream, None)
 
     def complete(self, block: Block) -> None:
-        """Complete all work on `block`, whatever `completion` says."""
+        """Complete all work on `block`, regardless of `completion`."""
         for stream, queue in list(self.queues.items()):
             left = deque(marker for marker in queue if marker.block is not block)
             if left:
@@ -82,7 +82,7 @@ class PendingFrees:
         self._release_block(block)
 
     def _pop_completed(self, stream: int, before: int | None) -> None:
-        """Take the events of `stream` from before a time as done; None: all."""
+        """Complete the events of `stream` from before a time; None: all."""
         queue = self.queues[stream]
         while queue and (before is None or queue[0].time < before):
             block = queue.popleft().block
