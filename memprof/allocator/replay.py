@@ -1,7 +1,7 @@
-"""A whole run through the allocator: what is requested, allocated and reserved at every event.
+"""Replay of a whole run through the allocator: requested, allocated and reserved bytes at every event.
 
-`TraceReplay` takes a Trace, also one that is still being written. A run that does not fit is gone on with after its
-first out-of-memory error, on a GPU that has no limit from there, so that its whole need is known.
+`TraceReplay` replays a Trace, also one that still grows. A run that does not fit continues after its first
+out-of-memory error, on a GPU without limit from then on, so that the need of the whole run is known.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TimelinePeak:
 
 @dataclass(frozen=True, slots=True)
 class FirstOom:
-    """The event at which the run would have ended."""
+    """The first failed allocation, at which the run would have ended."""
 
     event: int
     report: OomReport
-    message: str  # what torch prints there
+    message: str  # torch's message
 
 
 @dataclass(slots=True)
@@ -47,32 +47,32 @@ class Timeline:
     requested: array[int] = field(default_factory=lambda: array("q"))
     allocated: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))
-    peak_reserved: TimelinePeak = TimelinePeak()  # within an event more may be held than after it
+    peak_reserved: TimelinePeak = TimelinePeak()  # within an event, more may be reserved than after it
     first_oom: FirstOom | None = None
-    # Times that the whole cache was released because the driver refused (num_alloc_retries), apart from requests that
-    # were refused all the same and that the program went on without.
+    # Times that the whole cache was released because the driver refused (num_alloc_retries), without failed allocations
+    # that the program survived.
     retries: int = 0
     stats: dict[str, int] = field(default_factory=dict)  # torch.cuda.memory_stats() at the end
     segments: list[SnapshotSegment] = field(default_factory=list)  # segments and blocks at the end
     blocks: dict[int, int] = field(default_factory=dict)  # bytes of the block of each storage of this device
-    addresses: dict[int, int] = field(default_factory=dict)  # of the same blocks
+    addresses: dict[int, int] = field(default_factory=dict)  # addresses of the same blocks
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """The bytes of a GPU that the allocator may take."""
+    """The memory of a GPU, and the part that the allocator cannot use."""
 
     total_bytes: int  # as CUDA reports it
-    context_bytes: int  # taken outside the allocator: the CUDA context, other users
+    context_bytes: int  # used outside the allocator: the CUDA context, other users
 
     @property
     def usable_bytes(self) -> int:
-        """Return what is left to reserve."""
+        """Return the bytes that the allocator can reserve."""
         return max(self.total_bytes - self.context_bytes, 0)
 
     @classmethod
     def of(cls, device: DeviceFacts) -> GpuMemory | None:
-        """Return the memory of a run's device, which others may have used too if it was measured; None if unknown."""
+        """Return the memory of a run's device, in a measured run without that of other processes; None if unknown."""
         total, usable = device.total_bytes, device.usable_bytes
         if total is None:
             return None
@@ -82,7 +82,7 @@ class GpuMemory:
 def order_streams(
     trace: Trace, allocator: CachingAllocator, live: Mapping[int, Block], time: int, event: Event
 ) -> None:
-    """Do what event `time` says on work of several streams; most say nothing. `live` are blocks by storage."""
+    """Apply the event at `time` if it is about several streams, else do nothing. `live` are blocks by storage."""
     kind, ref = event
     if kind is EventKind.USE:
         storage, stream = trace.uses[ref]
@@ -98,16 +98,15 @@ def order_streams(
 
 
 def private_pool(number: int) -> PoolId:
-    """Return the pool that a trace calls by this number; 0 is the default one."""
+    """Return the pool with this number in a trace; 0 is the default pool."""
     return (number, 0) if number else DEFAULT_POOL
 
 
 class TraceReplay:
-    """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
+    """The replay of a trace through one allocator, up to any event or the current end of a growing trace.
 
-    Storages of other devices and empty ones change nothing. The GPU's limit is lifted at the first out-of-memory
-    error; without a GPU there is none. Without `counts` it tells where blocks are, what is reserved and whether it
-    fits, and nothing else.
+    Storages of other devices and empty ones change nothing. The GPU's limit is lifted at the first out-of-memory error;
+    without a GPU no limit exists. Without `counts` only addresses of blocks, reserved bytes and the verdict are valid.
     """
 
     def __init__(
@@ -129,14 +128,14 @@ class TraceReplay:
         self.timeline = Timeline()
         self.event = 0
         self.live: dict[int, Block] = {}  # blocks of the storages that are live, by storage
-        self.stream = 0  # on which memory is taken where the replay has come to
-        self.pool = DEFAULT_POOL  # from which
-        self.refused: set[int] = set()  # storages of workspaces that had no room, which their library does without
-        self._has_limit = gpu is not None
+        self.stream = 0  # current stream
+        self.pool = DEFAULT_POOL  # current pool
+        self.refused: set[int] = set()  # storages of workspaces that failed, without which the library continues
+        self._is_limited = gpu is not None
         self._retries_in_vain = 0
 
     def malloc(self, num_bytes: int, stream: int = 0, storage: int = NONE) -> Block | None:
-        """Serve a request, on a GPU without limit once one was refused; return None for a workspace without room."""
+        """Allocate a block, without limit after the first failure; return None for a workspace without room."""
         before = self.allocator.statistics.num_alloc_retries
         try:
             return self.allocator.malloc(num_bytes, stream, self.pool)
@@ -160,12 +159,12 @@ class TraceReplay:
 
     @property
     def was_limited(self) -> bool:
-        """Return whether the GPU (or a fraction of it that was set) ever decided anything."""
+        """Return whether the GPU (or a fraction that was set) ever changed a decision."""
         limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
         return limited or self.driver.refusals > 0
 
     def end_event(self, *, grew: bool) -> None:
-        """Write down what is held after the event; peaks can only move when something was requested (`grew`)."""
+        """Append the bytes after the event to the timeline; peaks change only after a request (`grew`)."""
         counters = self.allocator.statistics.all
         timeline = self.timeline
         timeline.requested.append(counters.requested_bytes - self.allocator.pending.requested_bytes)
@@ -183,10 +182,10 @@ class TraceReplay:
         timeline.segments = self.allocator.segments()
         return timeline
 
-    def _ask(self, num_bytes: int) -> None:
-        """A request that was refused when the program ran, and that it went on without: what asking does to the cache
-        is done again. On a GPU without limit nothing is: what the program needs, it needs without this."""
-        if not self._has_limit or self.timeline.first_oom is not None:
+    def _repeat_failure(self, num_bytes: int) -> None:
+        """Repeat the effect on the cache of an allocation that failed in the program, which then continued. On a GPU
+        without limit nothing is repeated: the run does not need this memory."""
+        if not self._is_limited or self.timeline.first_oom is not None:
             return
         before = self.allocator.statistics.num_alloc_retries
         try:
@@ -195,39 +194,39 @@ class TraceReplay:
             self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
 
     def advance(self, end: int | None = None, *, stop_at_oom: bool = False, writes: bool = True) -> None:
-        """Replay the events that have not been, up to index `end` (exclusive; None: all that there are).
+        """Replay the events from the current one up to index `end` (exclusive; None: the end of the trace).
 
-        `stop_at_oom` stops after the event of the first out-of-memory error. Without `writes` the timeline stays empty:
-        a third faster, for who wants the allocator's state alone.
+        `stop_at_oom` stops after the event of the first out-of-memory error. Without `writes` the timeline stays empty,
+        which is a third faster, for callers that need only the allocator's state.
         """
         storages, refused, live = self.trace.storages, self.trace.refused, self.live
         blocks, addresses = self.timeline.blocks, self.timeline.addresses
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
-        alloc, dead, emptied, moved = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
+        alloc, freed, flushed, stream_set = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
         several, pending = self.trace.uses, self.allocator.pending
         begin, device = self.event, self.trace.device
         events = self.trace.events[begin:end]
         for time, (kind, ref) in enumerate(events, begin):
-            asked = False
+            has_grown = False
             if kind is alloc:
                 storage = storages[ref]
                 if storage.num_bytes and storage.device == device:
-                    asked = True
+                    has_grown = True
                     self.event = time
                     if (refused and ref in refused) or ref in self.refused:
-                        self._ask(storage.num_bytes)
+                        self._repeat_failure(storage.num_bytes)
                     elif (block := malloc(storage.num_bytes, self.stream, ref)) is not None:
                         live[ref] = block
                         if writes:
                             blocks[ref] = block.size
                             addresses[ref] = block.address
-            elif kind is dead:
+            elif kind is freed:
                 if ref in live:
                     pending.now = time
                     free(live.pop(ref))
-            elif kind is emptied:
+            elif kind is flushed:
                 self.allocator.empty_cache()
-            elif kind is moved:
+            elif kind is stream_set:
                 self.stream = ref
             elif kind is EventKind.POOL:
                 self.pool = private_pool(ref)
@@ -237,7 +236,7 @@ class TraceReplay:
             elif several:
                 order_streams(self.trace, self.allocator, live, time, Event(kind, ref))
             if writes:
-                end_event(grew=asked)
+                end_event(grew=has_grown)
                 if stop_at_oom and self.timeline.first_oom is not None:
                     return
         self.event = begin + len(events)

@@ -1,4 +1,4 @@
-"""Steps whose batches differ in length: what each takes, and how what is reserved grows and settles over them."""
+"""Steps whose batches differ in length: the memory of each step, and the growth of reserved memory over steps."""
 
 from __future__ import annotations
 
@@ -13,63 +13,65 @@ from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.ledger.steps import TrainingStep
 from memprof.trace.events import Trace
 
-FEWEST = 5  # steps of a program of which it can be said that they differ
+FEWEST = 5  # fewest steps of a program that are compared
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStep:
-    """A step; sizes in bytes."""
+    """One training step; sizes are bytes."""
 
     step: int  # From 1.
-    # Tokens per sequence of the longest of its batches, padding included. None: a program's own batches.
+    # Tokens per sequence of the longest of the step's batches, padding included. None: a program's own batches.
     sequence_length: int | None
     peak_allocated_bytes: int
-    reserved_bytes: int  # At its most.
-    unused_bytes: int  # What is reserved beyond the most that tensors have taken in any step so far.
+    reserved_bytes: int  # Peak within the step.
+    unused_bytes: int  # Reserved memory beyond the peak of allocated memory in all steps so far.
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedOverSteps:
-    """The most that is reserved in a step, over all steps; sizes in bytes."""
+    """The reserved peak of each step, summarized over all steps; sizes are bytes."""
 
     how: str
     peak_bytes: int
-    p99_bytes: int  # 99% of the steps reserve no more, between two steps by their distance.
+    p99_bytes: int  # 99% of the steps reserve at most this much, linearly interpolated.
     mean_bytes: int
-    settled_step: int  # After it nothing more is reserved than before.
+    settled_step: int  # The step from which reserved memory grows no more.
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """A run over batches that differ."""
+    """A run over batches of different lengths."""
 
-    lengths: str | None  # As `--lengths` has them; None, as the next two: a program's own batches.
+    lengths: str | None  # As in `--lengths`; None, as the next two: a program's own batches.
     mean_length: float | None  # Of a batch, padding included.
     longest: int | None
     steps: tuple[BatchStep, ...]
-    # As the run was; with expandable segments; with the cache released after each step.
+    # For the run itself; with expandable segments; with the cache released after each step.
     reserved: tuple[ReservedOverSteps, ...]
 
 
-def batches(run: GpuReplay, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:
-    """Return the batches of a run through its allocator; None if they are all alike.
+def batches(run: GpuReplay, allocated: Sequence[int], program_steps: Sequence[TrainingStep] = ()) -> Batches | None:
+    """Return the batches of a run and their memory; None if all batches are alike.
 
-    `allocated` are bytes after every event; `trained`, the steps of a program that names no phases of its own.
+    `allocated` are bytes after every event; `program_steps` are the steps of a program that names no phases itself.
     """
     target = run.trace.facts.target
     if target is not None and target.asked.lengths is not None and target.sequence_lengths:
         lengths, each = target.sequence_lengths, target.asked.gradient_accumulation + target.asked.evaluate
         spans = list(_steps(run.trace))
         longest = [max(lengths[(number - 1) * each : number * each]) for number, _, _ in spans]
-        return _batches(run, allocated, spans, longest, (target.asked.lengths, statistics.fmean(lengths), max(lengths)))
-    # The first has no optimizer state yet.
-    if len(trained) < FEWEST or run.rounds is False or len({step.peak_bytes for step in trained[1:]}) == 1:
+        return _build_batches(
+            run, allocated, spans, longest, (target.asked.lengths, statistics.fmean(lengths), max(lengths))
+        )
+    # The first step has no optimizer state yet.
+    if len(program_steps) < FEWEST or run.rounds is False or len({step.peak_bytes for step in program_steps[1:]}) == 1:
         return None
-    spans = [(step.step, step.begin, step.end) for step in trained]
-    return _batches(run, allocated, spans, [None] * len(spans), (None, None, None))
+    spans = [(step.step, step.begin, step.end) for step in program_steps]
+    return _build_batches(run, allocated, spans, [None] * len(spans), (None, None, None))
 
 
-def _batches(
+def _build_batches(
     run: GpuReplay,
     allocated: Sequence[int],
     spans: Sequence[tuple[int, int, int]],
@@ -88,13 +90,13 @@ def _batches(
     if run.rounds:
         if not run.config.expandable_segments and run.release.has_expandable_segments:
             other = dataclasses.replace(run.config, expandable_segments=True)
-            rows.append(_summarize(EXPANDABLE_SEGMENTS, _reserved(run, spans, other)))
-        rows.append(_summarize("empty_cache() after each step", _reserved(run, spans, run.config, gives_back=True)))
+            rows.append(_summarize(EXPANDABLE_SEGMENTS, _peaks_by_step(run, spans, other)))
+        rows.append(_summarize("empty_cache() after each step", _peaks_by_step(run, spans, run.config, flushes=True)))
     return Batches(*about, tuple(steps), tuple(rows))
 
 
 def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
-    """Return each step's number, its first event, and the first that is no longer its own."""
+    """Yield the number, the first event and the end (exclusive) of each step."""
     begins: dict[int, int] = {}
     for time, phase in trace.begun():
         if phase.step:
@@ -103,16 +105,16 @@ def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
         yield number, begin, end
 
 
-def _reserved(
-    run: GpuReplay, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, gives_back: bool = False
+def _peaks_by_step(
+    run: GpuReplay, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, flushes: bool = False
 ) -> list[int]:
-    """Return the most that is reserved in each step on a GPU without limit, by other settings."""
+    """Return the reserved peak in each step on a GPU without limit, under the settings `config`."""
     replay = TraceReplay(run.trace, None, config, run.release)
     most = []
     for _, begin, end in spans:
         replay.advance(end)
         most.append(max(replay.timeline.reserved[begin:end]))
-        if gives_back:
+        if flushes:
             replay.allocator.empty_cache()
     return most
 

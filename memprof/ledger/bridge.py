@@ -1,11 +1,11 @@
-"""The bridge: from what tensors requested to what `nvidia-smi` shows, step by step, in bytes.
+"""The bridge: from requested bytes of tensors to the bytes in `nvidia-smi`, in steps.
 
     requested + rounding = allocated;  + free in segments = reserved;  + context, libraries, others = device used
 
-torch's own figures stop at reserved, NVML's begin at device used; each step between is named here. A measured run says
-in its trace's facts what NVML saw (`NvmlFacts`). Where it does not, its samples tell what is on the GPU beside torch's
-segments and the context: libraries and other processes together. A simulated run has neither. The context is this
-process's alone, so that what others use is in one step only.
+torch's own figures stop at reserved, NVML's begin at device used; each step between has a name here. The facts of a
+measured run have NVML's readings (`NvmlFacts`). Where these lack values, samples give the memory outside torch's
+segments and the context: libraries and other processes together. A simulated run has neither. The context is that of
+this process alone, so that memory of other processes is counted in one step only.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from memprof.trace.facts import NvmlFacts, OtherProcess
 from memprof.trace.snapshot import SnapshotSegment
 from memprof.units import MIB
 
-# What NCCL takes of the GPU for a group of processes that communicates: the least and the most that others measured.
-# 544 MB for two A100 and 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). It grows
-# with channels, algorithms and peers; send and receive take more.
+# GPU memory of NCCL for a group of processes: the lowest and the highest published measurement. 544 MB for two A100 and
+# 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). The memory grows with channels,
+# algorithms and peers; send and receive take more.
 NCCL_GROUP_BYTES = (544 * MIB, 1_600_000_000)
 
-MOST_SEGMENTS = 5  # kinds of segments that are listed, those with most free memory
+MOST_SEGMENTS = 5  # kinds of segments that are listed, those with the most free memory
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """The segments of one pool: small ones serve requests of up to 1 MiB."""
+    """The segments of one pool: the small pool serves requests of up to 1 MiB."""
 
-    pool: str  # `small` or `large`; of a private pool (CUDA graphs) with its number.
-    segments: int  # Of expandable segments, contiguous mapped runs.
+    pool: str  # `small` or `large`; for a private pool (CUDA graphs) with the pool's number.
+    segments: int  # Segments, or contiguous mapped runs of expandable ones.
     reserved_bytes: int
     allocated_bytes: int
     free_bytes: int
-    pinned_bytes: int  # Free, and kept by tensors in the same segments.
+    pinned_bytes: int  # Free, but kept by tensors in the same segments.
     releasable_bytes: int  # Free, and released by `torch.cuda.empty_cache()` or when the GPU is full.
     empty_segments: int  # Segments without a tensor.
 
 
 @dataclass(frozen=True, slots=True)
 class FreeSegments:
-    """Segments that are alike, with free memory in them."""
+    """Equal segments with free memory."""
 
     pool: str
     count: int
-    size_bytes: int  # Of one; `free_bytes` likewise.
+    size_bytes: int  # Bytes of one segment; `free_bytes` likewise.
     free_bytes: int
-    tensors: bool  # Whether tensors live in them, and keep what is free.
+    tensors: bool  # Whether the segments also hold tensors, which keep the free memory from being released.
     expandable: bool
 
 
@@ -60,7 +60,7 @@ class FreeSegments:
 class BridgeMoment:
     """The steps at one moment: each is a difference, in bytes, between the amounts before and after it.
 
-    Its attributes are names of the JSON, one for each step and amount.
+    Its attributes have the names of the JSON, one for each step and amount.
     """
 
     stage: str
@@ -70,99 +70,103 @@ class BridgeMoment:
     # Requests are rounded to 512 bytes, and a rest of up to 1 MiB of a large block is not split off.
     rounding_bytes: int
     allocated_bytes: int
-    # Free in segments: the sum of `pools`, of which some may be cached (`Bridge.cached_bytes`).
+    # Free in segments: the sum over `pools`; some of it may be cached (`Bridge.cached_bytes`).
     fragmentation_bytes: int
-    released_bytes: int  # Reserved at the moment's height and released before the request was served; 0 as a rule.
+    released_bytes: int  # Reserved at the peak within the event and released before the request was served; usually 0.
     reserved_bytes: int
     context_bytes: int
-    # Of this process outside the allocator and beyond the context (cuBLAS and cuDNN handles, NCCL); None: unknown.
+    # This process outside the allocator and the context (cuBLAS and cuDNN handles, NCCL); None: unknown.
     libraries_bytes: int | None
-    other_processes_bytes: int | None  # Of the GPU, by others and by the driver; None: unknown.
-    # Libraries and other processes together, where they are not told apart; None: they are, or nothing is known.
+    other_processes_bytes: int | None  # Other processes and the driver on the GPU; None: unknown.
+    # Libraries and other processes together, where they cannot be separated; None: they can, or both are unknown.
     unattributed_bytes: int | None
-    device_used_bytes: int  # The sum of what is known.
+    device_used_bytes: int  # The sum of the known amounts.
     pools: tuple[PoolUse, ...]
-    free_segments: tuple[FreeSegments, ...]  # Those with most free memory.
+    free_segments: tuple[FreeSegments, ...]  # Those with the most free memory.
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The steps where most is reserved, and where most is allocated."""
+    """The steps at the reserved peak, and at the allocated peak."""
 
     peak_reserved: BridgeMoment
     peak_allocated: BridgeMoment
-    same_moment: bool  # Both peaks are after the same event.
-    # The other processes on the GPU; None: not known, as in a simulated run.
+    same_moment: bool  # Whether both peaks are after the same event.
+    # The other processes on the GPU; None: unknown, as in a simulated run.
     processes: tuple[OtherProcess, ...] | None
-    # Of a rank of several, what NCCL takes beside all that: not known here, and no part of device used. The least and
-    # the most that others measured for a group; None: one process, or it was measured.
+    # For a rank of several, the additional memory of NCCL: unknown here, and not in device used. The lowest and the
+    # highest published measurement for a group; None: one process, or a measured run.
     nccl_group_bytes: tuple[int, int] | None = None
 
     def cached_bytes(self, moment: BridgeMoment) -> int:
-        """Return the bytes free at `moment` that are in use where most is allocated: cached, not fragmentation."""
+        """Return the bytes free at `moment` that are in use at the allocated peak: cached memory, not fragmentation."""
         return min(moment.fragmentation_bytes, self.peak_allocated.allocated_bytes - moment.allocated_bytes)
 
     @property
     def outside_is_unknown(self) -> bool:
-        """Return whether nothing is known of what is on the GPU beside torch's segments and the context."""
+        """Return whether all GPU memory outside torch's segments and the context is unknown."""
         return self.peak_reserved.libraries_bytes is None and self.peak_reserved.unattributed_bytes is None
 
 
 def build_bridge(ledger: Ledger) -> Bridge | None:
-    """Return the bridge of a run; None if it was on no GPU (a CPU), where there is neither context nor driver."""
+    """Return the bridge of a run; None if the run was on a CPU, which has neither context nor driver."""
     if ledger.trace.device == CPU:
         return None
     reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
     ledger.run.prepare_layouts((reserved, allocated))
-    outside, seen = _outside(ledger.trace), ledger.trace.facts.nvml
+    outside, nvml = _measure_outside(ledger.trace), ledger.trace.facts.nvml
     return Bridge(
-        peak_reserved=_moment(ledger, reserved, ledger.peak_reserved_stage, ledger.peak_reserved_bytes, outside),
-        peak_allocated=_moment(ledger, allocated, ledger.peak_stage, ledger.run.timeline.reserved[allocated], outside),
+        peak_reserved=_build_moment(ledger, reserved, ledger.peak_reserved_stage, ledger.peak_reserved_bytes, outside),
+        peak_allocated=_build_moment(
+            ledger, allocated, ledger.peak_stage, ledger.run.timeline.reserved[allocated], outside
+        ),
         same_moment=reserved == allocated,
-        processes=None if seen is None else seen.processes,
+        processes=None if nvml is None else nvml.processes,
         nccl_group_bytes=NCCL_GROUP_BYTES if _has_unseen_nccl(ledger.trace) else None,
     )
 
 
 def _has_unseen_nccl(trace: Trace) -> bool:
-    """Return whether NCCL takes memory that is not known; a measured run has it among its libraries."""
+    """Return whether NCCL takes an unknown amount of memory; a measured run has it among its libraries."""
     rank = trace.facts.rank
     return trace.source == "simulated" and rank is not None and rank.world_size > 1 and not rank.without_nccl
 
 
 def libraries_bytes(trace: Trace) -> int | None:
-    """Return what a measured run has on the GPU beyond torch's segments and the context of its start; None: unknown."""
-    seen = trace.facts.nvml or NvmlFacts()
-    if seen.process_bytes is None or seen.reserved_bytes is None:
+    """Return a measured run's GPU memory outside torch's segments and the initial context; None: unknown."""
+    nvml = trace.facts.nvml or NvmlFacts()
+    if nvml.process_bytes is None or nvml.reserved_bytes is None:
         return None
-    return max(seen.process_bytes - seen.reserved_bytes - trace.facts.device.context_bytes, 0)
+    return max(nvml.process_bytes - nvml.reserved_bytes - trace.facts.device.context_bytes, 0)
 
 
-def _outside(trace: Trace) -> dict[str, int | None]:
-    """Return what is on the GPU beside torch's segments: the steps of every moment."""
-    seen, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
-    used, process, libraries = seen.used_bytes, seen.process_bytes, libraries_bytes(trace)
+def _measure_outside(trace: Trace) -> dict[str, int | None]:
+    """Return the GPU memory outside torch's segments: the steps that are equal at every moment."""
+    nvml, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
+    used, process, libraries = nvml.used_bytes, nvml.process_bytes, libraries_bytes(trace)
     return {
         "libraries_bytes": libraries,
         "other_processes_bytes": None if used is None or process is None else max(used - process, 0),
-        "unattributed_bytes": _used_beside_torch(trace, context) if libraries is None else None,
+        "unattributed_bytes": _device_used_outside(trace, context) if libraries is None else None,
     }
 
 
-def _used_beside_torch(trace: Trace, context: int) -> int | None:
-    """Return what the samples of a measured run have beside reserved memory and the context, where most is reserved."""
-    seen = [
+def _device_used_outside(trace: Trace, context: int) -> int | None:
+    """Return the device memory outside reserved memory and context, in the sample with the most reserved memory."""
+    pairs = [
         (sample.reserved_bytes, sample.device_used_bytes)
         for sample in trace.samples
         if sample.reserved_bytes is not None and sample.device_used_bytes is not None
     ]
-    if not seen:
+    if not pairs:
         return None
-    reserved, used = max(seen)
+    reserved, used = max(pairs)
     return max(used - reserved - context, 0)
 
 
-def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: dict[str, int | None]) -> BridgeMoment:
+def _build_moment(
+    ledger: Ledger, event: int, span: Span, reserved: int, outside: dict[str, int | None]
+) -> BridgeMoment:
     timeline = ledger.run.timeline
     requested, allocated = timeline.requested[event], timeline.allocated[event]
     segments, _ = ledger.run.layout_at(event)
@@ -180,12 +184,12 @@ def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: dict
         context_bytes=context,
         **outside,
         device_used_bytes=reserved + context + sum(part or 0 for part in outside.values()),
-        pools=_pools(segments, large_unit),
-        free_segments=_free_segments(segments),
+        pools=_summarize_pools(segments, large_unit),
+        free_segments=_group_free_segments(segments),
     )
 
 
-def _pools(segments: list[SnapshotSegment], large_unit: int) -> tuple[PoolUse, ...]:
+def _summarize_pools(segments: list[SnapshotSegment], large_unit: int) -> tuple[PoolUse, ...]:
     names = sorted({(segment.pool_id, not segment.is_small) for segment in segments})
     found = []
     for pool_id, is_large in names:
@@ -207,7 +211,7 @@ def _pools(segments: list[SnapshotSegment], large_unit: int) -> tuple[PoolUse, .
     return tuple(found)
 
 
-def _free_segments(segments: list[SnapshotSegment]) -> tuple[FreeSegments, ...]:
+def _group_free_segments(segments: list[SnapshotSegment]) -> tuple[FreeSegments, ...]:
     alike: Counter[tuple[str, int, int, bool, bool]] = Counter()
     for one in segments:
         free = one.size - one.allocated

@@ -1,4 +1,4 @@
-"""Out-of-memory errors that a program caught: what it asked the GPU for, did not get, and went on without."""
+"""Out-of-memory errors that a program caught: failed allocations after which the program continued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class CaughtError:
-    """One request that the GPU refused while the program ran."""
+    """One failed allocation that the program survived."""
 
     stage: str
     step: int
@@ -21,12 +21,12 @@ class CaughtError:
     op: str
     module: str | None
     source: str | None
-    in_use_bytes: int  # Of blocks handed out then.
+    in_use_bytes: int  # Of allocated blocks at that time.
     event: int = field(default=NONE, metadata=json_name(None))  # NONE in a report that was read from JSON.
 
 
 def caught_errors(ledger: Ledger) -> list[CaughtError]:
-    """Return all of them, in the order of the run."""
+    """Return all caught errors, in the order of the run."""
     trace = ledger.trace
     refused = frozenset(trace.refused) - trace.optional_storages()
     found = []

@@ -21,23 +21,23 @@ from memprof.trace.json_values import json_name
 class LiveTensor:
     """Equal storages live at the peak: same layout, category, operator and line, in one module of each layer."""
 
-    num_bytes: int = field(metadata=json_name("bytes"))  # Of one storage, as requested.
+    num_bytes: int = field(metadata=json_name("bytes"))  # Requested bytes of one storage.
     count: int
-    allocated_bytes: int = field(metadata=json_name("total_bytes"))  # Of all of them, rounded to 512 bytes.
+    allocated_bytes: int = field(metadata=json_name("total_bytes"))  # Bytes of all storages, each rounded to 512 bytes.
     shape: tuple[int, ...]
     dtype: str
     category: Category
     module: str | None  # Path of the module, layer numbers replaced by `*` where `count` storages differ in them.
     op: str
     source: str | None
-    name: str | None  # The parameter, gradient or optimizer state that it is.
+    name: str | None  # The name of the parameter, gradient or optimizer state.
     phase: str = field(default="", metadata=json_name(None))
     storages: tuple[int, ...] = field(default=(), metadata=json_name(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the ledger at the peak: bytes by category, module and phase of birth."""
+    """One row of the ledger at the peak: bytes by category, module and phase of the allocation."""
 
     category: Category
     module: str
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(slots=True)
 class Ledger:
-    """Everything that the report says about memory, as integers: an attribute for each figure that is shown."""
+    """All memory figures of a report, as integers: one attribute for each displayed figure."""
 
     trace: Trace
     spans: list[Span]
@@ -58,17 +58,17 @@ class Ledger:
     peak_event: int
     peak_bytes: int
     peak_stage: Span
-    live: list[LiveTensor]  # what was live at the peak, largest first
+    live: list[LiveTensor]  # live tensors at the peak, largest first
     rows: list[Row]
     host: list[int] = field(repr=False)  # bytes of tensors in host memory after every event
     peak_reserved_bytes: int
-    peak_reserved_event: int  # the first event that reached it
+    peak_reserved_event: int  # the first event with this amount
     peak_reserved_stage: Span
-    out_of_memory: OutOfMemoryMoment | None  # None: the run fits the GPU, or there is none to judge by
+    out_of_memory: OutOfMemoryMoment | None  # None: the run fits the GPU, or no GPU is given
 
     @property
     def host_peak_bytes(self) -> int:
-        """Return the most that tensors take in host memory."""
+        """Return the peak of bytes of tensors in host memory."""
         return max(self.host, default=0)
 
     def by_category(self) -> dict[Category, int]:
@@ -84,12 +84,12 @@ class Ledger:
 
 
 class EmptyTraceError(MemprofError, ValueError):
-    """Nothing was allocated on the GPU: there is nothing to account for."""
+    """The run allocated no memory on the GPU, so that a ledger would be empty."""
 
 
 def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
-    """Account for a whole trace; without its replay `run`, by the default rules and without a GPU to judge by.
-    Raises EmptyTraceError: the trace holds no allocation."""
+    """Return the ledger of a trace; without its replay `run`, by the default rules and without a GPU limit. Raises
+    EmptyTraceError: the trace holds no allocation."""
     run = replay_on_gpu(trace, None) if run is None else run
     timeline = run.timeline
     allocated = timeline.allocated
@@ -100,24 +100,24 @@ def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
         )
     stage_spans = spans(trace)
     categories = categorize(trace, stage_spans)
-    out_of_memory = _out_of_memory(trace, run.first_oom, stage_spans)
+    out_of_memory = _build_oom_moment(trace, run.first_oom, stage_spans)
     peak_bytes = max(allocated)
-    # The last time that it is reached: in the steady state rather than in the first step. A request that was refused
-    # reaches nothing, though it may come just when as much is allocated.
+    # The last event with the peak: in the steady state rather than in the first step. A failed allocation does not
+    # count, even if as much is allocated at that time.
     refused = run.refused
     peak_event = max(
         time
-        for time, ((kind, ref), held) in enumerate(zip(trace.events, allocated, strict=True))
-        if held == peak_bytes
+        for time, ((kind, ref), amount) in enumerate(zip(trace.events, allocated, strict=True))
+        if amount == peak_bytes
         and kind is EventKind.ALLOC
         and trace.storages[ref].device == trace.device
         and ref not in refused
     )
-    live = _live_tensors(trace, categories, peak_event, run)
+    live = _group_live_tensors(trace, categories, peak_event, run)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)
     for tensor in live:
         rows[tensor.category, tensor.module or "", tensor.phase] += tensor.allocated_bytes
-        # What its blocks have beyond that, for a rest of up to 1 MiB is not split off.
+        # Blocks are larger than their tensors where a rest of up to 1 MiB is not split off.
         blocks = sum(timeline.blocks.get(index, 0) for index in tensor.storages)
         if blocks > tensor.allocated_bytes:
             rows[Category.FRAGMENTATION, "", ""] += blocks - tensor.allocated_bytes
@@ -148,7 +148,7 @@ def _span_at(spans: list[Span], time: int) -> Span:
     return next(span for span in spans if span.begin <= time < span.end)
 
 
-def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> OutOfMemoryMoment | None:
+def _build_oom_moment(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> OutOfMemoryMoment | None:
     if oom is None:
         return None
     report = oom.report
@@ -167,7 +167,7 @@ def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> Out
 
 
 def _host_curve(trace: Trace) -> list[int]:
-    """Return bytes of tensors in host memory after every event."""
+    """Return the bytes of tensors in host memory after every event."""
     host: list[int] = []
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     now = 0
@@ -179,7 +179,7 @@ def _host_curve(trace: Trace) -> list[int]:
 
 
 def live_storages_at(trace: Trace, time: int, refused: frozenset[int]) -> list[int]:
-    """Return indices of the GPU storages live after the event at `time`, without those that were `refused`."""
+    """Return the indices of the GPU storages live after the event at `time`, without those that were `refused`."""
     alive: dict[int, None] = {}
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     for kind, ref in trace.events[: time + 1]:
@@ -190,7 +190,7 @@ def live_storages_at(trace: Trace, time: int, refused: frozenset[int]) -> list[i
     return [index for index in alive if index not in refused]
 
 
-def _live_tensors(trace: Trace, categories: list[Category], time: int, run: GpuReplay) -> list[LiveTensor]:
+def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run: GpuReplay) -> list[LiveTensor]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     names: dict[int, list[str | None]] = {}
     for index in live_storages_at(trace, time, run.refused):

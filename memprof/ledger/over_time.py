@@ -1,4 +1,4 @@
-"""Bytes of each category over a run, at some of its events: small enough to be kept in a report."""
+"""Bytes of each category over a run, at selected events: small enough to be stored in a report."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from memprof.ledger.ledger import Ledger
 from memprof.trace.events import NONE, EventKind
 
 MOMENTS = 100
-LEAST_SHARE = 0.01  # of the peak: a category that never takes more is left out
+LEAST_SHARE = 0.01  # of the peak: categories that never reach this share are omitted
 FRAGMENTATION = "fragmentation"
 
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """A run in equal stretches of events, each by the moment at which most of it is allocated. Sizes are bytes."""
+    """A run in equal stretches of events, each represented by its highest allocated moment. Sizes are bytes."""
 
     num_events: int  # Of the whole run.
-    events: tuple[int, ...]  # The moments, one a stretch, by the index of their event; the peak is among them.
-    allocated_bytes: tuple[int, ...]  # After each of them.
-    # The same by category, the largest first; of those that ever take a hundredth of the peak.
+    events: tuple[int, ...]  # The moments, one per stretch, as event indices; the peak is among them.
+    allocated_bytes: tuple[int, ...]  # After each moment.
+    # The same by category, largest first; only categories that reach a hundredth of the peak.
     categories: dict[str, tuple[int, ...]]
-    most_bytes: dict[str, int]  # The most that each of these ever takes, at any event.
+    most_bytes: dict[str, int]  # The peak of each of these categories, at any event.
     peak_event: int
-    failed_event: int | None  # Of the request that the GPU refuses.
+    failed_event: int | None  # Of the allocation that fails.
     steps: tuple[tuple[int, int], ...]  # Number and first event of each step.
 
 
@@ -53,7 +53,7 @@ def over_time(ledger: Ledger) -> OverTime:
 
 
 def peak_events(allocated: Sequence[int], most: int, peak: int) -> list[int]:
-    """Return an event of each of at most so many equal stretches: the last of most allocated, or the peak's."""
+    """Return one event for each of at most `most` equal stretches: the last with the most allocated, or the peak's."""
     count = len(allocated)
     parts = min(most, count)
     events = []
@@ -64,18 +64,18 @@ def peak_events(allocated: Sequence[int], most: int, peak: int) -> list[int]:
 
 
 def by_category(ledger: Ledger, events: Sequence[int]) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Return bytes of each category after each of these rising events, and the most that it has after any.
+    """Return the bytes of each category after each of the rising `events`, and the category's peak over all events.
 
-    They sum to what is allocated: what blocks have beyond their tensors' rounded sizes is fragmentation.
+    The categories sum to the allocated bytes: bytes of blocks beyond their tensors' rounded sizes are fragmentation.
     """
     trace, rounds = ledger.trace, ledger.run.rounds
     refused = ledger.run.refused
     storages, categories, device = trace.storages, ledger.categories, trace.device
-    alloc, dead = EventKind.ALLOC, EventKind.FREE
+    alloc, freed = EventKind.ALLOC, EventKind.FREE
     now, most, sizes = dict[Category, int](), dict[Category, int](), dict[int, int]()
     held: dict[str, list[int]] = {}
-    wanted, total, most_extra = 0, 0, 0
-    following = events[0] if events else NONE
+    column, total, most_extra = 0, 0, 0
+    next_event = events[0] if events else NONE
     for time, ((kind, ref), allocated) in enumerate(zip(trace.events, ledger.allocated, strict=True)):
         if kind is alloc:
             storage = storages[ref]
@@ -87,19 +87,19 @@ def by_category(ledger: Ledger, events: Sequence[int]) -> tuple[dict[str, list[i
                 has = now[category] = now.get(category, 0) + size
                 if has > most.get(category, 0):
                     most[category] = has
-        elif kind is dead and ref in sizes:
+        elif kind is freed and ref in sizes:
             size = sizes.pop(ref)
             total -= size
             now[categories[ref]] -= size
         if allocated - total > most_extra:
             most_extra = allocated - total
-        if time == following:
+        if time == next_event:
             for name, amount in {
                 **{one.value: has for one, has in now.items()},
                 FRAGMENTATION: allocated - total,
             }.items():
-                held.setdefault(name, [0] * len(events))[wanted] = amount
-            wanted += 1
-            following = events[wanted] if wanted < len(events) else NONE
-    reached = {**{one.value: has for one, has in most.items()}, FRAGMENTATION: most_extra}
-    return held, {name: reached[name] for name in held}
+                held.setdefault(name, [0] * len(events))[column] = amount
+            column += 1
+            next_event = events[column] if column < len(events) else NONE
+    peaks = {**{one.value: has for one, has in most.items()}, FRAGMENTATION: most_extra}
+    return held, {name: peaks[name] for name in held}

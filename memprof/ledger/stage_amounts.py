@@ -1,4 +1,4 @@
-"""Bytes of each stage: what tensors took, what was reserved for it, and what was read off a real device."""
+"""Bytes of each stage: allocated, reserved, and measured on a real device."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryMoment:
-    """The moment at which the GPU is full: the first request that it cannot serve."""
+    """The moment at which the GPU is full: the first failed allocation."""
 
     event: int
     stage: Span
-    storage: int  # what was requested
-    tried_bytes: int  # of the segment that the driver refused
-    limit_bytes: int  # that may be reserved
-    in_use_bytes: int  # of blocks handed out
-    reserved_bytes: int  # of segments; what is more than in use is free, but in pieces that are too small, or pinned
-    free_bytes: int  # of the GPU, too few for the segment
-    message: str  # what torch prints
+    storage: int  # the requested storage
+    tried_bytes: int  # bytes of the segment that the driver refused
+    limit_bytes: int  # bytes that may be reserved
+    in_use_bytes: int  # bytes of allocated blocks
+    reserved_bytes: int  # bytes of segments; the part not in use is free, but in pieces that are too small, or pinned
+    free_bytes: int  # free bytes of the GPU, too few for the segment
+    message: str  # torch's message
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage, in the order of the run; bytes of blocks handed out.
+    """One stage, in the order of the run; bytes of allocated blocks.
 
-    Its attributes are names of the JSON, one for each amount.
+    Its attributes have the names of the JSON, one for each amount.
     """
 
     name: str
     step: int  # Training step from 1; 0 outside steps.
     micro_batch: int
-    allocated_bytes: int = 0  # At the end of the stage; so are the other amounts that name no peak.
+    allocated_bytes: int = 0  # At the end of the stage, like all amounts that are not peaks.
     delta_bytes: int = 0  # End minus beginning.
     peak_allocated_bytes: int = 0  # Highest within the stage.
     requested_bytes: int = 0  # Before rounding.
     requested_delta_bytes: int = 0
     peak_requested_bytes: int = 0
-    reserved_bytes: int = 0  # Of segments held from the driver.
+    reserved_bytes: int = 0  # Of segments taken from the driver.
     peak_reserved_bytes: int = 0
-    # Reserved and the CUDA context; of a measured run what NVML says, None on a CPU.
+    # Reserved memory and the CUDA context; in a measured run NVML's reading, None on a CPU.
     device_used_bytes: int | None = None
     seconds: float | None = None  # Of a measured run.
     host_allocated_bytes: int = 0  # Of tensors in host memory.
     peak_host_bytes: int = 0
     stack: str = ""  # For a layer: its stack, and `index` its number in it.
     index: int = NONE
-    oom: bool = False  # The request that the GPU refuses is made here.
-    resident_bytes: int | None = None  # Measured runs: resident memory of the process, as last read in the stage.
-    measured_allocated_bytes: int | None = None  # Measured on CUDA: torch's own counters, as last read in the stage.
-    # Measured on CUDA: a peak is read once for all that ran since the reading before, and stands in the one of these
-    # stages in which the replay has it.
+    oom: bool = False  # Whether the allocation that fails is in this stage.
+    resident_bytes: int | None = None  # Measured runs: of the process, in the stage's last sample.
+    measured_allocated_bytes: int | None = None  # Measured on CUDA: torch's counter in the stage's last sample.
+    # Measured on CUDA: one sample has the peak since the sample before; the value is stored in the stage in which the
+    # replay has that peak.
     measured_peak_bytes: int | None = None
     measured_reserved_bytes: int | None = None
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
@@ -66,9 +66,9 @@ class Stage:
 def stages_of(
     trace: Trace, run: GpuReplay, spans: list[Span], host: list[int], oom: OutOfMemoryMoment | None
 ) -> list[Stage]:
-    """Return the stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
+    """Return the stages of a run at `spans`; `host` are bytes in host memory after every event."""
     timeline, context = run.timeline, trace.facts.device.context_bytes
-    peaks = _measured_peaks(trace, timeline.allocated, spans)
+    peaks = _assign_measured_peaks(trace, timeline.allocated, spans)
     allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
     stages = []
     for span in spans:
@@ -89,7 +89,7 @@ def stages_of(
             "device_used_bytes": reserved[last] + context,
             "host_allocated_bytes": host[last],
             "peak_host_bytes": max(host[within]),
-            **_measured(trace, span),
+            **_read_samples(trace, span),
             "measured_peak_bytes": peaks.get(span.begin),
         }
         place = {name: getattr(span, name) for name in ("name", "step", "micro_batch", "stack", "index", "kind")}
@@ -97,8 +97,8 @@ def stages_of(
     return stages
 
 
-def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:
-    """Return the peaks that were read off the GPU, by the beginning of the span that each is of."""
+def _assign_measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:
+    """Return the measured peaks, by the beginning of the span that contains each peak."""
     begins = [span.begin for span in spans]
     found: dict[int, int] = {}
     since = 0
@@ -113,8 +113,8 @@ def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -
     return found
 
 
-def _measured(trace: Trace, span: Span) -> dict[str, Any]:
-    """Return what was read off the device and the clock; nothing for a simulated run."""
+def _read_samples(trace: Trace, span: Span) -> dict[str, Any]:
+    """Return the measured amounts and seconds of a span; an empty dictionary for a simulated run."""
     if not trace.times:
         return {}
     samples = [sample for sample in trace.samples if span.begin <= sample.event < span.end]
@@ -122,7 +122,7 @@ def _measured(trace: Trace, span: Span) -> dict[str, Any]:
     if trace.device == CPU:
         seconds = (trace.times[min(span.end, len(trace.times) - 1)] - trace.times[span.begin]) / 1e9
     else:
-        # On a GPU the program runs ahead of the work: only what was synchronised with has a time.
+        # On a GPU the program runs ahead of the work: only synchronized stretches have a time.
         inside = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
         if len(inside) > 1 and not span.stack:
             seconds = inside[-1].seconds - inside[0].seconds

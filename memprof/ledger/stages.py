@@ -1,4 +1,4 @@
-"""Stages: the run cut into stretches that follow the model (embedding, layers, final norm, logits, loss, backward)."""
+"""Stages: the run divided along the model (embedding, layers, final norm, logits, loss, backward)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHOLE_PHASE = {
     PhaseKind.CHECKPOINT: "checkpoint",
     PhaseKind.OTHER: "other",
 }
-_EVALUATION = "evaluation "  # before the name of a stage of a forward that is followed by no backward
+_EVALUATION = "evaluation "  # prefix of a stage's name in a forward without a backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +32,42 @@ class Span:
     micro_batch: int
     begin: int
     end: int
-    stack: str = ""  # for a layer: the path of its stack; layers of one stack that cost the same are shown as one row
+    stack: str = ""  # for a layer: the path of its stack; equal layers of one stack are shown as one row
     index: int = NONE  # for a layer: its number in the stack
 
     @property
     def plain_name(self) -> str:
-        """Return the name, without saying that it is of an evaluation."""
+        """Return the stage's name without the prefix of an evaluation."""
         return self.name.removeprefix(_EVALUATION)
 
 
 def spans(trace: Trace) -> list[Span]:
-    """Return the stages of a run, in order; stretches in which no memory moved are left out.
+    """Return the stages of a run, in order, without stretches that neither allocate nor free.
 
-    They cover every allocation and free, without overlap.
+    The stages cover every allocation and free, without overlap.
     """
     result: list[Span] = []
-    heads = _lone_heads(trace)
+    heads = _find_lone_heads(trace)
     phases = trace.begun()
     for (begin, phase), (end, following) in zip(phases, [*phases[1:], (len(trace.events), None)], strict=True):
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
             goes_on = following == phase
-            if goes_on and phase.kind is PhaseKind.EVALUATION:  # and no other batch for the same model
+            if goes_on and phase.kind is PhaseKind.EVALUATION:  # not the next batch for the same model
                 goes_on = _first_call(trace, begin) != _first_call(trace, end)
             result += _ForwardSpans(trace, begin, end, heads, goes_on=goes_on).spans
         else:
             name = _WHOLE_PHASE[phase.kind]
             span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
             if result and (
-                # What a function's return frees belongs to the stage that the function did.
-                (phase.kind is PhaseKind.OTHER and not _has(trace, begin, end, EventKind.ALLOC))
-                # A model is built, an optimizer made for it, and then the model moved to the GPU.
+                # Frees at a function's return belong to the stage before.
+                (phase.kind is PhaseKind.OTHER and not _has_event(trace, begin, end, EventKind.ALLOC))
+                # A model is built, then its optimizer, and then the model is moved to the GPU.
                 or (phase.kind is PhaseKind.MODEL and result[-1].name == name and result[-1].step == phase.step)
             ):
                 result[-1] = replace(result[-1], end=end)
             else:
                 result.append(span)
-    return [span for span in result if _has(trace, span.begin, span.end, EventKind.ALLOC, EventKind.FREE)]
+    return [span for span in result if _has_event(trace, span.begin, span.end, EventKind.ALLOC, EventKind.FREE)]
 
 
 def _first_call(trace: Trace, begin: int) -> int:
@@ -75,19 +75,19 @@ def _first_call(trace: Trace, begin: int) -> int:
     return next((event.ref for event in events if event.kind is EventKind.ENTER), NONE)
 
 
-def _has(trace: Trace, begin: int, end: int, *kinds: EventKind) -> bool:
+def _has_event(trace: Trace, begin: int, end: int, *kinds: EventKind) -> bool:
     return any(trace.events[time].kind in kinds for time in range(begin, end))
 
 
 def at_stage(name: str, step: int, micro_batch: int = 0) -> str:
-    """Return a stage with its step, if it is in one, and its micro-batch, if it is not the first."""
+    """Return a stage with its step, if any, and its micro-batch, if not the first."""
     micro = f", micro-batch {micro_batch}" if micro_batch > 1 else ""
     return (f"{name} of step {step}" if step else name) + micro
 
 
 def vocabulary_size(trace: Trace) -> int | None:
-    """Return the vocabulary of a model without a module for its logits: the rows of its largest embedding, else
-    the classes of its last loss. None if there is no such model."""
+    """Return the vocabulary of a model without a module for its logits: the rows of its largest embedding, else the
+    classes of its last loss. None if the model has neither."""
     if any(module.role is ModuleRole.HEAD for module in trace.modules):
         return None
     rows = _rows_of_tables(trace)
@@ -98,34 +98,34 @@ def vocabulary_size(trace: Trace) -> int | None:
 
 
 def _rows_of_tables(trace: Trace) -> int | None:
-    """Return the rows of a model's largest embedding that are not the model's width."""
+    """Return the rows of a model's largest embedding whose number of rows is not the model's width."""
     tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
     rows = (trace.storages[index].shape[0] for index, owner in trace.owners.items() if owner.name in tables)
     return max(without_widths(trace, rows), default=None)
 
 
 def without_widths(trace: Trace, words: Iterable[int]) -> set[int]:
-    """Drop the numbers of words that are a model's width: as many features as two of its weights or more take in.
+    """Drop the numbers of words that are a model's width: the input features of two or more weights.
 
-    Positions may be as many as the model is wide, and a projection to that width may be called an embedding. One weight
-    may take in as many as there are words: a head that is kept transposed, or an adapter of an embedding.
+    A model may have as many positions as features, and a projection to that width may be called an embedding. One
+    weight may have the vocabulary as input features: a transposed head, or an adapter of an embedding.
     """
     weights = {
         owner.name: trace.storages[index].shape
         for index, owner in trace.owners.items()
         if owner.role is Role.PARAMETER and len(trace.storages[index].shape) > 1
     }
-    taken_in = Counter(shape[1] for shape in weights.values())
-    return {number for number in words if taken_in[number] < _MIN_WEIGHTS}
+    input_features = Counter(shape[1] for shape in weights.values())
+    return {number for number in words if input_features[number] < _MIN_WEIGHTS}
 
 
-_MIN_WEIGHTS = 2  # that take in as many features as a model is wide
+_MIN_WEIGHTS = 2  # weights with a model's width as input features
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
 
 
-def _lone_heads(trace: Trace) -> dict[int, Module]:
-    """Heads that the program calls itself, as a loop over chunks does: a module alone whose product is one value a
-    word. A loss may be a module too: it makes as many values, of logits that it is given."""
+def _find_lone_heads(trace: Trace) -> dict[int, Module]:
+    """Return heads that the program calls itself, as a loop over chunks does: a module alone whose product has one
+    value per word. A loss may be a module too, with as many values, but it receives the logits."""
     words = vocabulary_size(trace)
     if words is None:
         return {}
@@ -138,12 +138,12 @@ def _lone_heads(trace: Trace) -> dict[int, Module]:
     return {
         index: trace.modules[index]._replace(role=ModuleRole.HEAD)
         for index in roots
-        if len(_tree(trace.modules, index)) == 1
+        if len(_subtree_of(trace.modules, index)) == 1
     }
 
 
-def _tree(modules: list[Module], root: int) -> list[Module]:
-    """Return a root and what is below it: they stand together in the table."""
+def _subtree_of(modules: list[Module], root: int) -> list[Module]:
+    """Return a root and its descendants, which are contiguous in the table."""
     following = (index for index in range(root + 1, len(modules)) if modules[index].role is ModuleRole.ROOT)
     return modules[root : next(following, len(modules))]
 
@@ -152,8 +152,8 @@ def _reads_tokens(modules: list[Module]) -> bool:
     return any(module.role in (ModuleRole.EMBEDDING, ModuleRole.HEAD) for module in modules)
 
 
-def _modules_of_parts(modules: list[Module]) -> set[int]:
-    """Return layers, heads and children of models, and all below them: in the table it stands after them."""
+def _find_part_modules(modules: list[Module]) -> set[int]:
+    """Return layers, heads and children of models, with all their descendants, which follow each in the table."""
     found: set[int] = set()
     part = ""
     for index, module in enumerate(modules):
@@ -167,23 +167,23 @@ def _modules_of_parts(modules: list[Module]) -> set[int]:
 
 
 class _ForwardSpans:
-    """Cuts one forward phase at the entries and exits of layers and head."""
+    """Divides one forward phase at the entries and exits of layers and head."""
 
     def __init__(self, trace: Trace, begin: int, end: int, heads: dict[int, Module], *, goes_on: bool = False) -> None:
         self._trace = trace
         self._phase = trace.phases[trace.events[begin].ref]
-        self._goes_on = goes_on
+        self._is_continued = goes_on
         self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
         self._reads_tokens = _reads_tokens(trace.modules)
         self.spans: list[Span] = []
         self._begin = begin
-        self._seen_layer = ""
-        self._seen_head = False
-        self._saw_norm = False
+        self._last_stack = ""
+        self._has_seen_head = False
+        self._has_seen_norm = False
         self._norm_end = 0
         calls = (EventKind.ENTER, EventKind.EXIT)
-        # A forward that goes on after something else (a checkpoint) without a module: its model was left before.
-        self._left_root = not _has(trace, begin, end, *calls)
+        # A forward that continues after another phase (a checkpoint) without a module: its model has returned before.
+        self._has_left_root = not _has_event(trace, begin, end, *calls)
         depth = 0
         for time in range(begin, end):
             event = trace.events[time]
@@ -191,129 +191,129 @@ class _ForwardSpans:
                 continue
             module = heads.get(event.ref, trace.modules[event.ref])
             if module.role is ModuleRole.NORM and depth == 0:
-                self._saw_norm, self._norm_end = True, time + 1
-            if module.role is ModuleRole.ROOT and event.kind is EventKind.ENTER and not self._left_root:
-                self._reads_tokens = _reads_tokens(_tree(trace.modules, event.ref))
-            if module.role is ModuleRole.ROOT and event.kind is EventKind.EXIT and not self._seen_head:
-                # What follows the model's own code is the loss; with a head, what follows the head is.
-                self._gap(time + 1, None)
-                self._left_root = True
+                self._has_seen_norm, self._norm_end = True, time + 1
+            if module.role is ModuleRole.ROOT and event.kind is EventKind.ENTER and not self._has_left_root:
+                self._reads_tokens = _reads_tokens(_subtree_of(trace.modules, event.ref))
+            if module.role is ModuleRole.ROOT and event.kind is EventKind.EXIT and not self._has_seen_head:
+                # The code after the model's root is the loss; with a head, the code after the head is.
+                self._add_gap(time + 1, None)
+                self._has_left_root = True
             if module.role not in (ModuleRole.LAYER, ModuleRole.HEAD, ModuleRole.CHILD):
                 continue
             if event.kind is EventKind.ENTER:
                 if depth == 0:
-                    self._gap(time, module)
+                    self._add_gap(time, module)
                 depth += 1
             else:
                 depth -= 1
                 if depth == 0:
-                    self._module(time + 1, module)
-        self._gap(end, None)
+                    self._add_module(time + 1, module)
+        self._add_gap(end, None)
 
-    def _add(self, name: str, end: int, stack: str = "", index: int = NONE) -> None:
+    def _add_span(self, name: str, end: int, stack: str = "", index: int = NONE) -> None:
         phase = self._phase
         if phase.kind is PhaseKind.EVALUATION:
             name = _EVALUATION + name
         self.spans.append(Span(name, phase.kind, phase.step, phase.micro_batch, self._begin, end, stack, index))
         self._begin = end
-        self._saw_norm = False
+        self._has_seen_norm = False
 
-    def _extend(self, end: int) -> None:
-        """Extend the last stage up to here."""
+    def _extend_last(self, end: int) -> None:
+        """Extend the last stage to the event `end`."""
         self.spans[-1] = replace(self.spans[-1], end=end)
         self._begin = end
 
-    def _goes_on_with(self, module: Module) -> bool:
-        """Return whether `module` is of the list whose module was called last."""
+    def _is_same_list(self, module: Module) -> bool:
+        """Return whether `module` is in the same list as the last called module."""
         if module.role is ModuleRole.CHILD:
             return bool(self.spans) and self.spans[-1].plain_name == self._child_name(module)
-        return module.stack == self._seen_layer
+        return module.stack == self._last_stack
 
     def _child_name(self, module: Module) -> str:
-        """Return a child by its path and class; what is in a list of several kinds by those of the list."""
+        """Return a child's path and class; for a module in a list of several classes, those of the list."""
         path = module.stack or module.path
         kind = next((one.class_name for one in self._trace.modules if one.path == path), "") if module.stack else ""
         return f"{path} {kind or module.class_name}"
 
-    def _gap(self, end: int, following: Module | None) -> None:
-        """Name the code between layers and head after where it lies."""
-        over = self._seen_head or self._left_root
-        if not over and following is not None and following.stack and self._goes_on_with(following):
-            # Between two layers of a stack the old hidden states are let go: still the layer's doing.
-            self._extend(end)
+    def _add_gap(self, end: int, following: Module | None) -> None:
+        """Name the code between layers and head by its position, up to the event `end`."""
+        is_after_model = self._has_seen_head or self._has_left_root
+        if not is_after_model and following is not None and following.stack and self._is_same_list(following):
+            # Between two layers of a stack the old hidden states are freed: this belongs to the layer.
+            self._extend_last(end)
             return
-        if over and self._phase.step == 0 and self._phase.kind is not PhaseKind.EVALUATION:
-            name = "output"  # between steps: without gradients
-        elif self._left_root and self._goes_on and not self._seen_head:
-            name = "own code"  # of the program, between two models: an encoder and a decoder
-        elif over:
+        if is_after_model and self._phase.step == 0 and self._phase.kind is not PhaseKind.EVALUATION:
+            name = "output"  # outside steps: without gradients
+        elif self._has_left_root and self._is_continued and not self._has_seen_head:
+            name = "own code"  # code of the program between two models: an encoder and a decoder
+        elif is_after_model:
             trains = self._trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in self._trace.phases)
             name = "loss" if trains else "output"
-        elif following is None and not self._seen_layer and self._is_compiled(end):
-            name = "forward"  # of a whole model: its parts were not called
+        elif following is None and not self._last_stack and self._is_compiled(end):
+            name = "forward"  # of a whole model, whose parts were not called
         elif not self._stacks or not self._reads_tokens:
-            name = "own code"  # of a model that is no language model, beside its children
-        elif not self._seen_layer:
+            name = "own code"  # code of a model that is no language model, outside its children
+        elif not self._last_stack:
             name = "embedding"
         elif following is None or following.role is ModuleRole.HEAD:
-            name = "final norm" if self._saw_norm else "before the head"
-            if following is None and (not self._saw_norm or self._made_since_norm(end)):
-                # The head's product, and with some kernels its loss, in the model's own code.
-                if self._saw_norm:
-                    self._add(name, self._norm_end)
+            name = "final norm" if self._has_seen_norm else "before the head"
+            if following is None and (not self._has_seen_norm or self._storages_since_norm(end)):
+                # The head's product, and with some kernels the loss, in the model's own code.
+                if self._has_seen_norm:
+                    self._add_span(name, self._norm_end)
                 name = "logits" if self._makes_logits(end) else "own code"
         else:
             name = f"{self._stack_name(following.stack)}embedding"
         last = self.spans[-1] if self.spans else None
-        # What a child is done with is freed in the model's own code.
-        frees = name == "own code" and not _has(self._trace, self._begin, end, EventKind.ALLOC)
+        # The model's own code frees the tensors of a child.
+        frees = name == "own code" and not _has_event(self._trace, self._begin, end, EventKind.ALLOC)
         if last is not None and (frees or last.plain_name == name):
-            self._extend(end)
+            self._extend_last(end)
         else:
-            self._add(name, end)
+            self._add_span(name, end)
 
     def _is_compiled(self, end: int) -> bool:
-        """Return whether what parts of the model make is made here, although none of them was called."""
+        """Return whether storages of the model's parts are made before `end`, although no part was called."""
         events, storages = self._trace.events[self._begin : end], self._trace.storages
-        parts = _modules_of_parts(self._trace.modules)
+        parts = _find_part_modules(self._trace.modules)
         if any(event.kind is EventKind.ENTER and event.ref in parts for event in events):
             return False
         return any(event.kind is EventKind.ALLOC and storages[event.ref].module in parts for event in events)
 
-    def _made_since_norm(self, end: int) -> list[int]:
-        """Return storages of the model's own code after its last norm, or its last layer."""
+    def _storages_since_norm(self, end: int) -> list[int]:
+        """Return the storages that the model's own code makes after its last norm, or its last layer."""
         events = self._trace.events[max(self._norm_end, self._begin) : end]
         return [event.ref for event in events if event.kind is EventKind.ALLOC]
 
     def _makes_logits(self, end: int) -> bool:
-        """Return whether one of them is one value for each word."""
+        """Return whether one of these storages has one value per word."""
         storages, words = self._trace.storages, _rows_of_tables(self._trace)
-        return any(storages[index].shape[1:][-1:] == (words,) for index in self._made_since_norm(end))
+        return any(storages[index].shape[1:][-1:] == (words,) for index in self._storages_since_norm(end))
 
-    def _module(self, end: int, module: Module) -> None:
+    def _add_module(self, end: int, module: Module) -> None:
         if module.role is ModuleRole.HEAD:
-            self._seen_head = True
-            self._add("logits", end)
+            self._has_seen_head = True
+            self._add_span("logits", end)
         elif module.role is ModuleRole.CHILD:
-            if module.stack and self._goes_on_with(module):
-                self._extend(end)
+            if module.stack and self._is_same_list(module):
+                self._extend_last(end)
             else:
-                self._add(self._child_name(module), end)
+                self._add_span(self._child_name(module), end)
         else:
             index = module.number
             last = self.spans[-1] if self.spans else None
-            if self._seen_layer and last is not None and (last.stack, last.index) == (module.stack, index):
-                self._extend(end)  # a layer of several modules
+            if self._last_stack and last is not None and (last.stack, last.index) == (module.stack, index):
+                self._extend_last(end)  # a layer that consists of several modules
                 return
-            self._seen_layer = module.stack
-            self._add(f"{self._stack_name(module.stack)}layer {index}", end, module.stack, index)
+            self._last_stack = module.stack
+            self._add_span(f"{self._stack_name(module.stack)}layer {index}", end, module.stack, index)
 
     def _stack_name(self, stack: str) -> str:
-        """Return what tells this stack from the model's others: "encoder ", "decoder "; empty if it is the only one."""
+        """Return the name part that distinguishes this stack, such as "encoder "; empty if it is the only stack."""
         if len(self._stacks) < 2:
             return ""
         parts = [other.split(".") for other in self._stacks if other != stack]
-        telling = [
+        distinct_parts = [
             part for part in stack.split(".") if not part.isdigit() and not all(part in other for other in parts)
         ]
-        return (telling[0] if telling else stack) + " "
+        return (distinct_parts[0] if distinct_parts else stack) + " "

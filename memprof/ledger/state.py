@@ -1,6 +1,6 @@
-"""State that a run keeps, whoever runs it: parameters, gradients, optimizer state; and the most all tensors take.
+"""Model state of a run: the peaks of parameters, gradients, optimizer state, and of all tensors.
 
-These do not depend on kernels or on an allocator, so that a run on a CPU and one on a GPU have the same to the byte.
+These do not depend on kernels or on an allocator, so that a run on a CPU and one on a GPU agree to the byte.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from memprof.trace.events import EventKind, Role, Trace
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The most that is live at once of each, in bytes requested of the GPU (or of the CPU that was measured)."""
+    """The peak of each kind of state, in bytes requested of the GPU (or of the CPU, in a run measured there)."""
 
     parameters_bytes: int
     gradients_bytes: int
     optimizer_state_bytes: int
     buffers_bytes: int
-    tensors_bytes: int  # Of all tensors: everything but what kernels and libraries take for themselves.
+    tensors_bytes: int  # Of all tensors: without memory that kernels and libraries allocate for themselves.
 
 
 def model_state(trace: Trace) -> ModelState:
-    """Return the most of each over a whole run."""
+    """Return the peak of each kind of state over a whole run."""
     roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER)
     now, most = dict.fromkeys(roles, 0), dict.fromkeys(roles, 0)
     tensors = most_tensors = 0

@@ -1,4 +1,4 @@
-"""Training steps: what each takes at its most, and what is still held when it ends."""
+"""Training steps: the peak of each step, and the bytes still allocated at its end."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """A training step, from the end of the one before to the end of its optimizer's step; sizes in bytes allocated."""
+    """A training step, from the end of the one before to the end of its optimizer step; sizes are allocated bytes."""
 
     step: int  # From 1.
-    peak_bytes: int  # The highest of its phases but evaluation.
+    peak_bytes: int  # Peak over the step's phases, without evaluation.
     end_bytes: int
-    growth_bytes: int  # `end_bytes` beyond what was held when the step before ended; of the first step, when it began.
-    # Its first event; `end` is the first that is no longer its own. NONE in a report that was read from JSON.
+    growth_bytes: int  # `end_bytes` minus those of the step before; of the first step, minus those at its beginning.
+    # The first event; `end` is exclusive. NONE in a report that was read from JSON.
     begin: int = field(default=NONE, metadata=json_name(None))
     end: int = field(default=NONE, metadata=json_name(None))
 
 
 def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
-    """Return the steps that ran to their end, in order; `allocated`: bytes after every event."""
+    """Return the completed steps, in order; `allocated` are bytes after every event."""
     phases = trace.begun()
     ends: dict[int, int] = {}
-    counted = array("q", allocated)
+    without_evaluation = array("q", allocated)
     begins = [*(time for time, _ in phases), len(trace.events)]
     for (time, phase), end in zip(phases, begins[1:], strict=True):
         if phase.kind is PhaseKind.OPTIMIZER_STEP and phase.step:
             ends[phase.step] = end
         elif phase.kind is PhaseKind.EVALUATION:
-            counted[time:end] = array("q", [-1]) * (end - time)
+            without_evaluation[time:end] = array("q", [-1]) * (end - time)
     if not ends:
         return []
     begin = next(time for time, phase in phases if phase.step)
     steps = []
     before = allocated[begin - 1] if begin else 0
     for number, end in sorted(ends.items(), key=lambda item: item[1]):
-        peak = max(counted[begin:end], default=-1)
+        peak = max(without_evaluation[begin:end], default=-1)
         peak = before if peak < 0 else peak
         steps.append(TrainingStep(number, peak, allocated[end - 1], allocated[end - 1] - before, begin, end))
         before, begin = allocated[end - 1], end

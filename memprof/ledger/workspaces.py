@@ -1,4 +1,4 @@
-"""The peak under other workspaces, where their size follows a rule."""
+"""The allocated peak under other workspace sizes, where a rule estimates the size."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class Workspaces:
-    """Workspaces of libraries that take memory for one call and do not publish how much: cuDNN's convolutions."""
+    """Workspaces of libraries that allocate memory for one call and do not publish its size: cuDNN's convolutions."""
 
-    num_bytes: int = field(metadata=json_name("bytes"))  # By the rule, at the peak.
-    min_peak_bytes: int  # The most that is allocated if no call takes any.
-    max_peak_bytes: int  # The same if each takes the bound of what it may.
-    refused: int = 0  # Calls that found no room for theirs: torch goes on to an algorithm that takes none.
+    num_bytes: int = field(metadata=json_name("bytes"))  # By the rule, at the allocated peak.
+    min_peak_bytes: int  # The allocated peak if no call has a workspace.
+    max_peak_bytes: int  # The allocated peak if each call takes its upper bound.
+    refused: int = 0  # Calls without room for a workspace: torch uses another algorithm, without one.
 
     @classmethod
     def of(
@@ -25,15 +25,15 @@ class Workspaces:
     ) -> Workspaces | None:
         """Return the workspaces; None if the run called no such library.
 
-        `allocated` is after every event, in bytes; `refused` are the storages that the GPU had no room for.
+        `allocated` are bytes after every event; `refused` are the storages of failed allocations.
         """
         calls = [one for one in trace.workspaces if one.device == trace.device]
         if not calls:
             return None
-        taken = {one.event: one.num_bytes for one in calls if one.num_bytes}
+        known_bytes = {one.event: one.num_bytes for one in calls if one.num_bytes}
         return cls(
-            taken.get(peak_event, 0),
-            max((num_bytes for event, num_bytes in enumerate(allocated) if event not in taken), default=0),
+            known_bytes.get(peak_event, 0),
+            max((num_bytes for event, num_bytes in enumerate(allocated) if event not in known_bytes), default=0),
             max(allocated[peak_event], *(allocated[one.event - 1] + round_size(one.most_bytes) for one in calls)),
             len(refused & trace.optional_storages()),
         )

@@ -48,7 +48,7 @@ class EventKind(enum.IntEnum):
     USE = 7  # Trace.uses: Tensor.record_stream was called
     WAIT = 8  # Trace.waits
     POOL = 9  # the number of a private pool (0: the default pool): later allocations are from this pool
-    POOL_FREE = 10  # the number of a private pool: no CUDA graph uses the pool any more
+    POOL_FREE = 10  # the number of a private pool: the pool is no longer in use
 
 
 class Event(NamedTuple):
@@ -118,8 +118,7 @@ class PhaseKind(enum.StrEnum):
 
 
 class Phase(NamedTuple):
-    """A stretch of the run: a kind, a training step (from 1; 0 outside steps) and a micro-batch of the step (from
-    1)."""
+    """A stretch of the run: kind, training step (from 1; 0 outside steps) and micro-batch of the step (from 1)."""
 
     kind: PhaseKind
     step: int
@@ -170,15 +169,14 @@ class Work(NamedTuple):
 class Workspace(NamedTuple):
     """Memory that a library allocated for one call and released at once: its size is estimated by a rule."""
 
-    event: int  # number of events before the allocation, and with it unless `num_bytes` is 0
+    event: int  # number of events before the call; also the index of the allocation, unless `num_bytes` is 0
     device: str
     num_bytes: int
     most_bytes: int  # upper bound of the size
 
 
 class Use(NamedTuple):
-    """Use of a storage by another stream than its own (Tensor.record_stream): the storage's free waits for that
-    stream."""
+    """Use of a storage by another stream than its own (Tensor.record_stream): its free waits for that stream."""
 
     storage: int
     stream: int
