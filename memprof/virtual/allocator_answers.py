@@ -1,4 +1,4 @@
-"""Answers of the program's caching allocator: statistics and settings."""
+"""Answers to the program's queries of its caching allocator: statistics and settings."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from memprof.watch.recorder import Recorder
 
 
 class MemoryStatistics(Protocol):
-    """The statistics of the program's caching allocator now; not known here, and given from above."""
+    """The statistics of the program's caching allocator now. The caller of `VirtualGpu` provides the implementation."""
 
     def stats(self) -> dict[str, int]:
         """Return the flat dictionary of `torch.cuda.memory_stats()`."""
 
     def reset_peak(self) -> None:
-        """Reset the peaks, as `torch.cuda.reset_peak_memory_stats()` does."""
+        """Reset the peak statistics, as `torch.cuda.reset_peak_memory_stats()` does."""
 
     def reset_accumulated(self) -> None:
-        """Reset the totals, as `torch.cuda.reset_accumulated_memory_stats()` does."""
+        """Reset the accumulated statistics, as `torch.cuda.reset_accumulated_memory_stats()` does."""
 
     def refusal(self) -> str | None:
-        """Return the text of torch.OutOfMemoryError if the trace's last event is a request without room."""
+        """Return the text of torch.OutOfMemoryError if the trace's last event is a failed allocation, else None."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what `torch.cuda.memory._snapshot()` does."""
+        """Return the snapshot that `torch.cuda.memory._snapshot()` returns."""
 
 
 class AllocatorSettings(Protocol):
     """The caching allocator's settings, as the program reads and sets them."""
 
     def get(self) -> str:
-        """Return the text that was set last; empty for torch's defaults."""
+        """Return the settings that were set last, as text; empty for torch's defaults."""
 
     def set(self, alloc_conf: str) -> None:
-        """Take settings as PYTORCH_CUDA_ALLOC_CONF has them."""
+        """Apply settings in the syntax of PYTORCH_CUDA_ALLOC_CONF."""
 
 
-class _LivingTensors:
-    """Statistics without an allocator: the bytes of the tensors that are live."""
+class _LiveStatistics:
+    """Memory statistics without a simulated allocator: the bytes of live tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._storages = recorder.storages
@@ -56,7 +56,7 @@ class _LivingTensors:
         self._storages.peak_bytes = self._storages.live_bytes
 
     def reset_accumulated(self) -> None:
-        """Do nothing: nothing is accumulated."""
+        """Do nothing: no accumulated statistics exist here."""
 
     def refusal(self) -> str | None:
         return None
@@ -66,7 +66,7 @@ class _LivingTensors:
 
 
 class AllocatorAnswers:
-    """The statistics of a run's GPUs, made when they are first requested, and again when the settings have changed."""
+    """The statistics of each GPU, created at the first query and again after the settings have changed."""
 
     def __init__(self, recorder: Recorder, make: Callable[[Trace], MemoryStatistics] | None) -> None:
         self._recorder = recorder
@@ -74,21 +74,21 @@ class AllocatorAnswers:
         self._made: dict[str, MemoryStatistics] = {}
 
     def of(self, device: str) -> MemoryStatistics:
-        """Return what answers for a GPU now."""
+        """Return the current statistics of a GPU."""
         made = self._made.get(device)
         if made is None:
             trace = self._recorder.trace
             trace = trace if device == trace.device else trace.on(device)
-            made = self._made[device] = _LivingTensors(self._recorder) if self._make is None else self._make(trace)
+            made = self._made[device] = _LiveStatistics(self._recorder) if self._make is None else self._make(trace)
         return made
 
     def settings_changed(self) -> None:
-        """The next answer follows other settings."""
+        """Discard the statistics, so that the next query uses the new settings."""
         self._made.clear()
 
 
 class SettingsOfRun:
-    """The allocator's settings; a run has one configuration, and says so where the program changes it late."""
+    """The allocator's settings for the whole run; a late change of the settings is noted as an assumption."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class SettingsOfRun:
         self._assume = assume
 
     def get(self) -> str:
-        """Return the text that was set last; empty for torch's defaults."""
+        """Return the settings that were set last, as text; empty for torch's defaults."""
         return self._text if self._settings is None else self._settings.get()
 
     def set(self, alloc_conf: str) -> None:
-        """Set them for the whole run."""
+        """Set the allocator's settings for the whole run."""
         self._text = alloc_conf
         if self._settings is not None:
             self._settings.set(alloc_conf)

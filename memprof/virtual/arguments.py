@@ -1,4 +1,4 @@
-"""The arguments of a function that is to run on the virtual GPU: copies of the caller's, moved to the GPU."""
+"""Arguments of a function that is to run on the virtual GPU: copies of the caller's arguments, moved to the GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from memprof.errors import UsageError, error_text
 
 
 def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies that belong together as the originals do: an optimizer's parameters are those of the model beside it.
+    """Return deep copies of the arguments; references between the arguments stay (an optimizer keeps its model).
 
     Raises:
         UsageError: some argument cannot be copied.
     """
     try:
         return copy.deepcopy(arguments)
-    except Exception as error:  # whatever a class of the program's own raises
+    except Exception as error:  # any error of the program's own `__deepcopy__` or `__reduce__`
         raise UsageError(
             "the arguments cannot be copied",
             value=f"{type(error).__name__}: {error_text(error)}",
@@ -29,8 +29,8 @@ def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
 
 
 def to_gpu(value: Any) -> Any:
-    """`value` with its modules and tensors on the GPU, in lists, tuples and dictionaries too. Modules are moved in
-    place, and an optimizer's state follows its parameters: modules must come before optimizers."""
+    """Return `value` with its modules and tensors on the GPU, also those in lists, tuples and dictionaries. Modules are
+    moved in place. An optimizer's state follows its parameters, so that modules must come before optimizers."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         return value.to("cuda")
     if isinstance(value, Optimizer):

@@ -1,4 +1,4 @@
-"""Assignments to tensors: to their elements, by an index, and to `.data` and `.grad`."""
+"""Assignments to tensors: to elements by an index, to `.data` and to `.grad`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCRIPTED = (
 
 
 class Assignments:
-    """The program's assignments, made with the device and the kind that the engine wants."""
+    """Handlers of the program's tensor assignments: values get the device and kind that autograd expects."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Assignments:
         self._read = read
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Return function -> replacement, for the function mode."""
+        """Return the handlers of the function mode: torch function -> replacement."""
         return {
             torch.Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
             torch.Tensor.grad.__set__: self._set_grad,  # type: ignore[union-attr]
@@ -55,52 +55,52 @@ class Assignments:
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
         """Run `tensor[index]`."""
         if _has_list(index):
-            index = self._indices(tensor, index)
+            index = self._convert_lists(tensor, index)
         return torch.Tensor.__getitem__(tensor, index)
 
-    def _indices(self, tensor: torch.Tensor, index: Any) -> Any:
-        """Lists of numbers in an index become tensors beside `tensor` (python_variable_indexing.cpp,
-        sequenceToVariable), which C++ would make where no mode sees them."""
+    def _convert_lists(self, tensor: torch.Tensor, index: Any) -> Any:
+        """Convert lists of numbers in an index to tensors on the device of `tensor`. C++ would make these tensors where
+        no mode sees them (python_variable_indexing.cpp, sequenceToVariable)."""
         if isinstance(index, tuple):
-            return tuple(self._indices(tensor, part) if type(part) is list else part for part in index)
+            return tuple(self._convert_lists(tensor, part) if type(part) is list else part for part in index)
         if not index or not all(type(part) in (int, bool) for part in index):
             return index
         return self._to(torch.tensor(index, device=_CPU), self._device(tensor))
 
     def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         if _has_list(index):
-            index = self._indices(tensor, index)
+            index = self._convert_lists(tensor, index)
         if isinstance(value, (bool, int, float)) and is_gpu(self._believed(tensor)):
-            # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
+            # The number stays on the host for a CUDA tensor (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
         elif isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-            value = self._mixed.assignable(tensor, index, value)
+            value = self._mixed.move_assigned_value(tensor, index, value)
             if self._believed(tensor) == HOST == self._believed(value):
                 value = self._kinds.like(value, tensor)
         torch.Tensor.__setitem__(tensor, index, value)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """`p.data = p.data.cuda()` changes the very tensor; between a real and a virtual one only a swap can."""
+        """Set `tensor.data`; a real and a virtual tensor swap their C++ implementations."""
         with torch.DisableTorchFunction():
             if tensor.is_meta == value.is_meta:
                 tensor.data = value
                 return
             other = value.detach().requires_grad_(tensor.requires_grad)
             if tensor.grad is not None:
-                # A module that moves its parameters puts the gradient's data into it next: it has to be there.
+                # nn.Module._apply puts the gradient's data into `other.grad` next, which therefore must exist.
                 with disable_current_modes():
                     other.grad = torch.empty_like(other)
-            # Class and attributes stay, and hooks that are set anew. So does what a graph has saved of the old one
-            # (`weight_norm` makes one when the model is built), for which torch.utils.swap_tensors would refuse.
+            # Class and attributes stay, hooks are set again. The swap also works where a graph has saved the old tensor
+            # (`weight_norm` saves one when the model is built), which torch.utils.swap_tensors refuses.
             tensors.swap_tensor_impl(tensor, other)
             for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(tensor, hooks, getattr(tensor, hooks))
 
     def _set_grad(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the GPU.
+        """Set `tensor.grad`. The gradient has data exactly if its tensor has data, as small host tensors may.
 
         Raises:
-            RuntimeError: it is on another device, in the words of torch/csrc/autograd/python_variable.cpp.
+            RuntimeError: the devices differ; the text is that of torch/csrc/autograd/python_variable.cpp.
         """
         with torch.DisableTorchFunction():
             if isinstance(value, torch.Tensor) and value.dtype == tensor.dtype:
@@ -111,16 +111,16 @@ class Assignments:
                         f"'{was}'. Please ensure that the gradient and the tensor are on the same device"
                     )
             if isinstance(value, torch.Tensor) and value.is_meta != tensor.is_meta and self._believed(tensor) == HOST:
-                value = self._as_real_as(tensor, value)
+                value = self._match_kind(tensor, value)
             tensor.grad = value
 
-    def _as_real_as(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _match_kind(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
             parts = {name: getattr(value, name) for name in names}
             for name, part in parts.items():
                 if isinstance(part, torch.Tensor):
-                    parts[name] = self._as_real_as(getattr(tensor, name), part)
+                    parts[name] = self._match_kind(getattr(tensor, name), part)
             made: torch.Tensor = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
                 parts, context, value.size(), value.stride()
             )
@@ -139,14 +139,14 @@ class Assignments:
             self._tracker.values.store.set(virtual, value)
         return virtual
 
-    def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-        """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the GPU decides
-        whether its parameters stay the same objects: between host and GPU they do, also if only one is virtual. Those
-        of a scripted module are held by C++, which has to be given the new ones."""
+    def wrap_compatibility_check(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        """Return the replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the GPU
+        decides whether its parameters stay the same objects: between host and GPU they do. The parameters of a scripted
+        module belong to C++, which needs new objects."""
 
-        def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-            moving = sys._getframe(1).f_back  # nn.Module._apply, which asks through a function of its own
-            if moving is not None and isinstance(moving.f_locals.get("self"), torch.jit.ScriptModule):
+        def have_compatible_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+            frame = sys._getframe(1).f_back  # nn.Module._apply, which calls a function of its own
+            if frame is not None and isinstance(frame.f_locals.get("self"), torch.jit.ScriptModule):
                 self._tracker.values.assume(_SCRIPTED)
                 return original(tensor, other)
             with torch.DisableTorchFunction():
@@ -154,7 +154,7 @@ class Assignments:
                 believed = {self._tracker.device_of(tensor), self._tracker.device_of(other)}
             return (one_is_virtual and "meta" not in believed) or original(tensor, other)
 
-        return compatible
+        return have_compatible_data
 
 
 def _has_list(index: Any) -> bool:

@@ -1,12 +1,12 @@
 """Autocast on the virtual GPU: CUDA's lists and its weight cache, at the level of torch functions.
 
-torch's own autocast casts for tensors on CUDA alone, so that meta tensors pass it by. Here the function mode casts the
-arguments of a call before it is made, by the lists of torch's documentation (Automatic Mixed Precision, "CUDA Ops that
-can autocast to ..."); which of them a torch release really has is asked of its dispatcher.
+torch's own autocast casts tensors on CUDA alone, and so ignores meta tensors. Here the function mode casts the
+arguments of a call before the call, by the lists of torch's documentation (Automatic Mixed Precision, "CUDA Ops that
+can autocast to ..."); torch's dispatcher says which operators of the lists this release has.
 
-What differs from torch: a C++ function that calls a listed operator inside itself is listed here by its own name
-(`_COMPOSITES`; kernels/losses.py has others), since the call inside is not seen. What is not listed there
-(matrix_power, cov, corrcoef, trapezoid) runs in the dtype of its input, and so does an overload called by its full
+Differences from torch: a C++ function that calls a listed operator is listed here by its own name (`_COMPOSITES`;
+kernels/losses.py has others), since the function mode does not see the inner call. Functions outside that list
+(matrix_power, cov, corrcoef, trapezoid) run in the dtype of their input, and so does an overload called by its full
 name (torch.ops.aten.mm.default).
 """
 
@@ -43,7 +43,7 @@ _FLOAT32 = frozenset(
         "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "linalg_matrix_sqrth",
     ]
 )  # fmt: skip
-# These compute and return float32 from the half input itself: `dtype` is set, nothing is cast before.
+# Operators that compute and return float32 from the half input itself: autocast sets `dtype`, and casts nothing.
 _FLOAT32_RESULT = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"]
 )
@@ -54,13 +54,13 @@ _WIDEST = frozenset(
     ]
 )  # fmt: skip
 _REFUSED = frozenset({"binary_cross_entropy"})
-# Cast where cuDNN does not run them; where it does, recurrent.py casts their weights into one buffer.
+# Recurrent functions, cast where cuDNN does not run them; with cuDNN, recurrent.py casts their weights to one buffer.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _COMPOSITES = {
     "lstm": _RECURRENT, "gru": _RECURRENT, "rnn_tanh": _RECURRENT, "rnn_relu": _RECURRENT, "nll_loss_nd": _FLOAT32,
     "linalg_norm": _FLOAT32_RESULT, "inner": _WIDEST,
 }  # fmt: skip
-# Other names of listed operators.
+# Other names of listed operators -> name of the operator.
 _OPERATORS = {
     "__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow", "arccos": "acos",
     "arcsin": "asin", "linalg_matmul": "matmul", "special_erfinv": "erfinv", "special_expm1": "expm1",
@@ -83,29 +83,29 @@ def registered() -> frozenset[str]:
 
 
 class Autocast:
-    """Casts arguments while `torch.autocast("cuda")` is on."""
+    """The casts of arguments while `torch.autocast("cuda")` is on."""
 
     def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
         self._on_gpu = on_gpu
         self._registered: frozenset[str] | None = None
         self._policies: dict[Any, frozenset[str] | None] = {}
-        # By the identity of a weight: the weight, so that it lives on, and its half copy.
+        # id of a weight -> the weight, which the reference keeps alive, and its half-precision copy.
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._caches_with_gradient = _caches_with_gradient()
 
     def clear_cache(self) -> None:
-        """The outermost autocast region ended: the half copies of weights are dropped."""
+        """Drop the half-precision copies of weights, at the end of the outermost autocast region."""
         self._cache.clear()
 
     def cast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with which CUDA's autocast would call `func`."""
         if func not in self._policies:
-            self._policies[func] = self._policy(func)
+            self._policies[func] = self._find_policy(func)
         members = self._policies[func]
         if members is None:
             return args, kwargs
         kwargs = kwargs or {}
-        if "out" in kwargs:  # in no list, as in-place operators are in none
+        if "out" in kwargs:  # out= variants and in-place operators are in no list
             return args, kwargs
         if members is _RECURRENT:
             if kernels.get_cudnn_enabled() and args[0].dtype is not torch.bfloat16:
@@ -118,17 +118,17 @@ class Autocast:
         if members is _FLOAT32_RESULT:
             first = args[0] if args else kwargs.get("input")
             given = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-            if given or not self._eligible(first):
+            if given or not self._is_castable(first):
                 return args, kwargs
             return args, {**kwargs, "dtype": torch.float32}
         if members is _WIDEST:
-            return self.cast_to(args, kwargs, self._widest(args, kwargs))
+            return self.cast_to(args, kwargs, self._find_widest_dtype(args, kwargs))
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "
             "use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
         )
 
-    def _policy(self, func: Any) -> frozenset[str] | None:
+    def _find_policy(self, func: Any) -> frozenset[str] | None:
         name = getattr(func, "__name__", "")
         name = _OPERATORS.get(name, name)
         if name in _COMPOSITES:
@@ -137,22 +137,22 @@ class Autocast:
             self._registered = registered()
         return POLICIES.get(name) if name in self._registered else None
 
-    def _widest(self, args: Any, kwargs: Any) -> torch.dtype:
-        """`promote_type` of aten/src/ATen/autocast_mode.h: float32 once there is one; another half dtype only after it.
+    def _find_widest_dtype(self, args: Any, kwargs: Any) -> torch.dtype:
+        """Return the widest dtype of the arguments, by `promote_type` of aten/src/ATen/autocast_mode.h.
 
         Raises:
-            RuntimeError: there is a half dtype that is not the region's.
+            RuntimeError: an argument has a half-precision dtype that is not the region's.
         """
         widest = lower = torch.get_autocast_dtype("cuda")
         for tensor in tree_leaves((args, kwargs)):
-            if not self._eligible(tensor) or widest is torch.float32:
+            if not self._is_castable(tensor) or widest is torch.float32:
                 continue
             if tensor.dtype not in (torch.float32, lower):
                 raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
             widest = tensor.dtype
         return widest
 
-    def _eligible(self, value: Any) -> bool:
+    def _is_castable(self, value: Any) -> bool:
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
@@ -161,26 +161,26 @@ class Autocast:
         )
 
     def cast_to(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Return the arguments in this dtype; the last is cast first.
+        """Return the arguments cast to `dtype`, the last argument first.
 
-        C++ leaves the order open in which `WrapFunction_` of aten/src/ATen/autocast_mode.h evaluates the casts; GCC,
-        which builds torch's packages for Linux, goes from right to left. Members of a list are cast in their order.
+        C++ leaves open in which order `WrapFunction_` of aten/src/ATen/autocast_mode.h evaluates the casts; GCC, which
+        builds torch's packages for Linux, goes from right to left. Elements of a list are cast in their order.
         """
-        kwargs = {name: self._all(kwargs[name], dtype) for name in reversed(kwargs)}
-        return tuple(reversed([self._all(arg, dtype) for arg in reversed(args)])), kwargs
+        kwargs = {name: self._cast_nested(kwargs[name], dtype) for name in reversed(kwargs)}
+        return tuple(reversed([self._cast_nested(arg, dtype) for arg in reversed(args)])), kwargs
 
-    def _all(self, value: Any, dtype: torch.dtype) -> Any:
+    def _cast_nested(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._one(value, dtype)
+            return self._cast_tensor(value, dtype)
         if isinstance(value, (list, tuple)):
-            return type(value)(self._all(part, dtype) for part in value)
+            return type(value)(self._cast_nested(part, dtype) for part in value)
         if isinstance(value, dict):
-            return {name: self._all(part, dtype) for name, part in value.items()}
+            return {name: self._cast_nested(part, dtype) for name, part in value.items()}
         return value
 
-    def _one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`cached_cast` of aten/src/ATen/autocast_mode.cpp: float32 leaves with a gradient are cast once a region."""
-        if tensor.dtype is dtype or not self._eligible(tensor):
+    def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Cast a tensor as `cached_cast` of aten/src/ATen/autocast_mode.cpp does: float32 leaves once a region."""
+        if tensor.dtype is dtype or not self._is_castable(tensor):
             return tensor
         cacheable = (
             dtype in _HALF
@@ -205,8 +205,8 @@ class Autocast:
 def _caches_with_gradient() -> bool:
     """Return whether a weight first cast under no_grad has a gradient later in the region: torch releases differ.
 
-    Those in which it has one cache nothing in inference mode, whose tensors can have none (issue 158232). The cache is
-    one for all devices, so that the CPU's tells.
+    Releases in which the weight has a gradient cache nothing in inference mode (issue 158232). All devices have one
+    cache, so that the test runs on the CPU.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     data = torch.ones(1, 1)

@@ -1,4 +1,4 @@
-"""The workspaces that cuBLAS has taken in a run."""
+"""Workspaces that cuBLAS has allocated in a run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memprof.watch.forward import CallSite
 
 
 class CublasWorkspaces:
-    """One for each handle, of which a thread has its own on each GPU, and for each stream."""
+    """The cuBLAS workspaces of a run: one for each handle (a thread has a handle on each GPU) and stream."""
 
     def __init__(self) -> None:
-        # Its size is settled by the first product: the program may set the environment before.
+        # The first matrix product settles the workspace size: the program may set the environment variable before.
         self._size: CublasWorkspace | None = None
-        self._taken: dict[str, int] = {}
+        self._workspaces: dict[str, int] = {}
 
     def take(self, machine: DeviceState, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
-        """Take what a product of `args` on `gpu` needs and has not been taken yet."""
+        """Allocate the workspace of a matrix product of `args` on `gpu`, unless its handle and stream have one."""
         if self._size is None:
             self._size = CublasWorkspace.of(machine.gpu.compute_capability, machine.gpu.release)
         if not self._size.permanent:
@@ -29,15 +29,15 @@ class CublasWorkspaces:
         thread = "backward" if in_backward() else machine.turn.thread or "forward"
         handle = f"{thread} {gpu} {machine.recorder.streams.current(gpu)}"
         storages = machine.recorder.storages
-        if handle not in self._taken:
-            self._taken[handle] = storages.allocate_hidden(self._size.num_bytes, WORKSPACE, place, gpu)
+        if handle not in self._workspaces:
+            self._workspaces[handle] = storages.allocate_hidden(self._size.num_bytes, WORKSPACE, place, gpu)
         lt = "lt " + handle
         is_lt = operator.uses_cublaslt is not None and operator.uses_cublaslt(args)
-        if is_lt and self._size.lt_num_bytes and lt not in self._taken:
-            self._taken[lt] = storages.allocate_hidden(self._size.lt_num_bytes, LT_WORKSPACE, place, gpu)
+        if is_lt and self._size.lt_num_bytes and lt not in self._workspaces:
+            self._workspaces[lt] = storages.allocate_hidden(self._size.lt_num_bytes, LT_WORKSPACE, place, gpu)
 
     def clear(self, machine: DeviceState) -> None:
-        """Free them: the next product takes them again (CublasHandlePool.cpp, `clearCublasWorkspaces`)."""
-        for index in self._taken.values():
+        """Free all workspaces, as `clearCublasWorkspaces` of CublasHandlePool.cpp does."""
+        for index in self._workspaces.values():
             machine.recorder.storages.free_hidden(index)
-        self._taken.clear()
+        self._workspaces.clear()

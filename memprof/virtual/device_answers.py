@@ -1,4 +1,4 @@
-"""Answers of tensors about their device: that on which the program believes them."""
+"""Answers to the program's queries of a tensor's device: `t.device`, `t.is_cuda`, `repr(t)`, groups by device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _device_named = functools.cache(torch.device)
 
 
 class DeviceAnswers:
-    """Attributes and functions that tell a tensor's device, as the program is to see it."""
+    """Replacements for the attributes and functions that report a tensor's device."""
 
     def __init__(self, tracker: DeviceState) -> None:
         self._tracker = tracker
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Return function -> replacement, for the function mode."""
+        """Return the handlers of the function mode: torch function -> replacement."""
         return {
             torch.Tensor.device.__get__: self.device,  # type: ignore[attr-defined]
             torch.Tensor.is_cuda.__get__: lambda tensor: is_gpu(self.believed(tensor)),  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ class DeviceAnswers:
             return self._tracker.device_of(tensor)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
-        """Return that device, for Python."""
+        """Return the device that the program believes `tensor` to be on, as a torch.device."""
         with torch.DisableTorchFunction():
             tensor = unwrapped(tensor)
             if not tensor.is_meta:
@@ -49,8 +49,10 @@ class DeviceAnswers:
         believed = self.believed(tensor)
         return gpu_index(believed) if is_gpu(believed) else -1
 
-    def repr_of(self, original: Callable[..., str], read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., str]:
-        """The replacement for `torch._tensor_str._str`, which takes all modes off before it looks at the data."""
+    def wrap_str(
+        self, original: Callable[..., str], read: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[..., str]:
+        """Return the replacement for `torch._tensor_str._str`, which disables all modes before it reads the data."""
 
         def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
             with torch.DisableTorchFunction():
@@ -61,7 +63,7 @@ class DeviceAnswers:
                 known = self._tracker.values.store.get(tensor.detach())
                 if known is None and tensor.dim() == 0:
                     known = read(tensor)
-                kind = torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)  # as torch says it
+                kind = torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)  # as torch prints it
                 if known is None:
                     name = "tensor" if kind is torch.Tensor else kind.__name__
                     return f"{name}(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
@@ -69,11 +71,11 @@ class DeviceAnswers:
 
         return _str
 
-    def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement for `torch._C._group_tensors_by_device_and_dtype`, whose groups name their device.
+    def wrap_grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement for `torch._C._group_tensors_by_device_and_dtype`, by believed devices.
 
-        Optimizers and gradient clipping choose by it the operators on whole lists. What is all "meta" may be of two
-        devices, and tensors of the host may be real or virtual.
+        Optimizers and gradient clipping group tensors by this function before they call operators on lists. Tensors on
+        "meta" may be on two believed devices, and host tensors may be real or virtual.
         """
 
         def group(tensor_lists: Any, with_indices: bool = False) -> Any:

@@ -1,7 +1,7 @@
-"""Operators whose tensors are on several devices: on which GPU they run, and what is noted where CUDA refuses them.
+"""Operators whose tensors are on several devices: the GPU on which they run, and calls that CUDA refuses.
 
-What breaks the rule of the host (device_rules.py) is noted as a mismatch, and the run goes on as if the host tensors
-had been moved; of two GPUs it raises what CUDA raises, for which was meant is not known.
+A call that breaks the rule for host tensors (device_rules.py) is noted as a mismatch, and the run goes on as if the
+host tensors had been moved. Tensors on two GPUs raise CUDA's error, since the intended GPU is unknown.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _TAKES_SEVERAL_GPUS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.
 
 
 def settle_gpu(machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
-    """Say on which of several GPUs `call` runs: that of its first tensor, else the one that was requested.
+    """Set the GPU, one of several, on which `call` runs: the GPU of its first tensor, else the requested GPU.
 
     Raises:
-        RuntimeError: its tensors are on two GPUs, and no kernel takes that.
+        RuntimeError: the tensors are on two GPUs, and the operator does not support that.
     """
-    meant = [tensor for tensor in call.tensors if tensor.is_meta]
-    # What is empty has no memory that would say where it is, unless the program made it itself.
-    devices = map(machine.device_of, [tensor for tensor in meant if tensor.numel()] or meant)
-    on = list(filter(is_gpu, devices))
-    if not on:
-        asked = machine.factory_device
-        call.gpu = asked if asked is not None and is_gpu(asked) else machine.nodes.current_gpu()
+    virtual_tensors = [tensor for tensor in call.tensors if tensor.is_meta]
+    # An empty tensor has no storage in the trace, and so no known device, unless the program made it itself.
+    devices = map(machine.device_of, [tensor for tensor in virtual_tensors if tensor.numel()] or virtual_tensors)
+    gpus_of_tensors = list(filter(is_gpu, devices))
+    if not gpus_of_tensors:
+        requested = machine.factory_device
+        call.gpu = requested if requested is not None and is_gpu(requested) else machine.nodes.current_gpu()
         return
-    call.gpu = on[0]
-    machine.nodes.note_gpu(on[0])
-    # Lists of tensors are gone through one by one where they are on several GPUs (native/ForeachUtils.h).
+    call.gpu = gpus_of_tensors[0]
+    machine.nodes.note_gpu(gpus_of_tensors[0])
+    # Operators on lists process the tensors one by one where they are on several GPUs (native/ForeachUtils.h).
     if (
-        len(set(on)) > 1
+        len(set(gpus_of_tensors)) > 1
         and operator.packet not in _TAKES_SEVERAL_GPUS
         and not operator.name.startswith("aten._foreach_")
     ):
@@ -48,9 +48,9 @@ def settle_gpu(machine: DeviceState, operator: OpInfo, call: OperatorCall, place
 
 
 def check_devices(machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
-    """Note a breach of CUDA's rule, and move host tensors to meta where `call` could not run otherwise."""
+    """Note a call that breaks CUDA's device rule; move its host tensors to meta where it needs that to run."""
     if not call.on_gpu:
-        # Host tensors among themselves: the small ones are real, the large ones virtual; no mismatch.
+        # Small host tensors are real, large host tensors virtual: their mix is no mismatch.
         if any(t.dim() for t in call.real):
             _make_virtual(machine, call)
     elif breaks_rule(machine, operator, call):
@@ -59,33 +59,33 @@ def check_devices(machine: DeviceState, operator: OpInfo, call: OperatorCall, pl
 
 
 def breaks_rule(machine: DeviceState, operator: OpInfo, call: OperatorCall) -> bool:
-    """Return whether CUDA refuses a call on the GPU for its tensors of the host."""
-    strangers = [*call.real, *(t for t in call.tensors if t.is_meta and machine.device_of(t) == HOST)]
-    return not operator.mixes_devices and not all(operator.takes_of_host(tensor) for tensor in strangers)
+    """Return whether CUDA refuses a call on the GPU because some of its tensors are on the host."""
+    host_tensors = [*call.real, *(t for t in call.tensors if t.is_meta and machine.device_of(t) == HOST)]
+    return not operator.mixes_devices and not all(operator.takes_of_host(tensor) for tensor in host_tensors)
 
 
 def _make_virtual(machine: DeviceState, call: OperatorCall) -> None:
-    """Replace the real host tensors of `call` by meta ones, so that it can run on meta."""
+    """Replace the real host tensors of `call` by meta tensors, so that the call can run on meta."""
 
-    def lend(tensor: torch.Tensor, moved: torch.Tensor) -> None:
-        machine.record_copy(moved)  # a sparse result may be made of it
+    def record_moved(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+        machine.record_copy(moved)  # a sparse result may refer to the copy
         if machine.values.store.is_trackable(moved):
             machine.values.store.set(moved, tensor)
 
-    call.set_arguments(to_meta(call.args, lend), to_meta(call.kwargs, lend), machine)
+    call.set_arguments(to_meta(call.args, record_moved), to_meta(call.kwargs, record_moved), machine)
 
 
 def note_mismatch(machine: DeviceState, op: str, tensors: list[torch.Tensor], place: CallSite | None = None) -> None:
-    """Note a call that raises on a real GPU: what it was given, and where from."""
+    """Note a call that raises on a real GPU, with the operator, its operands and the source line."""
     recorder = machine.recorder
     place = place or recorder.attribution.place(sys._getframe(1))
-    operands = tuple(_operand(machine, tensor) for tensor in tensors)
+    operands = tuple(_describe_operand(machine, tensor) for tensor in tensors)
     recorder.trace.mismatches.append(
         DeviceMismatch(len(recorder.trace.events), recorder.writer.op_index(op), place.module, place.source, operands)
     )
 
 
-def _operand(machine: DeviceState, tensor: torch.Tensor) -> Operand:
+def _describe_operand(machine: DeviceState, tensor: torch.Tensor) -> Operand:
     tensor = next(iter(parts_of_sparse(tensor)), tensor)
     storage = tensor.untyped_storage()
     source = -1

@@ -1,4 +1,4 @@
-"""The facts of one GPU and one torch release that the formulas of hidden memory ask for."""
+"""The facts of one GPU and one torch release that the formulas of hidden memory need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.device.catalog import Gpu
 
 
 def max_threads_per_sm(compute_capability: tuple[int, int]) -> int:
-    """Return the threads that a multiprocessor can hold (CUDA C++ programming guide, technical specifications)."""
+    """Return the maximum threads per multiprocessor (CUDA C++ programming guide, technical specifications)."""
     major, minor = compute_capability
     if (major, minor) == (7, 5):
         return 1024
@@ -18,29 +18,29 @@ def max_threads_per_sm(compute_capability: tuple[int, int]) -> int:
 
 
 def torch_release() -> tuple[int, int]:
-    """Return the major and minor number of the installed torch."""
+    """Return the major and minor version of the installed torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def cudnn_version(release: tuple[int, int]) -> int:
-    """Return the cuDNN that PyPI's wheel of a torch release brings along (9.10.2 until 2.10, 9.19.0 from 2.11 on)."""
+    """Return the cuDNN version of PyPI's wheel of a torch release (9.10.2 until 2.10, 9.19.0 from 2.11 on)."""
     return 91_900 if release >= (2, 11) else 91_002
 
 
 def cuda_version(release: tuple[int, int]) -> str:
-    """Return the CUDA that PyPI's wheel of a torch release is built with (12.8 until 2.10, 13.0 from 2.11 on)."""
+    """Return the CUDA version of PyPI's wheel of a torch release (12.8 until 2.10, 13.0 from 2.11 on)."""
     return "13.0" if release >= (2, 11) else "12.8"
 
 
 def nccl_version(release: tuple[int, int]) -> tuple[int, int, int]:
-    """The NCCL that PyPI's wheel of torch 2.8 brings along (2.27.3), and of 2.9 (2.27.5); later ones have no older."""
+    """Return the NCCL version of PyPI's wheel of a torch release (2.27.3 for 2.8, 2.27.5 from 2.9 on)."""
     return (2, 27, 5) if release >= (2, 9) else (2, 27, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """The device's properties that kernels read when they choose their launch, and the release whose kernels run."""
+    """The device properties by which kernels choose their launch, and the torch release of the kernels."""
 
     compute_capability: tuple[int, int]
     num_sms: int
@@ -49,6 +49,6 @@ class DeviceProperties:
 
     @classmethod
     def of(cls, gpu: Gpu) -> DeviceProperties:
-        """Return the facts of a GPU of the catalog under the installed torch."""
+        """Return the properties of a GPU of the catalog under the installed torch."""
         capability = gpu.compute_capability
         return cls(capability, gpu.num_sms, max_threads_per_sm(capability), torch_release())

@@ -1,9 +1,9 @@
-"""CUDA's rules for tensors on two devices in one operator.
+"""CUDA's rules for operators whose tensors are on two devices.
 
-The kernels of CUDA have one of two checks. torch generates the one from native_functions.yaml: all tensors given by
+CUDA's kernels have one of two checks. torch generates the first from native_functions.yaml: all tensors given by
 position are on one device, numbers (tensors without dimensions) as well. Operators marked `device_check: NoCheck` are
-checked by TensorIterator, which takes a number from the host (aten/src/ATen/TensorIterator.cpp, compute_types), or by
-themselves: those below take more.
+checked by TensorIterator, which accepts a number on the host (aten/src/ATen/TensorIterator.cpp, compute_types), or by
+themselves: the operators below accept more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 _aten = torch.ops.aten
 
-# Operators whose tensors may live on different devices (kernels/indexing.py checks those of index).
+# Operators whose tensors may be on different devices (kernels/indexing.py checks the index operators).
 MIXES_DEVICES = frozenset(
     {
         _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy, _aten._foreach_copy_, _aten._foreach_copy,
@@ -31,12 +31,12 @@ MIXES_DEVICES = frozenset(
 
 
 def takes_numbers_of_host(func: Any) -> bool:
-    """Return whether the CUDA kernel of `func` takes a tensor without dimensions from the host."""
-    return func.name() not in _checked()
+    """Return whether the CUDA kernel of `func` accepts a tensor without dimensions on the host."""
+    return func.name() not in _overloads_with_check()
 
 
 def lacks_quantized_kernel(name: str) -> str:
-    """Return the overload that CUDA does not find for quantized tensors where `name` is called; none if it finds it."""
+    """Return the overload that CUDA lacks for quantized tensors when `name` is called; empty if CUDA has a kernel."""
     entry = _entries().get(name, "")
     delegate = re.search(r"structured_delegate: (\S+)", entry)
     if re.search(r"QuantizedCUDA|: Composite|    Composite", entry) or not (delegate or "  dispatch:" in entry):
@@ -45,9 +45,9 @@ def lacks_quantized_kernel(name: str) -> str:
 
 
 @functools.cache
-def _checked() -> frozenset[str]:
-    """The overloads, `aten::name.overload`, that are given the generated check (torchgen/dest/register_dispatch_key.py,
-    gen_device_check): those with a kernel for CUDA, or a structured one, and no word against it."""
+def _overloads_with_check() -> frozenset[str]:
+    """Return the overloads, `aten::name.overload`, with the generated check (torchgen/dest/register_dispatch_key.py,
+    gen_device_check): those with a CUDA kernel, or structured, and without `device_check: NoCheck`."""
     kernels = re.compile(r"(?m)^    .*\bCUDA\b|^  structured_delegate:")
     return frozenset(
         name for name, entry in _entries().items() if "device_check: NoCheck" not in entry and kernels.search(entry)
@@ -56,10 +56,10 @@ def _checked() -> frozenset[str]:
 
 @functools.cache
 def _entries() -> dict[str, str]:
-    """Overload -> what is said of it in native_functions.yaml.
+    """Return the entries of native_functions.yaml: overload -> text of its entry.
 
-    torch brings the table along, as text; it is read when a run first mixes devices, or asks for a quantized kernel.
-    Where it is missing nothing is checked.
+    The file comes with torch. It is read when a run first mixes devices or needs a quantized kernel; without the file
+    no device check is made.
     """
     spec = importlib.util.find_spec("torchgen")
     folder = Path(spec.origin).parent if spec and spec.origin else Path()

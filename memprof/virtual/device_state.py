@@ -1,7 +1,7 @@
-"""The machine that the program believes in: where each tensor lives, and the record of the storages it makes.
+"""The machine that the program believes in: where each tensor lives, and the record of new storages.
 
-What kernels and the program's edges are given of the virtual GPU. dispatch_mode.py makes a dispatch mode of it, so that
-operators called `with machine:` run on it in turn.
+Kernels and the handlers of Python code use the virtual GPU through this class. dispatch_mode.py derives a dispatch mode
+from it, so that operators called `with machine:` run on the virtual GPU in turn.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from memprof.watch.recorder import Recorder
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
-REAL = "real"  # what is requested where a tensor is to have data
+REAL = "real"  # requested device of a tensor that is to have data
 _NONE_HELD = contextlib.nullcontext()
 
 
 class Turn:
-    """One thread's turn: one at a time runs an operator on the virtual GPU."""
+    """The lock by which only one thread at a time runs an operator on the virtual GPU."""
 
     def __init__(self, writer: TraceWriter, thread: str = "", begin: Callable[[], None] | None = None) -> None:
         self._writer = writer
@@ -41,7 +41,7 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Inside, no other thread runs an operator. When the run is over, threads of it end here."""
+        """Context manager: no other thread runs an operator. A thread that enters after the end of the run exits."""
         with self._writer.lock:
             if self.thread and self._writer.closed:
                 raise SystemExit
@@ -56,7 +56,7 @@ class Turn:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the program's own code runs, which may wait for another thread."""
+        """Context manager: release the lock while the program's own code runs, which may await a thread."""
         if not self.is_taken:
             yield
             return
@@ -70,10 +70,10 @@ class Turn:
 
 
 class DeviceState(TorchDispatchMode):
-    """A host and its GPUs, as one thread of the program has them.
+    """A host and its GPUs, as one thread of the program sees them.
 
-    Its attributes are many because a thread of the program has a copy of it (integrations/threads.py), with others of
-    its own in the second group.
+    A thread of the program has a copy of this object (integrations/threads.py), with its own values of the attributes
+    in the second group.
     """
 
     def __init__(self, recorder: Recorder, values: Values, gpu: DeviceProperties, gpus: Gpus, workspaces: bool) -> None:
@@ -82,32 +82,32 @@ class DeviceState(TorchDispatchMode):
         self.values = values
         self.gpu = gpu
         self.gpus = gpus
-        self.workspaces = workspaces and recorder.storages.counts_hidden  # whether what libraries take is counted
+        self.workspaces = workspaces and recorder.storages.counts_hidden  # whether library workspaces are counted
         self.nodes = AutogradNodes(gpus)
         self.accumulation = Accumulation()
         self.meter = Meter(recorder, self.device_of)
-        # Address of a host tensor with data -> a reference to it, and the line that made it.
+        # Address of a host tensor with data -> a reference to its storage, and the source line that made the tensor.
         self.host_sources: dict[int, tuple[Any, int]] = {}
-        # What a library makes once and keeps for good.
+        # Tensors that a library makes once and never frees.
         self.kept: dict[str, torch.Tensor] = {}
-        # Results of collectives -> what these were given.
+        # Results of collectives -> the inputs of these collectives.
         self.pending_collectives: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
 
         self.turn = Turn(recorder.writer)
-        # Set by the function mode: the device that the program asks a factory for, and the arguments of the function
-        # that is running.
+        # Set by the function mode: the device that the program requests from a factory, and the arguments of the
+        # running function.
         self.factory_device: str | None = None
         self.calling: tuple[Any, ...] = ()
         self.adds_bias = False  # whether the operators that run are those of a linear layer with a bias
 
     def allocating(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
-        """Run an operator that makes new storages in the ordinary way."""
+        """Run an operator that allocates its results."""
         raise NotImplementedError
 
     def take_workspace(self, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
-        """Take what cuBLAS needs for a call of its own, unless it has it."""
+        """Allocate the cuBLAS workspace of a call, unless the handle and stream have one."""
         raise NotImplementedError
 
     def device_of(self, tensor: torch.Tensor) -> str:
@@ -125,30 +125,30 @@ class DeviceState(TorchDispatchMode):
             return is_gpu(self.device_of(tensor))
 
     def is_virtual(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` stands for one that has data in a real run."""
+        """Return whether `tensor` is a meta tensor that stands for a tensor with data in a real run."""
         with torch.DisableTorchFunction():
             return tensor.is_meta and self.device_of(tensor) != "meta"
 
     # -- recording --------------------------------------------------------------------------------------------------
 
     def record(self, tensors: list[torch.Tensor], op: str, place: CallSite, device: str) -> None:
-        """Record the storages of `tensors` that are not known yet."""
+        """Record the storages of `tensors` that are not recorded yet."""
         self.recorder.storages.record(tensors, op, place, device)
 
     def record_real(self, tensor: torch.Tensor, op: str, place: CallSite) -> None:
-        """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
+        """Record a new host tensor that has data: too small to be virtual, but large enough to count."""
         storage, storages = tensor.untyped_storage(), self.recorder.storages
         if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in storages.live:
             storages.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
 
     def record_copy(self, copy: torch.Tensor) -> None:
-        """A virtual copy of a real host tensor stands for that one: it is on the host, and takes no memory."""
+        """Register a virtual copy of a real host tensor: the copy is on the host, and its memory is not counted."""
         storage = copy.untyped_storage()
         self.recorder.storages.uncounted[storage] = HOST
         weakref.finalize(storage, self.values.store.drop, storage._cdata).atexit = False
 
     def resized(self, storage: torch.UntypedStorage, device: str, place: CallSite) -> None:
-        """The program resized a storage of `device` itself."""
+        """Record that the program itself resized a storage on `device`."""
         storages = self.recorder.storages
         index = storages.live.get(storage._cdata)
         if index is not None:
@@ -162,25 +162,25 @@ class DeviceState(TorchDispatchMode):
     def hidden(
         self, sizes: Iterable[int], op: str, place: CallSite, device: str = GPU
     ) -> contextlib.AbstractContextManager[None]:
-        """Take memory on a GPU that no tensor shows, for as long as something runs; sizes in bytes, 0 is none."""
+        """Context manager: hold memory on a GPU without a tensor. `sizes` are in bytes; sizes of 0 are ignored."""
         wanted = [size for size in sizes if size]
-        return self._held(wanted, op, place, device) if wanted else _NONE_HELD
+        return self._hold_hidden(wanted, op, place, device) if wanted else _NONE_HELD
 
     @contextlib.contextmanager
-    def _held(self, sizes: list[int], op: str, place: CallSite, device: str) -> Iterator[None]:
+    def _hold_hidden(self, sizes: list[int], op: str, place: CallSite, device: str) -> Iterator[None]:
         storages = self.recorder.storages
-        with contextlib.ExitStack() as taken:  # released in reverse, as C++ destroys what a function holds
+        with contextlib.ExitStack() as taken:  # released in reverse order, as C++ destroys local variables
             for size in sizes:
                 taken.callback(storages.free_hidden, storages.allocate_hidden(size, op, place, device))
             yield
 
     def transients(self, sizes: Iterable[int], op: str, place: CallSite, device: str = GPU) -> None:
-        """Temporaries of a kernel: taken one after the other, all released when it returns."""
+        """Allocate the temporary buffers of a kernel one after the other, then free all of them."""
         with self.hidden(sizes, op, place, device):
             pass
 
     def workspace(self, num_bytes: int, most_bytes: int, op: str, place: CallSite, device: str) -> None:
-        """Memory that a library takes for one call, by a rule; what it may be instead is kept beside it."""
+        """Allocate and free a library's workspace for one call: `num_bytes` by a rule, `most_bytes` at most."""
         if self.workspaces:
             trace = self.recorder.trace
             trace.workspaces.append(Workspace(len(trace.events), device, num_bytes, most_bytes))
@@ -189,7 +189,7 @@ class DeviceState(TorchDispatchMode):
 
     @contextlib.contextmanager
     def factory_device_as(self, device: str) -> Iterator[None]:
-        """Inside, factories make tensors on `device`."""
+        """Context manager: factories make tensors on `device`."""
         outer, self.factory_device = self.factory_device, device
         try:
             yield

@@ -1,8 +1,8 @@
-"""The dispatch mode: sees every operator below autograd, runs it on meta tensors, and records the storages it makes.
+"""The dispatch mode: sees every operator below autograd, runs it on meta tensors, and records new storages.
 
-For each operator it decides, once, what kind it is (a view makes no storage, an in-place operator writes into one, the
-rest allocate), and for each combination of input layouts it remembers the output's layout (layout_cache.py), so that
-the second layer of a model costs a fraction of the first.
+The mode classifies each operator once (a view makes no storage, an in-place operator writes into one, the others
+allocate). For each combination of input layouts it caches the output's layout (layout_cache.py), so that the second
+layer of a model costs a fraction of the first.
 """
 
 from __future__ import annotations
@@ -59,40 +59,40 @@ _FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "
 
 
 @contextlib.contextmanager
-def _own_factories() -> Iterator[None]:
-    """Inside, torch's factories are torch's own: a program may have others there while it builds a model (nanotron)."""
+def _restore_factories() -> Iterator[None]:
+    """Context manager: restore torch's own factories, which a program may have replaced (nanotron)."""
     with PatchSet() as patches:
         patches.set_all((torch, name, factory) for name, factory in _FACTORIES.items())
         yield
 
 
 class DispatchMode(DeviceState):
-    """Runs the program's operators on the virtual GPU."""
+    """The dispatch mode that runs the program's operators on the virtual GPU."""
 
     def __init__(self, recorder: Recorder, values: Values, gpu: DeviceProperties, gpus: Gpus, workspaces: bool) -> None:
         super().__init__(recorder, values, gpu, gpus, workspaces)
-        # By the `id` of the overload, which each keeps alive: its own hash is a function in Python.
+        # Keyed by the `id` of the overload, which the OpInfo keeps alive: the overload's own hash is a Python function.
         self._operators: dict[int, OpInfo] = {}
-        # What a call is known by -> what makes tensors like its outputs.
+        # Key of a call -> function that makes tensors like its outputs.
         self._makers: dict[Any, Callable[[], Any]] = {}
         self._in_place = InPlaceOperators()
         self._cublas = CublasWorkspaces()
         self.caches = KVCacheDetector(recorder)
         self.updates: Updates | None = None  # None: the workload has torch's optimizers alone
-        # Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls.
+        # Autocast in a backward pass inside its region: no function mode sees the operators that the engine calls.
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         self.is_off = False  # in a forked child, where operators run as without this mode
-        self.function_mode: Any = contextlib.nullcontext()  # by which an operator in Python sees the GPU
+        self.function_mode: Any = contextlib.nullcontext()  # the mode under which an operator written in Python runs
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The default wraps every call in a guard against torch.compile, and imports all of dynamo for it.
+        # The default wraps every call in a guard against torch.compile, which imports all of dynamo.
         return False
 
     # -- every operator ---------------------------------------------------------------------------------------------
 
     def _refuse_virtual(self, args: Any, kwargs: Any) -> None:
-        """Refuse virtual tensors in a forked child: there is no virtual GPU, whose tensors have no data."""
+        """Raise an error for virtual tensors in a forked child, which has no virtual GPU."""
         for value in find_tensors([*args, *(kwargs or {}).values()]):
             if value.is_meta and self.device_of(value) != "meta":
                 raise unsupported_error(
@@ -107,17 +107,17 @@ class DispatchMode(DeviceState):
             with self.turn.taken():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if torch.empty is not _FACTORIES["empty"]:
-            with _own_factories():
+            with _restore_factories():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if dispatch.get_dispatch_mode(dispatch.TorchDispatchModeKey.FAKE) is not None:
-            # How a DTensor learns the shapes of results: nothing of that is in memory.
+            # DTensor computes the shapes of results with fake tensors, which take no memory.
             return func(*args, **(kwargs or {}))
         if types and any(kind.__torch_dispatch__ is not dispatch.disabled_torch_dispatch_impl for kind in types):
-            # A tensor subclass unwraps itself first; its inner operators come back here.
+            # A tensor subclass unwraps itself first; its inner operators call this mode again.
             return NotImplemented
         try:
             with torch.DisableTorchFunction():
-                operator = self._operators.get(id(func)) or self._operator(func)
+                operator = self._operators.get(id(func)) or self._get_operator_info(func)
                 if operator.expansion is not None:
                     if operator.in_python:
                         with (
@@ -167,10 +167,10 @@ class DispatchMode(DeviceState):
                 elif operator.is_cat and self.caches.looks:
                     self.caches.joins(args[0])
                 if operator.maybe_in_place and in_backward():
-                    plain = self._on_plain_run(call)
+                    plain = self._find_in_place_operator(call)
                     if plain is not None:
                         call.func, call.key[0] = plain, id(plain)
-                        operator = self._operators.get(id(plain)) or self._operator(plain)
+                        operator = self._operators.get(id(plain)) or self._get_operator_info(plain)
                 result = NotImplemented
                 if operator.handler is not None and (call.on_gpu or operator.runs_on_any_device):
                     result = operator.handler(KernelContext(self, operator, call, place))
@@ -189,7 +189,7 @@ class DispatchMode(DeviceState):
             raise
 
     def _run_sparse_or_quantized(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
-        """Run an operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
+        """Run an operator on sparse or quantized tensors: on the host by torch, else by kernels/."""
         moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
         if call.device is None and not moves:
             return call.func(*call.args, **call.kwargs)
@@ -199,7 +199,7 @@ class DispatchMode(DeviceState):
             note_mismatch(self, operator.name, call.tensors, place)
         if call.real and call.device is not None:
             with self, self.factory_device_as(HOST):
-                args, kwargs = tree_map_only(torch.Tensor, _as_virtual, (call.args, call.kwargs))
+                args, kwargs = tree_map_only(torch.Tensor, _to_virtual, (call.args, call.kwargs))
                 call = OperatorCall(call.func, args, kwargs, self)
         launch = KernelContext(self, operator, call, place)
         kernel = sparse.of_sparse.get(operator.packet)
@@ -208,11 +208,11 @@ class DispatchMode(DeviceState):
             raise unsupported_error(f"gives a sparse tensor to {operator.name}", "make it dense: `.to_dense()`")
         return result
 
-    def _operator(self, func: Any) -> OpInfo:
+    def _get_operator_info(self, func: Any) -> OpInfo:
         return self._operators.setdefault(id(func), describe_operator(func))
 
     def _device_of_caller(self, call: OperatorCall) -> str:
-        """Return the device of what a C++ function makes inside after a tensor that it was given."""
+        """Return the device of a tensor that a C++ function creates like one of the tensors in its arguments."""
         if self.gpus.several and in_backward():
             return call.gpu
         devices = [self.device_of(tensor) for tensor in find_tensors(list(self.calling)) if tensor.is_meta]
@@ -225,7 +225,7 @@ class DispatchMode(DeviceState):
         if device is not None:
             if device.type != "meta":
                 return "real"
-            # The program requested the GPU, or (a factory inside a C++ operator) inherits it from a device tensor.
+            # The program requested the GPU, or a factory in a C++ operator inherits the device of an argument.
             wanted = self.factory_device or call.device or self._device_of_caller(call)
             return None if wanted == "meta" else wanted
         if call.tensors:
@@ -235,7 +235,7 @@ class DispatchMode(DeviceState):
                 return HOST
             if call.real and len(call.real) == len(call.tensors):
                 return "real"
-            # Empty tensors are not tracked; a storage-less input does not make its result a genuine meta tensor.
+            # Empty tensors are not recorded; an input without storage does not make the result a genuine meta tensor.
             if all(t.numel() == 0 for t in call.tensors if t.is_meta):
                 return call.gpu
             return None
@@ -244,15 +244,15 @@ class DispatchMode(DeviceState):
     # -- the three kinds --------------------------------------------------------------------------------------------
 
     def allocating(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
-        """Run an operator that makes new storages, and record them with what its kernel takes beside them."""
+        """Run an operator that allocates its results, and record these with the other memory that its kernel takes."""
         target = self._target_device(call)
         if target == "real":
-            return self._on_cpu(operator, call, place)
+            return self._run_on_cpu(operator, call, place)
         if target is None or target == HOST or not (operator.scratch or operator.input_copies or operator.uses_cublas):
             return self._run(operator, call, place, target)
         copies = operator.input_copies(call.args) if operator.input_copies else ()
         if operator.uses_cublas:
-            # The output comes first: cuBLAS takes its workspace inside the call.
+            # The output is allocated first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
             with self.hidden(copies, operator.name, place, target):
                 self.take_workspace(operator, call.args, place, target)
@@ -265,7 +265,7 @@ class DispatchMode(DeviceState):
 
     def _run(self, operator: OpInfo, call: OperatorCall, place: CallSite, target: str | None) -> Any:
         try:
-            # What an operator makes of no floating point number at all has the program's default dtype.
+            # The result of an operator without floating point inputs has the program's default dtype.
             key: Any = (torch.get_default_dtype(), *call.key)
             make = self._makers.get(key)
         except TypeError:  # an unhashable argument, such as a generator or a symbolic value
@@ -287,18 +287,18 @@ class DispatchMode(DeviceState):
             self.values.propagate(call.func, call.args, call.kwargs, outputs)
         return result
 
-    def _on_cpu(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
-        """Run a host operator for real, unless its result is large: then that is virtual as well."""
-        # Pinning asks the CUDA driver; to the GPU it makes no difference.
+    def _run_on_cpu(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
+        """Run a host operator on real tensors, unless its result is large: a large result is virtual."""
+        # Pinning needs the CUDA driver; it does not change memory on the GPU.
         kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
-        # Where a backward formula names the host, what it makes is for the gradient of a real tensor.
+        # A host tensor made in a backward formula is for the gradient of a real tensor.
         if call.factory_bytes() >= HOST_VIRTUAL_BYTES and not (in_backward() and called_by_engine()):
             result = call.func(*call.args, **{**kwargs, "device": _META})
             made = find_tensors(result)
             self.record(made, operator.name, place, HOST)
             self.values.propagate(call.func, call.args, kwargs, made)
             if operator.packet in EMPTY:
-                for tensor in made:  # which the program may fill where no mode sees it, as an array
+                for tensor in made:  # the program may fill the tensor where no mode sees it, as a NumPy array
                     self.values.store.set_uniform(tensor, 0)
             return result
         result = call.func(*call.args, **kwargs)
@@ -310,21 +310,21 @@ class DispatchMode(DeviceState):
         return result
 
     def take_workspace(self, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
-        """Take what cuBLAS needs for a call of its own, unless it has it."""
+        """Allocate the cuBLAS workspace of a call, unless the handle and stream have one."""
         if self.workspaces:
             self._cublas.take(self, operator, args, place, gpu)
 
     def clear_workspaces(self) -> None:
-        """Free the workspaces of cuBLAS."""
+        """Free the cuBLAS workspaces."""
         self._cublas.clear(self)
 
     def process_ended(self, first: int) -> None:
-        """Free what a process of the program's took from storage number `first` on, with what libraries took."""
+        """Free the memory of a process that has ended: storages from number `first` on, and library workspaces."""
         self.clear_workspaces()
         self.recorder.storages.end_process(first)
 
-    def _on_plain_run(self, call: OperatorCall) -> Any:
-        """The operator in place that a backward formula calls on a plain run where `call` is out of place; or None."""
+    def _find_in_place_operator(self, call: OperatorCall) -> Any:
+        """Return the in-place operator that a backward formula calls without modes instead of `call`, or None."""
         target = call.args[0]
         if not isinstance(target, torch.Tensor) or not called_by_engine():
             return None
@@ -332,19 +332,19 @@ class DispatchMode(DeviceState):
         if index is None:
             return None
         if call.func in FILLS_ZEROS:
-            # The zeros that it has just made.
+            # The zeros that the formula has just made.
             return FILLS_ZEROS[call.func] if index == len(self.recorder.trace.storages) - 1 else None
         if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
             return None
         return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
 
 
-def _as_virtual(tensor: torch.Tensor) -> torch.Tensor:
+def _to_virtual(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else torch.ops.aten._to_copy.default(tensor, device=_META)
 
 
 def _note_update(updates: Updates, call: OperatorCall, result: Any) -> None:
-    """Tell what `call` has read, written and made to who looks for updates of parameters."""
+    """Report the tensors that `call` has read, written and made to the watch for parameter updates."""
     into = find_tensors(written(call))
     overwrites = call.func.overloadpacket in _OVERWRITES
     read = [one for one in call.tensors if not (overwrites and any(one is other for other in into))]

@@ -1,8 +1,8 @@
-"""The work of a run: what each operator computes, what it reads and writes, and what crosses the bus.
+"""The work of a run: operations of each operator, bytes read and written, and bytes that cross the bus.
 
-Counted operator by operator from the shapes of its tensors, so that a run with a fix can be compared with one
-without it. Operations of attention and convolutions are counted by torch's own formulas (torch/utils/flop_counter.py),
-causal attention by half of them: its kernels leave out what the mask hides.
+The work is computed for each operator call from the shapes of its tensors, so that a run with a fix can be compared
+with the baseline. Attention and convolutions use torch's own formulas (torch/utils/flop_counter.py), causal attention
+half of the operations: its kernels skip the part under the mask.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from memprof.watch.wrappers import parts_of_sparse
 from memprof.workload.quantization import import_quietly
 
 _aten = torch.ops.aten
-COLLECTIVES = "_c10d_functional"  # namespace of those that are operators, as DTensor calls them
+COLLECTIVES = "_c10d_functional"  # namespace of collectives that are operators, as DTensor calls them
 _COPIES = frozenset({_aten._to_copy, _aten.copy_})
-# Memory that is made and neither read nor written.
+# Operators that make memory without reading or writing it.
 _TOUCHES_NOTHING = frozenset(
     {
         _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.resize_,
@@ -34,20 +34,20 @@ _TOUCHES_NOTHING = frozenset(
 
 
 class Meter:
-    """Counts equal calls while the run goes on, and says afterwards what they amount to."""
+    """Counter of equal calls during the run, which returns their total work afterwards."""
 
     def __init__(self, recorder: Recorder, device_of: Callable[[torch.Tensor], str]) -> None:
         self._recorder = recorder
         self._device_of = device_of
         self._costs: list[tuple[Any, ...]] = []
-        # What a call is known by -> its place in `_costs`; None if it costs nothing.
+        # Key of a call -> its index in `_costs`; None if the call costs nothing.
         self._known: dict[Any, int | None] = {}
-        self._counts: dict[int, list[int]] = {}  # phase -> for each place in `_costs`, how often
+        self._counts: dict[int, list[int]] = {}  # phase -> number of calls for each index in `_costs`
 
     def count(self, operator: OpInfo, call: OperatorCall, result: Any) -> None:
         """Count a call of an operator that is no view."""
         try:
-            # The key alone does not tell devices; only a few calls are on the host, and a copy goes either way.
+            # The key does not have the devices; few calls are on the host, and a copy goes in either direction.
             key: Any = tuple(call.key)
             if call.on_host or call.gpu != GPU:
                 key = (call.gpu, call.on_gpu and self._device_of(call.tensors[0]), *key)
@@ -63,33 +63,33 @@ class Meter:
             if key is not None:
                 self._known[key] = place
         if place is not None:
-            self._count(place)
+            self._count_index(place)
 
     def sent(self, name: str, tensor: torch.Tensor, num_bytes: int) -> None:
-        """Count a collective on `tensor`, by which this rank sends so much to others."""
-        self._one((name, self._device_of(tensor), _dtype(tensor), 0, 0, 0, 0, num_bytes))
+        """Count a collective on `tensor`, in which this rank sends `num_bytes` to other ranks."""
+        self._count_cost((name, self._device_of(tensor), _dtype(tensor), 0, 0, 0, 0, num_bytes))
 
     def kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Count a launch of a generated kernel, which reads or writes each of `tensors` once."""
         if tensors:
             moved = sum(map(_num_bytes, tensors))
-            self._one((name, self._device_of(tensors[0]), _dtype(tensors[0]), 0, moved, 0, 0, 0))
+            self._count_cost((name, self._device_of(tensors[0]), _dtype(tensors[0]), 0, moved, 0, 0, 0))
 
-    def _one(self, cost: tuple[Any, ...]) -> None:
+    def _count_cost(self, cost: tuple[Any, ...]) -> None:
         place = self._known.setdefault(cost, len(self._costs))
         assert place is not None
         if place == len(self._costs):
             self._costs.append(cost)
-        self._count(place)
+        self._count_index(place)
 
-    def _count(self, place: int) -> None:
+    def _count_index(self, place: int) -> None:
         counts = self._counts.setdefault(self._recorder.writer.phase_index, [])
         if place >= len(counts):
             counts.extend([0] * (place + 1 - len(counts)))
         counts[place] += 1
 
     def _cost(self, operator: OpInfo, call: OperatorCall, result: Any) -> tuple[Any, ...] | None:
-        """Operator, device, dtype, operations, bytes read and written, to the GPU, from it, and to other GPUs."""
+        """Return operator, device, dtype, operations, bytes accessed, sent to the GPU, from it, to other GPUs."""
         outputs = find_tensors(result)
         made_here = set(map(id, outputs))
         inputs = [tensor for tensor in call.tensors if id(tensor) not in made_here]
@@ -108,17 +108,17 @@ class Meter:
         if device is None or device == "meta" or operator.packet in _TOUCHES_NOTHING:
             return None
         if operator.kind is OpKind.IN_PLACE and operator.packet not in OVERWRITES:
-            inputs = call.tensors  # what it writes it has read
+            inputs = call.tensors  # an in-place operator also reads the tensor that it writes
             outputs = [*outputs, *(find_tensors(call.args[0]) if not outputs and call.args else [])]
         moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, outputs))
         main = (call.tensors or outputs)[0]
-        return operator.name, device, _dtype(main), _operations(call, result), moved, 0, 0, 0
+        return operator.name, device, _dtype(main), _count_operations(call, result), moved, 0, 0, 0
 
     def finish(self) -> list[Work]:
-        """Return all that was counted."""
+        """Return the total work."""
         index = self._recorder.writer.op_index
         totals: Counter[tuple[int, tuple[Any, ...]]] = Counter()
-        for phase, counts in [*self._counts.items()]:  # another thread of the program may go on counting
+        for phase, counts in [*self._counts.items()]:  # another thread of the program may still count
             for cost, count in zip(self._costs, counts, strict=False):
                 if count:
                     totals[phase, cost] += count
@@ -133,7 +133,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """Return what there is to read: an expanded tensor is smaller in memory than its shape says."""
+    """Return the bytes to read: an expanded tensor is smaller in memory than its shape."""
     if tensor.layout is not torch.strided:
         return sum(map(_num_bytes, parts_of_sparse(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
@@ -144,29 +144,29 @@ _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.ad
 
 @functools.cache
 def _formulas() -> dict[Any, Any]:
-    # Where there is no Triton, as beside torch for the CPU, it says so to everybody who imports it.
+    # Where Triton is missing, as with torch for the CPU, torch.utils.flop_counter warns on every import.
     flop_registry = import_quietly("torch.utils.flop_counter").flop_registry
-    products: dict[Any, Callable[..., int]] = dict.fromkeys(_PRODUCTS, _product)
-    if hasattr(_aten, "_grouped_mm"):  # each row of the left one meets one of several matrices
-        products[_aten._grouped_mm] = lambda left, right, *args, **kwargs: _product(left, right)
+    products: dict[Any, Callable[..., int]] = dict.fromkeys(_PRODUCTS, _count_matrix_product)
+    if hasattr(_aten, "_grouped_mm"):  # each row of the left matrix meets one of several right matrices
+        products[_aten._grouped_mm] = lambda left, right, *args, **kwargs: _count_matrix_product(left, right)
     return {**flop_registry, **products}
 
 
-def _product(*args: Any, **kwargs: Any) -> int:
-    """Count a product of matrices: each number of the left one meets each column of the right one."""
+def _count_matrix_product(*args: Any, **kwargs: Any) -> int:
+    """Return the operations of a matrix product: each number of the left matrix meets each column of the right."""
     left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     return 2 * left.numel() * int(right.shape[-1] if right.dim() > 1 else 1)
 
 
-def _operations(call: OperatorCall, result: Any) -> int:
+def _count_operations(call: OperatorCall, result: Any) -> int:
     formula = _formulas().get(call.func.overloadpacket)
     if formula is None:
         return 0
-    places, args = _places(call.func), list(call.args)
+    places, args = _argument_positions(call.func), list(call.args)
     try:
         if call.func.overloadpacket.__name__.startswith("_scaled_dot_product"):
-            # Where several heads of a query share a key, as if each had its own: torch's formulas of attention know no
-            # others before release 2.12, and a shape is as good to them as a tensor.
+            # Where several query heads share a key, count as if each had its own key: torch's formulas of attention
+            # support no other case before release 2.12. They accept shapes as well as tensors.
             for place in (places["key"], places["value"]):
                 *batch, _, length, width = args[place].shape
                 args[place] = torch.Size((*batch, args[places["query"]].shape[-3], length, width))
@@ -176,29 +176,29 @@ def _operations(call: OperatorCall, result: Any) -> int:
     if "is_causal" in places:
         at = places["is_causal"]
         causal = call.args[at] if at < len(call.args) else call.kwargs.get("is_causal", False)
-        # Where their lengths differ, a causal mask hides less than half.
+        # With different lengths, a causal mask hides less than half.
         if causal and call.args[places["query"]].shape[-2] == call.args[places["key"]].shape[-2]:
             operations //= 2
     return operations
 
 
 @functools.cache
-def _places(func: Any) -> dict[str, int]:
-    """Name of an argument -> its place."""
+def _argument_positions(func: Any) -> dict[str, int]:
+    """Return the position of each argument of an operator, by name."""
     return {argument.name: place for place, argument in enumerate(func._schema.arguments)}
 
 
 def _bytes_sent(call: OperatorCall) -> int:
-    """Bytes that leave this GPU in a collective, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth).
+    """Return the bytes that leave this GPU in a collective, by nccl-tests' ring model (PERFORMANCE.md).
 
-    A sum takes twice what is given but for one rank's part of it, a gathering what the others lack, and of what goes
-    from all to all each rank keeps its own part. Zero for what sends nothing: waiting, or a group of one.
+    A reduction sends twice the input without one rank's part, an all-gather the parts that other ranks lack; in an
+    all-to-all each rank keeps its own part. Zero for operators that send nothing: waiting, or a group of one rank.
     """
     name = call.func.overloadpacket.__name__.removesuffix("_").removesuffix("_coalesced")
     if name not in _SHARES and name not in ("all_to_all_single", "broadcast"):
         return 0
     group: Any = call.kwargs.get("group_name", call.args[-1])
-    if isinstance(group, str):  # its name or itself: releases of torch differ
+    if isinstance(group, str):  # the group's name, or the group itself: torch releases differ
         group = distributed.resolve_process_group(group)
     ranks = group.size()
     given = sum(tensor.numel() * tensor.element_size() for tensor in call.tensors)
@@ -212,7 +212,7 @@ def _bytes_sent(call: OperatorCall) -> int:
     return round(given * _SHARES[name](ranks))
 
 
-# Of what is given: of what is gathered a rank gives one part and sends it on for all the others.
+# Collective -> function of the number of ranks: sent bytes divided by the bytes of the input.
 _SHARES = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather_into_tensor": lambda ranks: ranks - 1,

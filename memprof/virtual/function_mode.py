@@ -1,8 +1,8 @@
 """The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for CUDA to meta.
 
-Property reads (`t.device`, `t.is_cuda`) are answered with the device that the program believes in; device arguments
-that name CUDA become meta, and the allocation tracker is told what was requested. Composite functions whose choices C++
-makes by device before any dispatch mode sees them are chosen in kernels/.
+Property reads (`t.device`, `t.is_cuda`) return the device that the program believes in. Device arguments that name CUDA
+become meta, and the dispatch mode receives the requested device. Composite functions, in which C++ chooses by device
+before any dispatch mode sees the call, are chosen in kernels/.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _default: Any = dispatch.default_device.get()
 
 
 class OwnFunctionMode(TorchFunctionMode):
-    """A function mode of memprof's, which torch's Python functions run inside of (integrations/python_functions.py)."""
+    """A function mode of memprof; torch's Python functions run under it (integrations/python_functions.py)."""
 
 
 class FunctionMode(OwnFunctionMode):
-    """Answers for the virtual GPU to torch functions; its attributes are parts with answers of one kind."""
+    """The function mode that runs torch functions for the virtual GPU; each attribute handles one kind of function."""
 
     def __init__(self, tracker: DeviceState) -> None:
         super().__init__()
@@ -53,21 +53,21 @@ class FunctionMode(OwnFunctionMode):
         read, note_pinned = self.interchange.read, self.interchange.note_pinned
         self.assignments = Assignments(tracker, answers, moves.to, mixed, self.kinds, read)
         made = TensorsFromData(tracker, answers, moves, mixed, self._run, read, note_pinned)
-        self.is_off = False  # in a forked child, where what is asked is done as without this mode
+        self.is_off = False  # in a forked child, where functions run as without this mode
         # Operators of libraries that were registered for this run.
         self._cuda_operators: list[Any] = []
         self._float32_operators: list[Any] = []
         self._factories = dispatch.device_constructors()
-        chosen = {func: self._choosing(choose) for func, choose in registry.composites(tracker).items()}
+        chosen = {func: self._wrap_composite(choose) for func, choose in registry.composites(tracker).items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
-            **{func: func for func in _MAKES_NOTHING},
+            **{func: func for func in _READS_METADATA},
             **chosen,
             **{
                 func: functools.partial(mixed.recurrent, f"aten.{name}", chosen.get(func, func))
                 for name, func in RECURRENT.items()
             },
-            torch.Tensor.__getitem__: self._choosing(self.assignments.getitem),
-            **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
+            torch.Tensor.__getitem__: self._wrap_composite(self.assignments.getitem),
+            **{func: functools.partial(self._run_finiteness_test, func) for func in _NONFINITE},
         }
         for part in (answers, moves, self.interchange, self.assignments, made):
             self._handlers.update(part.handlers())
@@ -77,15 +77,15 @@ class FunctionMode(OwnFunctionMode):
             return func(*args, **(kwargs or {}))
         try:
             if types and dispatch.is_torch_function_enabled():
-                answers = [kind for kind in types if issubclass(kind, torch.Tensor) and _answers(kind)]
+                answers = [kind for kind in types if issubclass(kind, torch.Tensor) and _has_torch_function(kind)]
                 for kind in answers:
-                    # What a subclass then calls is the program's own, under this mode.
+                    # The program's own `__torch_function__` runs under this mode.
                     with self:
                         result = kind.__torch_function__(func, types, args, kwargs or {})
                     if result is not NotImplemented:
                         return result
                 if answers:
-                    return func(*args, **(kwargs or {}))  # they refuse again, in torch's words
+                    return func(*args, **(kwargs or {}))  # the subclass refuses again, with torch's error
             if torch.is_autocast_enabled("cuda"):
                 args, kwargs = self.autocast.cast(func, args, kwargs)
             handler = self._handlers.get(func)
@@ -108,7 +108,7 @@ class FunctionMode(OwnFunctionMode):
                 wanted = torch.device(device) if isinstance(device, str) else device
                 if isinstance(wanted, int) or wanted.type == "cuda":
                     kwargs = {**(kwargs or {}), "device": _META}
-                    for name in ("pin_memory", "generator"):  # neither goes with meta tensors
+                    for name in ("pin_memory", "generator"):  # meta tensors accept neither
                         kwargs.pop(name, None)
                     return self._call_on(self._tracker.gpus.named(wanted), func, args, kwargs)
                 if wanted.type == "meta":
@@ -130,13 +130,13 @@ class FunctionMode(OwnFunctionMode):
             raise
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `func`, and again with all tensors on the GPU if it mixed devices and cannot go on so."""
+        """Run `func`; run it again with all tensors on the GPU if it mixed devices and cannot go on with them."""
         args, kwargs = self.kinds.alike(func, args, kwargs)
         tracker = self._tracker
         mismatches = tracker.recorder.trace.mismatches
         before = len(mismatches)
         try:
-            # As `MixedDevices.inside` does, which would be one more frame below every operator.
+            # The same as `MixedDevices.inside`, which would add a frame below every operator.
             outer, tracker.calling = tracker.calling, args
             try:
                 result = func(*args, **kwargs)
@@ -147,7 +147,7 @@ class FunctionMode(OwnFunctionMode):
                 raise
             numbers = True
         else:
-            # On the way back the host tensor would be given a gradient on the GPU.
+            # The backward pass would give the host tensor a gradient on the GPU.
             if len(mismatches) == before or in_place(func) or not any(t.requires_grad for t in find_tensors(result)):
                 return result
             del result
@@ -163,7 +163,7 @@ class FunctionMode(OwnFunctionMode):
         return mode
 
     def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
-        """Run for tensors on the GPU what is registered for CUDA of these operators, which is Python code."""
+        """Run the CUDA kernels of these operators, which are written in Python, for tensors on the GPU."""
         for operator in operators:
             self._cuda_operators.append(operator)
             run = functools.partial(self._run_cuda_kernel, operator)
@@ -172,12 +172,12 @@ class FunctionMode(OwnFunctionMode):
                 self._handlers[operator.overloadpacket] = run
 
     def run_in_float32(self, operators: Iterable[Any]) -> None:
-        """Autocast runs these operators of a library in float32, and gives what the first tensor was of."""
+        """Run these operators of a library in float32 under autocast; results have the dtype of the first tensor."""
         for operator in operators:
             self._float32_operators.append(operator)
-            self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._in_float32, operator)
+            self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._run_float32, operator)
 
-    def _in_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cuda"):
             return self._run(operator, args, kwargs)
         given = find_tensors([*args, *kwargs.values()])[0].dtype
@@ -199,12 +199,12 @@ class FunctionMode(OwnFunctionMode):
         with self._tracker.factory_device_as(device):
             return func(*args, **kwargs)
 
-    def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a composite's choice, made again with all tensors on the GPU if it mixed devices."""
+    def _wrap_composite(self, choose: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a handler that runs `choose` as `_run` does: again on the GPU if it mixed devices."""
         return lambda *args, **kwargs: self._run(choose, args, kwargs)
 
-    def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Unknown numbers are finite (values/policy.py): composites would compare them first, and lose that."""
+    def _run_finiteness_test(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Run isfinite, isnan or isinf; unknown numbers are finite (values/policy.py)."""
         result: torch.Tensor = func(tensor)
         values = self._tracker.values
         with torch.DisableTorchFunction(), disable_current_modes():
@@ -214,14 +214,14 @@ class FunctionMode(OwnFunctionMode):
 
 
 @functools.cache
-def _answers(kind: type) -> bool:
-    """Return whether a tensor class has a `__torch_function__` in Python, its own or what Tensor has for subclasses;
-    that of a parameter is in C, and does nothing."""
+def _has_torch_function(kind: type) -> bool:
+    """Return whether a tensor class has a `__torch_function__` in Python, its own or the one that Tensor has for
+    subclasses; that of a parameter is in C, and does nothing."""
     return kind is not torch.Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
 
 
-# What only asks; half of what a program calls. An attribute may be a view.
-_MAKES_NOTHING: frozenset[Any] = frozenset(
+# Functions that only read metadata: half of a program's calls. An attribute may be a view.
+_READS_METADATA: frozenset[Any] = frozenset(
     {
         *(value.__get__ for value in vars(tensors.TensorBase).values() if isinstance(value, GetSetDescriptorType)),
         *(torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.element_size),

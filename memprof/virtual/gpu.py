@@ -1,4 +1,4 @@
-"""`VirtualGpu`: puts the modes and the patches in place, and takes everything away again."""
+"""`VirtualGpu`: installs the modes and the patches, and removes them at the end of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memprof.watch.updates import Updates
 from memprof.watch.watch import Watch
 from memprof.watch.wrappers import parts_of_quantized
 
-# Where the extensions are that every virtual GPU has.
+# Packages with the extensions of every virtual GPU.
 _FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("cuda_api", "integrations", "distributed", "compiled"))
 _active: VirtualGpu | None = None
 
@@ -34,16 +34,16 @@ class VirtualGpu(Watch):
     """A context manager in which `cuda:0` is a virtual GPU and every allocation on it is recorded.
 
     Args:
-        gpu: the GPU to be.
-        extensions: what is put in place beside what the folders of this package have.
-        options: those of GpuOptions.
+        gpu: the model of the simulated GPU.
+        extensions: further extensions, besides those in the folders of this package.
+        options: the fields of GpuOptions.
 
     Raises:
         MemprofError: a virtual GPU is already active.
     """
 
-    name = "cuda"  # where its tensors are, as the program says it
-    instead_of_another = "leave it before entering another"  # what a program can do that enters another inside this one
+    name = "cuda"  # device of the program's tensors, as the program names it
+    instead_of_another = "leave it before entering another"  # advice for a program that enters another virtual GPU
 
     def __init__(self, gpu: Gpu, *, extensions: Sequence[Extension] = (), **options: Any) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class VirtualGpu(Watch):
         self.recorder = Recorder(self.modules)
         self.recorder.storages.counts_hidden = not chosen.tensors_only
         self._unknown_read: tuple[int, str] | None = None
-        # Lines that have read an unknown value, and whether all that they do is to show it.
+        # Source lines that have read an unknown value -> whether the line only prints the value.
         self._only_show: dict[int, bool] = {}
         self._growth = GrowthWatch(self.recorder)
         self._extensions = [*(kind() for kind in extensions_in(*_FOLDERS)), *extensions]
         self._refused: Failure | None = None
-        self._roots_noted = 0  # of so many models it is known how they are spread over ranks
+        self._num_models_noted = 0  # number of models whose distribution over ranks is noted
         self._context = InstallContext(
             gpu,
             chosen,
@@ -69,7 +69,7 @@ class VirtualGpu(Watch):
             leave_in_child=self._leave_in_child,
         )
         if chosen.refuses:
-            self.recorder.storages.refusal = self._refusal
+            self.recorder.storages.refusal = self._oom_message
         self._context.values.policy.on_unknown = self._note_unknown
         self.tracker = self._context.tracker
         self._updates = self.tracker.updates = Updates(self.recorder, self.phases, self._name_parameters)
@@ -79,7 +79,7 @@ class VirtualGpu(Watch):
 
     @property
     def trace(self) -> Trace:
-        """Return what has been recorded."""
+        """Return the trace of the recorded events."""
         trace = self.recorder.trace
         trace.work = self.tracker.meter.finish()
         self._tell(trace)
@@ -87,7 +87,7 @@ class VirtualGpu(Watch):
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes on the GPU now."""
+        """Return the bytes that are live on the GPU now."""
         return self.recorder.storages.live_bytes
 
     @property
@@ -97,7 +97,7 @@ class VirtualGpu(Watch):
 
     @property
     def refused(self) -> Failure | None:
-        """Return what the program was refused first, or a process of its own, whether or not it went on without."""
+        """Return the first unsupported operation of the program or its processes, even if the program went on."""
         for problem, hint in self._context.children.refused() if self._refused is None else ():
             self._note_refused(problem, hint, None)
         return self._refused
@@ -119,7 +119,7 @@ class VirtualGpu(Watch):
             raise
         return self
 
-    def _refusal(self, device: str) -> str | None:
+    def _oom_message(self, device: str) -> str | None:
         message = self._context.memory.of(device).refusal()
         if message is not None:
             self._claim_registered()
@@ -129,7 +129,7 @@ class VirtualGpu(Watch):
         self._claim_registered()
         self._updates.run_ends()
         if is_caused_by_oom(error) and self.recorder.trace.refused:
-            # The run ends where the GPU is full: that is its verdict, and no failure.
+            # Out of memory on the GPU is the verdict of the run, and no failure.
             self.recorder.trace.refused.pop()
             self.recorder.trace.ended_out_of_memory = True
         elif (refused := self.refused) is not None:
@@ -146,19 +146,19 @@ class VirtualGpu(Watch):
             self._growth.run_ends()
         self._remove()
 
-    def _note_unknown(self, tensor: torch.Tensor, told: str) -> None:
+    def _note_unknown(self, tensor: torch.Tensor, message: str) -> None:
         where = self.recorder.attribution.caller()
         if where not in self._only_show:
             self._only_show[where] = where != NONE and only_shows(self.recorder.trace.sources[where])
         if not self._only_show[where]:
-            self._unknown_read = (where, told)
+            self._unknown_read = (where, message)
 
     def _note_refused(self, problem: str, hint: str | None, line: str | None) -> None:
         if self._refused is None:
             self._refused = make_refusal(problem, hint, line, self.current_phase)
 
     def _install(self) -> None:
-        """Put in place what watches the program, then every extension, and last the two modes."""
+        """Install the watch of the program, then every extension, and last the two modes."""
         context = self._context
         self._watch_program()
         for extension in self._extensions:
@@ -179,7 +179,7 @@ class VirtualGpu(Watch):
             self.recorder.close()
 
     def _leave_in_child(self) -> None:
-        """Disable the virtual GPU in this forked child: nothing of it acts here."""
+        """Disable the virtual GPU in this forked child, where no part of it runs."""
         global _active
         _active = None
         self.recorder.stop()
@@ -195,7 +195,7 @@ class VirtualGpu(Watch):
         return self.recorder.writer.phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase, to which what happens from here on belongs."""
+        """Begin a phase; later events belong to it."""
         self.recorder.writer.begin_phase(kind, step, micro_batch)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
@@ -210,37 +210,37 @@ class VirtualGpu(Watch):
             self._growth.call_begins(module, index)
 
     def claim_input(self, tensor: torch.Tensor) -> None:
-        """`tensor` was given to a model."""
+        """Note that a model received `tensor` as an input."""
         if self.recorder.owners.is_made_outside_modules(tensor):
             self.recorder.owners.set_owner(tensor, Owner(Role.INPUT, ""))
 
     def _outermost_return(self, result: Any) -> None:
-        """Note that the outermost call returns."""
+        """Note that the outermost call of a model returns."""
         self.tracker.caches.call_returned(result)
         if self._recognizes_calls:
             self._growth.call_returned(result)
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` has this role, as the workload knows."""
+        """Note the role of `tensor`, as the workload knows it."""
         self.recorder.owners.set_owner(tensor, owner)
 
     def _name_parameters(self) -> None:
         super()._name_parameters()
-        # Before the first backward pass, wrappers do not know all of themselves.
+        # Wrappers are complete only after the first backward pass.
         if self.recorder.owners.names_communication and self.phases.backwards:
             self._note_sharding()
 
     def _note_sharding(self) -> None:
-        """Note how the run's models are spread over ranks; and gradients that wait, whole, to be reduced."""
+        """Note how the run's models are distributed over ranks, and gradients that wait, whole, for their reduction."""
         roots = [root for known in self._roots if (root := known()) is not None]
         for name, gradient in itertools.chain.from_iterable(map(sharding.unreduced, roots)):
             self.claim(gradient, Owner(Role.GRADIENT, name))
-        if len(roots) != self._roots_noted:
-            self._roots_noted = len(roots)
+        if len(roots) != self._num_models_noted:
+            self._num_models_noted = len(roots)
             trace = self.recorder.trace
             groups = tuple(itertools.chain.from_iterable(map(sharding.groups_of, roots)))
             trace.facts = dataclasses.replace(trace.facts, groups=tuple(dict.fromkeys((*trace.facts.groups, *groups))))
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
+        """Return the tensors that a quantized `tensor` keeps in addition to its data, or instead of data."""
         return parts_of_quantized(tensor)

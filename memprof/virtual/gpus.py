@@ -1,4 +1,4 @@
-"""The GPUs of a run: how many there are, which of them is current, how the program names them, where nodes ran."""
+"""The GPUs of a run: their number and names, the current GPU of each thread, the GPU of each autograd node."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from memprof.errors import UsageError
 from memprof.torch_private import autograd
 from memprof.trace.events import GPU, HOST, is_gpu
 
-_MOST = 120  # C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux
+_MAX_GPUS = 120  # C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux
 # c10/cuda/CUDAException.cpp.
 _NO_SUCH_GPU = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
 
 
-class _Here(threading.local):
-    """The current GPU of one thread: the first, unless it says another."""
+class _CurrentGpu(threading.local):
+    """The current GPU of one thread: the first GPU, unless the thread selects another."""
 
     gpu = 0
 
 
 class Gpus:
-    """Equal GPUs of one process. Where there is one, every index means it.
+    """The equal GPUs of one process. With one GPU, every index means this GPU.
 
     Args:
-        number: of them.
-        used: device -> whether the program has used the GPU otherwise than by a tensor; written here.
-        are_peers: whether they read each other's memory.
+        number: the number of GPUs.
+        used: device -> whether the program has used the GPU, other than by a tensor; updated here.
+        are_peers: whether the GPUs read each other's memory.
 
     Raises:
-        UsageError: torch sees no machine with so many.
+        UsageError: the number exceeds torch's maximum.
     """
 
     def __init__(self, number: int, used: dict[str, bool], *, are_peers: bool = False) -> None:
-        if number > _MOST:
-            hint = f"at most {_MOST} on a machine; --nodes says how many machines, world_size how many ranks"
+        if number > _MAX_GPUS:
+            hint = f"at most {_MAX_GPUS} on a machine; --nodes says how many machines, world_size how many ranks"
             raise UsageError("torch takes fewer GPUs of one machine", value=f"{number:,} GPUs", hint=hint)
         self.number = number
         self.several = number > 1
         self.are_peers = are_peers
-        self._here = _Here()
+        self._here = _CurrentGpu()
         self.devices = tuple(f"cuda:{index}" for index in range(number))
         self._used = used
         if self.several:
@@ -49,14 +49,14 @@ class Gpus:
 
     @property
     def current(self) -> int:
-        """Return the number of the GPU that is current in this thread."""
+        """Return the index of the current GPU of this thread."""
         return self._here.gpu
 
     def index(self, device: Any = None) -> int:
-        """Return the number of the GPU that the program names so; the current one if it names none.
+        """Return the index of the GPU that `device` names; of the current GPU if `device` names no index.
 
         Raises:
-            RuntimeError: there is no such GPU.
+            RuntimeError: the GPU does not exist.
         """
         if not self.several:
             return 0
@@ -71,18 +71,18 @@ class Gpus:
         return int(device)
 
     def named(self, device: Any = None) -> str:
-        """Return the name of that GPU, as the trace has it."""
+        """Return the name of the GPU that `device` names, as in the trace."""
         return self.devices[self.index(device)] if self.several else GPU
 
     def use(self, device: Any = None) -> int:
-        """Return the number of that GPU, of which the driver makes a context now if it has none."""
+        """Return the index of the GPU that `device` names, and mark the GPU as used: it has a CUDA context."""
         index = self.index(device)
         if self.several:
             self._used[self.devices[index]] = True
         return index
 
     def select(self, device: Any) -> int:
-        """Make that GPU the current one, unless its number is negative; return the one that was."""
+        """Select the current GPU, unless the index is negative; return the index of the previous one."""
         before, wanted = self.current, self.index(device)
         if wanted != before:
             self._here.gpu = self.use(wanted)
@@ -90,9 +90,9 @@ class Gpus:
 
 
 class AutogradNodes:
-    """Which GPU of several a node of autograd was made on, and which nodes are of copies of virtual host tensors.
+    """The GPU on which each autograd node was made, and the nodes that copy virtual host tensors.
 
-    By their numbers: C++ would know it by the devices of their tensors.
+    Nodes are identified by their sequence numbers. C++ would know the GPU from the devices of the node's tensors.
     """
 
     def __init__(self, gpus: Gpus) -> None:
@@ -101,22 +101,22 @@ class AutogradNodes:
         self._host_copies: set[int] = set()
 
     def note_gpu(self, gpu: str) -> None:
-        """Note that what runs now, on this of several GPUs, has a node as a rule."""
+        """Note that the running operator, on GPU `gpu` of several, may have an autograd node."""
         if is_gpu(gpu):
             self._gpu_of[autograd.get_sequence_nr() - 1] = gpu
 
     def current_gpu(self) -> str:
-        """Return where C++ makes a tensor of no other: in a backward pass on the GPU of the node, else on the current
-        one."""
+        """Return the GPU on which C++ makes a tensor without inputs: in a backward pass the node's GPU, else the
+        current GPU."""
         node = autograd.current_autograd_node()
         return self._gpus.named() if node is None else self._gpu_of.get(node._sequence_nr(), self._gpus.named())
 
     def note_copy(self, device: str) -> None:
-        """Note that the node that was just made, if any, is that of a copy of a tensor on `device`."""
+        """Note that the node that was just made, if any, copies a tensor on `device`."""
         if torch.is_grad_enabled() and device == HOST:
             self._host_copies.add(autograd.get_sequence_nr() - 1)
 
     def returns_to_host(self) -> bool:
-        """Return whether the node that is running is that of a copy of a virtual host tensor."""
+        """Return whether the running node is the copy of a virtual host tensor."""
         node = autograd.current_autograd_node()
         return node is not None and node._sequence_nr() in self._host_copies

@@ -1,4 +1,4 @@
-"""Operators that write into what they are given: in place, with `out=`, or on lists, as the optimizers' do."""
+"""Operators that write into their arguments: in place, with `out=`, or on lists, as the optimizers' operators do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memprof.watch.forward import CallSite
 
 
 class InPlaceOperators:
-    """Runs them on meta tensors, and records the storages that they resize."""
+    """In-place operators on meta tensors, with a record of the storages that they resize."""
 
     def __init__(self) -> None:
         self._changes_nothing: set[Any] = set()  # keys of calls that do nothing to meta tensors
@@ -40,11 +40,11 @@ class InPlaceOperators:
         if operator.uses_cublas and call.on_gpu:
             machine.take_workspace(operator, call.args, place, call.gpu)
         address = target.untyped_storage()._cdata if target.is_meta else NONE
-        # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
+        # The program's own meta tensors are not recorded: their addresses may be reused by recorded storages.
         is_live = address in machine.recorder.storages.live
         if is_live and (machine.values.store.knows(address) or call.func.overloadpacket in OVERWRITES):
             machine.values.write(call.func, call.args, call.kwargs, target)
-        key, changes_nothing = self._find(call)
+        key, changes_nothing = self._look_up(call)
         if changes_nothing:
             return target
         storage, before, layout = target.untyped_storage(), target.untyped_storage().nbytes(), _layout(target)
@@ -53,15 +53,15 @@ class InPlaceOperators:
         except NotImplementedError:
             if not fills_arguments(call.func):
                 raise
-            return _fill(machine, call)
-        # One that only took over another storage (set_) has made none.
+            return _run_as_fill(machine, call)
+        # An operator that only exchanged the storage (set_) has allocated none.
         if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
             _record_growth(machine, target, operator, place)
         if result is not target and call.on_gpu:
-            # It writes into one argument and returns something new all the same (rrelu_with_noise).
+            # The operator writes into one argument and also returns a new tensor (rrelu_with_noise).
             made = [tensor for tensor in find_tensors(result) if tensor is not target]
             machine.record(made, operator.name, place, call.gpu)
-        # What changes the tensor itself (t_, squeeze_) must be done every time.
+        # Operators that change the tensor's own sizes (t_, squeeze_) must run every time.
         is_unchanged = result is target and operator.packet not in MOVES_STORAGE and _layout(target) == layout
         if key is not None and is_unchanged:
             self._changes_nothing.add(key)
@@ -86,7 +86,7 @@ class InPlaceOperators:
             except NotImplementedError:
                 if not fills_arguments(call.func):
                     raise
-                return _fill(machine, call)
+                return _run_as_fill(machine, call)
         store = machine.values.store
         for out, size in zip(outs, before, strict=True):
             store.drop(out.untyped_storage()._cdata)
@@ -99,11 +99,11 @@ class InPlaceOperators:
         return result
 
     def _run_into_out(self, operator: OpInfo, call: OperatorCall) -> Any:
-        """Run the call itself, which does nothing to meta tensors where it once did nothing to such as these."""
+        """Run the call, unless an equal call is known to change no meta tensor."""
         out = call.kwargs.get("out")
         if not isinstance(out, torch.Tensor) or call.real or operator.packet in MOVES_STORAGE:
             return call.func(*call.args, **call.kwargs)
-        key, changes_nothing = self._find(call)
+        key, changes_nothing = self._look_up(call)
         if changes_nothing:
             return out
         before = _layout(out)
@@ -112,8 +112,8 @@ class InPlaceOperators:
             self._changes_nothing.add(key)
         return result
 
-    def _find(self, call: OperatorCall) -> tuple[Any, bool]:
-        """Return what equal calls have in common, None if it cannot be hashed, and whether they do nothing."""
+    def _look_up(self, call: OperatorCall) -> tuple[Any, bool]:
+        """Return the key of a call, None if not hashable, and whether calls with this key change no meta tensor."""
         key = tuple(call.key)
         try:
             return key, key in self._changes_nothing
@@ -125,8 +125,8 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes()
 
 
-def _fill(machine: DeviceState, call: OperatorCall) -> Any:
-    """Take a call without a kernel for meta tensors as one that fills its arguments."""
+def _run_as_fill(machine: DeviceState, call: OperatorCall) -> Any:
+    """Run an operator without a meta kernel as one that only fills its arguments."""
     machine.values.assume(
         f"{call.func._schema.name} has no kernel that works without data: as it returns nothing but what it is "
         "given, it fills that and allocates nothing."
@@ -136,13 +136,13 @@ def _fill(machine: DeviceState, call: OperatorCall) -> Any:
 
 
 def _forget_written(machine: DeviceState, call: OperatorCall) -> None:
-    """Note that what `call` writes into is no longer known."""
+    """Forget the known values of the tensors that `call` writes into."""
     for tensor in find_tensors(written(call)):
         machine.values.store.drop(tensor.untyped_storage()._cdata)
 
 
 def _record_growth(machine: DeviceState, tensor: torch.Tensor, operator: OpInfo, place: CallSite) -> None:
-    """Record that an operator resized `tensor`'s storage: on CUDA the old block is freed and a new one taken."""
+    """Record that an operator resized `tensor`'s storage: CUDA frees the old block and allocates a new one."""
     storage, storages = tensor.untyped_storage(), machine.recorder.storages
     index = storages.live.get(storage._cdata)
     device = storages.uncounted.get(storage, GPU) if index is None else machine.recorder.trace.storages[index].device

@@ -1,4 +1,4 @@
-"""The run as the parts of a virtual GPU are given it when they are put in place."""
+"""The parts of a run that extensions need when the virtual GPU is installed."""
 
 from __future__ import annotations
 
@@ -32,45 +32,45 @@ _NOT_LAUNCHED = "{} are not launched: what they write is unknown, and they alloc
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """The options of a virtual GPU, beside its model."""
+    """The options of a virtual GPU, besides its model."""
 
-    gpus: int = 1  # how many of them this process sees; of several, `memory` must tell them apart
-    nodes: int = 1  # machines with so many GPUs, on which the program may have a rank for each
-    rank: int = 0  # which of them the program is where it starts them itself
-    channel: Channel | None = None  # to the ranks that run together with this one; None: it is alone
-    context_bytes: int = 0  # what the CUDA context takes
+    gpus: int = 1  # number of GPUs that this process sees; with several, `memory` must distinguish them
+    nodes: int = 1  # number of machines with `gpus` GPUs each; the program may have a rank for each GPU
+    rank: int = 0  # this process's rank, where the program starts the ranks itself
+    channel: Channel | None = None  # channel to the ranks that run together with this one; None: a single rank
+    context_bytes: int = 0  # size of the CUDA context
     workspaces: bool = True  # whether to count library workspaces (cuBLAS, cuDNN's convolutions)
-    tensors_only: bool = False  # count neither these nor any other memory that no tensor shows
-    # What answers a program that asks for memory statistics, given the trace that is being recorded; requested only
-    # then. None: the bytes of living tensors.
+    tensors_only: bool = False  # count neither workspaces nor any other memory without a tensor
+    # Creates the allocator's statistics from the trace that is being recorded, at the program's first query. None: the
+    # bytes of live tensors.
     memory: Callable[[Trace], MemoryStatistics] | None = None
-    # What a Triton kernel's launch does. False: the run ends there, with the kernel's name. True: it is passed over,
-    # which is right for kernels that only write tensors that they are given: memory is theirs to fill and not to
-    # allocate. What autotuning takes for its timings is counted.
+    # Launch of a Triton kernel. False: ends the run with the kernel's name. True: the launch is skipped, which is right
+    # for kernels that only write tensors among their arguments and allocate nothing. The memory of autotuning is
+    # counted.
     passes_kernels: bool = False
-    # What the program reads and sets as the settings of its caching allocator; None: a text.
+    # The settings of the caching allocator that the program reads and sets; None: plain text without effect.
     allocator_settings: AllocatorSettings | None = None
-    # Whether a request that the GPU has no room for raises torch.OutOfMemoryError, as `memory` says it. False: the run
-    # goes on, so that its whole need is known.
+    # Whether a failed allocation raises torch.OutOfMemoryError, as `memory` reports it. False: the run goes on, so that
+    # the trace shows its whole need.
     refuses: bool = False
-    compiles: bool = True  # whether torch.compile compiles for the GPU. False: what it is given runs eagerly
+    compiles: bool = True  # whether torch.compile compiles for the GPU. False: compiled functions run eagerly
 
 
 class InstallContext:
-    """A run on a virtual GPU, as extensions see it (memprof/patching.py): an attribute for each of its parts.
+    """A run on a virtual GPU, as extensions see it (memprof/patching.py), with an attribute for each part of the run.
 
     Args:
         gpu: the model of each GPU.
-        options: what else it is to be.
-        recorder: who writes the trace.
-        run_patches: set until the run ends.
-        assume: told what the run rests on.
-        environment: variables that Pythons find which the program starts.
-        refused: told what the program is refused: the problem, what to do instead, and the line.
-        leave_in_child: called in a process that is forked in the run.
+        options: the other options of the virtual GPU.
+        recorder: the recorder of the trace.
+        run_patches: patches that are removed when the run ends.
+        assume: called with each assumption of the run.
+        environment: environment variables of the Python processes that the program starts.
+        refused: called for each unsupported operation with the problem, the hint and the source line.
+        leave_in_child: called in a process that the run forks.
 
     Raises:
-        MemprofError: torch lacks a private name that the virtual GPU cannot do without.
+        MemprofError: torch lacks a private name that the virtual GPU needs.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class InstallContext:
         refuse_missing()
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
         self.assume, self.refused, self.leave_in_child = assume, refused, leave_in_child
-        # Several GeForce GPUs do not read each other's memory: NVIDIA's driver has it off.
+        # GeForce GPUs do not read each other's memory: NVIDIA's driver disables peer access.
         self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
         self.tracker = DispatchMode(recorder, self.values, DeviceProperties.of(gpu), self.gpus, options.workspaces)
@@ -105,27 +105,27 @@ class InstallContext:
         self.children = Subprocesses(environment)
 
     def note_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
-        """Note that a kernel which is passed over was given `tensor`, and may have written it."""
+        """Note that a skipped kernel had `tensor` as an argument, and may have written it."""
         self.assume(_NOT_LAUNCHED.format(by))
         self.forget_values(tensor)
 
     def forget_values(self, tensor: torch.Tensor) -> None:
-        """Note that nothing is known any more of the numbers in `tensor`."""
+        """Forget the known numbers of `tensor`."""
         self.values.store.drop(tensor.untyped_storage()._cdata)
 
     def keep_workspace(self, num_bytes: int, name: str) -> None:
-        """Allocate a workspace that a library keeps on the current GPU."""
+        """Allocate a library's permanent workspace on the current GPU."""
         if self.tracker.workspaces:
             place = self.recorder.attribution.place(sys._getframe(1))
             self.recorder.storages.allocate_hidden(num_bytes, name, place, self.gpus.named())
 
     def note_joined(self, rank: RankFacts) -> None:
-        """Note as which rank the program has joined a group."""
+        """Note the rank with which the program has joined a process group."""
         self.recorder.owners.name_communication()
         if rank.world_size > 1:
             trace = self.recorder.trace
             trace.facts = dataclasses.replace(trace.facts, rank=rank)
 
     def used_bytes(self, device: str) -> int:
-        """Return what is in use on a GPU, as nvidia-smi says it."""
+        """Return the bytes in use on a GPU, as nvidia-smi shows them."""
         return self.options.context_bytes + self.memory.of(device).stats()["reserved_bytes.all.current"]

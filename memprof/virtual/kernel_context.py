@@ -1,4 +1,4 @@
-"""One call of an operator, as its kernel on the virtual GPU gets it."""
+"""One call of an operator, as its kernel on the virtual GPU receives it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _META = torch.device("meta")
 
 
 class KernelContext:
-    """The call that a kernel is given, and all that it may do.
+    """The call that a kernel simulates, and the operations that a kernel may use.
 
-    `args` and `kwargs` are the operator's, tensors among them on torch's meta device unless they are small and on the
-    host; `gpu` says what kernels ask of the device, `values` which numbers are known, `machine` the rest.
+    `args` and `kwargs` are the operator's; their tensors are on torch's meta device, except small tensors on the host.
+    `gpu` has the device properties, `values` the known numbers, `machine` everything else.
     """
 
     __slots__ = ("args", "call", "func", "gpu", "kwargs", "machine", "operator", "place", "values")
@@ -39,21 +39,21 @@ class KernelContext:
         self.values = machine.values
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument that may be given by position, by name or not at all."""
+        """Return an argument that may be passed by position, by name or not at all."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     @property
     def device(self) -> str:
-        """Return where the results live: with the inputs, on the GPU if none of them is virtual."""
+        """Return the device of the results: the device of the inputs, or the GPU if no input is virtual."""
         return self.call.device or self.call.gpu
 
     @property
     def lacks_peers(self) -> bool:
-        """Return whether there are several GPUs, which do not read each other's memory."""
+        """Return whether the run has several GPUs that do not read each other's memory."""
         return self.machine.gpus.several and not self.machine.gpus.are_peers
 
     def maker_of(self, tensor: torch.Tensor) -> str:
-        """Return the operator that allocated `tensor`; empty if that is not known."""
+        """Return the operator that allocated `tensor`; empty if unknown."""
         trace, index = self.machine.recorder.trace, self.machine.recorder.storages.index_of(tensor)
         return trace.op(trace.storages[index]) if index != NONE else ""
 
@@ -65,7 +65,7 @@ class KernelContext:
     def new(
         self, shape: Any, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
     ) -> torch.Tensor:
-        """Return a new tensor, recorded."""
+        """Return a new tensor, which is recorded."""
         made = torch.empty(shape, dtype=dtype, device=_META, memory_format=layout)
         self.record(made)
         return made
@@ -75,7 +75,7 @@ class KernelContext:
         self.machine.record_real(tensor, self.operator.name, self.place)
 
     def known(self, result: Any) -> Any:
-        """Return new tensors that hold what the real ones of `result` hold; one on meta says a shape alone."""
+        """Return new tensors with the values of the real tensors in `result`; meta tensors give shapes alone."""
 
         def lift(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -88,23 +88,23 @@ class KernelContext:
         return tree_map(lift, result)
 
     def scratch(self, *sizes: int, gpu: str | None = None) -> AbstractContextManager[None]:
-        """Memory in bytes that the kernel holds, on its own GPU or another, while what is inside runs; none on the
+        """Context manager: hold scratch memory of these sizes in bytes, on the kernel's GPU or on `gpu`; none on the
         host."""
         if self.device == HOST:
             return contextlib.nullcontext()
         return self.machine.hidden(sizes, self.operator.name, self.place, gpu or self.call.gpu)
 
     def transients(self, *sizes: int, gpu: str | None = None) -> None:
-        """Scratch memory that is taken, all of it, and released at once; none on the host."""
+        """Allocate scratch memory of these sizes in bytes, then free it at once; none on the host."""
         if self.device != HOST:
             self.machine.transients(sizes, self.operator.name, self.place, gpu or self.call.gpu)
 
     def workspace(self, num_bytes: int, most_bytes: int) -> None:
-        """Memory that a library takes for one call: a rule's size, and the bound of what it may be instead."""
+        """Allocate and free a library's workspace for this call: `num_bytes` by a rule, `most_bytes` at most."""
         self.machine.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.gpu)
 
     def wait(self) -> None:
-        """The host waits until the GPU has done what was launched before."""
+        """Make the host wait until the GPU has finished all work launched before."""
         self.machine.recorder.streams.wait_for_current(self.call.gpu)
 
     def run(self) -> Any:
@@ -112,15 +112,15 @@ class KernelContext:
         return self.machine.allocating(self.operator, self.call, self.place)
 
     def inside(self) -> AbstractContextManager[Any]:
-        """Inside, the operators that are called are launched in turn."""
+        """Context manager: operators called under it run on the virtual GPU in turn."""
         return self.machine
 
     def note_mismatch(self) -> None:
-        """Note that on a real GPU this call raises, for where its tensors live."""
+        """Note that this call raises on a real GPU, because of the devices of its tensors."""
         note_mismatch(self.machine, self.operator.name, self.call.tensors, self.place)
 
     def accumulates_in_place(self) -> bool:
-        """Return whether this addition is the engine's, to a gradient that nobody else holds: see engine.py."""
+        """Return whether this addition is the engine's, to a gradient with no other reference: see engine.py."""
         recorder = self.machine.recorder
         index = recorder.storages.live.get(self.args[0].untyped_storage()._cdata, NONE)
         made = recorder.attribution.is_made_by_node(index)

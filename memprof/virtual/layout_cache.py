@@ -1,7 +1,7 @@
-"""Output layouts remembered: an operator called again with inputs of the same layout gives the same output layout.
+"""Cache of output layouts: an operator called again with inputs of the same layout gives the same output layout.
 
 Many meta kernels are written in Python and take 100 µs; a transformer calls them with the same few dozen layouts, layer
-after layer. A layout is everything a meta tensor has: size, stride and dtype.
+after layer. A layout is the metadata of a meta tensor: size, stride and dtype.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 _META = torch.device("meta")
 
-UNCACHED = object()  # says that outputs of this call must not be remembered
+UNCACHED = object()  # marks a result that must not be cached
 
 
 def maker_of(result: Any) -> Any:
-    """Return what makes new meta tensors of the layout of `result` when it is called; UNCACHED if that holds anything
+    """Return a function that makes new meta tensors of the layout of `result`; UNCACHED if `result` contains anything
     but new, plain meta tensors."""
     if isinstance(result, torch.Tensor):
         if not result.is_meta or type(result) is not torch.Tensor or result.storage_offset():
@@ -25,7 +25,7 @@ def maker_of(result: Any) -> Any:
         if result.is_complex() or result.is_neg() or result.layout is not torch.strided:
             return UNCACHED
         numel_in_storage = result.untyped_storage().nbytes() // result.element_size()
-        if numel_in_storage != _extent(result):
+        if numel_in_storage != _storage_elements(result):
             return UNCACHED
         return functools.partial(torch.empty_strided, result.size(), result.stride(), dtype=result.dtype, device=_META)
     if isinstance(result, (list, tuple)):
@@ -40,8 +40,8 @@ def maker_of(result: Any) -> Any:
     return UNCACHED
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements that the storage of a tensor with this size and stride must have, as `empty_strided` makes it."""
+def _storage_elements(tensor: torch.Tensor) -> int:
+    """Return the number of elements in the storage that `empty_strided` makes for the tensor's layout."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

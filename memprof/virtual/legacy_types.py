@@ -1,4 +1,4 @@
-"""Tensor types from before there were dtypes, as `torch.cuda.FloatTensor`, by name."""
+"""Tensor types from before torch had dtypes, such as `torch.cuda.FloatTensor`, by name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LEGACY_NAMES = {dtype: name for name, dtype in LEGACY_TYPES.items()}
 
 
 def legacy_name(dtype: torch.dtype, *, on_gpu: bool) -> str:
-    """Return what `tensor.type()` says, as `torch.cuda.FloatTensor`."""
+    """Return the result of `tensor.type()`, such as `torch.cuda.FloatTensor`."""
     name = _LEGACY_NAMES.get(dtype, str(dtype).removeprefix("torch."))
     return f"torch.cuda.{name}" if on_gpu else f"torch.{name}"
 
 
 def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
-    """(device, dtype) of such a type, given as a class or by its name; None if `kind` is none."""
+    """Return (device, dtype) of a legacy tensor type, given as a class or by its name; None for any other `kind`."""
     name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
     where, _, last = name.rpartition(".")
     device = {"torch": "cpu", "torch.cuda": "cuda"}.get(where)

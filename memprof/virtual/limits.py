@@ -1,4 +1,4 @@
-"""Limits of the virtual GPU, which a program oversteps: one error, which names the program's own line."""
+"""Limits of the virtual GPU: the error for an unsupported operation, with the program's own source line."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from memprof.watch.program_code import is_program
 
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
 SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
-# Told what is refused: the problem, what to do instead, and the line.
+# Called with the problem, the hint and the source line of an unsupported operation.
 Note = Callable[[str, str | None, str | None], None]
 _note: Note | None = None
 
 
 def set_unsupported_handler(note: Note | None) -> None:
-    """Tell `note` what is refused, until another is told; None: nobody is."""
+    """Set the handler that `unsupported_error` calls; None: no handler."""
     global _note
     _note = note
 
 
 def unsupported_error(what: str, hint: str) -> MemprofError:
-    """Return the error for what the program's innermost line does."""
-    return _refuse(what, hint, "not yet: ")
+    """Return the error for an unsupported operation at the program's innermost source line."""
+    return _make_error(what, hint, "not yet: ")
 
 
 def invalid_on_cuda_error(what: str, hint: str) -> MemprofError:
-    """Return the error for what does not go on a GPU either, as the run was requested."""
-    return _refuse(what, hint)
+    """Return the error for an operation that fails on a GPU as well, with the requested options."""
+    return _make_error(what, hint)
 
 
-def _refuse(what: str, hint: str, prefix: str = "") -> MemprofError:
+def _make_error(what: str, hint: str, prefix: str = "") -> MemprofError:
     line = program_line()
     error = MemprofError(f"{prefix}{line} {what}", hint=hint)
     if _note is not None:
@@ -46,7 +46,7 @@ def _refuse(what: str, hint: str, prefix: str = "") -> MemprofError:
 
 
 def program_line() -> str:
-    """Return the line that runs now: `file:line function`, outside torch and memprof."""
+    """Return the source line that runs now, as `file:line function`, outside torch and memprof."""
     frame = sys._getframe(1)
     while frame is not None:
         if is_program(frame.f_code):
@@ -56,7 +56,7 @@ def program_line() -> str:
 
 
 class HostOnly(TorchFunctionMode):
-    """Code that a real run executes in a process without a GPU: whatever gives a tensor on the GPU ends the run."""
+    """Mode of code that a real run executes without a GPU: functions that return GPU tensors end the run."""
 
     def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
@@ -65,6 +65,6 @@ class HostOnly(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
         if any(self._on_gpu(tensor) for tensor in find_tensors(result)):
-            # Not noted: a forked worker fails so on a GPU too, and a program that catches this goes on as there.
+            # Not noted: a forked worker fails so on a GPU too, and a program that catches the error goes on as there.
             raise MemprofError(f"not yet: {program_line()} {IN_WORKER}", hint=no_gpu.HINT)
         return result

@@ -1,5 +1,5 @@
-"""Functions whose tensors are on the host and on a GPU: noted as mismatches, and run again with all on the GPU, as the
-program meant."""
+"""Functions with tensors on the host and on a GPU: noted as mismatches, and run again with all tensors on the GPU, as
+the program intended."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memprof.virtual.device_state import DeviceState
 from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.operator_call import find_tensors
 
-# How torch's errors speak of devices; the latter of parts of a sparse tensor.
+# Words for devices in torch's errors; the second is for parts of a sparse tensor.
 _DEVICES = re.compile("device|backend of indices")
 
 
 class MixedDevices:
-    """`believed` says which device the program takes a tensor to be on, `to` moves a tensor."""
+    """Calls that mix host and GPU tensors. `believed` returns a tensor's device, `to` moves a tensor."""
 
     def __init__(
         self, tracker: DeviceState, believed: Callable[[torch.Tensor], str], to: Callable[..., Any], kinds: HostKinds
@@ -35,9 +35,9 @@ class MixedDevices:
     def is_mismatch(
         self, error: RuntimeError, func: Callable[..., Any], args: Any, kwargs: Any, *, noted: bool
     ) -> bool:
-        """Return whether `func` raised `error` because these arguments mix devices, which is noted in the trace.
+        """Return whether `func` raised `error` because these arguments mix devices, and note the mismatch in the trace.
 
-        C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
+        The devices are compared in C++ above all operators, or in a meta kernel, each with its own error text.
         """
         if not _DEVICES.search(error_text(error)) or not self._is_mixed([*args, *kwargs.values()]):
             return False
@@ -48,32 +48,32 @@ class MixedDevices:
         return True
 
     def run_moved(self, func: Callable[..., Any], args: Any, kwargs: Any, *, numbers: bool) -> Any:
-        """Run a call that mixed devices with its host tensors moved to the GPU, where autograd sees it; those without
-        dimensions too if `numbers`."""
-        args, kwargs = self._moved((args, kwargs), [*args, *kwargs.values()], numbers)
+        """Run a call that mixed devices, with its host tensors moved to the GPU and recorded by autograd; with
+        `numbers`, tensors without dimensions are moved too."""
+        args, kwargs = self._to_gpu((args, kwargs), [*args, *kwargs.values()], numbers)
         return func(*args, **kwargs)
 
     def writable(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
-        assignment cannot be taken back, so that it is tried without first."""
+        """Return the arguments of an in-place call, with host operands moved if the call mixes devices. The call is
+        tried without autograd first, since an assignment that autograd has recorded cannot be undone."""
         target = args[0]
-        if func is torch.Tensor.copy_:  # made to mix devices
+        if func is torch.Tensor.copy_:  # supports tensors on two devices
             return args
-        host = any(isinstance(a, torch.Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
+        has_host = any(isinstance(a, torch.Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
         if not (
-            host and torch.is_grad_enabled() and isinstance(target, torch.Tensor) and is_gpu(self._believed(target))
+            has_host and torch.is_grad_enabled() and isinstance(target, torch.Tensor) and is_gpu(self._believed(target))
         ):
             return args
         mismatches = self._tracker.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
             func(target.detach(), *(a.detach() if isinstance(a, torch.Tensor) else a for a in args[1:]), **kwargs)
-        return args if len(mismatches) == before else (target, *self._moved(args[1:], target))
+        return args if len(mismatches) == before else (target, *self._to_gpu(args[1:], target))
 
-    def assignable(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value` moved if assigning it mixes devices (a slice takes a host tensor, indices on the GPU do not).
+    def move_assigned_value(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+        """Return `value`, moved if the assignment mixes devices: slices accept a host tensor, GPU indices do not.
 
-        Tried without autograd, since an assignment that autograd has seen cannot be taken back.
+        The assignment is tried without autograd, since an assignment that autograd has recorded cannot be undone.
         """
         if not is_gpu(self._believed(tensor)) or self._believed(value) != HOST:
             return value
@@ -81,10 +81,10 @@ class MixedDevices:
         before = len(mismatches)
         with torch.no_grad():
             torch.Tensor.__setitem__(tensor.detach(), index, value.detach())
-        return value if len(mismatches) == before else self._moved(value, tensor)
+        return value if len(mismatches) == before else self._to_gpu(value, tensor)
 
     def recurrent(self, op: str, func: Any, *args: Any) -> Any:
-        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the GPU's.
+        """Run an RNN after a check of its devices: C++ (native/RNN.cpp) would report "meta" for the GPU.
 
         The lengths of packed sequences are integers, and always on the host.
         """
@@ -94,7 +94,7 @@ class MixedDevices:
             with torch.DisableTorchFunction():
                 note_mismatch(self._tracker, op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
             args = tuple(
-                arg if isinstance(arg, torch.Tensor) and not arg.is_floating_point() else self._moved(arg, tensors)
+                arg if isinstance(arg, torch.Tensor) and not arg.is_floating_point() else self._to_gpu(arg, tensors)
                 for arg in args
             )
         return func(*args)
@@ -104,7 +104,7 @@ class MixedDevices:
         return HOST in devices and any(map(is_gpu, devices))
 
     def inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`func`, of which the allocation tracker knows what it was given: C++ makes tensors after those."""
+        """Run `func` with its arguments noted in the dispatch mode: C++ makes new tensors on their device."""
         tracker = self._tracker
         outer, tracker.calling = tracker.calling, args
         try:
@@ -112,10 +112,10 @@ class MixedDevices:
         finally:
             tracker.calling = outer
 
-    def _moved(self, value: Any, beside: Any, numbers: bool = False) -> Any:
-        """Arguments of a call that mixed devices, its host tensors moved, where autograd sees it, to the GPU of the
-        first tensor `beside` them that is on one; those without dimensions too if `numbers`."""
-        gpu = next(filter(is_gpu, map(self._believed, find_tensors(beside))), "cuda")
+    def _to_gpu(self, value: Any, reference: Any, numbers: bool = False) -> Any:
+        """Return arguments of a call that mixed devices, with host tensors moved, and recorded by autograd, to the GPU
+        of the first GPU tensor in `reference`; with `numbers`, tensors without dimensions are moved too."""
+        gpu = next(filter(is_gpu, map(self._believed, find_tensors(reference))), "cuda")
 
         def move(part: Any) -> Any:
             if isinstance(part, torch.Tensor) and (numbers or part.dim()) and self._believed(part) == HOST:

@@ -1,4 +1,4 @@
-"""Moves and copies of tensors between devices, whose gradients find their way back."""
+"""Moves and copies of tensors between devices, with backward hooks that return gradients to the source device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 class Moves:
-    """Functions that move a tensor."""
+    """Handlers of the functions that move a tensor."""
 
     def __init__(
         self, tracker: DeviceState, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
@@ -31,10 +31,10 @@ class Moves:
         self._device = answers.device
         self._mode = mode
         self._run = run
-        self.kinds = HostKinds(tracker, self._given)
+        self.kinds = HostKinds(tracker, self._move_gradient)
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Return function -> replacement, for the function mode."""
+        """Return the handlers of the function mode: torch function -> replacement."""
         return {
             kernels.parse_to: _parse_to,
             torch.Tensor.type: self._type,
@@ -61,7 +61,7 @@ class Moves:
             copy = kwargs.get("copy", False)
             non_blocking = kwargs.get("non_blocking", args[1] if len(args) > 1 else False)
         else:
-            # Two flags by position are non_blocking and copy, and torch's parser does not take the second.
+            # Two flags by position are non_blocking and copy; torch's parser ignores the second.
             both = len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool)
             copy = args[-1] if both else bool(kwargs.get("copy", False))
             device, dtype, non_blocking, memory_format = _parse_to(
@@ -78,50 +78,50 @@ class Moves:
         if wanted == believed and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
             return tensor
         if wanted == believed:
-            # No move: torch does it, on whatever the tensor really is.
+            # No move: torch runs `to` on the actual device of the tensor.
             return torch.Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
         device_argument = _CPU if wanted == HOST else _META
         kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
         if non_blocking:
             kwargs["non_blocking"] = True
-        return self._copied(tensor, believed, wanted, dtype=dtype, device=device_argument, **kwargs)
+        return self._copy_to(tensor, believed, wanted, dtype=dtype, device=device_argument, **kwargs)
 
-    def _copied(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
-        """Return a copy on another device, whose gradient finds its way back."""
+    def _copy_to(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
+        """Return a copy on another device, with a hook that returns gradients to the source device."""
         with self._tracker.factory_device_as(wanted):
             made: torch.Tensor = torch.ops.aten._to_copy.default(tensor, **kwargs)
         if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
-            made.grad_fn.register_hook(self._sending_back(believed))
+            made.grad_fn.register_hook(self._make_gradient_hook(believed))
         return made
 
     def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         return self.to(tensor, "cuda" if device is None else device, non_blocking=non_blocking, **kwargs)
 
-    def _sending_back(self, device: str) -> Callable[..., Any]:
-        """A hook on a copy from one device to another: the gradient goes where the copied tensor is. C++ compares the
-        devices that it knows of, which are both meta."""
+    def _make_gradient_hook(self, device: str) -> Callable[..., Any]:
+        """Return a hook for a copy between devices that moves the gradient to `device`, the source of the copy. C++
+        compares the actual devices, which are both meta."""
 
         def send(inputs: Any, outputs: Any) -> Any:
             with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self._mode:
-                return tuple(None if gradient is None else self._sent(gradient, device) for gradient in inputs)
+                return tuple(None if gradient is None else self._send_gradient(gradient, device) for gradient in inputs)
 
         return send
 
-    def _given(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
-        """`gradient` on the device that the engine wants it on; whichever function runs, this mode sees it."""
+    def _move_gradient(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
+        """Return `gradient` on the device that the engine expects, by a call that this mode always sees."""
         with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self._mode:
             return gradient.to(device)
 
-    def _sent(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
-        """Return the gradient of a virtual tensor on `device`, which is as virtual."""
+    def _send_gradient(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
+        """Return the gradient of a virtual tensor on `device`, as a virtual tensor."""
         believed = self._believed(gradient)
         if device != HOST or believed == HOST:
             return gradient.to(device)
         with torch.DisableTorchFunction():
-            return self._copied(gradient, believed, HOST, device=_META)
+            return self._copy_to(gradient, believed, HOST, device=_META)
 
     def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """Between GPUs, the source is moved first where it needs a gradient, which then finds its way back."""
+        """Run `copy_`. Between GPUs, a source that needs a gradient is moved first, with a gradient hook."""
         if isinstance(source, torch.Tensor) and source.requires_grad:
             ends = self._believed(source), self._believed(tensor)
             if not (self._tracker.gpus.several and torch.is_grad_enabled()):
@@ -129,7 +129,7 @@ class Moves:
             elif ends[0] != ends[1] and all(map(is_gpu, ends)):
                 source = self.to(source, ends[1])
         with torch.DisableTorchFunction():
-            is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that GPU
+            is_wrapper = tensor.is_cuda  # reported by a subclass itself; the method would set a guard of that GPU
         copy = torch.ops.aten.copy_.default if is_wrapper else torch.Tensor.copy_
         return self._run(copy, (tensor, source, non_blocking), {})
 
@@ -138,7 +138,7 @@ class Moves:
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
-    """Return the arguments of a `.to()`; a bare index is an index of CUDA devices."""
+    """Return the parsed arguments of a `.to()`; a bare index is an index of CUDA devices."""
     if args and isinstance(args[0], int) and not isinstance(args[0], bool):
         args = (torch.device("cuda", args[0]), *args[1:])
     if isinstance(kwargs.get("device"), int):

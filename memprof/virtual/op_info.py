@@ -1,4 +1,4 @@
-"""Facts about each operator: what it does with storages, and what kernels/ has for it."""
+"""Facts about each operator: its effect on storages, and its kernel in kernels/."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ registry.load()
 
 
 def describe_operator(func: Any) -> OpInfo:
-    """Return what is known of an overload."""
+    """Return the facts about an operator overload."""
     packet = func.overloadpacket
     if packet in _ALIASES or func.is_view:
         kind = OpKind.VIEW

@@ -1,4 +1,4 @@
-"""One operator and one call of it: what kind it is, what it takes, where its tensors live."""
+"""One operator and one call of it: the operator's kind, its arguments, and the devices of its tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _aten = torch.ops.aten
 _META = torch.device("meta")
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
-# Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory.
+# Minimum size of virtual host tensors: an 8B model built on the CPU must not fill a laptop's memory.
 HOST_VIRTUAL_BYTES = 1 << 20
-HOST_COUNTED_BYTES = 1 << 12  # host tensors from this size on are counted; what is smaller is not worth an event
+HOST_COUNTED_BYTES = 1 << 12  # minimum size of counted host tensors; smaller ones are not worth an event
 
 MOVES_STORAGE = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
@@ -44,15 +44,15 @@ class OpKind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class OpInfo:
-    """The facts about one operator overload (op_info.py says them)."""
+    """The facts about one operator overload (made by op_info.py)."""
 
     func: Any
     packet: Any
     name: str
     kind: OpKind
-    handler: Callable[..., Any] | None  # its kernel of kernels/
-    runs_on_any_device: bool  # whether that runs without any tensor on a GPU, too
-    expansion: Callable[..., Any] | None  # runs the operators inside of it; None: it runs as one
+    handler: Callable[..., Any] | None  # kernel of kernels/
+    runs_on_any_device: bool  # whether `handler` also runs without any tensor on a GPU
+    expansion: Callable[..., Any] | None  # runs the operator's inner operators; None: the operator runs as one
     in_python: bool
     input_copies: Callable[..., Any] | None
     scratch: Callable[..., Any] | None
@@ -65,12 +65,12 @@ class OpInfo:
     is_partial_write: bool
 
     def takes_of_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether the kernel on a GPU takes this tensor of the host."""
+        """Return whether the kernel on a GPU accepts `tensor` on the host."""
         return tensor.dim() == 0 and takes_numbers_of_host(self.func)
 
 
 class DeviceTable(Protocol):
-    """The table of where tensors live."""
+    """Access to the devices of tensors."""
 
     recorder: Recorder
 
@@ -79,7 +79,7 @@ class DeviceTable(Protocol):
 
 
 class OperatorCall:
-    """One call of an operator: its arguments, its key for remembered layouts, and where its tensors live."""
+    """One call of an operator: its arguments, its key in the layout cache, and the devices of its tensors."""
 
     __slots__ = (
         "args", "func", "gpu", "key", "kwargs", "on_gpu", "on_host", "on_meta", "quantized", "real", "sparse",
@@ -88,39 +88,39 @@ class OperatorCall:
 
     def __init__(self, func: Any, args: Any, kwargs: Any, devices: DeviceTable) -> None:
         self.func = func
-        self.gpu = GPU  # where it runs if any of its tensors is on a GPU: that of the first
+        self.gpu = GPU  # GPU of the call if any of its tensors is on a GPU: that of the first tensor
         self.set_arguments(args, kwargs, devices)
 
     def set_arguments(self, args: Any, kwargs: Any, devices: DeviceTable) -> None:
-        """Take these arguments, and look at all tensors in them."""
+        """Set the arguments, and inspect all tensors in them."""
         self.args = args
         self.kwargs = kwargs
         self.key: list[Any] = [id(self.func)]
         self.tensors: list[torch.Tensor] = []
-        self.real: list[torch.Tensor] = []  # those with data of their own: small tensors in host memory
+        self.real: list[torch.Tensor] = []  # tensors with data: small tensors in host memory
         self.on_gpu = self.on_host = self.on_meta = self.sparse = self.quantized = False
         for arg in args:
-            self._look(arg, devices)
+            self._inspect(arg, devices)
         for name, arg in kwargs.items():
             self.key.append(name)
-            self._look(arg, devices)
+            self._inspect(arg, devices)
 
-    def _look(self, arg: Any, devices: DeviceTable) -> None:
+    def _inspect(self, arg: Any, devices: DeviceTable) -> None:
         if isinstance(arg, torch.Tensor):
             self.tensors.append(arg)
             if arg.layout is not torch.strided or arg.is_quantized:
                 self.sparse |= arg.layout is not torch.strided
                 self.quantized |= arg.is_quantized
-                self._note(devices.device_of(arg), arg.is_meta)
-                self.key.append(object())  # not to be remembered
+                self._note_device(devices.device_of(arg), arg.is_meta)
+                self.key.append(object())  # prevents caching
                 if not arg.is_meta:
                     self.real.append(arg)
             elif arg.is_meta:
                 self.key.append((arg.size(), arg.stride(), arg.dtype))
                 recorder = devices.recorder
                 index = recorder.storages.live.get(arg.untyped_storage()._cdata)
-                if index is None:  # an empty one, or one that is on meta for the program, too
-                    self._note(devices.device_of(arg), True)
+                if index is None:  # an empty tensor, or the program's own meta tensor
+                    self._note_device(devices.device_of(arg), True)
                 elif recorder.trace.storages[index].device == HOST:
                     self.on_host = True
                 else:
@@ -131,27 +131,27 @@ class OperatorCall:
         elif isinstance(arg, (list, tuple)):
             self.key.append(len(arg))
             for part in arg:
-                self._look(part, devices)
+                self._inspect(part, devices)
         elif isinstance(arg, _STORAGES):
-            self.key.append(arg.nbytes())  # the storage itself would live as long as what is remembered by the key
+            self.key.append(arg.nbytes())  # a reference to the storage itself would keep it alive as long as the cache
         else:
             self.key.append(arg.__class__)
             self.key.append(arg)
 
-    def _note(self, device: str, is_meta: bool) -> None:
+    def _note_device(self, device: str, is_meta: bool) -> None:
         self.on_gpu |= is_gpu(device)
         self.on_host |= device == HOST and is_meta
         self.on_meta |= device == "meta"
 
     @property
     def device(self) -> str | None:
-        """Return the virtual device of the inputs: a GPU, HOST, or None if none of them is virtual."""
+        """Return the virtual device of the inputs: a GPU, HOST, or None if no input is virtual."""
         if self.on_gpu:
             return self.gpu
         return HOST if self.on_host else None
 
     def factory_bytes(self) -> int:
-        """Return the bytes that a factory is about to make, by a shape or after a tensor; 0 if it is none or sparse."""
+        """Return the bytes that a factory allocates, by a shape or like a tensor; 0 for other operators."""
         if self.kwargs.get("layout") not in (None, torch.strided):
             return 0
         packet = self.func.overloadpacket
@@ -169,7 +169,7 @@ class OperatorCall:
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a result or an argument, lists looked into."""
+    """Return the tensors in a result or an argument, also those in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -178,15 +178,15 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def in_place(func: Any) -> bool:
-    """Return whether the name of `func` says that it changes its first argument."""
+    """Return whether `func` changes its first argument, as its name says."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
 def fills_arguments(func: Any) -> bool:
-    """Return whether an operator of a library returns nothing but arguments that it writes: in place, or with `out`.
+    """Return whether a library's operator returns only arguments that it writes: in place, or with `out`.
 
-    torch's own are asked otherwise: theirs resize what they are to write into.
+    torch's own operators are excluded: they resize the tensors that they write into.
     """
     returns = func._schema.returns
     return func.namespace not in _OF_TORCH and all(one.alias_info and one.alias_info.is_write for one in returns)
@@ -202,19 +202,19 @@ def _arguments(call: OperatorCall) -> list[tuple[Any, Any]]:
 
 
 def written(call: OperatorCall) -> list[Any]:
-    """Return what `call` writes into."""
+    """Return the arguments that `call` writes into."""
     return [value for one, value in _arguments(call) if one.is_write]
 
 
 def given_back(call: OperatorCall) -> Any:
-    """Return what an operator returns that returns what it writes into."""
+    """Return the result of an operator that returns the arguments that it writes into."""
     into = {frozenset(one.alias_info.before_set): value for one, value in _arguments(call) if one.is_write}
     results = [into[frozenset(one.alias_info.before_set)] for one in call.func._schema.returns]
     return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def run_on_meta(call: OperatorCall) -> Any:
-    """Run an operator on meta tensors. Some meta kernels do not take what CUDA's do, a number on the host."""
+    """Run an operator on meta tensors; where its meta kernel rejects host numbers, convert these first."""
     try:
         return shapes.run(call.func, call.args, call.kwargs)
     except RuntimeError:
@@ -224,7 +224,7 @@ def run_on_meta(call: OperatorCall) -> Any:
 
 
 def to_meta(value: Any, then: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:
-    """Real tensors in arguments as meta ones; `then` is given each pair."""
+    """Return arguments with real tensors replaced by meta tensors; `then` is called with each (real, meta) pair."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:

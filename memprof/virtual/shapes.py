@@ -1,9 +1,9 @@
-"""The strides of what an operator makes, by the C++ that decides them on a GPU.
+"""The strides of an operator's results, from the C++ code that determines them on a GPU.
 
-torch replaces its own C++ for meta tensors by Python (torch/_meta_registrations.py, `activate_meta`), which tells fewer
-strides apart: TensorIterator orders dimensions by the strides of all of them, those of one element too, and its quick
-way is for operands of one shape alone (aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type` and
-`reorder_dimensions`); torch/_prims_common has neither. What a convolution copies depends on it.
+torch replaces its own C++ for meta tensors by Python (torch/_meta_registrations.py, `activate_meta`), which
+distinguishes fewer strides: TensorIterator orders dimensions by the strides of all of them, also those of one element,
+and its fast path is for operands of one shape alone (aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type` and
+`reorder_dimensions`); torch/_prims_common has neither. The copies of a convolution depend on the strides.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _META = torch.device("meta")
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on meta tensors; its results have the strides that its C++ gives them."""
+    """Run an operator on meta tensors; its results have the strides of the C++ implementation."""
     if _is_structured(func):
         return func._op_dk(_Key.CompositeExplicitAutogradNonFunctional, *args, **kwargs)
     result = func(*args, **kwargs)
-    decides = _STRIDES.get(func.overloadpacket)
-    if decides is None or func._schema.is_mutable:
+    compute_strides = _STRIDES.get(func.overloadpacket)
+    if compute_strides is None or func._schema.is_mutable:
         return result
     first, *others = result if isinstance(result, tuple) else [result]
-    strides = decides(args, first)
+    strides = compute_strides(args, first)
     if strides != first.stride():
         first = torch.empty_strided(first.size(), strides, dtype=first.dtype, device=_META)
     return (first, *others) if others else first
@@ -41,8 +41,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def _is_structured(func: Any) -> bool:
-    """Return whether torchgen made a kernel for all devices of the operator's shape function, which Python has replaced
-    for meta tensors. One that is given its results decides nothing."""
+    """Return whether torchgen made a device-independent kernel of the operator's shape function, which Python has
+    replaced for meta tensors. Operators with `out` arguments are excluded: they choose no strides."""
     replaced = _Key.Meta in func.py_kernels and not func._schema.is_mutable
     return replaced and _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional")
 
@@ -51,23 +51,23 @@ def _is_structured(func: Any) -> bool:
 
 
 def by_iterator(*operands: Any) -> tuple[int, ...]:
-    """Return the strides that TensorIterator gives what it makes of one or two tensors or numbers: as of operators
-    that are structured."""
-    layouts = [_layout(one) for one in operands]
+    """Return the strides that TensorIterator gives the result of one or two tensors or numbers, as for structured
+    operators."""
+    layouts = [_empty_like_operand(one) for one in operands]
     made: torch.Tensor = run(_aten.exp.default if len(layouts) == 1 else _aten.add.Tensor, layouts, {})
     return made.stride()
 
 
-def _layout(operand: Any) -> torch.Tensor:
+def _empty_like_operand(operand: Any) -> torch.Tensor:
     size, stride = (operand.size(), operand.stride()) if isinstance(operand, torch.Tensor) else ((), ())
     return torch.empty_strided(size, stride, device=_META)
 
 
-def _contiguous(args: Any, made: torch.Tensor) -> tuple[int, ...]:
+def _contiguous_strides(args: Any, made: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(made.size(), device=_META).stride()
 
 
-# Operator -> the strides of its result, the first of several, by its arguments.
+# Operator -> function that returns the strides of its (first) result from its arguments.
 _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
     # native/Activation.cpp, native/BinaryOps.cpp, native/TensorFactories.cpp, native/Loss.cpp
     **dict.fromkeys((_aten.relu, _aten.angle), lambda args, made: by_iterator(args[0])),
@@ -84,19 +84,19 @@ _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
     ),
     _aten.huber_loss: lambda args, made: torch.empty_like(args[0]).stride() if made.dim() else (),
     # native/group_norm.cpp, native/cuda/layer_norm_kernel.cu, native/Distributions.cpp
-    **dict.fromkeys((_aten.native_group_norm, _aten.native_layer_norm, _aten.normal), _contiguous),
+    **dict.fromkeys((_aten.native_group_norm, _aten.native_layer_norm, _aten.normal), _contiguous_strides),
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def register_cpp_results() -> Iterator[None]:
-    """Inside, what is made like another has its strides (native/TensorFactories.cpp, empty_like), whoever asks."""
+    """Context manager: `empty_like` on meta has the strides of C++ (native/TensorFactories.cpp), for every caller."""
     for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
     in_python = _empty_like.py_kernels.get(_Key.Meta)
 
     def empty_like(tensor: torch.Tensor, **options: Any) -> Any:
         if in_python is not None and any(isinstance(size, torch.SymInt) for size in tensor.size()):
-            return in_python(tensor, **options)  # while something is compiled for any size
+            return in_python(tensor, **options)  # while torch.compile traces with symbolic sizes
         return _empty_like._op_dk(_Key.CompositeExplicitAutograd, tensor, **options)
 
     try:

@@ -1,7 +1,7 @@
-"""Processes that the program starts anew: each Python among them is told that it has no GPU, and tells what it did.
+"""Processes that the program starts: each Python process sees no GPU, and reports unsupported operations to this one.
 
-The probe (memprof/monitor/probe) reaches them by the environment that they inherit, or are given. A program that puts
-another in its own place is stopped there: nothing of it would be left to report on.
+The probe (memprof/monitor/probe) reaches the processes by environment variables. A program that replaces its own
+process (os.exec) is stopped: no process would be left to report on.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from memprof.monitor.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR
 from memprof.patching import Patch
 from memprof.virtual.limits import unsupported_error
 
-# Functions of `os` that are given an environment, and as which of their arguments; the program's come before it.
+# Function of `os` with an environment -> index of that argument; the command is the argument before.
 _ENVIRONMENT_AT = {"posix_spawn": 2, "posix_spawnp": 2, "spawnve": 3, "spawnvpe": 3}
-_SIGNAL = signal.SIGURG  # one that does nothing else
-_LONGEST_WAIT = 5.0  # seconds that a program may wait once a process of its own was refused what it requested
-_IDLE = 0.05  # seconds of a processor that waiting takes at most
+_SIGNAL = signal.SIGURG  # a signal with no other use
+_LONGEST_WAIT = 5.0  # seconds that a program may wait after one of its processes had an unsupported operation
+_IDLE = 0.05  # seconds of CPU time below which the program counts as waiting
 _PYTHON = re.compile(r"(.*[/\\])?python[\d.]*(\.exe)?")
-_SHOW = "nvidia-smi"
-# Of Python: letters that take no value, and one that does.
+_NVIDIA_SMI = "nvidia-smi"
+# Options of Python: letters without a value, then one with a value.
 _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 
 
 def refusal_file_prefix(process: int) -> str:
-    """Return how the name of a process's file begins, which one that is killed leaves behind."""
+    """Return the prefix of the name of a process's report file, which a killed process leaves behind."""
     return f"memprof-refusals-{process}-"
 
 
 class Subprocesses:
-    """A context manager: the processes that are started inside, each of which is given the `environment`."""
+    """A context manager: processes started under it inherit `environment` and the probe."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
-        self.file = ""  # where they tell what they were refused
+        self.file = ""  # file in which the processes report unsupported operations
         self._process = 0
         self._ended = threading.Event()
-        self._handler: Any = None  # what the signal did before that ends a wait in vain
+        self._handler: Any = None  # previous handler of the signal that ends an endless wait
 
     def __enter__(self) -> Subprocesses:
         opened, self.file = tempfile.mkstemp(prefix=refusal_file_prefix(os.getpid()))
@@ -72,49 +72,49 @@ class Subprocesses:
             del os.environ["PYTHONPATH"]
 
     def refused(self) -> list[tuple[str, str | None]]:
-        """Return what they were refused so far: the problem, and what to do instead."""
+        """Return the unsupported operations of the processes so far: the problem, and the hint."""
         with open(self.file, encoding="utf-8") as lines:
             return [(problem, hint) for problem, hint in map(json.loads, lines)]
 
     def patches(self) -> Iterator[Patch]:
-        """The patches (owner, name, replacement) of what starts them with an environment of their own."""
+        """Yield the patches (owner, name, replacement) of functions that start processes with an environment."""
         popen = subprocess.Popen.__init__
 
-        def __init__(started: Any, *args: Any, **options: Any) -> None:
+        def __init__(process: Any, *args: Any, **options: Any) -> None:
             if options.get("env") is not None:
                 options["env"] = self._add_probe(options["env"])
             command = args[0] if args else options.get("args")
             changed = None
-            if command == [_SHOW] and shutil.which(_SHOW) is None:  # as programs do for their log
-                changed = ["echo", f"{_SHOW} is not on this machine: memprof runs the program on a virtual GPU"]
+            if command == [_NVIDIA_SMI] and shutil.which(_NVIDIA_SMI) is None:  # as programs do for their log
+                changed = ["echo", f"{_NVIDIA_SMI} is not on this machine: memprof runs the program on a virtual GPU"]
             elif isinstance(command, (list, tuple)) and not options.get("shell"):
-                heard, environment = _drop_isolation_flags(command, options.get("env") or os.environ)
+                kept_command, environment = _drop_isolation_flags(command, options.get("env") or os.environ)
                 if environment is not None:
-                    changed, options["env"] = heard, environment
+                    changed, options["env"] = kept_command, environment
             if changed is not None:
                 args = (changed, *args[1:])
                 options.pop("args", None)
-            popen(started, *args, **options)
+            popen(process, *args, **options)
 
         yield subprocess.Popen, "__init__", __init__
         start = multiprocessing.process.BaseProcess.start
 
-        def starting(process: Any) -> None:
+        def start_and_watch(process: Any) -> None:
             start(process)
             self._interrupt_endless_wait()
 
-        yield multiprocessing.process.BaseProcess, "start", starting
+        yield multiprocessing.process.BaseProcess, "start", start_and_watch
         flags: Any = getattr(subprocess, "_args_from_interpreter_flags")  # noqa: B009 - not in its stubs
-        # With these multiprocessing starts Pythons like this one.
+        # multiprocessing starts Python processes with these flags.
         yield subprocess, flags.__name__, lambda: [flag for flag in flags() if flag not in ("-I", "-E")]
         for name, at in _ENVIRONMENT_AT.items():
             yield os, name, self._wrap_spawn(getattr(os, name), at)
-        for name in ("execv", "execve"):  # all others call these
+        for name in ("execv", "execve"):  # all other exec functions call these
             yield os, name, _wrap_exec(getattr(os, name))
 
     def _interrupt_endless_wait(self) -> None:
-        """End the wait of a program for what a process that was refused will never send: what its queues, pipes and
-        events wait for has no end of its own."""
+        """End the program's endless wait for a process that had an unsupported operation and will never answer: the
+        program's queues, pipes and events wait without a timeout."""
         if self._handler is not None or threading.current_thread() is not threading.main_thread():
             return
 
@@ -123,9 +123,9 @@ class Subprocesses:
             raise MemprofError(problem, hint=hint)
 
         self._handler = signal.signal(_SIGNAL, give_up) or signal.SIG_DFL
-        threading.Thread(target=self._interrupt, name="memprof-waiting", daemon=True).start()
+        threading.Thread(target=self._watch_main_thread, name="memprof-waiting", daemon=True).start()
 
-    def _interrupt(self) -> None:
+    def _watch_main_thread(self) -> None:
         thread = threading.main_thread().ident
         assert thread is not None
         clock = time.pthread_getcpuclockid(thread)
@@ -142,20 +142,20 @@ class Subprocesses:
         def start(*args: Any, **options: Any) -> Any:
             if len(args) <= at:
                 return original(*args, **options)
-            told = self._add_probe(args[at])
-            command, environment = _drop_isolation_flags(args[at - 1], told)
-            return original(*args[: at - 1], command, environment or told, *args[at + 1 :], **options)
+            env = self._add_probe(args[at])
+            command, environment = _drop_isolation_flags(args[at - 1], env)
+            return original(*args[: at - 1], command, environment or env, *args[at + 1 :], **options)
 
         return start
 
     def _add_probe(self, environment: Mapping[Any, Any]) -> dict[str, str]:
-        """An environment in which a Python finds the probe."""
-        told = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
-        told |= {REFUSALS: self.file, **self._environment}
-        path = told.get("PYTHONPATH")
+        """Return the environment with the variables by which a Python process finds the probe."""
+        env = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+        env |= {REFUSALS: self.file, **self._environment}
+        path = env.get("PYTHONPATH")
         if path is None or probe.FOLDER not in path.split(os.pathsep):
-            told["PYTHONPATH"] = probe.python_path(path)
-        return told
+            env["PYTHONPATH"] = probe.python_path(path)
+        return env
 
 
 def _wrap_exec(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,8 +175,8 @@ def _wrap_exec(original: Callable[..., Any]) -> Callable[..., Any]:
 def _drop_isolation_flags(
     command: Sequence[Any], environment: Mapping[Any, Any]
 ) -> tuple[list[Any], dict[str, str] | None]:
-    """Return the same command and an environment for a Python told to hear none (-I, -E), but for the probe; for any
-    other program None. What is kept from it is there again for those that it starts."""
+    """Return the command and environment of a Python process without its isolation flags (-I, -E), but with the probe;
+    for any other program the environment is None. The process's own children get the hidden variables back."""
     if not command or not _PYTHON.fullmatch(os.fsdecode(command[0])):
         return list(command), None
     words, at, given = [command[0]], 1, ""
@@ -193,9 +193,9 @@ def _drop_isolation_flags(
             at += 1
     if not re.search("[IE]", given):
         return list(command), None
-    told = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
-    hidden = {name: told.pop(name) for name in list(told) if name.startswith("PYTHON")}
-    told |= {"PYTHONPATH": probe.FOLDER, HIDDEN: SEPARATOR.join(f"{name}={value}" for name, value in hidden.items())}
+    env = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    hidden = {name: env.pop(name) for name in list(env) if name.startswith("PYTHON")}
+    env |= {"PYTHONPATH": probe.FOLDER, HIDDEN: SEPARATOR.join(f"{name}={value}" for name, value in hidden.items())}
     if "I" in given:
-        told |= {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
-    return [*words, *command[at:]], told
+        env |= {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+    return [*words, *command[at:]], env

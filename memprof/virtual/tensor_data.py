@@ -1,4 +1,4 @@
-"""Tensors that the program makes of its own data, numbers and lists among them, on the device that it names."""
+"""Tensors that the program makes from its own data (numbers, lists, arrays), on the device that it names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAKE_SPARSE = (
 
 
 class TensorsFromData:
-    """Constructors of tensors from data: on the host first, and moved from there."""
+    """Constructors of tensors from data, which make the tensor on the host and then move it."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class TensorsFromData:
         self._note_pinned = note_pinned
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Return function -> replacement, for the function mode."""
+        """Return the handlers of the function mode: torch function -> replacement."""
         return {
             torch.device: _make_device,
-            **{func: functools.partial(self._sparse, func) for func in _MAKE_SPARSE},
+            **{func: functools.partial(self._make_sparse, func) for func in _MAKE_SPARSE},
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
             torch.asarray: self._as_tensor,
@@ -69,22 +69,22 @@ class TensorsFromData:
         try:
             result = torch.tensor(data, dtype=dtype, device=_CPU)
         except (RuntimeError, TypeError):
-            result = torch.tensor(self._plain(data), dtype=dtype, device=_CPU)  # of a list that holds tensors
-        result = self._placed(result, device)
+            result = torch.tensor(self._to_numbers(data), dtype=dtype, device=_CPU)  # of a list that holds tensors
+        result = self._move_to_requested(result, device)
         if pin_memory:
             self._note_pinned(result)
-        # Functions that torch.func transforms may make tensors, and not call requires_grad_.
+        # Functions transformed by torch.func may make tensors, but not call requires_grad_.
         return result.requires_grad_() if requires_grad else result
 
-    def _plain(self, data: Any) -> Any:
+    def _to_numbers(self, data: Any) -> Any:
         if isinstance(data, torch.Tensor):
             return self._read(data).tolist()
-        return [self._plain(part) for part in data] if isinstance(data, (list, tuple)) else data
+        return [self._to_numbers(part) for part in data] if isinstance(data, (list, tuple)) else data
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
             return self._to(data, self._device(data) if device is None else device, dtype)
-        return self._placed(torch.as_tensor(data, dtype=dtype, device=_CPU), device)
+        return self._move_to_requested(torch.as_tensor(data, dtype=dtype, device=_CPU), device)
 
     def _new_tensor(
         self, tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False
@@ -93,16 +93,16 @@ class TensorsFromData:
         return self._tensor(data, dtype=dtype or tensor.dtype, device=target, requires_grad=requires_grad)
 
     def _new(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Make a tensor of numbers, if given any; of indices and values, if `tensor` is sparse; else of a shape."""
+        """Return a new tensor: from numbers, if given; from indices and values, if sparse; else by shape."""
         if tensor.layout is torch.sparse_coo and args:
             return torch.sparse_coo_tensor(*args, dtype=tensor.dtype, check_invariants=False)
         if args and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
             return self._new_tensor(tensor, args[0], **kwargs)
         return self._mixed.inside(torch.Tensor.new, (tensor, *args), kwargs)
 
-    def _sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        """A sparse tensor of indices and values, which have to be of one kind. Those that are tensors are moved to
-        `device` if one is named, values first (utils/tensor_new.cpp)."""
+    def _make_sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Return a sparse tensor of indices and values, converted to one kind. Tensors among them are moved to `device`
+        if given, values first (utils/tensor_new.cpp)."""
         device = _default.CURRENT_DEVICE if device is None else _make_device(device)
         if device is None:
             return self._run(func, *self._kinds.all_virtual((args, kwargs)))
@@ -118,15 +118,15 @@ class TensorsFromData:
         with self._tracker.factory_device_as(wanted):
             return func(*args, **{**kwargs, "device": _META if virtual else _CPU})
 
-    def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
-        """Return a tensor that was just made on the host, on the device that was requested."""
+    def _move_to_requested(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        """Return a new host tensor on the requested device."""
         if device is None:
             device = _default.CURRENT_DEVICE
         return tensor if device is None else self._to(tensor, device)
 
 
 def _make_device(*args: Any, **kwargs: Any) -> torch.device:
-    """Make a device; a bare index is an index of CUDA devices."""
+    """Return a torch.device; a bare index is an index of CUDA devices."""
     if len(args) == 1 and not kwargs and isinstance(args[0], int):
         return torch.device("cuda", args[0])
     return torch.device(*args, **kwargs)

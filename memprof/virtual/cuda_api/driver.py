@@ -1,6 +1,6 @@
 """The layer below `torch.cuda` in a CUDA build: functions of `torch._C`, generators, tensor types.
 
-A CPU build has none of it; where there is a CUDA build, none of it reaches a real GPU.
+A CPU build lacks these functions. In a CUDA build, the replacements keep every call from a real GPU.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _Generator = torch.Generator
 
 
 def rng_state() -> torch.Tensor:
-    """Return the state of the GPU's generator: its numbers are not drawn, so that it never changes."""
+    """Return the state of the GPU's generator. The state never changes, since no numbers are drawn."""
     return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
-class _OfAnyGenerator(type):
+class _GeneratorMeta(type):
     def __instancecheck__(cls, found: object) -> bool:
         return isinstance(found, _Generator)
 
 
 class CudaGenerator(_Generator):
-    """`torch.Generator("cuda")`: keeps its seed, and draws nothing."""
+    """`torch.Generator("cuda")`, which keeps its seed and draws no numbers."""
 
     gpu = 0
 
@@ -42,7 +42,7 @@ class CudaGenerator(_Generator):
         return torch.device("cuda", self.gpu)
 
     def get_state(self) -> torch.Tensor:
-        """Return a state of as many bytes as a real one's."""
+        """Return a state with the size of a real generator's state."""
         return rng_state()
 
     def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
@@ -62,14 +62,14 @@ class CudaGenerator(_Generator):
 
 
 def gpu_generator(gpu: int) -> CudaGenerator:
-    """Return a generator of that GPU."""
+    """Return a generator of the GPU with index `gpu`."""
     made = CudaGenerator()
     made.gpu = gpu
     return made
 
 
-def _generators(gpus: Gpus) -> type:
-    class Generator(metaclass=_OfAnyGenerator):
+def _make_generator_class(gpus: Gpus) -> type:
+    class Generator(metaclass=_GeneratorMeta):
         def __new__(cls, device: Any = None) -> Any:
             if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
                 return gpu_generator(gpus.index(device))
@@ -79,9 +79,9 @@ def _generators(gpus: Gpus) -> type:
 
 
 def _legacy_type(name: str, dtype: torch.dtype) -> type:
-    """`torch.cuda.FloatTensor` and its like: a class to construct with and to ask for, without an instance."""
+    """Return a tensor type such as `torch.cuda.FloatTensor`: a class for construction and isinstance only."""
 
-    class OfDtype(type):
+    class DtypeMeta(type):
         def __instancecheck__(cls, found: object) -> bool:
             return isinstance(found, torch.Tensor) and found.is_cuda and found.dtype == dtype
 
@@ -92,11 +92,11 @@ def _legacy_type(name: str, dtype: torch.dtype) -> type:
             return torch.empty(args[0], dtype=dtype, device="cuda")
         return torch.tensor(args[0] if args else [], dtype=dtype, device="cuda")
 
-    return OfDtype(name, (), {"__new__": __new__, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
+    return DtypeMeta(name, (), {"__new__": __new__, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
 
 
 def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
-    """`torch.set_default_tensor_type`, and `torch.Tensor(...)`, which makes tensors of that type."""
+    """Yield patches of `torch.set_default_tensor_type` and of `torch.Tensor(...)`, which makes tensors of that type."""
     chosen: list[Any] = []
     plain = torch.Tensor.__new__
 
@@ -116,12 +116,12 @@ def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def returning(value: Any) -> Callable[..., Any]:
-    """Return a function that gives `value`, whatever it is given."""
+    """Return a function that returns `value` for any arguments."""
     return lambda *args, **kwargs: value
 
 
 def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
+    """Yield the patches (owner, name, replacement) of the functions below `torch.cuda` that a CUDA build has."""
 
     answers: dict[PrivateName, Any] = {
         cuda.get_device_count: gpus.number,
@@ -141,7 +141,7 @@ def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
         cuda.reset_peak_host_memory_stats: None,
         cuda.ipc_collect: None,
         cuda.sleep: None,
-        # Imported by torch._dynamo.reset() where there is a GPU (torch/_inductor/cudagraph_trees.py).
+        # Imported by torch._dynamo.reset() where a GPU exists (torch/_inductor/cudagraph_trees.py).
         cuda.allocator_state: None,
         cuda.set_cached_tensors_enabled: None,
         cuda.accelerator_synchronize_device: None,
@@ -149,30 +149,30 @@ def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
         cuda.accelerator_get_accelerator: torch.device("cuda"),
         cuda.get_accelerator: torch.device("cuda"),
     }
-    yield from (asked.patch(returning(value)) for asked, value in answers.items())
-    for asked in (cuda.get_device, cuda.accelerator_get_device_index):
-        yield asked.patch(lambda: gpus.current)
-    for asked in (
+    yield from (function.patch(returning(value)) for function, value in answers.items())
+    for function in (cuda.get_device, cuda.accelerator_get_device_index):
+        yield function.patch(lambda: gpus.current)
+    for function in (
         cuda.set_device, cuda.accelerator_set_device_index, cuda.exchange_device, cuda.maybe_exchange_device,
         cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device, cuda.exchange_device_of_torch,
         cuda.maybe_exchange_device_of_torch,
     ):  # fmt: skip
-        yield asked.patch(lambda device: gpus.select(device))
-    yield torch, "Generator", _generators(gpus)
+        yield function.patch(lambda device: gpus.select(device))
+    yield torch, "Generator", _make_generator_class(gpus)
     yield torch.cuda, "default_generators", tuple(map(gpu_generator, range(gpus.number)))
     for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _legacy_type(name, dtype)
     yield from _default_type_patches()
 
 
-# -- what kernels are told of a multiprocessor ------------------------------------------------------------------------
+# -- properties of a multiprocessor -----------------------------------------------------------------------------------
 
 _SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
 
 
 def shared_memory_bytes(compute_capability: tuple[int, int]) -> dict[str, int]:
-    """Shared memory by attribute of a GPU's properties (CUDA C++ programming guide, table of technical
-    specifications; a block can opt in to all but the 1 KiB that the system keeps, from 8.0 on)."""
+    """Return the shared memory sizes among a GPU's properties (CUDA C++ programming guide, table of technical
+    specifications; from 8.0 on, a block can opt in to all but the 1 KiB that the system keeps)."""
     whole = 1024 * _SHARED_KIB.get(compute_capability, 100)
     return {
         "shared_memory_per_block": 48 * 1024,
@@ -183,7 +183,7 @@ def shared_memory_bytes(compute_capability: tuple[int, int]) -> dict[str, int]:
 
 
 class Properties(SimpleNamespace):
-    """`torch.cuda.get_device_properties(0)`."""
+    """The result of `torch.cuda.get_device_properties(0)`."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""`torch.cuda` as the program sees it on virtual GPUs: their number, and the chosen one's name, size and capability."""
+"""`torch.cuda` on virtual GPUs: their number, the current device, and each GPU's name, size and capability."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from memprof.virtual.kernels.recurrent import MODES, is_acceptable
 from memprof.virtual.limits import unsupported_error
 from memprof.watch.wrappers import parts_of_sparse
 
-# Functions that torch.cuda has from torch.cuda.random.
-_OF_RANDOM = (
+# Functions of `torch.cuda` that come from torch.cuda.random.
+_RANDOM_NAMES = (
     "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all", "seed", "seed_all",
     "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
-# Functions of `torch.cuda` that give the same whatever they are given: do nothing, give 0, give True.
+# Functions of `torch.cuda` with a constant result for any arguments: None, 0 or True.
 _CONSTANT: dict[str, Any] = {
     **dict.fromkeys(
         ("init", "_lazy_init", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
@@ -49,7 +49,7 @@ _CONSTANT: dict[str, Any] = {
     "is_current_stream_capturing": False,
     "list_gpu_processes": "no processes are running",
 }  # fmt: skip
-# Functions that give one of the caching allocator's statistics.
+# Functions that return one of the caching allocator's statistics.
 _STATISTICS = {
     "memory_allocated": "allocated_bytes.all.current",
     "max_memory_allocated": "allocated_bytes.all.peak",
@@ -63,7 +63,7 @@ _ANSWERED = (
     "set_per_process_memory_fraction", "get_per_process_memory_fraction", "set_stream", "current_stream",
     "default_stream", "get_rng_state", "get_rng_state_all",
 )  # fmt: skip
-# Function of `torch.accelerator` -> the one of `torch.cuda` that it is; releases differ in which they have.
+# Function of `torch.accelerator` -> the equivalent of `torch.cuda`; torch releases have different functions.
 _ACCELERATOR = {
     "current_device_index": "current_device",
     "current_device_idx": "current_device",
@@ -84,34 +84,34 @@ _FRACTION = "per_process_memory_fraction"
 
 
 class TorchCuda(Extension):
-    """`torch.cuda`, `torch.accelerator` and what else of torch describes the GPU."""
+    """`torch.cuda`, `torch.accelerator` and other parts of torch that describe the GPU."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace their functions by answers about the virtual GPU."""
+        """Yield patches that replace the functions by answers about the virtual GPU."""
         answers = _Answers(context)
-        cuda = _of_torch_cuda(answers, context)
+        cuda = _torch_cuda_functions(answers, context)
         for name, value in cuda.items():
-            yield torch.cuda, name, _distinct(value)
+            yield torch.cuda, name, _make_distinct(value)
             for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
-                # torch.cuda.memory_summary, and who imports them from there
-                if vars(module).get(name) is not None and not (module is torch.cuda.random and name in _OF_RANDOM):
-                    yield module, name, _distinct(value)
-            if name in _OF_RANDOM:
-                yield torch.cuda.random, name, _distinct(value)
+                # torch.cuda.memory_summary, and modules that import the functions from here
+                if vars(module).get(name) is not None and not (module is torch.cuda.random and name in _RANDOM_NAMES):
+                    yield module, name, _make_distinct(value)
+            if name in _RANDOM_NAMES:
+                yield torch.cuda.random, name, _make_distinct(value)
         yield torch.cuda, "device_of", cuda["device"]
-        yield torch.Tensor, "record_stream", _distinct(answers.record_stream)
+        yield torch.Tensor, "record_stream", _make_distinct(answers.record_stream)
         yield from driver_patches(context.gpus)
-        for name, value in _of_accelerator(cuda).items():
+        for name, value in _accelerator_functions(cuda).items():
             if hasattr(torch.accelerator, name):
-                yield torch.accelerator, name, _distinct(value)
+                yield torch.accelerator, name, _make_distinct(value)
             if hasattr(getattr(torch.accelerator, "memory", None), name):
-                yield torch.accelerator.memory, name, _distinct(value)
-        yield from _of_allocator(answers, context)
+                yield torch.accelerator.memory, name, _make_distinct(value)
+        yield from _allocator_patches(answers, context)
         yield from streams.patches(context.recorder.streams)
-        yield from _of_builds()
+        yield from _build_patches()
 
 
-def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]:
+def _torch_cuda_functions(answers: _Answers, context: InstallContext) -> dict[str, Any]:
     gpu, gpus = context.gpu, context.gpus
     major, minor = gpu.compute_capability
     properties = Properties(
@@ -157,32 +157,32 @@ def _of_torch_cuda(answers: _Answers, context: InstallContext) -> dict[str, Any]
     }
 
 
-def _of_accelerator(cuda: dict[str, Any]) -> dict[str, Any]:
+def _accelerator_functions(cuda: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: cuda[known] for name, known in _ACCELERATOR.items()},
         "current_accelerator": returning(torch.device("cuda")),
-        "get_device_capability": _refusing("asks torch.accelerator for its capability", "ask torch.cuda for the GPU's"),
-        "Graph": _refusing("makes a torch.accelerator.Graph", "make a torch.cuda.CUDAGraph"),
+        "get_device_capability": _refuser("asks torch.accelerator for its capability", "ask torch.cuda for the GPU's"),
+        "Graph": _refuser("makes a torch.accelerator.Graph", "make a torch.cuda.CUDAGraph"),
     }
 
 
-def _of_allocator(answers: _Answers, context: InstallContext) -> Iterator[Patch]:
-    """Yield the patches of the allocator: its snapshot and settings, and the workspaces that torch keeps in it."""
+def _allocator_patches(answers: _Answers, context: InstallContext) -> Iterator[Patch]:
+    """Yield the patches of the allocator's snapshot and settings, and of torch's cuBLAS workspaces."""
     yield cuda.record_memory_history.patch(answers.history.record)
-    # What memory_snapshot, _snapshot and _dump_snapshot read.
+    # Read by memory_snapshot, _snapshot and _dump_snapshot.
     yield cuda.memory_snapshot.patch(answers.snapshot)
     yield cuda.clear_cublas_workspaces.patch(context.tracker.clear_workspaces)
-    yield cuda.set_allocator_settings.patch(_distinct(context.settings.set))
-    for asked, answer in (
+    yield cuda.set_allocator_settings.patch(_make_distinct(context.settings.set))
+    for function, answer in (
         (cuda.accelerator_set_allocator_settings, context.settings.set),
         (cuda.accelerator_get_allocator_settings, context.settings.get),
     ):
-        if asked.exists():  # releases differ
-            yield asked.patch(answer)
+        if function.exists():  # releases differ
+            yield function.patch(answer)
 
 
-def _of_builds() -> Iterator[Patch]:
-    """Yield the patches by which torch looks built with CUDA, cuDNN and NVTX."""
+def _build_patches() -> Iterator[Patch]:
+    """Yield the patches that make torch report a build with CUDA, cuDNN and NVTX."""
     nvtx = SimpleNamespace(
         rangePushA=returning(0),
         rangePop=returning(0),
@@ -191,7 +191,7 @@ def _of_builds() -> Iterator[Patch]:
         markA=returning(None),
     )
     yield cuda.nvtx.patch(nvtx)
-    if torch.version.cuda is None:  # a CPU build; programs read off it whether bfloat16 can be
+    if torch.version.cuda is None:  # a CPU build; programs derive bfloat16 support from the version
         yield torch.version, "cuda", cuda_version(torch_release())
         yield torch.backends.cuda, "is_built", returning(True)
     yield torch.backends.cudnn, "is_available", returning(True)
@@ -202,14 +202,14 @@ def _of_builds() -> Iterator[Patch]:
 
 
 class _History:
-    """The history that `torch.cuda.memory._record_memory_history` asks for: nothing before it is called, a ring of last
-    entries, and nothing once it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
+    """The history of `torch.cuda.memory._record_memory_history`: empty before the first call, a ring of the last
+    entries, empty after it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
     recordHistory)."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._begin: int | None = None
-        self._most = 0
+        self._limit = 0
 
     def record(
         self,
@@ -222,23 +222,23 @@ class _History:
         trace_alloc_max_entries: int = 1,
         **unused: object,
     ) -> None:
-        """Record as torch's does; a boolean chooses the signature that it had before, with one entry unless told."""
+        """Start or stop the history; a boolean `enabled` selects torch's legacy signature, with one entry."""
         if not enabled:
             self._begin = None
             return
         if self._begin is None or clear_history:
             self._begin = len(self._trace.events)
-        self._most = max_entries if enabled == "all" else trace_alloc_max_entries if enabled is True else 1
+        self._limit = max_entries if enabled == "all" else trace_alloc_max_entries if enabled is True else 1
 
     def cut(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """Return the snapshot with as much of the history as was requested; `time_us` counts the trace's events."""
+        """Return the snapshot with the requested part of the history; `time_us` is the index of the trace's event."""
         begin = len(self._trace.events) if self._begin is None else self._begin
-        traces = [[e for e in trace if e["time_us"] >= begin][-self._most :] for trace in snapshot["device_traces"]]
+        traces = [[e for e in trace if e["time_us"] >= begin][-self._limit :] for trace in snapshot["device_traces"]]
         return {**snapshot, "device_traces": traces}
 
 
 class _Answers:
-    """Functions of `torch.cuda`, under their names there."""
+    """The functions of `torch.cuda`, by their names in that module."""
 
     def __init__(self, context: InstallContext) -> None:
         self._context = context
@@ -258,7 +258,7 @@ class _Answers:
         self._streams.wait_for_all(self._gpus.devices[self._gpus.use(device)])
 
     def of_any_device(self, value: Any) -> Callable[..., Any]:
-        """Return a function that gives `value` for each of the GPUs, which are alike."""
+        """Return a function that returns `value` for every existing GPU: all GPUs are equal."""
 
         def answer(device: Any = None) -> Any:
             try:
@@ -277,11 +277,11 @@ class _Answers:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _of(self, device: Any) -> MemoryStatistics:
+    def _statistics_of(self, device: Any) -> MemoryStatistics:
         return self._context.memory.of(self._gpus.named(device))
 
     def statistic(self, name: str) -> Callable[..., int]:
-        return lambda device=None: self._of(device).stats()[name]
+        return lambda device=None: self._statistics_of(device).stats()[name]
 
     def empty_cache(self) -> None:
         self._context.recorder.writer.append_empty_cache()
@@ -295,20 +295,20 @@ class _Answers:
         return total - free
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return collections.defaultdict(int, self._of(device).stats())
+        return collections.defaultdict(int, self._statistics_of(device).stats())
 
     def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
         nested: dict[str, Any] = {}
-        for name, value in self._of(device).stats().items():
+        for name, value in self._statistics_of(device).stats().items():
             *path, last = name.split(".")
             functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, nested)[last] = value
         return nested
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        self._of(device).reset_peak()
+        self._statistics_of(device).reset_peak()
 
     def reset_accumulated_memory_stats(self, device: Any = None) -> None:
-        self._of(device).reset_accumulated()
+        self._statistics_of(device).reset_accumulated()
 
     def set_per_process_memory_fraction(self, value: float, device: Any = None) -> None:
         if not isinstance(value, float):
@@ -323,10 +323,10 @@ class _Answers:
         return self._fraction
 
     def snapshot(self, *args: Any) -> dict[str, Any]:
-        made = [self._context.memory.of(device).snapshot() for device in self._gpus.devices]
-        segments = [{**one, "device": index} for index, each in enumerate(made) for one in each["segments"]]
-        traces = [trace for each in made for trace in each["device_traces"]]
-        return self.history.cut({**made[0], "segments": segments, "device_traces": traces})
+        snapshots = [self._context.memory.of(device).snapshot() for device in self._gpus.devices]
+        segments = [{**one, "device": index} for index, each in enumerate(snapshots) for one in each["segments"]]
+        traces = [trace for each in snapshots for trace in each["device_traces"]]
+        return self.history.cut({**snapshots[0], "segments": segments, "device_traces": traces})
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -349,15 +349,15 @@ class _Answers:
                 self._streams.use(index, stream.stream_id)
 
 
-def _refusing(what: str, hint: str) -> Callable[..., Any]:
+def _refuser(what: str, hint: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise unsupported_error(what, hint)
 
     return refuse
 
 
-def _distinct(value: Any) -> Any:
-    """An object of its own for each name: torch.compile's tables, built on import, hold one rule for one function."""
+def _make_distinct(value: Any) -> Any:
+    """Return a new object for each name: torch.compile's tables, built on import, hold one rule for one function."""
     if isinstance(value, type):
         return type(value.__name__, (value,), {})
     return lambda *args, **kwargs: value(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""NVML, which programs read by way of pynvml: what it says of a virtual GPU."""
+"""NVML, which programs call through pynvml: its answers about a virtual GPU."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from memprof.virtual.install_context import InstallContext
 
 
 class Pynvml(Extension):
-    """pynvml, whose functions ask no driver."""
+    """The pynvml module, whose functions are replaced by functions without a driver."""
 
     imports = ("pynvml",)
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Replace those of its functions that programs call."""
+        """Yield patches that replace pynvml's functions."""
         for name, answer in _answers(context.gpu, context.gpus, context.used_bytes).items():
             if hasattr(module, name):
                 yield module, name, answer
 
 
 def _answers(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -> dict[str, Any]:
-    """Function of pynvml -> what answers for it; `used_bytes` says what is in use on one of the GPUs."""
+    """Return name of a function of pynvml -> replacement; `used_bytes` returns the bytes in use on a GPU."""
     handles = [SimpleNamespace(index=index) for index in range(gpus.number)]
 
     def memory(device: Any, version: Any = None) -> Any:

@@ -1,7 +1,7 @@
-"""Private pools of the caching allocator: those that CUDA graphs keep, and the program's own (torch.cuda.MemPool).
+"""Private pools of the caching allocator, of CUDA graphs and of the program (torch.cuda.MemPool).
 
-What is captured runs once, as plain code; what it takes stays in the graph's pool until the last graph of it is gone,
-and serves nothing else (`beginAllocateToPool`, `releasePool` of c10/cuda/CUDACachingAllocator.cpp). A replay does
+Captured code runs once, as plain code. Its memory stays in the graph's pool until the pool's last graph is deleted, and
+is not reused outside (`beginAllocateToPool`, `releasePool` of c10/cuda/CUDACachingAllocator.cpp). A replay does
 nothing: its tensors are those of the capture.
 """
 
@@ -26,29 +26,29 @@ _GRAPHS = "CUDA graphs: what is captured runs once, as plain code; a replay take
 
 
 class _PrivatePools:
-    """The private pools of a run, by number from 1."""
+    """The private pools of a run, numbered from 1."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._made = 0
-        self._users = Counter[int]()  # graphs and MemPools that keep a pool
+        self._num_pools = 0
+        self._users = Counter[int]()  # number of graphs and MemPools that keep a pool
         self._outer: list[tuple[int, bool]] = []
 
     def new(self) -> Handle:
-        self._made += 1
-        return (self._made, 0)
+        self._num_pools += 1
+        return (self._num_pools, 0)
 
     def keep(self, pool: Handle) -> None:
         self._users[pool[0]] += 1
 
     def leave(self, pool: Handle) -> None:
-        """Count one user less: without any, what is free in the pool may be released."""
+        """Remove one user of a pool; without users, the pool's free memory may be released."""
         self._users[pool[0]] -= 1
         if not self._users[pool[0]]:
             self._recorder.active_pool.append_release(pool[0])
 
     def begin(self, pool: Handle, *, of_thread: bool) -> None:
-        """Take memory from it; `of_thread`: not what backward passes take, which run in threads of their own."""
+        """Begin to allocate from a pool; with `of_thread`, not in backward passes, which run in other threads."""
         self._outer.append(self._recorder.active_pool.select(pool[0], of_thread=of_thread))
 
     def end(self) -> None:
@@ -103,11 +103,11 @@ class _MemPool:
         self.pools.keep(self.id)
 
     def use_count(self) -> int:
-        """Return the uses of the pool: the object itself."""
+        """Return the number of uses of the pool: 1, for the object itself."""
         return 1
 
     def snapshot(self, include_traces: bool = True) -> list[Any]:
-        """Return its segments: torch.cuda.memory_snapshot() has those of all pools."""
+        """Return an empty list: torch.cuda.memory_snapshot() has the segments of all pools."""
         return []
 
     def __del__(self) -> None:
@@ -116,10 +116,10 @@ class _MemPool:
 
 
 class GraphsAndPools(Extension):
-    """`torch.cuda.CUDAGraph`, `MemPool` and what uses them."""
+    """The CUDA graphs and memory pools of `torch.cuda`: `CUDAGraph`, `MemPool` and functions that use them."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace them by those of this run."""
+        """Yield patches that replace the classes by those of this run."""
         pools = _PrivatePools(context.recorder)
         graph = type("CUDAGraph", (_CudaGraph,), {"assume": staticmethod(context.assume), "pools": pools})
         pool = type("MemPool", (_MemPool,), {"pools": pools})
@@ -137,5 +137,5 @@ class GraphsAndPools(Extension):
             for name, value in replaced.items():
                 if hasattr(owner, name):
                     yield owner, name, value
-        if not cuda.host_empty_cache.exists():  # a CPU build; torch.cuda.graph calls it
+        if not cuda.host_empty_cache.exists():  # a CPU build, where torch.cuda.graph calls this function
             yield cuda.host_empty_cache.patch(lambda: None)

@@ -1,7 +1,7 @@
-"""Streams and events on the virtual GPU, where everything happens at once and in order.
+"""Streams and events on the virtual GPU, where all work finishes immediately and in order.
 
-They matter all the same: a stream has memory of its own in torch's caching allocator, and what was lent to others is
-free only when their work is done, of which a program knows by waiting.
+Streams still matter for memory: each has its own blocks in torch's caching allocator, and a block used on another
+stream is free only when that stream's work is done, of which the program knows by waiting.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from memprof.watch.streams import Clock, Streams
 
 _POOL = 32  # streams of one priority
 _PRIORITIES = 4
-# Of each GPU and priority, how many were made.
-_MADE: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
-_log = Streams(Trace())  # who is told of waits: of the run that goes on
+# (GPU index, priority) -> counter of the streams made.
+_COUNTERS: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+_log = Streams(Trace())  # record of the waits of the current run
 
 
-class _InOrder:
-    """The base of streams and events: all that they stand for has happened."""
+class _FinishedWork:
+    """The base of streams and events, whose work is always finished."""
 
     _host_kind: Any  # torch's own class
 
@@ -36,8 +36,8 @@ class _InOrder:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
-    def _work(self) -> Clock:
-        """Return what is done when this is."""
+    def _clock_of_work(self) -> Clock:
+        """Return the clock of the work that a wait on this object waits for."""
         raise NotImplementedError
 
     def query(self) -> bool:
@@ -45,17 +45,17 @@ class _InOrder:
         return True
 
     def synchronize(self) -> None:
-        _log.wait(self._work(), None)
+        _log.wait(self._clock_of_work(), None)
 
     def wait(self, stream: Any = None) -> None:
         waiter = torch.cuda.current_stream(self.device) if stream is None else stream
-        _log.wait(self._work(), _key(waiter))
+        _log.wait(self._clock_of_work(), _key(waiter))
 
 
-class TorchStream(_InOrder):
-    """`torch.Stream`: of the GPU, unless the host's is requested.
+class TorchStream(_FinishedWork):
+    """`torch.Stream`, on the GPU unless the host's stream is requested.
 
-    A new one is the next of a pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
+    A new stream is the next of the pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
     """
 
     _host_kind: Any = torch.Stream
@@ -65,7 +65,7 @@ class TorchStream(_InOrder):
         self.device_index = self.device.index
         self.priority = min(max(priority, 1 - _PRIORITIES), 0)
         if stream_id is None:
-            stream_id = 1 - self.priority * _POOL + next(_MADE[self.device_index, self.priority]) % _POOL
+            stream_id = 1 - self.priority * _POOL + next(_COUNTERS[self.device_index, self.priority]) % _POOL
         self.stream_id = self.cuda_stream = self.native_handle = stream_id
         self._outer: list[Any] = []
 
@@ -80,7 +80,7 @@ class TorchStream(_InOrder):
             torch.cuda.set_stream(outer)
 
     def __eq__(self, other: object) -> bool:
-        """Compare: two of a pool are the same once it has been gone through."""
+        """Return whether two streams are the same stream of a pool, which is reused in turn."""
         return isinstance(other, TorchStream) and (self.stream_id, self.device) == (other.stream_id, other.device)
 
     def __hash__(self) -> int:
@@ -90,24 +90,24 @@ class TorchStream(_InOrder):
         """Return False: no graph is being captured."""
         return False
 
-    def _work(self) -> Clock:
+    def _clock_of_work(self) -> Clock:
         return _log.now(*_key(self))
 
     def record_event(self, event: Any = None) -> Any:
-        """Return the event, or a new one."""
+        """Record `event`, or a new event, on this stream; return the event."""
         event = CudaEvent() if event is None else event
         event.record(self)
         return event
 
     def wait_stream(self, stream: Any) -> None:
-        """Wait for all that `stream` was given."""
+        """Make this stream wait for the work submitted to `stream`."""
         stream.wait(self)
 
     wait_event = wait_stream
 
 
-class TorchEvent(_InOrder):
-    """`torch.Event`: of the GPU, unless the host's is requested."""
+class TorchEvent(_FinishedWork):
+    """`torch.Event`, on the GPU unless the host's event is requested."""
 
     _host_kind: Any = torch.Event
     event_id = cuda_event = 0
@@ -116,20 +116,20 @@ class TorchEvent(_InOrder):
         super().__init__()
         self._recorded: Clock = {}
 
-    def _work(self) -> Clock:
+    def _clock_of_work(self) -> Clock:
         return self._recorded
 
     def record(self, stream: Any = None) -> None:
-        """Record the event behind what `stream`, else the current one, was given until now."""
+        """Record the event after the work submitted so far to `stream`, by default the current stream."""
         behind: Any = torch.cuda.current_stream() if stream is None else stream
-        self._recorded = behind._work()
+        self._recorded = behind._clock_of_work()
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds between two events: one, as any number that is not known, so that rates can be computed."""
+        """Return 1.0 as the milliseconds between two events: an unknown time from which programs compute rates."""
         return 1.0
 
     def ipc_handle(self) -> bytes:
-        """Return its handle: one event has one."""
+        """Return an event handle of 64 zero bytes."""
         return bytes(64)
 
 
@@ -142,7 +142,7 @@ class CudaEvent(TorchEvent):
 
 
 class ExternalStream(CudaStream):
-    """`torch.cuda.ExternalStream`: a stream that another library made."""
+    """`torch.cuda.ExternalStream`, a stream that another library made."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **rest: Any) -> None:
         super().__init__(device, stream_id=stream_ptr)
@@ -153,10 +153,10 @@ def _key(stream: Any) -> tuple[str, int]:
 
 
 def patches(log: Streams) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement): classes stay classes, each under the names that torch gives it."""
+    """Yield the patches (owner, name, replacement) of the stream and event classes, under all their names."""
     global _log
     _log = log
-    _MADE.clear()
+    _COUNTERS.clear()
     yield torch, "Stream", TorchStream
     yield torch, "Event", TorchEvent
     for owner in (torch.cuda, torch.cuda.streams):

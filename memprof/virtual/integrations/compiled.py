@@ -1,7 +1,7 @@
-"""Hand-written kernels: flex attention, Triton. What torch.compile makes is in compiled/.
+"""Hand-written kernels: flex attention, Triton. Code from torch.compile is in compiled/.
 
-There is no GPU to launch on. Flex attention allocates as its compiled kernel does; a Triton kernel is named at its
-first call and ends the run, or, where the caller of VirtualGpu vouches for the kernels, is not launched.
+Kernels cannot be launched without a GPU. Flex attention allocates as its compiled kernel does. The first call of a
+Triton kernel ends the run with the kernel's name, or is skipped if the caller of VirtualGpu vouches for the kernels.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from memprof.watch.failure import KernelError, TracingError
 class CompiledCode(Extension):
     """Kernels and traces that are made without torch.compile."""
 
-    imports = ("triton.testing",)  # by then Triton's driver is there, which packages ask at once
+    imports = ("triton.testing",)  # imported after Triton's driver, which packages query at once
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Refuse tracing of the program's own, and have flex_attention allocate as its kernel does."""
+        """Yield patches that refuse the program's own tracing, and make flex_attention allocate as its kernel does."""
         fake, flex = dynamo.from_tensor, dispatch.call_flex_attention
         if fake.is_imported() and fake.exists():
             yield fake.patch(_refuse_tracing(fake.get()))
@@ -36,7 +36,7 @@ class CompiledCode(Extension):
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Forget results of fake tensors after the run: they say which GPU was current, and the process keeps them."""
+        """Context manager: clear the cache of fake tensors after the run: its entries name the current GPU."""
         try:
             yield
         finally:
@@ -44,33 +44,33 @@ class CompiledCode(Extension):
                 dynamo.FakeTensorMode.get().cache_clear()
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Replace the launches of Triton's kernels: they are passed over, or named, and the run ends."""
+        """Yield patches of the launches of Triton's kernels, which skip the kernel or end the run with its name."""
         yield from _triton_patches(context.note_written if context.options.passes_kernels else None)
 
 
-def _triton_patches(written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
-    passed_over = None if written is None else _SkippedLaunches(written)
+def _triton_patches(note_written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
+    skipped = None if note_written is None else _SkippedLaunches(note_written)
     for module_name, names in _LAUNCHERS.items():
         module = sys.modules.get(module_name)
         for name, method in names.items():
             launcher = getattr(module, name, None)
             if launcher is not None and method in vars(launcher):
-                wrap = _subscript if method == "__getitem__" else _run
-                yield launcher, method, wrap(getattr(launcher, method), passed_over)
+                wrap = _wrap_getitem if method == "__getitem__" else _wrap_run
+                yield launcher, method, wrap(getattr(launcher, method), skipped)
     drivers = sys.modules.get("triton.runtime.driver")
     if drivers is not None and hasattr(sys.modules.get(_DRIVER), "CudaUtils"):
-        # What is asked of the driver beside launches (triton.testing.do_bench, whose cache it makes) is asked of torch.
+        # Queries of the driver (by triton.testing.do_bench, which makes the cache) are answered by torch.
         yield sys.modules[_DRIVER], "CudaUtils", _CudaUtils
         yield drivers.driver, "_default", None
         yield drivers.driver, "_active", None
 
 
 class _CudaUtils:
-    """The GPU as Triton's driver describes it (triton/backends/nvidia/driver.c); of its clocks nothing is known."""
+    """The GPU's properties as Triton's driver reports them (triton/backends/nvidia/driver.c), without clock rates."""
 
     @staticmethod
     def get_device_properties(device: Any) -> dict[str, int]:
-        """Return them by Triton's names; kernels are laid out by the number of multiprocessors."""
+        """Return the properties by Triton's names; kernels choose their launch by the number of multiprocessors."""
         gpu: Any = torch.cuda.get_device_properties(device)
         return {
             "max_shared_mem": gpu.shared_memory_per_block_optin,
@@ -81,8 +81,8 @@ class _CudaUtils:
 
 
 _DRIVER = "triton.backends.nvidia.driver"
-# A launch `kernel[grid](...)` is `KernelInterface.__getitem__`, and ends in `run` of one of these (triton/runtime);
-# some releases make `run` an attribute of the instance, which the first of them precedes.
+# A launch `kernel[grid](...)` is `KernelInterface.__getitem__`, and ends in `run` of one of these classes
+# (triton/runtime); in some releases `run` is an attribute of the instance, so that `__getitem__` is patched as well.
 _LAUNCHERS = {
     "triton.runtime.jit": {"KernelInterface": "__getitem__", "JITFunction": "run"},
     "triton.runtime.autotuner": {"Autotuner": "run", "Heuristics": "run"},
@@ -90,27 +90,27 @@ _LAUNCHERS = {
 
 
 class _SkippedLaunches:
-    """Launches of one run that do nothing.
+    """Skipped launches of Triton kernels in one run.
 
     An autotuner times each of its configurations once for each of its keys (triton/runtime/autotuner.py of 3.4 to 3.7).
-    They take the same memory one after the other, so one of them is timed, by Triton's own code: `do_bench`, whose
-    buffer of 256 MiB is cleared between two calls, what the kernel's author has in its place (`do_bench`,
-    `use_cuda_graph`), and copies of what each call is to find as it was (`restore_value`).
+    The configurations take the same memory one after the other, so only one is timed, by Triton's own code: `do_bench`,
+    whose buffer of 256 MiB is cleared between two calls, the kernel author's replacement (`do_bench`,
+    `use_cuda_graph`), and copies of the tensors that each call restores (`restore_value`).
     """
 
-    def __init__(self, written: Callable[[torch.Tensor], None]) -> None:
-        self._written = written
+    def __init__(self, note_written: Callable[[torch.Tensor], None]) -> None:
+        self._note_written = note_written
         self._timed: set[tuple[int, Any]] = set()
 
     def __call__(self, kernel: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        self._time(kernel, args, kwargs)
+        self._time_autotuning(kernel, args, kwargs)
         for tensor in tensors:
-            self._written(tensor)
+            self._note_written(tensor)
 
-    def _time(self, kernel: Any, args: Any, kwargs: Any) -> None:
+    def _time_autotuning(self, kernel: Any, args: Any, kwargs: Any) -> None:
         tuner: Any = kernel
         while not hasattr(tuner, "configs"):
-            for name, value in getattr(tuner, "values", {}).items():  # heuristics, by which keys may go
+            for name, value in getattr(tuner, "values", {}).items():  # heuristics compute arguments of the key
                 kwargs = {**kwargs, name: value({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})}
             if not hasattr(tuner, "fn"):
                 return
@@ -128,10 +128,10 @@ class _SkippedLaunches:
             tuner.nargs = None
 
 
-def _subscript(original: Callable[..., Any], passed_over: _SkippedLaunches | None) -> Callable[..., Any]:
+def _wrap_getitem(original: Callable[..., Any], skipped: _SkippedLaunches | None) -> Callable[..., Any]:
     def __getitem__(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
-            if _lacks_data(kernel, args, kwargs, passed_over):
+            if _skip_launch(kernel, args, kwargs, skipped):
                 return None
             return original(kernel, grid)(*args, **kwargs)
 
@@ -140,36 +140,36 @@ def _subscript(original: Callable[..., Any], passed_over: _SkippedLaunches | Non
     return __getitem__
 
 
-def _run(original: Callable[..., Any], passed_over: _SkippedLaunches | None) -> Callable[..., Any]:
+def _wrap_run(original: Callable[..., Any], skipped: _SkippedLaunches | None) -> Callable[..., Any]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if _lacks_data(kernel, args, kwargs, passed_over) else original(kernel, *args, **kwargs)
+        return None if _skip_launch(kernel, args, kwargs, skipped) else original(kernel, *args, **kwargs)
 
     return run
 
 
-def _lacks_data(kernel: Any, args: Any, kwargs: Any, passed_over: _SkippedLaunches | None) -> bool:
-    """Return whether a kernel is given tensors without data, so that it cannot be launched.
+def _skip_launch(kernel: Any, args: Any, kwargs: Any, skipped: _SkippedLaunches | None) -> bool:
+    """Return whether a kernel has tensors without data among its arguments, so that the launch is skipped.
 
     Raises:
-        KernelError: it is, and kernels are not to be passed over.
+        KernelError: the arguments have no data, and launches are not skipped.
     """
     with torch.DisableTorchFunction():
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_meta]
     if not given:
         return False
-    if passed_over is not None:
-        passed_over(kernel, args, kwargs, given)
+    if skipped is not None:
+        skipped(kernel, args, kwargs, given)
         return True
     function = kernel
-    while hasattr(function, "fn"):  # an autotuner has a kernel, a kernel a function
+    while hasattr(function, "fn"):  # an autotuner has a kernel, a kernel has a function
         function = function.fn
     name = getattr(function, "__qualname__", None) or getattr(kernel, "__name__", "kernel")
-    full = f"{getattr(function, '__module__', '')}.{name}".lstrip(".")
-    raise KernelError(f"the Triton kernel {full} was launched with tensors that have no data", full)
+    qualified_name = f"{getattr(function, '__module__', '')}.{name}".lstrip(".")
+    raise KernelError(f"the Triton kernel {qualified_name} was launched with tensors that have no data", qualified_name)
 
 
 def _refuse_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Fake tensors made from those "on cuda" abort the process where there is no GPU (no device guard exists)."""
+    """Return a `from_tensor` that refuses tensors "on cuda": fake tensors on CUDA abort the process without a GPU."""
 
     def from_tensor(mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cuda":
@@ -186,16 +186,15 @@ BLOCK_MASK = (
 
 
 def is_block_mask(function: Any) -> bool:
-    """Return whether it is torch's own `create_block_mask`."""
+    """Return whether `function` is torch's own `create_block_mask`."""
     flex = sys.modules.get(_FLEX)
     return flex is not None and function is flex.create_block_mask
 
 
 def allocate_block_mask(*args: Any, **kwargs: Any) -> Any:
-    """Return a `BlockMask` as the compiled `create_block_mask` allocates it: a kernel asks `mask_mod` of every pair,
-    sums up by block in registers and writes two numbers a block. Run as its own code instead it makes the mask itself,
-    [queries x keys]; and to compile it here would end the run's own function mode, beside the one that it enters.
-    """
+    """Return a `BlockMask` as the compiled `create_block_mask` allocates it: the kernel calls `mask_mod` for every
+    pair, sums by block in registers and writes two numbers a block. The eager code makes the whole mask [queries x
+    keys], and compiling it here would end the run's own function mode, in addition to the mode that it enters."""
     bound = inspect.signature(sys.modules[_FLEX].create_block_mask).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -220,13 +219,13 @@ class _FlexAttention(torch.autograd.Function):
     """The allocations of the compiled kernel (torch/_inductor/kernel/flex/flex_attention.py).
 
     Forward: the output, laid out as the query, and a float32 logsumexp per query and head; backward: a float32 delta
-    like the logsumexp, and the three gradients. No score is ever written to memory. Gradients that a score_mod's own
-    buffers would get are not computed.
+    like the logsumexp, and the three gradients. No score is ever written to memory. Gradients of buffers in a score_mod
+    are not computed.
     """
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        """Output and logsumexp; the third result (maxima of the scores) is not made unless it is requested."""
+        """Return output, logsumexp and maxima of the scores, which are empty since no caller requests them."""
         shape = (*query.shape[:-1], value.shape[-1])
         out = torch.empty_like(query) if query.shape == shape else query.new_empty(shape)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -237,7 +236,7 @@ class _FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, _, lse = ctx.saved_tensors
         delta = torch.empty_like(lse)
         result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

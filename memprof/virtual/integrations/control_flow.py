@@ -1,7 +1,7 @@
-"""torch.cond, while_loop and scan: as plain Python, whose operators the virtual GPU sees, gradients with them.
+"""torch.cond, while_loop and scan, run as plain Python: the virtual GPU sees their operators and gradients.
 
-Each has an operator of its own for tracing, which asks dispatch modes for a rule; what its dense kernel does is below
-(torch/_higher_order_ops). A condition is read by the host, as there.
+Each function has an operator for tracing, which needs a rule for each dispatch mode. The functions below do what the
+operators' dense kernels do (torch/_higher_order_ops). The host reads each condition, as in these kernels.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from memprof.virtual.install_context import InstallContext
 
 
 class ControlFlow(Extension):
-    """Operators of control flow, those that torch has imported.
+    """Operators of control flow, as far as torch has imported them.
 
-    It is their dispatch that is replaced, and not their names: torch.compile, which each function calls for itself,
-    writes the operator into its graph and has the name from nowhere.
+    The patches replace the operators' dispatch and not their names: torch.compile, which each function calls, writes
+    the operator into its graph without a lookup of the name.
     """
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace the dispatch of each by its dense kernel where a virtual GPU, and no tracer, is requested a rule."""
+        """Yield patches of each operator's dispatch, which run its dense kernel under an untraced virtual GPU."""
         names = (dispatch.dispatch_cond, dispatch.dispatch_while_loop, dispatch.dispatch_scan)
         kernels: tuple[Callable[..., Any], ...] = (_cond, _while_loop, _scan)
         for name, dense in zip(names, kernels, strict=True):
             if name.is_imported() and name.exists():
-                yield name.patch(functools.partial(_run, name.get(), dense))
+                yield name.patch(functools.partial(_run_dense, name.get(), dense))
 
 
-def _run(by_key: Callable[..., Any], dense: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_dense(by_key: Callable[..., Any], dense: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
     is_virtual = isinstance(get_current_dispatch_mode(), DeviceState)
     return dense(*args, **kwargs) if is_virtual else by_key(key, *args, **kwargs)
 

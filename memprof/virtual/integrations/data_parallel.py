@@ -1,7 +1,7 @@
-"""torch.nn.DataParallel and torch.cuda.comm: what torch has in C++ and NCCL to spread tensors over GPUs.
+"""torch.nn.DataParallel and torch.cuda.comm: torch's C++ and NCCL code that distributes tensors over GPUs.
 
-Each replica runs in a thread of its own, which sees no virtual GPU: here one runs after the other, each on its GPU.
-What NCCL keeps for itself is outside torch's allocator, and not known. Sources: torch/csrc/cuda/comm.cpp and
+In torch each replica runs in a thread, which would see no virtual GPU; here the replicas run one after the other, each
+on its GPU. NCCL's own memory is outside torch's allocator, and unknown. Sources: torch/csrc/cuda/comm.cpp and
 torch/csrc/utils/tensor_flatten.cpp.
 """
 
@@ -30,19 +30,19 @@ class DataParallel(Extension):
     """The copies between GPUs of `nn.DataParallel` and `torch.cuda.comm`."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace its copies between GPUs by plain ones, and its threads by none."""
+        """Yield patches that replace the copies between GPUs by plain ones, and the threads by synchronous calls."""
         yield cuda.broadcast.patch(_broadcast)
         yield cuda.broadcast_coalesced.patch(_broadcast_coalesced)
         yield cuda.scatter.patch(_scatter)
         yield cuda.gather.patch(_gather)
         yield torch.cuda.nccl, "is_available", _has_nccl
         yield torch.cuda.nccl, "reduce", _reduce
-        # The package has a function of the module's name.
+        # The package `torch.nn.parallel` has a function of the same name as the module.
         yield sys.modules["torch.nn.parallel.parallel_apply"], "threading", _Threads
 
 
 class _SynchronousThread:
-    """A thread that does its work when it is started."""
+    """A thread that runs its target when it is started."""
 
     def __init__(self, target: Callable[..., None], args: Any = ()) -> None:
         self._work = target, args
@@ -59,17 +59,17 @@ _Threads = SimpleNamespace(Thread=_SynchronousThread, Lock=contextlib.nullcontex
 
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
-    """The tensor itself where it is, and a copy on each other GPU."""
+    """Return the tensor itself for its own GPU, and a copy for each other GPU."""
     own = tensor.get_device()
     return [tensor if device == own else torch.empty_like(tensor, device=f"cuda:{device}") for device in devices]
 
 
 def _broadcast_coalesced(tensors: _Tensors, devices: Sequence[int], buffer_size: int) -> list[list[torch.Tensor]]:
-    """Flat buffers of up to about `buffer_size` bytes of one dtype: one that lives while it is sent, and one on each
-    other GPU, whose parts are the copies."""
+    """Return copies of the tensors for each GPU, by flat buffers of about `buffer_size` bytes of one dtype: a temporary
+    buffer, and one on each other GPU, whose parts are the copies."""
     copies: list[dict[int, torch.Tensor]] = [{} for _ in devices]
     copies[0] = dict(enumerate(tensors))
-    for group in _groups(tensors, buffer_size):
+    for group in _group_by_dtype(tensors, buffer_size):
         parts = [tensors[index].detach() for index in group]
         flat = parts[0].contiguous().view(-1) if len(parts) == 1 else flatten_dense_tensors(parts)
         for place, sent in enumerate(_broadcast(flat, devices)[1:], 1):
@@ -77,8 +77,8 @@ def _broadcast_coalesced(tensors: _Tensors, devices: Sequence[int], buffer_size:
     return [[found[index] for index in range(len(tensors))] for found in copies]
 
 
-def _groups(tensors: _Tensors, limit: int) -> list[list[int]]:
-    """Indices of tensors of one dtype, as soon as they reach `limit` bytes (take_tensors)."""
+def _group_by_dtype(tensors: _Tensors, limit: int) -> list[list[int]]:
+    """Return groups of indices of tensors with one dtype, each of at least `limit` bytes (take_tensors)."""
     done: list[list[int]] = []
     open_groups: dict[torch.dtype, list[int]] = {}
     sizes: dict[torch.dtype, int] = {}
@@ -95,8 +95,8 @@ def _groups(tensors: _Tensors, limit: int) -> list[list[int]]:
 def _scatter(
     tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Any = None, dim: int = 0, streams: Any = None
 ) -> tuple[torch.Tensor, ...]:
-    """Parts of `tensor`, each on its GPU; a part that is there already stays a view. From the host they are copied on
-    streams of their own, if the caller has some."""
+    """Return parts of `tensor`, each on its GPU; a part that is already there stays a view. Parts of a host tensor are
+    copied on the caller's `streams`, if given."""
     chunks = list(tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim))
     for place, device in enumerate(devices[: len(chunks)]):
         with (streams[place] if streams else None) or contextlib.nullcontext():
@@ -120,11 +120,11 @@ def _gather(tensors: _Tensors, dim: int, destination: int | None = None) -> torc
 
 
 def _has_nccl(tensors: _Tensors) -> bool:
-    """Return whether NCCL takes these: dense, in order, each on a GPU of its own."""
+    """Return whether NCCL supports these tensors: dense, contiguous, each on a different GPU."""
     devices = [tensor.get_device() for tensor in tensors]
     plain = all(tensor.is_cuda and not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors)
     return plain and len(set(devices)) == len(devices)
 
 
 def _reduce(inputs: _Tensors, output: Any = None, *args: Any, **kwargs: Any) -> None:
-    """The sum is written into `output`, which the caller made."""
+    """Write the sum of the inputs into `output`, which the caller made."""

@@ -1,8 +1,8 @@
-"""Text generation of transformers where it asks for scores, which are not known here.
+"""Text generation of transformers where it depends on scores, which are unknown here.
 
-Beam search ends as soon as no open beam can better a finished one. Of unknown scores that would be read as no
-(values/policy.py), after the first token; here it goes on to the longest text that was requested, which takes the most
-memory. And the tokens that end or pad a text are noted, so that none of them is chosen.
+Beam search ends as soon as no open beam can beat a finished one. With unknown scores the answer would be no
+(values/policy.py), after the first token; here the search goes on to the maximum length, which takes the most memory.
+The tokens that end or pad a text are noted, so that the policy chooses none of them.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ _STOPPED = "next_token_hits_stopping_criteria"
 
 
 class Generation(Extension):
-    """`generate()` of transformers."""
+    """The `generate()` method of transformers."""
 
     imports = ("transformers.generation.utils",)
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Replace what asks for scores, and note the tokens that end or pad a text."""
+        """Yield patches of the methods that compare scores, and that prepare the end and padding tokens."""
         mixin, values = module.GenerationMixin, context.values
         prepare = getattr(mixin, _PREPARES, None)
         if prepare is not None:
 
             @functools.wraps(prepare)
-            def prepared(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+            def prepare_and_note_ends(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
                 for ends in (generation_config.eos_token_id, generation_config.pad_token_id):
                     several = ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)]
                     values.policy.ends.update(several)
                 return prepare(self, generation_config, *args, **kwargs)
 
-            yield mixin, _PREPARES, prepared
+            yield mixin, _PREPARES, prepare_and_note_ends
         original = getattr(mixin, _NAME, None)
         if original is None or _STOPPED not in inspect.signature(original).parameters:  # releases differ
             return
         signature = inspect.signature(original)
 
-        def known(tensor: Any) -> Any:
+        def known_value(tensor: Any) -> Any:
             with torch.DisableTorchFunction(), disable_current_modes():
                 return tensor if not isinstance(tensor, torch.Tensor) else values.store.get(tensor.detach())
 
         def has_unfinished(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)  # for what it allocates
-            if known(result) is not None:
+            result = original(*args, **kwargs)  # runs for its allocations
+            if known_value(result) is not None:
                 return result
             context.assume("Beam search goes on to the longest text that it may make: scores are not known.")
-            stopped = known(signature.bind(*args, **kwargs).arguments[_STOPPED])
+            stopped = known_value(signature.bind(*args, **kwargs).arguments[_STOPPED])
             return stopped is None or not bool(stopped.all())
 
         static = isinstance(inspect.getattr_static(mixin, _NAME), staticmethod)

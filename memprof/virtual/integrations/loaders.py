@@ -1,9 +1,9 @@
-"""`DataLoader(num_workers=...)`: the batches of its worker processes, made in this process when they are requested.
+"""`DataLoader(num_workers=...)`: the batches of its worker processes, made in this process at their request.
 
-A tensor of the virtual GPU has no data to send from process to process, and what another process allocates no recorder
-sees. So the workers are simulated: each has its own copy of the dataset object, its own random state and its own
-`get_worker_info()`, and they take turns as torch's own iterator has them take turns. Each sample comes as often, and
-the batches in the order, as they do with real workers; a batch is made when it is requested and not ahead of time.
+A tensor of the virtual GPU has no data to send between processes, and no recorder sees the allocations of another
+process. So the workers are simulated: each has its own copy of the dataset object, its own random state and its own
+`get_worker_info()`, and the workers take turns as in torch's own iterator. Samples and batches come in the same number
+and order as with real workers; a batch is made at its request and not ahead of time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memprof.torch_private import loaders
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import HostOnly
 
-# Containers of a dataset up to this length are copied for each worker: they may be state. Longer ones are data.
+# Containers of a dataset up to this length may be state and are copied for each worker. Longer ones are data.
 _COPIED_ELEMENTS = 1 << 16
 _IN_PROCESS = (
     "Batches of DataLoader workers are made in the training process, one at a time when they are requested: those that "
@@ -37,28 +37,28 @@ class Loaders(Extension):
     """Data loaders, which start no processes and threads."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace the iterator over batches of workers."""
+        """Yield the patch of the iterator over batches of workers."""
 
-        class InProcessIter(_InProcessIter):
+        class InProcessIterator(_InProcessIterator):
             host_only = HostOnly(context.is_on_gpu)
 
             def __init__(self, loader: Any) -> None:
                 context.assume(_IN_PROCESS)
                 super().__init__(loader)
 
-        yield loaders.MultiProcessingDataLoaderIter.patch(InProcessIter)
+        yield loaders.MultiProcessingDataLoaderIter.patch(InProcessIterator)
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Have batches collated in this process.
+        """Context manager: collate batches in this process.
 
-        torch's own function, seeing a worker, would stack batches into shared memory, past the modes.
+        In a worker, torch's own function would stack batches into shared memory, which the modes do not see.
         """
         functions = loaders.default_collate_fn_map.get()
         original = functions[torch.Tensor]
 
         def stack(batch: Any, **kwargs: Any) -> Any:
-            with _worker_info(None):
+            with _use_worker_info(None):
                 return original(batch, **kwargs)
 
         functions[torch.Tensor] = stack
@@ -68,8 +68,8 @@ class Loaders(Extension):
             functions[torch.Tensor] = original
 
 
-class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
-    """The batches that `_MultiProcessingDataLoaderIter` yields, in its order."""
+class _InProcessIterator(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
+    """An iterator over the batches of `_MultiProcessingDataLoaderIter`, in the same order."""
 
     host_only: HostOnly
 
@@ -90,12 +90,12 @@ class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
             worker.fetcher = None
         self._turns = itertools.cycle(self._workers)
         self._tasks: collections.deque[tuple[_Worker, Any]] = collections.deque()
-        # Workers work ahead: so many indices are drawn from the sampler before the first batch.
+        # Workers prefetch: this many indices are drawn from the sampler before the first batch.
         for _ in range(self._prefetch_factor * self._num_workers):
             self._assign()
 
     def _assign(self) -> None:
-        """Give the next index to the next worker that has not come to its end."""
+        """Assign the next index to the next worker whose dataset has not ended."""
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
@@ -108,7 +108,7 @@ class _InProcessIter(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
     def _next_data(self) -> Any:
         while self._tasks:
             worker, index = self._tasks.popleft()
-            if not worker.active:  # it was given the index before it came to its end
+            if not worker.active:  # the index was assigned before the worker's dataset ended
                 continue
             try:
                 data = worker.fetch(index)
@@ -135,8 +135,8 @@ class _Worker:
         self._number = number
         self._init = init
         self._host_only = loader.host_only
-        self._dataset = replica(loader._dataset)
-        self._fetching = (loader._dataset_kind, loader._auto_collation, loader._collate_fn, loader._drop_last)
+        self._dataset = copy_for_worker(loader._dataset)
+        self._fetcher_arguments = (loader._dataset_kind, loader._auto_collation, loader._collate_fn, loader._drop_last)
         self._seeds = loader._base_seed, number
         self._random: Any = None
         self._info = loaders.WorkerInfo(
@@ -144,18 +144,18 @@ class _Worker:
         )
 
     def fetch(self, index: Any) -> Any:
-        """The batch (or the sample) that `index` asks for.
+        """Return the batch (or the sample) of `index`.
 
         Raises:
             StopIteration: this worker's part of an iterable dataset has ended.
-            MemprofError: it would use CUDA.
+            MemprofError: the dataset uses CUDA.
         """
-        with _worker_info(self._info), self._random_state(), self._host_only:
+        with _use_worker_info(self._info), self._random_state(), self._host_only:
             if self._init is not None:
                 init, self._init = self._init, None
                 init(self._number)
             if self.fetcher is None:
-                kind, collated, collate, drop_last = self._fetching
+                kind, collated, collate, drop_last = self._fetcher_arguments
                 self.fetcher = loaders.DatasetKind.get().create_fetcher(
                     kind, self._dataset, collated, collate, drop_last
                 )
@@ -163,7 +163,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _random_state(self) -> Iterator[None]:
-        """Use this worker's random numbers inside, which a real worker has in its process."""
+        """Context manager: use this worker's random state, which a real worker has in its process."""
         outside = _random_state()
         if self._random is None:
             _seed(*self._seeds)
@@ -176,10 +176,10 @@ class _Worker:
             _set_random_state(*outside)
 
 
-def replica(value: Any, done: dict[int, Any] | None = None) -> Any:
-    """Return a dataset as a process of its own has it: what a worker sets on it, or on those inside it, no other sees.
+def copy_for_worker(value: Any, done: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a dataset for one worker: other workers do not see attributes that this worker sets.
 
-    Data is shared: tensors, arrays, and containers that are too long to be state. `done` has by `id` what is copied.
+    Data is shared: tensors, arrays, and containers longer than _COPIED_ELEMENTS. `done` has the copies by `id`.
     """
     done = {} if done is None else done
     if id(value) in done:
@@ -188,31 +188,31 @@ def replica(value: Any, done: dict[int, Any] | None = None) -> Any:
         copied: Any = value.copy()
         done[id(value)] = copied
         if isinstance(value, dict):
-            copied.update((key, replica(part, done)) for key, part in value.items())
+            copied.update((key, copy_for_worker(part, done)) for key, part in value.items())
         elif isinstance(value, list):
-            copied[:] = [replica(part, done) for part in value]
+            copied[:] = [copy_for_worker(part, done) for part in value]
         return copied
     if not isinstance(value, torch.utils.data.Dataset) or not hasattr(value, "__dict__"):
         return value
     try:
-        # As a fork has it: nothing that a class does when it is pickled.
+        # As in a forked process: without the class's own pickling methods.
         copied = object.__new__(type(value))
     except TypeError:  # a class that is partly in C
         return value
     done[id(value)] = copied
-    vars(copied).update((name, replica(part, done)) for name, part in vars(value).items())
+    vars(copied).update((name, copy_for_worker(part, done)) for name, part in vars(value).items())
     return copied
 
 
 @contextlib.contextmanager
-def _worker_info(info: Any) -> Iterator[None]:
+def _use_worker_info(info: Any) -> Iterator[None]:
     with PatchSet() as patches:
         patches.set(*loaders.worker_info.patch(info))
         yield
 
 
 def _seed(base_seed: int, number: int) -> None:
-    """Seed as `_worker_loop` does (torch/utils/data/_utils/worker.py)."""
+    """Seed the random generators as `_worker_loop` does (torch/utils/data/_utils/worker.py)."""
     random.seed(base_seed + number)
     torch.default_generator.manual_seed(base_seed + number)
     if "numpy" in sys.modules and loaders.generate_state.exists():

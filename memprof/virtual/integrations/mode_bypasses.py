@@ -1,4 +1,4 @@
-"""Bypasses of the dispatch mode: methods in Python, functions in C++ that ask a tensor for its device."""
+"""Bypasses of the dispatch mode: Python methods, and C++ functions that read a tensor's device."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from memprof.workload.quantization import import_quietly
 
 
 class ModeBypasses(Extension):
-    """Reading and writing of data, groups by device, hooks of saved tensors, and autocast in a backward pass."""
+    """Functions that read and write data, group tensors by device, save tensors, or autocast in a backward pass."""
 
     def __init__(self) -> None:
         self._mode: FunctionMode | None = None
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace each by what the function mode answers."""
+        """Yield patches that replace each function by the function mode's version."""
         mode = self._mode = context.function_mode
         yield from mode.interchange.patches()
-        yield tensors.str_of_tensor.patch(mode.answers.repr_of(tensors.str_of_tensor.get(), mode.interchange.read))
+        yield tensors.str_of_tensor.patch(mode.answers.wrap_str(tensors.str_of_tensor.get(), mode.interchange.read))
         by_device = tensors.group_tensors_by_device_and_dtype
-        yield by_device.patch(mode.answers.grouping(by_device.get()))
+        yield by_device.patch(mode.answers.wrap_grouping(by_device.get()))
         compatible = tensors.has_compatible_shallow_copy_type
-        yield compatible.patch(mode.assignments.shares_data(compatible.get()))
+        yield compatible.patch(mode.assignments.wrap_compatibility_check(compatible.get()))
         yield from mode.kinds.patches()
         yield _saved_tensor_patch(mode)
         yield from _autocast_patches(context)
         yield from _profiler_patches()
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
-        """Return what has safetensors files opened by the interchange."""
+        """Return a context manager under which the interchange opens safetensors files."""
         return context.function_mode.interchange.safetensors.opening()
 
     def leave_in_child(self) -> None:
-        """Let the child open such files by itself."""
+        """Let the child process open safetensors files by itself."""
         if self._mode is not None:
             self._mode.interchange.safetensors.is_off = True
 
 
 def _saved_tensor_patch(mode: FunctionMode) -> Patch:
-    """Saved-tensor hooks (checkpointing, save_on_cpu) are called from inside C++ functions, where the function mode is
-    off: there they would see meta tensors, and checkpointing would find that devices have changed."""
+    """Return the patch of saved-tensor hooks (checkpointing, save_on_cpu): C++ calls the hooks without the function
+    mode, where they would see meta tensors, and checkpointing would find changed devices."""
     original = autograd.push_saved_tensors_default_hooks.get()
 
     def under_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -68,7 +68,7 @@ def _saved_tensor_patch(mode: FunctionMode) -> Patch:
 
 
 def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
-    """The half copies of weights live as long as the outermost autocast region."""
+    """Yield patches that drop the half-precision copies of weights at the end of the outermost autocast region."""
     mode, tracker = context.function_mode, context.tracker
     original = torch.clear_autocast_cache
 
@@ -79,8 +79,8 @@ def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
     yield torch, "clear_autocast_cache", clear
     run_backward = autograd.engine_run_backward.get()
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # A dispatch mode runs with autocast off; what the engine calls inside a region is cast all the same.
+    def run_backward_with_cast(*args: Any, **kwargs: Any) -> Any:
+        # A dispatch mode runs with autocast off; operators that the engine calls inside a region are cast nevertheless.
         outer = tracker.cast
         tracker.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
         try:
@@ -88,22 +88,22 @@ def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
         finally:
             tracker.cast = outer
 
-    yield autograd.engine_run_backward.patch(run)
+    yield autograd.engine_run_backward.patch(run_backward_with_cast)
 
 
 def _profiler_patches() -> Iterator[Patch]:
-    """`torch.profiler` in the program: what runs here runs on the host, and there is no GPU to record."""
+    """Yield the patch of `torch.profiler`, which records no GPU here: all work runs on the host."""
     original = autograd_profiler.profile.__init__
 
     @functools.wraps(original)
     def __init__(profiler: Any, *args: Any, **kwargs: Any) -> None:
-        # memprof imports it while operators run. torch's tracer keeps names of code objects that it sees, not these:
-        # of a module's own code, which is gone after its import, it reads freed memory at the end.
+        # memprof imports this module while operators run. torch's tracer reads names of code objects at the end; the
+        # code of a module being imported would be freed by then.
         import_quietly("torch.utils.flop_counter")
         original(profiler, *args, **kwargs)
         kinds = autograd.ProfilerState
         if getattr(profiler, "profiler_kind", None) == kinds.KINETO_GPU_FALLBACK:
-            # It would ask for a CUDA event at each operator, and write a page of warnings where none can be had.
+            # Else the profiler would record a CUDA event for each operator, and print a page of warnings.
             profiler.profiler_kind = kinds.KINETO
         activities = getattr(profiler, "kineto_activities", None)
         if activities:

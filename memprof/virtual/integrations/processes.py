@@ -1,9 +1,9 @@
 """Other processes: the virtual GPU belongs to the process that entered it.
 
-A forked child inherits the modes and the patches, and a copy of the recorder that nobody reads: there the virtual GPU
-is switched off before the child's own code runs. A child that is started anew has none: see subprocesses.py. In both
-the program is told that there is a GPU, as it would be, and the first use of it is an error that names the line.
-Children that leave CUDA alone (tokenizing, decoding) are none the wiser.
+A forked child inherits the modes and the patches, and a copy of the recorder that nobody reads: the virtual GPU is
+disabled in the child before the child's own code runs. A child that is started anew has none: see subprocesses.py. Both
+kinds of child see `torch.cuda.is_available()`, and the first use of the GPU is an error that names the source line.
+Children that do not use CUDA (tokenizing, decoding) run normally.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from memprof.virtual.limits import (
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
 _SPAWN_ONE = "torch.multiprocessing.spawn with {} processes: the function of one of them runs, in this process."
-_READ_AHEAD = frozenset({"transformers.core_model_loading"})  # modules whose jobs for threads make tensors on the GPU
-_in_child: list[Callable[[], None]] = []  # called in a child that is forked
+_READ_AHEAD = frozenset({"transformers.core_model_loading"})  # modules whose threads make tensors on the GPU
+_in_child: list[Callable[[], None]] = []  # called in a forked child
 
 
 @functools.cache
 def _watch_forks() -> None:
-    """Have `_in_child` called in every child; that cannot be taken back, and without an active GPU it does nothing."""
+    """Register the calls of `_in_child` in every forked child: permanent, and without an active GPU no effect."""
     os.register_at_fork(after_in_child=lambda: [leave() for leave in _in_child])
 
 
 def _disable_in_child(context: InstallContext) -> None:
-    """Disable the modes in a forked child: they stay on their stacks, where running code expects them."""
+    """Disable the modes in a forked child; they stay on their stacks, where running code expects them."""
     context.leave_in_child()
     context.function_mode.is_off = context.tracker.is_off = True
     file = context.children.file
@@ -58,10 +58,10 @@ def _disable_in_child(context: InstallContext) -> None:
 
 
 class Processes(Extension):
-    """Starts of processes, and queues between them."""
+    """Starts of processes, and queues between processes."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace queues between processes, and what starts a rank for each GPU."""
+        """Yield patches of queues between processes, and of functions that start a rank for each GPU."""
         for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
             yield queue, "put", _wrap_put(queue.put, context.tracker.is_virtual)
         pool = concurrent.futures.ThreadPoolExecutor
@@ -72,9 +72,9 @@ class Processes(Extension):
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Tell Pythons that are started what they do not have; switch the virtual GPU off in those that are forked.
+        """Context manager: give started Python processes the probe, and disable the virtual GPU in forked processes.
 
-        What is refused is noted: a program may catch the error and go on as on no GPU.
+        Unsupported operations are noted, since a program may catch the error and go on without the GPU.
         """
         _watch_forks()
         _in_child.append(functools.partial(_disable_in_child, context))
@@ -88,7 +88,7 @@ class Processes(Extension):
 
 
 def _wrap_put(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
-    """A queue's own thread pickles what is put; there an error would be lost, and the other side would wait."""
+    """Return a `put` that raises for virtual tensors: the queue's own thread, which pickles, would lose the error."""
 
     def put(queue: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(part, torch.Tensor) and is_virtual(part) for part in tree_leaves(obj)):
@@ -101,8 +101,8 @@ def _wrap_put(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor],
 
 
 def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Threads of libraries that read weights ahead come in any order. What they do is done at once instead: all tensors
-    are then read before the first is converted, which is as far ahead as threads can be."""
+    """Return a `submit` that runs jobs of libraries' prefetching threads at once, in a fixed order: all tensors are
+    then read before the first is converted, as far ahead as threads can get."""
 
     def submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if getattr(function, "__module__", None) not in _READ_AHEAD or not dispatch.len_torch_function_stack():
@@ -118,14 +118,14 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
-    """`torch.multiprocessing.spawn` of as many processes as there are GPUs, or fewer: this is one of them."""
+    """Return `torch.multiprocessing.spawn` for at most as many processes as GPUs: the run simulates one of them."""
     assume, tracker, gpus = context.assume, context.tracker, context.gpus.number
-    exactly = context.channel is not None  # all of them run, and the program may not start fewer
+    is_exact = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(
         fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any
     ) -> Any:
-        if exactly and nprocs not in (1, gpus):
+        if is_exact and nprocs not in (1, gpus):
             raise invalid_on_cuda_error(
                 f"starts {nprocs} processes, where {gpus} ranks run together",
                 f"ask for as many GPUs as it starts processes: --gpus {nprocs}",
@@ -134,19 +134,19 @@ def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callab
             try:
                 return original(fn, args, nprocs, join, *rest, **options)
             except (ProcessException, MemprofError) as error:
-                said = error.problem if isinstance(error, MemprofError) else str(error).strip().splitlines()[-1]
+                problem = error.problem if isinstance(error, MemprofError) else str(error).strip().splitlines()[-1]
                 raise invalid_on_cuda_error(
-                    f"starts {nprocs} processes where there are GPUs for {gpus}, and one failed: {said}",
+                    f"starts {nprocs} processes where there are GPUs for {gpus}, and one failed: {problem}",
                     f"if each takes a GPU: memprof run --gpus {nprocs}",
                 ) from error
-        if not exactly:
+        if not is_exact:
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
-        first = len(tracker.recorder.trace.storages)
+        first_storage = len(tracker.recorder.trace.storages)
         with joining.groups_end_with_the_run():
             fn(context.options.rank % nprocs, *args)
-        # The next one is a process of its own.
+        # The next rank is a process of its own.
         gc.collect()
-        tracker.process_ended(first)
+        tracker.process_ended(first_storage)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         # Else the context of a process that has ended.

@@ -1,8 +1,7 @@
-"""torch's own Python functions (`torch.nn.functional` and friends) under a function mode.
+"""torch's own Python functions (`torch.nn.functional` and others) under a function mode.
 
-They hand themselves to an active mode and then run with the mode taken off, so that a factory inside them would be
-missed. Here they are kept from that: they run as plain Python under the mode, which sees the C++ functions that they
-call.
+These functions pass themselves to an active mode and then run with the mode off, so that the mode would miss a factory
+in them. Here the functions run as plain Python under the mode, which sees the C++ functions that they call.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ class PythonFunctions(Extension):
     """The functions of torch that are written in Python."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace what they ask before they hand themselves to a mode."""
+        """Yield patches of the checks by which the functions pass themselves to a mode."""
         yield from python_function_patches()
 
 
 def python_function_patches() -> Iterator[Patch]:
-    """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
+    """Yield the patches (owner, name, replacement) that run torch's Python functions under an active function mode."""
     functions = {name: getattr(dispatch, name) for name in _REPLACEMENTS}
-    for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once
+    for module_name in sys.modules.keys() - _INSPECTED:  # inspects each of transformers' many modules once
         module = sys.modules.get(module_name)
         if module is None:
             continue
-        _ASKED.add(module_name)
+        _INSPECTED.add(module_name)
         if module_name == "torch" or module_name.startswith("torch."):
             calls = [name for name in functions if vars(module).get(name) is functions[name]]
             if calls:
@@ -46,12 +45,12 @@ def python_function_patches() -> Iterator[Patch]:
                 yield module, name, _REPLACEMENTS[name]
 
 
-_ASKED: set[str] = set()
-_CALLS: dict[str, list[str]] = {}  # module -> which of torch's three questions about overriding it has imported, if any
+_INSPECTED: set[str] = set()
+_CALLS: dict[str, list[str]] = {}  # module -> torch's three override checks that the module has imported
 
 
-def _overridden(tensors: Any) -> bool:
-    """Return whether a tensor subclass wants the call, or a mode of the program's own, as torch asks it
+def _has_torch_function(tensors: Any) -> bool:
+    """Return whether a tensor subclass, or a mode of the program's own, overrides the call, as torch checks it
     (`check_has_torch_function` of torch/csrc/utils/disable_torch_function.cpp)."""
     depth = dispatch.len_torch_function_stack()
     innermost = dispatch.get_function_stack_at(depth - 1) if depth else None
@@ -71,10 +70,10 @@ def _overridden(tensors: Any) -> bool:
 
 
 _REPLACEMENTS: dict[str, Any] = {
-    "has_torch_function": _overridden,
-    "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
-    "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
+    "has_torch_function": _has_torch_function,
+    "has_torch_function_unary": lambda tensor: _has_torch_function((tensor,)),
+    "has_torch_function_variadic": lambda *tensors: _has_torch_function(tensors),
 }
 for _replacement in _REPLACEMENTS.values():
-    # TorchScript does not compile these where a function of torch calls them, but has an operator in their place.
+    # TorchScript does not compile these replacements in a function of torch, but uses a builtin operator instead.
     dispatch.register_builtin(_replacement, "aten::has_torch_function")

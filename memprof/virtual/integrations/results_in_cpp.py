@@ -1,9 +1,9 @@
-"""Operators whose results torch makes in C++, of other strides or in other pieces than CUDA's kernels do.
+"""Operators whose results torch makes in C++, with other strides or in other pieces than CUDA's kernels.
 
-Some are composites with a kernel of their own on CUDA and the CPU (native_functions.yaml); where a device has none, as
-meta, the composite runs above the dispatch modes, which then see its pieces. During a run these operators have an
-autograd kernel for meta tensors that hands them on undecomposed. Those with a derivative need none: autograd does so
-where the device has a kernel, which for RMS norm is one of CUDA alone, and none for meta tensors.
+Some are composites with a kernel of their own on CUDA and the CPU (native_functions.yaml). On a device without such a
+kernel, as meta, the composite runs above the dispatch modes, which then see its pieces. During a run these operators
+have an autograd kernel for meta tensors that passes them on undecomposed. Operators with a derivative need none:
+autograd does so where the device has a kernel. RMS norm has a kernel on CUDA alone, and gets one for meta tensors here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from memprof.virtual.shapes import register_cpp_results
 
 
 class ResultsInCpp(Extension):
-    """Their kernels for meta tensors, which are registered with torch's dispatcher for the length of the run."""
+    """Kernels for meta tensors, registered with torch's dispatcher during the run."""
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Have the operators registered inside."""
+        """Context manager: register the operators."""
         library = torch.library.Library("aten", "IMPL", "AutogradMeta")
-        # torch.library refuses a kernel for an operator that is taken apart.
+        # torch.library refuses a kernel for a composite operator.
         for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
         try:
             if HAS_FUSED_RMS_NORM:
@@ -43,8 +43,8 @@ class ResultsInCpp(Extension):
 
 
 def _below_autograd(operator: Any) -> Callable[..., Any]:
-    def hand_on(*args: Any) -> Any:
+    def call_below_autograd(*args: Any) -> Any:
         with dispatch.AutoDispatchBelowAutograd():
             return operator(*args)
 
-    return hand_on
+    return call_below_autograd

@@ -1,9 +1,9 @@
-"""Threads that the program starts: they see the virtual GPU too.
+"""Threads of the program, which see the virtual GPU too.
 
-torch's modes belong to one thread, so each thread of the program's enters its own when it begins, and leaves them when
-it ends. What they share (the trace, where each tensor lives, what is known of its numbers) is written under the
-recorder's lock, by one operator at a time; what CUDA has for each thread (the current GPU and streams, the handle of
-cuBLAS with its workspace) is that thread's. In which order threads come is left to Python, as it is on a GPU.
+torch's modes belong to one thread, so each thread of the program enters modes of its own when it begins, and leaves
+them when it ends. Shared state (the trace, the tensors' devices, the known numbers) is written under the recorder's
+lock, by one operator at a time. State that CUDA has for each thread (the current GPU and streams, cuBLAS's handle and
+workspace) is separate. Python schedules the threads, as on a GPU.
 
 Threads that torch, memprof or Python's multiprocessing start are left alone.
 """
@@ -43,31 +43,31 @@ class Threads(Extension):
         self._numbers: set[int] = set()
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace what every thread begins with."""
+        """Yield patches of the start and the body of every thread."""
         start, bootstrap = threading.Thread.start, "_bootstrap_inner"
         original = getattr(threading.Thread, bootstrap)
 
-        def starting(thread: threading.Thread) -> None:
+        def start_and_note(thread: threading.Thread) -> None:
             target = getattr(thread, "_target", None)
-            is_of_queue = getattr(target, "__module__", "") == "multiprocessing.queues"  # what it writes with
+            is_of_queue = getattr(target, "__module__", "") == "multiprocessing.queues"  # thread that writes a queue
             if is_of_program(sys._getframe(1)) and not is_of_queue:
                 self._simulated.add(thread)
             start(thread)
 
         def run(thread: threading.Thread) -> None:
-            with self._entered(context) if thread in self._simulated else contextlib.nullcontext():
+            with self._enter_modes(context) if thread in self._simulated else contextlib.nullcontext():
                 original(thread)
 
-        starting.__name__ = starting.__qualname__ = start.__name__
-        yield threading.Thread, "start", starting
+        start_and_note.__name__ = start_and_note.__qualname__ = start.__name__
+        yield threading.Thread, "start", start_and_note
         yield threading.Thread, bootstrap, run
 
     @contextlib.contextmanager
-    def _entered(self, context: InstallContext) -> Iterator[None]:
+    def _enter_modes(self, context: InstallContext) -> Iterator[None]:
         tracker = copy.copy(context.tracker)
-        dispatch.TorchDispatchMode.__init__(tracker)  # what a mode remembers of those around it is its thread's
+        dispatch.TorchDispatchMode.__init__(tracker)  # a mode's record of its outer modes belongs to the thread
         with tracker.recorder.writer.lock:
-            # A handle of cuBLAS is the next thread's when its own has ended (CublasHandlePool.cpp).
+            # A cuBLAS handle passes to the next thread when its own thread has ended (CublasHandlePool.cpp).
             number = next(one for one in itertools.count(1) if one not in self._numbers)
             self._numbers.add(number)
         tracker.turn = Turn(tracker.recorder.writer, f"thread {number}", lambda: context.assume(_ORDER))
@@ -83,7 +83,7 @@ class Threads(Extension):
 
 
 def is_of_program(frame: FrameType | None) -> bool:
-    """Return whether a thread is started by the program or one of its libraries, and not by torch or memprof."""
+    """Return whether the program or one of its libraries starts the thread, and not torch or memprof."""
     while frame is not None and frame.f_code.co_filename.startswith((_STDLIB, _HERE, "<frozen")):
         if "-packages" in frame.f_code.co_filename:
             break

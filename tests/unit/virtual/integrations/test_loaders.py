@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.virtual import VirtualGpu
-from memprof.virtual.integrations.loaders import replica
+from memprof.virtual.integrations.loaders import copy_for_worker
 from tests.lanes import by_day
 
 GPU = find_gpu("a100-80gb")
@@ -205,11 +205,11 @@ def test_an_error_in_a_worker_is_the_programs_own() -> None:
 def test_a_worker_has_its_own_dataset_and_shares_its_data() -> None:
     inner, data = Squares(), torch.zeros(3)
     outer = torch.utils.data.ConcatDataset([inner, TensorDataset(data)])
-    copied = replica(outer)
+    copied = copy_for_worker(outer)
     assert copied is not outer and copied.datasets[0] is not inner and copied.datasets[1].tensors[0] is data
     copied.datasets[0].offset = 5
     assert inner.offset == 0
     itself = Squares()
     itself.parent = itself  # type: ignore[attr-defined]
-    again = replica(itself)
+    again = copy_for_worker(itself)
     assert again.parent is again
