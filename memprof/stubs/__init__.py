@@ -1,1 +1,1 @@
-"""Packages of others that are not installed, replaced by a stub by what they allocate (docs/stubs.md)."""
+"""Stubs of packages that are not installed, which allocate as the real packages do (docs/stubs.md)."""

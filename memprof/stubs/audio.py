@@ -1,4 +1,4 @@
-"""Operators of torchaudio: the loss of a transducer, labels aligned with frames, filters that feed back.
+"""Operators of torchaudio: RNN-T loss, forced alignment, and recursive filters.
 
 Sources: src/libtorchaudio of pytorch/audio@v2.11.0 (rnnt/gpu/compute.cu, rnnt/workspace.h, forced_align/gpu/compute.cu,
 iir_cuda.cu).
@@ -14,7 +14,7 @@ from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.registry import aten
 
-_FRAMES_KEPT = 100  # of which forced_align keeps where they come from, until the host has them (kBackPtrBufferSize)
+_BACK_POINTER_FRAMES = 100  # frames of back pointers on the GPU before a copy to the host (kBackPtrBufferSize)
 
 
 def _check(holds: bool, message: str) -> None:
@@ -24,8 +24,8 @@ def _check(holds: bool, message: str) -> None:
 
 @registry.kernel("torchaudio.rnnt_loss_forward")
 def rnnt_loss(launch: KernelContext) -> Any:
-    """A cost for each sequence, and the gradient of the logits, which is made at once; workspaces beside them:
-    denominators, two logarithms, alphas and betas of each place in float32, two counters of each target."""
+    """Return a cost for each sequence and the gradient of the logits, which the forward computes. Workspaces:
+    denominators, two logarithms, alphas and betas of each cell in float32, two counters of each target."""
     logits, targets, *lengths = launch.args[:4]
     if not logits.is_meta:
         return NotImplemented
@@ -52,7 +52,7 @@ def rnnt_loss(launch: KernelContext) -> Any:
 
 @registry.kernel("torchaudio.forced_align")
 def forced_align(launch: KernelContext) -> Any:
-    """The path; while it runs, the last two frames, and twice where a hundred come from."""
+    """Return the alignment path; scratch: the scores of the last two frames, and back pointers of 100 frames, twice."""
     scores, targets, *lengths = launch.args[:4]
     if not scores.is_meta:
         return NotImplemented
@@ -68,9 +68,9 @@ def forced_align(launch: KernelContext) -> Any:
     with launch.inside():
         for each in lengths:
             aten.amax.default(each)
-        sources = aten.new_empty.default(scores, [min(_FRAMES_KEPT, time), states], dtype=torch.int8)
+        sources = aten.new_empty.default(scores, [min(_BACK_POINTER_FRAMES, time), states], dtype=torch.int8)
         alphas, copy = aten.new_empty.default(scores, [2, states]), None
-        for _ in range(-(-time // _FRAMES_KEPT)):
+        for _ in range(-(-time // _BACK_POINTER_FRAMES)):
             copy = aten.clone.default(sources)
         del sources, alphas, copy
         paths = aten.new_empty.default(scores, [1, time], dtype=targets.dtype)
@@ -79,7 +79,7 @@ def forced_align(launch: KernelContext) -> Any:
 
 @registry.kernel("torchaudio._lfilter_core_loop")
 def lfilter_core_loop(launch: KernelContext) -> Any:
-    """Written where it lies; nothing is taken."""
+    """Write the filtered signal in place; nothing is allocated."""
     signal, coefficients, padded = launch.args[:3]
     if not padded.is_meta:
         return NotImplemented

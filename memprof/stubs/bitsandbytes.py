@@ -1,10 +1,10 @@
 """bitsandbytes on the virtual GPU: 8-bit and 4-bit weights, optimizers whose state is quantized or paged.
 
-Its operators are Python functions that allocate with torch and then call a native library. On the virtual GPU those
-for CUDA (bitsandbytes/backends/cuda/ops.py) run as they are, so that sizes, order and temporaries are the library's
-own; only the native calls do nothing. They are given every buffer that they use; cuBLASLt is given no workspace.
+Its operators are Python functions that allocate with torch and then call a native library. On the virtual GPU the CUDA
+functions (bitsandbytes/backends/cuda/ops.py) run unchanged, so that sizes, order and temporaries are the library's own;
+only the native calls do nothing. Every buffer is an argument of these calls; cuBLASLt gets no workspace.
 
-Paged state is managed memory (`get_paged` in bitsandbytes/functional.py): not the caching allocator's, and moved
+Paged state is managed memory (`get_paged` in bitsandbytes/functional.py): outside the caching allocator, and moved
 between host and GPU by the driver. It is counted as host memory.
 """
 
@@ -35,22 +35,22 @@ _PAGED = (
 
 
 class Bitsandbytes(Extension):
-    """The package, once it is imported; it may be with the model, after this GPU was entered."""
+    """The installed bitsandbytes package, patched when it is imported, before or after the virtual GPU was entered."""
 
     imports = ("bitsandbytes",)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Keep it from complaining, in twenty lines of traceback, that there is no library for CUDA."""
+        """Suppress the package's warning, with twenty lines of traceback, about a missing CUDA library."""
         yield logging.getLogger("bitsandbytes.cextension"), "disabled", True
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Replace its native library, and run its Python code for CUDA."""
+        """Yield patches of its native library, and run its Python code for CUDA."""
         yield from _patches(context.assume)
         context.function_mode.run_cuda_kernels_of(_operators())
 
 
 class _NoKernels:
-    """A native library every function of which does nothing and reports success."""
+    """A native library whose functions all do nothing and report success."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name.startswith("__"):
@@ -59,7 +59,7 @@ class _NoKernels:
 
 
 def _patches(assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Give what lets it run without its native library; nothing for a release without torch operators (before 0.46)."""
+    """Yield patches for runs without the native library; none for a release without torch operators (before 0.46)."""
     functions = sys.modules.get(_FUNCTIONS)
     if functions is None or not hasattr(torch.ops.bitsandbytes, "quantize_4bit"):
         return
@@ -75,19 +75,19 @@ def _patches(assume: Callable[[str], None]) -> Iterator[Patch]:
         if name.startswith("str2optimizer"):
             table = {optimizer: tuple(native.kernel for _ in entries) for optimizer, entries in value.items()}
             yield kernels, name, table
-        elif isinstance(value, functools._lru_cache_wrapper):  # it remembers the facts of a GPU
+        elif isinstance(value, functools._lru_cache_wrapper):  # a cache of the facts of a GPU
             yield kernels, name, functools.cache(value.__wrapped__)
-    yield functions, "get_paged", _paged(assume)
-    if hasattr(functions, "name2qmap"):  # tables, which stay where they were first wanted
+    yield functions, "get_paged", _make_get_paged(assume)
+    if hasattr(functions, "name2qmap"):  # tables, which stay on the device of their first use
         yield functions, "name2qmap", {}
-    for name in ("GlobalPageManager", "CUBLAS_Context"):  # what they hold is this GPU's
+    for name in ("GlobalPageManager", "CUBLAS_Context"):  # their contents belong to this GPU
         if hasattr(functions, name):
             yield getattr(functions, name), "_instance", None
 
 
-@functools.cache  # registered once, for good; torch takes its time to name its thousands of operators
+@functools.cache  # registered once per process; torch is slow to list its operators
 def _operators() -> list[Any]:
-    """Return the operators of bitsandbytes that have a kernel for CUDA; after `_patches`, which has them registered."""
+    """Return bitsandbytes' operators that have a CUDA kernel; `_patches` must have registered them."""
     found = []
     for name in dispatch.dispatch_get_all_op_names():
         if name.startswith(_NAMESPACE) and dispatch.dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"):
@@ -97,9 +97,9 @@ def _operators() -> list[Any]:
 
 
 def _cuda_kernels() -> ModuleType | None:
-    """Return the module of the CUDA kernels; bitsandbytes itself imports it only where there is a GPU.
+    """Return the module of the CUDA kernels, which bitsandbytes itself imports only if a GPU exists.
 
-    It looks for `torch._C._cuda_getCurrentRawStream`, which the facade gives to builds without CUDA.
+    The module needs `torch._C._cuda_getCurrentRawStream`, which the facade adds to builds without CUDA.
     """
     extension: Any = sys.modules["bitsandbytes.cextension"]
     library, extension.lib = extension.lib, _NoKernels()
@@ -111,9 +111,9 @@ def _cuda_kernels() -> ModuleType | None:
     return None
 
 
-def _paged(assume: Callable[[str], None]) -> Callable[..., torch.Tensor]:
+def _make_get_paged(assume: Callable[[str], None]) -> Callable[..., torch.Tensor]:
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
-        """A tensor in managed memory, which torch takes for one of the host."""
+        """Return a tensor in managed memory, which torch treats as a host tensor."""
         assume(_PAGED)
         made: Any = torch.empty(shape, dtype=dtype, device="cpu")
         made.is_paged = True

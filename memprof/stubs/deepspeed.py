@@ -1,8 +1,8 @@
-"""deepspeed.ops.adam: Adam in one kernel for all parameters of a type, and Adam of what lies in the host's memory.
+"""deepspeed.ops.adam: Adam in one kernel for all parameters of a dtype, and Adam for tensors in host memory.
 
 Sources: deepspeed/ops/adam/fused_adam.py, cpu_adam.py and multi_tensor_apply.py, csrc/adam/multi_tensor_adam.cu and
-cpu_adam_impl.cpp of deepspeedai/DeepSpeed@v0.19.5. The package itself installs without a GPU; then it is used, and of
-it only the kernel is replaced that it would compile for the GPU (`patches`). Its Adam of the host compiles here.
+cpu_adam_impl.cpp of deepspeedai/DeepSpeed@v0.19.5. The package also installs without a GPU; then `patches` replaces
+only the kernel that the package would compile for the GPU. DeepSpeedCPUAdam needs a compiler, and is a stub too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = "deepspeed.ops.adam"
 
 @stub(f"{_NAME}.multi_tensor_apply.MultiTensorApply", source=f"{_AT}multi_tensor_apply.py")
 class MultiTensorApply(fused_optimizers.MultiTensorApply):
-    """Calls a kernel with a size of chunks: nothing is taken."""
+    """Call a kernel with a chunk size; nothing is allocated."""
 
 
 _applier = MultiTensorApply(fused_optimizers.CHUNK)
@@ -33,7 +33,7 @@ _apply = stub(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_AT}fused_ad
 
 
 def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *options) -> None:
-    """The kernel: it writes parameters and both moments, and allocates nothing."""
+    """Update parameters and both moments in place, as the kernel does; nothing is allocated."""
     check_on_gpu("deepspeed.ops.adam.FusedAdam", flag, *(tensor for each in lists for tensor in each))
     for each in lists[1:]:
         mark_written(*each)
@@ -41,7 +41,7 @@ def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torc
 
 @stub(f"{_NAME}.fused_adam.FusedAdam", f"{_NAME}.FusedAdam", source=f"{_AT}fused_adam.py")
 class FusedAdam(fused_optimizers.FusedOptimizer):
-    """Two moments in the type of each parameter, and one call of a kernel for each type of a group."""
+    """Adam with two moments in the dtype of each parameter, and one kernel call for each dtype of a group."""
 
     sparse = "FusedAdam does not support sparse gradients"
     other_dtype = "FusedAdam only support fp16, bf16 and fp32."
@@ -69,15 +69,15 @@ class FusedAdam(fused_optimizers.FusedOptimizer):
             rows = []
             state: dict[str, Any] = {}
             for parameter in self._with_gradients(group, _ON_GPU):
-                state = _begun(self.state[parameter], parameter, parameter.dtype, group["step"])
+                state = _init(self.state[parameter], parameter, parameter.dtype, group["step"])
                 rows.append((parameter.grad.data, parameter.data, state["exp_avg"], state["exp_avg_sq"]))  # type: ignore[union-attr]
             for lists in self._by_dtype(rows, _ON_GPU):
-                state["step"] += 1  # of the last parameter, as there
+                state["step"] += 1  # of the last parameter, as in deepspeed
                 _apply(self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"])
         return loss
 
 
-def _begun(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dtype, step: int = 0) -> dict[str, Any]:
+def _init(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dtype, step: int = 0) -> dict[str, Any]:
     if not state:
         state["step"] = step
         state["exp_avg"] = torch.zeros_like(parameter.data, dtype=dtype)
@@ -87,7 +87,7 @@ def _begun(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dtype, s
 
 @stub(f"{_NAME}.cpu_adam.DeepSpeedCPUAdam", f"{_NAME}.DeepSpeedCPUAdam", source=f"{_AT}cpu_adam.py")
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
-    """Parameters, gradients and both moments lie in the host's memory; nothing is on the GPU. It computes."""
+    """Adam on the host: parameters, gradients and both moments are host tensors, and the numbers are computed."""
 
     def __init__(
         self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False,
@@ -100,14 +100,14 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        return self._stepped(closure, lambda parameter: parameter)
+        return self._run_step(closure, lambda parameter: parameter)
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id, closure=None):
-        """Step with the moments that are kept under a number."""
-        return self._stepped(closure, lambda parameter: subgroup_id)
+        """Step with the moments stored under `subgroup_id`."""
+        return self._run_step(closure, lambda parameter: subgroup_id)
 
-    def _stepped(self, closure, key):
+    def _run_step(self, closure, key):
         check_on_gpu("deepspeed.ops.adam.DeepSpeedCPUAdam")
         loss = None
         if closure is not None:
@@ -123,13 +123,13 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
                         "'offload_optimizer': 'cpu' in your ZeRO config."
                     )
                 dtype = torch.float32 if self.fp32_optimizer_states else parameter.dtype
-                state = _begun(self.state[key(parameter)], parameter, dtype)
+                state = _init(self.state[key(parameter)], parameter, dtype)
                 state["step"] += 1
                 self._update(group, parameter.data, parameter.grad.data, state)
         return loss
 
     def _update(self, group, data, gradient, state):
-        """Adam_Optimizer::Step_1, in float32."""
+        """Update one parameter in float32, as `Adam_Optimizer::Step_1` does."""
         (first, second), rate, decay = group["betas"], group["lr"], group["weight_decay"]
         corrects = group["bias_correction"]
         value, gradient = data.float(), gradient.float()
@@ -145,13 +145,13 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
 
 class _FusedKernels:
-    """The module that the package's builder of the fused kernel gives."""
+    """The module of kernels that deepspeed's builder of the fused kernel returns."""
 
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
 
 def patches(module, assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Replace what compiles the fused kernel of an installed package, in deepspeed.ops.op_builder.fused_adam."""
+    """Yield the patch of `load` in deepspeed.ops.op_builder.fused_adam, which would compile the fused kernel."""
 
     def load(self, verbose: bool = True):
         assume(_NOT_COMPILED)

@@ -1,4 +1,4 @@
-"""Operators of torchvision: boxes that are kept by their values, regions pooled, deformable convolutions.
+"""Operators of torchvision: boxes kept by their values, pooled regions, deformable convolutions.
 
 Sources: torchvision/csrc/ops/cuda (nms_kernel.cu, roi_align_kernel.cu and its siblings, deform_conv2d_kernel.cu,
 box_iou_rotated_kernel.cu) of pytorch/vision@v0.28.0.
@@ -16,12 +16,12 @@ from memprof.virtual.kernels.copies import contiguous, copies_of
 from memprof.virtual.kernels.registry import aten, scratch
 
 _BOXES_PER_BLOCK = 64
-_MOST_IMAGES = 32  # that a deformable convolution takes at a time (kMaxParallelImgs)
+_MAX_IMAGES = 32  # images that a deformable convolution processes at a time (kMaxParallelImgs)
 
 
 @registry.kernel("torchvision.nms", on_host=True)
 def nms(launch: KernelContext) -> Any:
-    """Keep every box, as unknown ones do not overlap; CUDA sorts the scores, and has a bit for each pair."""
+    """Keep every box, as unknown boxes do not overlap; CUDA sorts the scores, and has a bit for each pair."""
     boxes, scores = launch.args[:2]
     if not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
@@ -40,7 +40,7 @@ def nms(launch: KernelContext) -> Any:
 
 @registry.kernel("torchvision.box_iou_rotated")
 def box_iou_rotated(launch: KernelContext) -> Any:
-    """A number in float32 for each pair of boxes."""
+    """Return the overlap of each pair of boxes in float32."""
     boxes, others = launch.args[:2]
     if not boxes.is_meta:
         return NotImplemented
@@ -51,7 +51,7 @@ def box_iou_rotated(launch: KernelContext) -> Any:
         return made.view(len(boxes), len(others))
 
 
-# Contiguous copies of features and boxes; in the backward of boxes and of what was largest, or of gradient and boxes.
+# Operators with contiguous copies of features and boxes; in the backward of boxes and argmax, or gradient and boxes.
 _POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
 scratch(*(f"torchvision.{name}" for name in _POOLED))(copies_of(0, 1))
 scratch("torchvision._roi_align_backward", "torchvision._roi_pool_backward")(copies_of(1, 2))
@@ -60,7 +60,7 @@ scratch("torchvision._ps_roi_align_backward", "torchvision._ps_roi_pool_backward
 
 @registry.kernel("torchvision.deform_conv2d")
 def deform_conv2d(launch: KernelContext) -> Any:
-    """Products with windows of several images are added up, put in order in another tensor, and given the bias."""
+    """Return the convolution: products with several images' windows are summed, permuted (a copy) and biased."""
     data, weight, offset, mask, bias = launch.args[:5]
     if not data.is_meta or not data.numel():
         return NotImplemented
@@ -74,7 +74,7 @@ def deform_conv2d(launch: KernelContext) -> Any:
 
 @registry.kernel("torchvision._deform_conv2d_backward")
 def deform_conv2d_backward(launch: KernelContext) -> Any:
-    """Gradients of input, offset and mask; then of the weight, by a gradient in another order; then of the bias."""
+    """Return the gradients of input, offset and mask; of the weight, by a permuted gradient; of the bias."""
     grad, data, weight, offset, mask, bias = launch.args[:6]
     if not data.is_meta or not data.numel():
         return NotImplemented
@@ -94,20 +94,20 @@ def deform_conv2d_backward(launch: KernelContext) -> Any:
 
 
 def _images(data: torch.Tensor) -> int:
-    """Return how many images are convolved at a time."""
-    return next(count for count in range(_MOST_IMAGES, 0, -1) if data.shape[0] % count == 0)
+    """Return the number of images that are convolved at a time."""
+    return next(count for count in range(_MAX_IMAGES, 0, -1) if data.shape[0] % count == 0)
 
 
 def _columns(data: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Allocate the images' windows, for a product with the weights."""
+    """Allocate the windows (columns) of the images, which are multiplied with the weights."""
     rows = data.shape[1] * weight.shape[2] * weight.shape[3]
     return data.new_empty((rows, _images(data) * offset.shape[2] * offset.shape[3]))
 
 
 def autocast_in_float32() -> list[Any]:
-    """Return those that are here of the operators with a kernel for autocast (torchvision/csrc/ops/autocast).
+    """Return the operators, as far as they exist here, that autocast runs in float32 (torchvision/csrc/ops/autocast).
 
-    Computed in float32, all but the numbers of boxes are cast to what the first tensor was of.
+    All results but the indices of boxes are cast to the dtype of the first tensor.
     """
     names = ("nms", "deform_conv2d", *_POOLED)
     return [found for name in names if (found := getattr(torch.ops.torchvision, name, None)) is not None]

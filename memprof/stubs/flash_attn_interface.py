@@ -1,7 +1,7 @@
-"""FlashAttention 3, as its package flash_attn_3 is imported: flash_attn_interface.
+"""FlashAttention 3, whose package flash_attn_3 is imported as flash_attn_interface.
 
-Python's part is hopper/flash_attn_interface.py, that of C++ hopper/flash_api.cpp (mha_fwd, mha_bwd) with heuristics.h
-and tile_size.h, of Dao-AILab/flash-attention@v2.8.3. Float8 changes nothing but the output's dtype.
+Sources: hopper/flash_attn_interface.py and hopper/flash_api.cpp (mha_fwd, mha_bwd) with heuristics.h and tile_size.h,
+of Dao-AILab/flash-attention@v2.8.3. Float8 changes only the output's dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _public = register_in(_NAME, source=_SOURCE, in_graph=True)
 
 
 class HopperOptions(NamedTuple):
-    """The arguments of one call beside the tensors."""
+    """The arguments of one call besides the tensors."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -43,13 +43,13 @@ class HopperOptions(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     page_table: torch.Tensor | None = None
-    # Lengths in use, and what pads on the left: any of them makes the call one of varying lengths.
+    # Used lengths and left padding: any of them makes the call one of varying lengths.
     others: tuple[torch.Tensor | None, ...] = ()
     scheduler_metadata: torch.Tensor | None = None
 
     @property
     def varies(self) -> bool:
-        """Return whether sequences may have several lengths."""
+        """Return whether the sequences may have different lengths."""
         return any(one is not None for one in (self.cu_seqlens_q, self.cu_seqlens_k, *self.others))
 
 
@@ -75,7 +75,7 @@ class _Sizes(NamedTuple):
 
 
 def _rounded_head(size: int) -> int:
-    """round_up_headdim, of a build with all sizes."""
+    """Return a head's size as padded in a build with all sizes (round_up_headdim)."""
     return next((head for head in _HEADS if size <= head), 512)
 
 
@@ -85,7 +85,7 @@ def _arch() -> int:
 
 
 def _masks(call: HopperOptions, sizes: _Sizes) -> tuple[bool, bool]:
-    """Return whether the kernel is the causal one, and whether it is one of a window (set_params_fprop)."""
+    """Return whether the kernel is causal, and whether it has a window (set_params_fprop)."""
     left, right = call.window_size
     left = -1 if left >= sizes.keys - 1 else left
     right = -1 if right >= sizes.queries - 1 else right
@@ -96,7 +96,7 @@ def _masks(call: HopperOptions, sizes: _Sizes) -> tuple[bool, bool]:
 
 
 def _splits(sizes: _Sizes, call: HopperOptions, element: int) -> int:
-    """get_num_splits: into how many parts the keys are split, on Hopper."""
+    """Return the number of parts into which the keys are split, on Hopper (get_num_splits)."""
     causal, local = _masks(call, sizes)
     head, head_v = _rounded_head(sizes.head), _rounded_head(sizes.head_v)
     rows, columns = _tile(head, head_v, causal, local, element, paged=call.page_table is not None)
@@ -118,7 +118,7 @@ def _splits(sizes: _Sizes, call: HopperOptions, element: int) -> int:
 
 
 def _tile(head: int, head_v: int, causal: bool, local: bool, element: int, paged: bool) -> tuple[int, int]:
-    """tile_size_fwd_sm90: rows and columns that a block of threads works on; pages are not read by TMA here."""
+    """Return rows and columns of a thread block's tile (tile_size_fwd_sm90); pages are not read by TMA here."""
     masked = causal or local
     if element == 1:
         sizes = {64: (192, 160), 96: (192, 128), 128: (128, 160 if paged else 224), 192: (128, 160)}
@@ -134,7 +134,7 @@ def _tile(head: int, head_v: int, causal: bool, local: bool, element: int, paged
 
 
 def _forward(query, key, value, call: HopperOptions) -> tuple[torch.Tensor, ...]:
-    """mha_fwd: output, log of the sums, and where the keys are split the parts of both."""
+    """Return output and log of the sums, and for split keys the parts of both (mha_fwd)."""
     query, key = last_contiguous(query), last_contiguous(key)
     if value.stride(-1) != 1 and value.stride(-3) != 1:
         value = value.contiguous()
@@ -159,8 +159,8 @@ def _forward(query, key, value, call: HopperOptions) -> tuple[torch.Tensor, ...]
     return out, sums, parts, query.new_empty((splits, *rows), dtype=torch.float32)
 
 
-def _blocks(arch: int, head: int, causal: bool, local: bool, softcap: float) -> tuple[int, int]:
-    """Rows and columns that a block of the backward works on (mha_bwd, kBlockM and kBlockN)."""
+def _backward_tile(arch: int, head: int, causal: bool, local: bool, softcap: float) -> tuple[int, int]:
+    """Return rows and columns of a thread block's tile in the backward (mha_bwd, kBlockM and kBlockN)."""
     if arch >= 90:
         if head <= 64:
             rows = 96 if causal and softcap > 0 else 128
@@ -173,13 +173,13 @@ def _blocks(arch: int, head: int, causal: bool, local: bool, softcap: float) -> 
 
 
 def _backward(gradient, query, key, value, out, call: HopperOptions) -> None:
-    """mha_bwd beside the three gradients: two sums of rows, what accumulates the queries' gradient in float32, and, if
-    heads share keys and values, theirs."""
+    """Allocate the scratch of mha_bwd: two row sums, the float32 accumulator of the queries' gradient, and, if heads
+    share keys and values, the accumulators of their gradients."""
     gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
     sizes = _Sizes.of(query, key, value, call)
     head = _rounded_head(max(sizes.head, sizes.head_v))
     causal, local = _masks(call, sizes)
-    rows, columns = _blocks(_arch(), head, causal, local, call.softcap)
+    rows, columns = _backward_tile(_arch(), head, causal, local, call.softcap)
     if call.varies:
         tokens = query.shape[0] if call.cu_seqlens_q is not None else sizes.batch * sizes.queries
         others = key.shape[0] if call.cu_seqlens_k is not None else sizes.batch * sizes.keys
@@ -202,8 +202,8 @@ def _backward(gradient, query, key, value, out, call: HopperOptions) -> None:
 
 
 def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
-    """Check what flash_api.cpp refuses. Raises MemprofError: attention in chunks, not known here; RuntimeError:
-    a dtype or a size of heads that it does not take, or a GPU before Ampere."""
+    """Check the arguments as flash_api.cpp does. Raises MemprofError: attention in chunks, unsupported; RuntimeError:
+    an unsupported dtype or head size, or a GPU before Ampere."""
     refuse(name, {f"attention_chunk={attention_chunk}": attention_chunk})
     check_on_gpu(name, *tensors)
     dtype, head = tensors[0].dtype, tensors[0].shape[-1]
@@ -223,11 +223,11 @@ def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
 
 
 def _call(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], call: HopperOptions, heads: int = 0):
-    """Saved for the backward: queries, keys, values, the output, its sums, and what says where sequences end."""
+    """Run one call; saves queries, keys, values, the output, its sums, and the tensors of sequence bounds."""
     _check(f"{_NAME}.{name}", attention_chunk, *inputs)
     number, packed = len(inputs), inputs[0].shape
 
-    def unpacked(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def unpack(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if len(tensors) == 3:
             return tensors
         if tensors[0].dim() == 5:
@@ -236,7 +236,7 @@ def _call(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], cal
         return tensors[0].split([heads, shared, shared], dim=-2)
 
     def forward(*tensors: torch.Tensor):
-        query, key, value = unpacked(tensors)
+        query, key, value = unpack(tensors)
         out, sums = _forward(query, key, value, call)[:2]
         return out, (query, key, value, out, sums, call.cu_seqlens_q, call.cu_seqlens_k, *call.others[:2])
 
@@ -257,7 +257,7 @@ def flash_attn_func(
     q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    """[batch, tokens, heads, size] each: the output, sums of rows, a scheduler's numbers, accumulators."""
+    """Attend, with [batch, tokens, heads, size] each: the output, row sums, scheduler metadata, accumulators."""
     call = HopperOptions(causal, window_size, softcap, num_splits, deterministic)
     return _call("flash_attn_func", attention_chunk, (q, k, v), call)
 
@@ -267,7 +267,7 @@ def flash_attn_qkvpacked_func(
     qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
 ):  # fmt: skip
-    """All three as [batch, tokens, 3, heads, size], or side by side as [batch, tokens, heads, size]: one gradient."""
+    """Attend, with all three as [batch, tokens, 3, heads, size] or concatenated along heads: one gradient."""
     call = HopperOptions(causal, window_size, softcap, 1, deterministic)
     return _call("flash_attn_qkvpacked_func", attention_chunk, (qkv,), call, num_heads_q or 0)
 
@@ -278,7 +278,7 @@ def flash_attn_varlen_func(
     causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
     softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    """[tokens, heads, size] each, as flash_attn_func."""
+    """Attend as flash_attn_func, with [tokens, heads, size] each."""
     call = HopperOptions(
         causal, window_size, softcap, num_splits, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, others=(seqused_q, seqused_k),
@@ -294,7 +294,7 @@ def flash_attn_with_kvcache(
     causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
     scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """The cache is filled where it lies; there is no backward."""
+    """Attend with a cache that is filled in place; no backward exists."""
     _check(f"{_NAME}.flash_attn_with_kvcache", attention_chunk, q, k_cache)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)

@@ -1,4 +1,4 @@
-"""Fused optimizers of apex, and deepspeed's copies of them: a kernel over lists of tensors."""
+"""Fused optimizers of apex, and deepspeed's copies of them: one kernel over lists of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK = 2048 * 32
 
 
 class MultiTensorApply:
-    """Calls a kernel with a size of chunks."""
+    """Call a kernel with a chunk size."""
 
     def __init__(self, chunk_size):
         self.chunk_size = chunk_size
@@ -22,14 +22,14 @@ class MultiTensorApply:
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer with one kernel for the parameters of a type."""
+    """An optimizer with one kernel for all parameters of a dtype."""
 
     set_grad_none: bool
     sparse = "Apex's optimizers do not support sparse gradients"
     other_dtype = "this optimizer of Apex does not support {}"
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Gradients are dropped, or filled with zeros."""
+        """Set gradients to None or to zeros."""
         super().zero_grad(set_to_none=self.set_grad_none)
 
     def _with_gradients(self, group: dict[str, Any], dtypes: tuple[torch.dtype, ...] = ()) -> Iterable[torch.Tensor]:
@@ -43,7 +43,7 @@ class FusedOptimizer(Optimizer):
             yield parameter
 
     def _by_dtype(self, rows: Iterable[tuple[Any, ...]], dtypes: tuple[torch.dtype, ...]) -> list[list[Any]]:
-        """Lists of (gradient, parameter, states ...), transposed, for each type of parameters that there is."""
+        """Return lists of (gradient, parameter, states ...), transposed, for each dtype of parameters."""
         found: dict[torch.dtype, list[Any]] = {}
         for row in rows:
             if row[1].dtype not in dtypes:
@@ -52,6 +52,6 @@ class FusedOptimizer(Optimizer):
         return [list(map(list, zip(*found[dtype], strict=True))) for dtype in dtypes if dtype in found]
 
     def _refuse_arguments(self, *given: Any) -> None:
-        """Raise RuntimeError for what `step` took before gradients were in the parameters."""
+        """Raise RuntimeError for legacy arguments of `step`, from before gradients were stored in the parameters."""
         if any(one is not None for one in given):
             raise RuntimeError("FusedAdam has been updated: call step() with no arguments.")

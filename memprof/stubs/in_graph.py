@@ -1,9 +1,9 @@
-"""Stubs in compiled code: one operator of a graph each, as the real ones register theirs (torch.library).
+"""Stubs in compiled code: each is one operator of a graph, as the real packages register their operators.
 
-Dynamo puts the call of a function of another library into its graph as it is, if the function asks for that.
-AOTAutograd then runs it to see the operators inside, which for a stub are only those that allocate. So, while a
-graph is traced, what a kernel does is put behind one operator, `memprof_stubs::call`, which Inductor takes as
-made by somebody else; when compiled code runs, it allocates as an eager call does, scratch memory included.
+Dynamo puts the call of a library's function into its graph unchanged, if the function requests it. AOTAutograd then
+runs the function to trace its operators, which for a stub only allocate. So, while a graph is traced, the stub's kernel
+is hidden behind one operator, `memprof_stubs::call`, which Inductor treats as an external kernel; when the compiled
+code runs, the operator allocates as an eager call does, scratch memory included.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _NAME = "memprof_stubs::call"
 
 
 class _TensorSource(NamedTuple):
-    """The place of a result's tensor: in an argument, or in what the operator gives."""
+    """The source of a tensor in a result: an argument, or an output of the operator."""
 
     given: bool
     number: int
-    view: tuple[Any, Any, int] | None  # its sizes, strides and offset there; None: it is the whole
+    view: tuple[Any, Any, int] | None  # its sizes, strides and offset in the source tensor; None: the whole tensor
 
 
 class _GraphCall:
-    """One call that is in a graph: of what, with what beside tensors, and how its result is put together.
+    """One call in a graph: the function, its arguments other than tensors, and the structure of its result.
 
-    Tensors that the function has from around it are arguments too: another call of the graph has others there.
+    Tensors in the function's closure are arguments too, since a later call of the graph has other tensors there.
     """
 
     def __init__(self, function: FunctionType, args: tuple[Any, ...]) -> None:
         self._function = function
-        held = tuple(cell.cell_contents for cell in function.__closure__ or ())
-        leaves, self._spec = tree_flatten((held, args))
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        leaves, self._spec = tree_flatten((cells, args))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places_of = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -46,13 +46,13 @@ class _GraphCall:
         self._result: list[Any] = []
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Call it on these: the new tensors of its result, each storage once, as operators must not alias."""
+        """Call the function on `tensors`; return its result's new tensors, each storage once (no aliases)."""
         leaves = list(self._others)
         for at, tensor in zip(self._places_of, tensors, strict=True):
             leaves[at] = tensor
-        held, args = tree_unflatten(leaves, self._spec)
+        cells, args = tree_unflatten(leaves, self._spec)
         function = FunctionType(
-            self._function.__code__, self._function.__globals__, closure=tuple(CellType(value) for value in held)
+            self._function.__code__, self._function.__globals__, closure=tuple(CellType(value) for value in cells)
         )
         found, self._made = tree_flatten(function(*args))
         new: dict[int, torch.Tensor] = {}
@@ -70,16 +70,16 @@ class _GraphCall:
                 continue
             address = _storage(leaf)
             base = tensors[given[address]] if address in given else new[address]
-            same = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
+            index_of_same = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
             is_given = address in given
-            number = (given[address] if same is None else same) if is_given else numbers[address]
-            whole = same is not None or leaf is base
+            number = (given[address] if index_of_same is None else index_of_same) if is_given else numbers[address]
+            whole = index_of_same is not None or leaf is base
             view = None if whole else (tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
             self._result.append(_TensorSource(is_given, number, view))
         return list(new.values())
 
     def result(self, made: list[torch.Tensor]) -> Any:
-        """Return the function's result, made from the operator's."""
+        """Return the function's result, assembled from the operator's outputs."""
 
         def leaf(place: Any) -> Any:
             if not isinstance(place, _TensorSource):
@@ -90,8 +90,8 @@ class _GraphCall:
         return tree_unflatten([leaf(place) for place in self._result], self._made)
 
 
-_calls: list[_GraphCall] = []  # by the number that a graph has of each
-_functions: list[Any] = []  # what is one operator of a graph
+_calls: list[_GraphCall] = []  # by the number that the graph passes to the operator
+_functions: list[Any] = []  # functions that are one operator of a graph
 _operator: Any = None
 
 
@@ -100,7 +100,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """Return whether these tensors are being traced into a graph."""
+    """Return whether any of the values is being traced into a graph."""
     if not dynamo.FunctionalTensor.is_imported():
         return False
     functional = dynamo.FunctionalTensor.get()
@@ -111,10 +111,10 @@ def called(function: Any, *args: Any) -> Any:
     """Call `function`, which makes new tensors and writes into none, as one operator of the graph that is traced."""
     call = _GraphCall(function, args)
     _calls.append(call)
-    return call.result(_registered()(len(_calls) - 1, call.tensors))
+    return call.result(_get_operator()(len(_calls) - 1, call.tensors))
 
 
-def _registered() -> Any:
+def _get_operator() -> Any:
     global _operator
     if _operator is None:
 
@@ -128,19 +128,19 @@ def _registered() -> Any:
 
 
 def forget() -> None:
-    """Forget the graphs of this run: none is called any more."""
+    """Forget the graphs of this run, which are not called any more."""
     _calls.clear()
 
 
 def keep(function: Any) -> None:
-    """A graph takes `function` as one operator."""
+    """Register `function` as one operator of a graph."""
     _functions.append(function)
     if dynamo.allow_in_graph.is_imported():
         torch.compiler.allow_in_graph(function)
 
 
 def prepare() -> Iterator[Patch]:
-    """Tell dynamo, which is there now, of those that were kept before; nothing is replaced."""
+    """Register the functions kept so far with dynamo, once dynamo is imported; no patch is yielded."""
     for function in _functions:
         torch.compiler.allow_in_graph(function)
     yield from ()

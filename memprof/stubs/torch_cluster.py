@@ -1,7 +1,7 @@
-"""torch_cluster: neighbours of points, and points far from each other. Nothing of it is differentiated.
+"""torch_cluster: neighbors of points, and farthest points. No function has a backward.
 
 Sources: torch_cluster/knn.py, radius.py, fps.py and csrc/cuda/knn_cuda.cu, radius_cuda.cu, fps_cuda.cu of
-rusty1s/pytorch_cluster@1.6.3. Which points are near is not known: each has as many neighbours as it may have.
+rusty1s/pytorch_cluster@1.6.3. Distances are unknown: each point has the maximum number of neighbors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def _public(file: str) -> Callable[[Any], Any]:
     return register_in(f"torch_cluster.{file}", "torch_cluster", source=source)
 
 
-def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any], number: int | None) -> torch.Tensor:
-    """knn_cuda and radius_cuda: two lists of so many for each of `y`, of which those that were found are kept."""
+def _find(x: torch.Tensor, y: torch.Tensor, limit: int, batches: tuple[Any, Any], number: int | None) -> torch.Tensor:
+    """Return the edges of knn_cuda, radius_cuda: two lists of `limit` entries per point of `y`, and a mask."""
     if x.numel() == 0 or y.numel() == 0:
         return torch.empty(2, 0, dtype=torch.long, device=x.device)
     x = (x.view(-1, 1) if x.dim() == 1 else x).contiguous()
@@ -37,7 +37,7 @@ def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any],
         ends = [torch.bucketize(bounds, batch) for batch in batches]
     else:
         ends = [torch.arange(0, len(points) + 1, len(points), device=x.device) for points in (x, y)]
-    row, col = (torch.full((y.size(0) * most,), -1, dtype=torch.int64, device=x.device) for _ in range(2))
+    row, col = (torch.full((y.size(0) * limit,), -1, dtype=torch.int64, device=x.device) for _ in range(2))
     mark_written(row, col)
     mask = row != -1
     mark_written(mask)
@@ -55,14 +55,14 @@ def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
 
 @_public("knn")
 def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
-    """[2, points of y times k]: as many neighbours as there may be; lists of both, what was found, and what is kept."""
+    """Return edges [2, points of y times k], with all neighbors; scratch: both full lists and a mask."""
     check_on_gpu("torch_cluster.knn", x, y, batch_x, batch_y)
-    return _near(x, y, k, (batch_x, batch_y), batch_size)
+    return _find(x, y, k, (batch_x, batch_y), batch_size)
 
 
 @_public("knn")
 def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
-    """Find the neighbors of points among themselves; one more is looked for where a point is not its own neighbour."""
+    """Return the edges between neighbors within `x`; without loops, one more neighbor is searched and then removed."""
     check_on_gpu("torch_cluster.knn_graph", x, batch)
     edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
     return _without_loops(edges, loop, flow)
@@ -70,24 +70,24 @@ def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=Fals
 
 @_public("radius")
 def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
-    """[2, points of y times the most neighbours], as knn."""
+    """Return edges [2, points of y times max_num_neighbors], as knn does."""
     check_on_gpu("torch_cluster.radius", x, y, batch_x, batch_y)
-    return _near(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
+    return _find(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
 
 
 @_public("radius")
 def radius_graph(
     x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
 ):
-    """Find neighbors as radius does, of points among themselves."""
+    """Return the edges between neighbors within `x`, as radius does."""
     check_on_gpu("torch_cluster.radius_graph", x, batch)
-    most = max_num_neighbors if loop else max_num_neighbors + 1
-    return _without_loops(radius(x, x, r, batch, batch, most, num_workers, batch_size), loop, flow)
+    limit = max_num_neighbors if loop else max_num_neighbors + 1
+    return _without_loops(radius(x, x, r, batch, batch, limit, num_workers, batch_size), loop, flow)
 
 
 @_public("fps")
 def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=None):
-    """So many of each group, one after another the farthest from those that were taken."""
+    """Return the indices of `ratio` times the points of each group, each the farthest from the points chosen before."""
     check_on_gpu("torch_cluster.fps", src, batch)
     share = ratio
     if not isinstance(ratio, torch.Tensor):
@@ -101,7 +101,7 @@ def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=Non
         sizes = src.new_zeros(number, dtype=torch.long)
         sizes.scatter_add_(0, batch, torch.ones_like(batch))
         ends = sizes.new_zeros(number + 1)
-        ends[1:].copy_(sizes.cumsum(0))  # into a part, what is computed is not followed
+        ends[1:].copy_(sizes.cumsum(0))  # a copy into a part of a tensor loses the known values
     else:
         ends = torch.tensor([0, src.size(0)], device=src.device)
     points = src.view(src.size(0), -1).contiguous()

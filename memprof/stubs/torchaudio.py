@@ -1,7 +1,7 @@
-"""torchaudio whose compiled part cannot be loaded: a build for CUDA beside torch for the CPU, as PyPI has it.
+"""torchaudio without its compiled part, as a CUDA build with torch for the CPU, which PyPI installs.
 
-Its Python is there; importing it fails where its libraries do. Here the operators are defined; what their kernels
-allocate is audio.py.
+The package's Python code is installed, but its import fails when its libraries are loaded. Here the operators are
+defined; audio.py has the allocations of their kernels.
 
 Sources: src/libtorchaudio of pytorch/audio@v2.11.0 (rnnt/compute.cpp, forced_align/compute.cpp, lfilter.cpp,
 overdrive.cpp, utils.cpp), torchaudio/_extension.
@@ -44,7 +44,7 @@ _NOT_LOADED = (
 
 @functools.cache
 def _define() -> tuple[torch.library.Library, torch.library.Library]:
-    """Define the operators, in this process from here on; they have no kernels but memprof's."""
+    """Define the operators for the lifetime of the process; their only kernels are memprof's."""
     library, own = (torch.library.Library(name, "FRAGMENT") for name in ("torchaudio", "_torchaudio"))
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
@@ -55,7 +55,7 @@ def _define() -> tuple[torch.library.Library, torch.library.Library]:
 
 
 def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Replace what loads libraries in `module`, torchaudio._extension.utils: those that do not load."""
+    """Yield patches of the functions in `module`, torchaudio._extension.utils, that load missing libraries."""
     real = module._load_lib
 
     def load(lib: str) -> bool:

@@ -1,7 +1,7 @@
-"""torchvision whose compiled part cannot be loaded: a build for CUDA beside torch for the CPU, as PyPI has it.
+"""torchvision without its compiled part, as a CUDA build with torch for the CPU, which PyPI installs.
 
-Its Python is there and registers shapes and derivatives for its operators; the operators themselves are missing, and so
-the import fails. Here they are defined; what their kernels allocate is detection.py.
+The package's Python code registers shapes and derivatives for its operators, but the operators themselves are missing,
+so that the import fails. Here the operators are defined; detection.py has the allocations of their kernels.
 
 Sources: torchvision/csrc/ops (nms.cpp, roi_align.cpp and its siblings, deform_conv2d.cpp, box_iou_rotated.cpp,
 autograd/) and torchvision/extension.py of pytorch/vision@v0.28.0.
@@ -58,7 +58,7 @@ _NOT_LOADED = (
 
 @functools.cache
 def define() -> torch.library.Library:
-    """Define the operators, in this process from here on; they have no kernels but memprof's."""
+    """Define the operators for the lifetime of the process; their only kernels are memprof's."""
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
@@ -66,9 +66,9 @@ def define() -> torch.library.Library:
 
 
 def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Replace what `module`, torchvision.extension, says of its library, where that does not load."""
+    """Yield patches of `module`, torchvision.extension, for a library that cannot be loaded."""
     if not module._has_ops():
         assume(_NOT_LOADED)
         define()
         yield module, "_has_ops", lambda: True
-        yield module, "_check_cuda_version", lambda: -1  # as of a build without CUDA
+        yield module, "_check_cuda_version", lambda: -1  # as in a build without CUDA

@@ -1,8 +1,8 @@
 """flash_attn.flash_attn_interface: attention, packed or not, of equal or varying lengths, and with a cache.
 
-Python's part is flash_attn/flash_attn_interface.py, that of C++ csrc/flash_attn/flash_api.cpp (mha_fwd, mha_varlen_fwd,
-mha_bwd, mha_varlen_bwd, mha_fwd_kvcache), both of Dao-AILab/flash-attention@v2.8.3. ALiBi slopes, windows, soft capping
-and scales change what is computed, and no memory but where the queries of a group are taken together.
+Sources: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (mha_fwd, mha_varlen_fwd, mha_bwd,
+mha_varlen_bwd, mha_fwd_kvcache) of Dao-AILab/flash-attention@v2.8.3. ALiBi slopes, windows, soft capping and scales
+change numbers, and memory only where the queries of a group are merged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _public = register_in(_MODULE, "flash_attn", source=_SOURCE, in_graph=True)
 
 
 def _inner(name: str):
-    """Register what other packages call (ring attention, context parallelism)."""
+    """Register an inner function that other packages call (ring attention, context parallelism)."""
     return stub(f"{_MODULE}._flash_attn_{name}", f"{_MODULE}._wrapped_flash_attn_{name}", source=_SOURCE)
 
 
@@ -43,7 +43,7 @@ class SeqLengths(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The other arguments of one call."""
+    """The remaining arguments of one call."""
 
     dropout_p: float
     window_size: tuple[int, int]
@@ -54,23 +54,23 @@ class Options(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Return `value` rounded up to the next multiple."""
     return -(-value // multiple) * multiple
 
 
 def rounded_head(size: int) -> int:
-    """A head's size as the kernels pad it (head_size_rounded)."""
+    """Return a head's size padded as in the kernels (head_size_rounded)."""
     return round_up(size, 32 if size <= 128 else 64)
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it padded, so that a head's size is a multiple of 8."""
+    """Return the tensor padded, so that a head's size is a multiple of 8."""
     size = tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, 8 - size % 8)) if size % 8 else tensor
 
 
 def check(name: str, *tensors: torch.Tensor) -> None:
-    """Refuse what flash_api.cpp does, by RuntimeError: other dtypes, heads that are too large or do not divide."""
+    """Raise RuntimeError where flash_api.cpp does: for other dtypes, heads that are too large or do not divide."""
     check_on_gpu(name, *tensors)
     query, key = tensors[0], tensors[-1]
     if query.dtype not in HALF:
@@ -85,14 +85,14 @@ def check(name: str, *tensors: torch.Tensor) -> None:
 
 
 def efficient_split(blocks: int, sms: int, numbers: Iterable[int]) -> int:
-    """Return the first of `numbers` of parts whose last wave of blocks leaves few multiprocessors without work."""
+    """Return the first of `numbers` of parts whose last wave of blocks leaves few multiprocessors idle."""
     efficiency = {number: (blocks * number / sms) / -(-blocks * number // sms) for number in numbers}
     best = max(efficiency.values(), default=0.0)
     return next((number for number, value in efficiency.items() if value >= 0.85 * best), 1)
 
 
 def _splits(blocks: int, sms: int, key_blocks: int) -> int:
-    """num_splits_heuristic: into how many parts the keys are split, so that all multiprocessors have work."""
+    """Return the number of parts of the keys that keeps all multiprocessors busy (num_splits_heuristic)."""
     if blocks >= 0.8 * sms:
         return 1
     most = min(128, sms, key_blocks)
@@ -103,7 +103,7 @@ def _splits(blocks: int, sms: int, key_blocks: int) -> int:
 def _split_buffers(
     query: torch.Tensor, batch: int, heads: int, head: int, queries: int, keys: int, splits: int
 ) -> tuple[torch.Tensor, ...]:
-    """set_params_splitkv: sums and outputs of each part; `splits` below 1: as many as the heuristic says."""
+    """Return sums and outputs of each part (set_params_splitkv); with `splits` below 1 by the heuristic."""
     if splits < 1:
         block = 256 if head <= 64 else 128 if head <= 128 else 64
         splits = _splits(batch * heads * -(-queries // 64), 2 * num_multiprocessors(), -(-keys // block))
@@ -116,7 +116,7 @@ def _split_buffers(
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, return_softmax: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """mha_fwd and mha_varlen_fwd: output, log of the sums, probabilities (empty unless requested) and random state."""
+    """Return output, log of the sums, probabilities (or empty) and random state (mha_fwd, mha_varlen_fwd)."""
     query, key, value = map(last_contiguous, (query, key, value))
     lengths = options.lengths
     heads, head = query.shape[-2:]
@@ -145,11 +145,10 @@ def _forward(
 def _backward(
     gradient, query, key, value, out, totals: Iterable[torch.Tensor], deterministic: bool, lengths: SeqLengths | None
 ) -> torch.Tensor:
-    """mha_bwd and mha_varlen_bwd fill three gradients, of which `totals` are those of keys and values. Their sums of
-    rows are returned.
+    """Fill three gradients, with `totals` those of keys and values, and return the row sums (mha_bwd, mha_varlen_bwd).
 
     The gradient of the queries is accumulated in float32, on the deterministic path once for each part of the work;
-    keys and values that several heads share get a gradient for each of these first.
+    keys and values that several heads share first get a gradient for each head.
     """
     gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
     heads, head = query.shape[-2:]
@@ -176,10 +175,10 @@ def _backward(
 
 
 def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
-    """One of the functions: `inputs` are queries, keys and values, or what packs them along the last dimension but two.
+    """Run one of the functions on `inputs`: queries, keys and values, or tensors that pack them along dimension -3.
 
-    What is saved for the backward: these three (padded, where they had to be), the output, the sums of rows, the
-    lengths and the random state.
+    Saved for the backward: the three tensors (padded if needed), the output, the row sums, the lengths and the random
+    state.
     """
     name, options = f"flash_attn.{name}", Options(*given)
     check(name, *inputs)
@@ -193,7 +192,7 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
         require(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
 
     def forward(*tensors: torch.Tensor):
-        query, key, value = map(padded, _unpacked(tensors))
+        query, key, value = map(padded, _unpack(tensors))
         asks = options.return_attn_probs and options.dropout_p > 0
         out, sums, probabilities, state = _forward(query, key, value, options, asks)
         saved = (query, key, value, out, sums, *(lengths[:2] if lengths else ()), state)
@@ -203,14 +202,14 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *of_others):
         query, key, value, out = saved[:4]
         made = _gradients(number, query, key, value)
-        _backward(padded(gradient), query, key, value, out, _unpacked(made)[1:], options.deterministic, lengths)
+        _backward(padded(gradient), query, key, value, out, _unpack(made)[1:], options.deterministic, lengths)
         return tuple(tensor[..., :head] for tensor in made)
 
     return kernel(forward, backward, *inputs)
 
 
-def _unpacked(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values: [..., 3, heads, size], or queries and [..., 2, heads, size], or three."""
+def _unpack(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return queries, keys and values from [..., 3, heads, size], or queries and [..., 2, heads, size], or three."""
     if len(tensors) == 3:
         return tensors
     return (*tensors[:-1], *(part.detach() for part in tensors[-1].unbind(-3)))
@@ -228,7 +227,7 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """[batch, tokens, heads, size] each: the output, sums of rows in float32, padded heads, parts of split keys."""
+    """Attend, [batch, tokens, heads, size] each: output, row sums in float32, padded heads, parts of split keys."""
     return _call("flash_attn_func", (q, k, v), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
 
 
@@ -260,7 +259,7 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
 ):  # fmt: skip
-    """[tokens, heads, size] each; with a table, keys and values are blocks of a cache, and there is no backward."""
+    """Attend, [tokens, heads, size] each; with a block table, keys and values are a paged cache, no backward."""
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_func", (q, k, v), *options)
@@ -271,7 +270,7 @@ def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """Keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
+    """Attend, with keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_kvpacked_func", (q, kv), *options)
@@ -282,7 +281,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """All three as [tokens, 3, heads, size]; their gradient is one tensor."""
+    """Attend, with all three as [tokens, 3, heads, size]; their gradient is one tensor."""
     lengths = SeqLengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_qkvpacked_func", (qkv,), *options)
@@ -294,7 +293,7 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """mha_fwd_kvcache: the cache is filled where it lies; with heads that have to be padded, a copy of it is."""
+    """Attend with a cache that is filled in place (mha_fwd_kvcache); padded heads make a copy of the cache."""
     check("flash_attn.flash_attn_with_kvcache", q, k_cache)
     q, k, v = map(last_contiguous, (q, k, v))
     if isinstance(cache_seqlens, int):
@@ -326,7 +325,7 @@ def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
     return_softmax,
 ):  # fmt: skip
-    """Output, sums, probabilities, random state."""
+    """Return output, sums, probabilities and random state."""
     check(f"{_MODULE}._flash_attn_forward", q, k, v)
     options = Options(dropout_p, (window_size_left, window_size_right), alibi_slopes, False, return_softmax)
     return _forward(q, k, v, options, return_softmax)
@@ -338,7 +337,7 @@ def _flash_attn_varlen_forward(
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
     leftpad_k=None, seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
-    """Output, sums, probabilities, random state, by tokens."""
+    """Return output, sums, probabilities and random state, by tokens."""
     check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     window = (window_size_left, window_size_right)
@@ -350,7 +349,7 @@ def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """The sums of rows; the gradients are filled."""
+    """Return the row sums; the gradients are written in place."""
     check(f"{_MODULE}._flash_attn_backward", q, k, v)
     made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
     return _backward(dout, q, k, v, out, made[1:], deterministic, None)
@@ -362,7 +361,7 @@ def _flash_attn_varlen_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    """The sums of rows, by tokens; the gradients are filled."""
+    """Return the row sums, by tokens; the gradients are written in place."""
     check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
     made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))

@@ -1,7 +1,7 @@
-"""flash_attn.ops.fused_dense and ops.activations: products with what comes after them in one call.
+"""flash_attn.ops.fused_dense and ops.activations: matrix products fused with the following operation.
 
-Sources: flash_attn/ops/fused_dense.py and ops/activations.py of Dao-AILab/flash-attention@v2.8.3. What is compiled
-there by torch.jit.script runs operator by operator, as its first call does. Groups of several processes are not known.
+Sources: flash_attn/ops/fused_dense.py and ops/activations.py of Dao-AILab/flash-attention@v2.8.3. Functions compiled
+there by torch.jit.script run operator by operator, as in their first call. Process groups are not supported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _activation = register_in("flash_attn.ops.activations", source=_AT + "flash_attn
 
 @_activation
 def gelu_bwd(g, x):
-    """Run the backward of gelu by several operators: each makes a tensor of its own."""
+    """Run the backward of gelu by several operators, each of which allocates its result."""
     tanh_out = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
     ff = 0.5 * x * ((1 - tanh_out * tanh_out) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh_out)
     return (ff * g).to(dtype=x.dtype)
@@ -35,13 +35,13 @@ def gelu_bwd(g, x):
 
 @_activation
 def relu_bwd(g, x):
-    """A comparison and a choice."""
+    """Run the backward of relu by a comparison and a selection."""
     return torch.where(x >= 0, g, 0.0).to(dtype=x.dtype)
 
 
 @_activation
 def sqrelu_fwd(x):
-    """ReLU, and its square."""
+    """Return the square of ReLU; ReLU is allocated too."""
     r = functional.relu(x)
     return (r * r).to(dtype=x.dtype)
 
@@ -54,7 +54,7 @@ def sqrelu_bwd(g, x):
 
 @_activation
 def swiglu(x, y):
-    """Multiply y by the SiLU of x: both are saved; one kernel each way."""
+    """Multiply y by the SiLU of x: saves x and y; one kernel each way."""
 
     def forward(x: torch.Tensor, y: torch.Tensor):
         check_on_gpu("flash_attn.ops.activations.swiglu", x, y)
@@ -71,13 +71,13 @@ def _made(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return known.get(name, functional.relu)
 
 
-def _fits(*tensors) -> bool:
+def _are_supported(*tensors) -> bool:
     x = tensors[0]
     half = x.dtype in HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
     return half and all(one is None or one.is_cuda for one in tensors)
 
 
-def _in_autocast(*tensors) -> tuple[Any, ...]:
+def _cast_for_autocast(*tensors) -> tuple[Any, ...]:
     return tuple(one if one is None else one.to(autocast_dtype(one.dtype)).contiguous() for one in tensors)
 
 
@@ -85,8 +85,8 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _of_input(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient of the input, with the residual's added where the input is released."""
+def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of the input, plus the residual's gradient; the input is released."""
     if residual is None:
         return functional.linear(gradient, weight.t())
     return torch.addmm(_rows(residual), gradient, weight)
@@ -94,16 +94,16 @@ def _of_input(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tens
 
 @_public
 def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
-    """A product; its backward has the gradients of weight and bias in one, with a workspace of 4 MiB (32 on Hopper)."""
+    """Return a product; the backward has one product for weight and bias, scratch: 4 MiB (32 on Hopper)."""
     refuse(f"{_MODULE}.fused_dense_func", {"a process group": process_group is not None})
-    if not _fits(x, weight, bias):
+    if not _are_supported(x, weight, bias):
         out = functional.linear(x, weight, bias)
         return (out, x) if return_residual else out
     wanted = [one is not None and one.requires_grad for one in (x, weight, bias)]
 
     def forward(x, weight, bias):
         check_on_gpu("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
-        x, weight, bias = _in_autocast(x, weight, bias)
+        x, weight, bias = _cast_for_autocast(x, weight, bias)
         out = functional.linear(x, weight, bias)
         saved = (x, weight) if wanted[1] else (weight,)
         return (out, x.detach()) if return_residual else out, saved
@@ -113,7 +113,7 @@ def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=
         gradient = _rows(gradient.contiguous())
         d_x = d_weight = d_bias = None
         if wanted[0]:
-            d_x = _of_input(gradient, weight, residual[0] if residual else None).reshape(*shape, -1)
+            d_x = _input_gradient(gradient, weight, residual[0] if residual else None).reshape(*shape, -1)
         if wanted[1]:
             d_weight, d_bias = extensions.linear_bias_wgrad(_rows(saved[0]), gradient, wanted[2])
         elif wanted[2]:
@@ -125,7 +125,7 @@ def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=
 
 @_public
 class FusedDense(nn.Linear):
-    """fused_dense_func with a weight of its own."""
+    """A linear layer by fused_dense_func, with its own weight."""
 
     def __init__(self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
@@ -140,11 +140,11 @@ def fused_mlp_func(
     x, weight1, weight2, bias1=None, bias2=None, activation="gelu_approx", save_pre_act=True, return_residual=False,
     checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True,
 ):  # fmt: skip
-    """Two products and what is between: saved are both sides of the activation, the first, or neither."""
+    """Run two products with an activation: saves both sides of the activation, one, or none (`checkpoint_lvl`)."""
     refuse(f"{_MODULE}.fused_mlp_func", {"a process group": process_group is not None})
     assert activation in _ACTIVATIONS
     divides = x.shape[-1] % (128 if activation == "relu" else 8) == 0
-    if not _fits(x, weight1, weight2, bias1, bias2) or not (divides or not save_pre_act):
+    if not _are_supported(x, weight1, weight2, bias1, bias2) or not (divides or not save_pre_act):
         out = functional.linear(_made(activation)(functional.linear(x, weight1, bias1)), weight2, bias2)
         return (out, x) if return_residual else out
     inputs = (x, weight1, bias1, weight2, bias2)
@@ -153,7 +153,7 @@ def fused_mlp_func(
     keeps_output = level == 0 or (level == 1 and activation == "relu")
 
     def inner(x, weight, bias, save: bool) -> list[torch.Tensor]:
-        """After the activation, and before it."""
+        """Return the values after the activation, and before it."""
         if heuristic == -1:
             before = functional.linear(_rows(x), weight, bias)
             return [_made(activation)(before), before]
@@ -161,7 +161,7 @@ def fused_mlp_func(
 
     def forward(*given):
         check_on_gpu("flash_attn.ops.fused_dense.fused_mlp_func", given[0], given[1], given[3])
-        x, weight1, bias1, weight2, bias2 = _in_autocast(*given)
+        x, weight1, bias1, weight2, bias2 = _cast_for_autocast(*given)
         after, *before = inner(x, weight1, bias1, bool(save_pre_act))
         out = functional.linear(after, weight2, bias2).reshape(*x.shape[:-1], -1)
         kept = (bias1,) if level == 2 else (*before, after) if keeps_output else tuple(before)
@@ -186,7 +186,7 @@ def fused_mlp_func(
         else:
             d_before, d_bias1 = extensions.bias_act_linear_dgrad_bgrad(weight2, gradient, before, is_gelu, heuristic)
         if wanted[0]:
-            d_x = _of_input(d_before, weight1, residual[0] if residual else None).reshape(*shape, -1)
+            d_x = _input_gradient(d_before, weight1, residual[0] if residual else None).reshape(*shape, -1)
         if heuristic == -1:
             if wanted[1]:
                 d_weight1, d_bias1 = extensions.linear_bias_wgrad(_rows(x), d_before, wanted[2])
@@ -199,7 +199,7 @@ def fused_mlp_func(
 
 @_public
 class FusedMLP(nn.Module):
-    """fused_mlp_func with weights of its own; on Hopper GELU is a kernel of its own."""
+    """An MLP by fused_mlp_func, with its own weights; on Hopper GELU is a separate kernel."""
 
     def __init__(
         self, in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, activation="gelu_approx",

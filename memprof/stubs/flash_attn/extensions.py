@@ -1,9 +1,9 @@
-"""Extensions that flash-attention's repository builds beside the package: norms, rotary embeddings,
-cross-entropy, products with an activation. Programs call them by the Python that they have copied with them.
+"""Extension modules of flash-attention's repository outside the package: norms, rotary embeddings, cross-entropy,
+products with an activation. Programs call them through copied Python code.
 
 Sources, of Dao-AILab/flash-attention: csrc/layer_norm/ln_api.cpp and csrc/fused_dense_lib/fused_dense.cpp at v2.8.3,
-csrc/rotary/rotary.cpp and csrc/xentropy at v2.8.2, the last release that has them. How many blocks of the norms'
-backward a multiprocessor runs is CUDA's to say: one is counted.
+csrc/rotary/rotary.cpp and csrc/xentropy at v2.8.2, the last release that has them. CUDA determines how many blocks of
+the norms' backward run on a multiprocessor: one is counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOSS = f"{_AT}v2.8.2:csrc/xentropy/interface.cpp, csrc/xentropy/xentropy_kernel
 
 @stub("rotary_emb.apply_rotary", source=f"{_AT}v2.8.2:csrc/rotary/rotary.cpp")
 def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
-    """Written into what it is given."""
+    """Write the rotated tensors into `out1` and `out2`; nothing is allocated."""
     check_on_gpu("rotary_emb.apply_rotary", x1, x2, cos, sin, out1, out2)
     require(x1.dtype == cos.dtype == out1.dtype, "rotary_emb.apply_rotary", "one dtype")
     require(x1.shape == x2.shape and cos.shape == sin.shape, "rotary_emb.apply_rotary", "halves of one shape")
@@ -30,7 +30,7 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
 
 @stub("xentropy_cuda_lib.forward", source=_LOSS)
 def cross_entropy(input, labels, smoothing, total_classes=-1):
-    """A loss and a log of sums for each row, in float32."""
+    """Return a loss and a log of sums for each row, in float32."""
     name = "xentropy_cuda_lib.forward"
     check_on_gpu(name, input, labels)
     require(input.dim() == 2 and labels.shape == input.shape[:1], name, "a label for each row of logits")
@@ -41,7 +41,7 @@ def cross_entropy(input, labels, smoothing, total_classes=-1):
 
 @stub("xentropy_cuda_lib.backward", source=_LOSS)
 def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1):
-    """The gradient of the logits, in their place if it is requested."""
+    """Return the gradient of the logits, which with `inplace` overwrites the logits."""
     name = "xentropy_cuda_lib.backward"
     check_on_gpu(name, grad_loss, logits, max_log_sum_exp, labels)
     require(grad_loss.dtype == torch.float32, name, "gradients of float32")
@@ -51,7 +51,7 @@ def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing
     return logits
 
 
-def _fits_norm(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
+def _check_norm(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
     require(x.dim() == 2 and x.is_contiguous(), name, "contiguous rows")
     require(gamma.numel() == x.shape[1], name, f"weights of {x.shape[1]}")
     require(x.shape[1] % 8 == 0 and x.shape[1] <= 8192, name, "rows of at most 8192 elements, a multiple of 8")
@@ -62,10 +62,10 @@ def dropout_add_ln_fwd(
     x0, residual_, gamma, beta_, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, epsilon, rowscale_const,
     z_numrows, gen_, residual_in_fp32=False, is_rms_norm=False,
 ):  # fmt: skip
-    """The norm; the sum of input and residual, where it is not the input; a mask of bytes; two numbers a row."""
+    """Return the norm, the sum of input and residual (if any), a mask of bytes and two statistics a row."""
     name = "dropout_layer_norm.dropout_add_ln_fwd"
     check_on_gpu(name, x0, residual_, gamma, beta_)
-    _fits_norm(name, x0, gamma)
+    _check_norm(name, x0, gamma)
     rows, cols = (x0 if x0_subset_ is None else x0_subset_).shape[0], x0.shape[1]
     kind = residual_.dtype if residual_ is not None else torch.float32 if residual_in_fp32 else x0.dtype
     others = (residual_, rowscale_, colscale_, x0_subset_)
@@ -82,10 +82,10 @@ def dropout_add_ln_bwd(
     dz, dx_, x, x0_, dmask_, mu, rsigma, gamma, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, rowscale_const,
     x0_numrows, has_residual, is_rms_norm=False,
 ):  # fmt: skip
-    """Gradients of the input, of the residual and of all parameters, the latter in parts first, which are given too."""
+    """Return the gradients of input, residual and all parameters, and the partial sums of the parameter gradients."""
     name = "dropout_layer_norm.dropout_add_ln_bwd"
     check_on_gpu(name, dz, x, gamma)
-    _fits_norm(name, x, gamma)
+    _check_norm(name, x, gamma)
     cols = x.shape[1]
     d_x0 = x.new_empty((x.shape[0] if x0_subset_ is None else x0_numrows, cols), dtype=dz.dtype)
     d_residual = torch.empty_like(x) if has_residual else None
@@ -95,8 +95,8 @@ def dropout_add_ln_bwd(
     return [*made, *parts[:2], *of_scale, *parts[2:]]
 
 
-def _for_product(name: str, *tensors) -> torch.Tensor:
-    """Check what they refuse; then allocate the workspace of cuBLASLt, which lives as long as the call."""
+def _prepare_product(name: str, *tensors) -> torch.Tensor:
+    """Check the arguments as the extension does, and allocate cuBLASLt's workspace, freed at the end of the call."""
     check_on_gpu(name, *tensors)
     given = [one for one in tensors if one is not None]
     require(given[0].dtype in HALF and given[0].dtype == given[1].dtype, name, "half precision")
@@ -107,33 +107,33 @@ def _for_product(name: str, *tensors) -> torch.Tensor:
 
 @stub("fused_dense_lib.linear_bias_wgrad", source=_DENSE)
 def linear_bias_wgrad(input, d_output, has_d_bias):
-    """Gradients of a weight and of a bias by one product, with a workspace of 4 MiB (32 on Hopper)."""
+    """Return the gradients of a weight and of a bias from one product; scratch: 4 MiB (32 on Hopper)."""
     d_weight = input.new_empty((d_output.shape[1], input.shape[1]))
     d_bias = input.new_empty(d_output.shape[1]) if has_d_bias else None
-    workspace = _for_product("fused_dense_lib.linear_bias_wgrad", input, d_output)
+    workspace = _prepare_product("fused_dense_lib.linear_bias_wgrad", input, d_output)
     del workspace
     return [d_weight, d_bias]
 
 
 @stub("fused_dense_lib.linear_act_forward", source=_DENSE)
 def linear_act_forward(input, weight, bias_, is_gelu, save_pre_act, heuristic):
-    """Product after its activation, and before it (of ReLU a bit each), with a workspace of 4 MiB (32 on Hopper)."""
+    """Return a product after its activation and before it (for ReLU a bit each); scratch: 4 MiB (32 on Hopper)."""
     rows, columns = input.shape[0], weight.shape[0]
     made = [input.new_empty((rows, columns))]
     if save_pre_act:
         made.append(
             input.new_empty((rows, columns)) if is_gelu else input.new_empty((rows, columns // 8), dtype=torch.uint8)
         )
-    workspace = _for_product("fused_dense_lib.linear_act_forward", input, weight, bias_)
+    workspace = _prepare_product("fused_dense_lib.linear_act_forward", input, weight, bias_)
     del workspace
     return made
 
 
 @stub("fused_dense_lib.bias_act_linear_dgrad_bgrad", source=_DENSE)
 def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic):
-    """Gradients before the activation and of the bias, with a workspace of 4 MiB (32 on Hopper)."""
+    """Return the gradients before the activation and of the bias; scratch: 4 MiB (32 on Hopper)."""
     d_bias = weight.new_empty(weight.shape[1])
     d_input = weight.new_empty((d_output.shape[0], weight.shape[1]))
-    workspace = _for_product("fused_dense_lib.bias_act_linear_dgrad_bgrad", weight, d_output)
+    workspace = _prepare_product("fused_dense_lib.bias_act_linear_dgrad_bgrad", weight, d_output)
     del workspace
     return [d_input, d_bias]

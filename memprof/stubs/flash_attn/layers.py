@@ -1,4 +1,4 @@
-"""flash_attn's rotary positions, Triton norms and cross-entropy: what nanotron and others take beside attention.
+"""flash_attn's rotary embeddings, Triton norms and cross-entropy, which nanotron and others use besides attention.
 
 Sources: flash_attn/layers/rotary.py, ops/triton/rotary.py, ops/triton/layer_norm.py, ops/triton/cross_entropy.py and
 losses/cross_entropy.py of Dao-AILab/flash-attention@v2.8.3.
@@ -26,14 +26,14 @@ from memprof.stubs.tools import (
 
 _AT = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
 _NORMS = "flash_attn.ops.triton.layer_norm"
-_PARTS = 8  # of the gradient of a norm's weight, for each multiprocessor (sm_count in _layer_norm_bwd_impl)
+_PARTS = 8  # partial gradients of a norm's weight per multiprocessor (sm_count in _layer_norm_bwd_impl)
 
 
 @stub("flash_attn.ops.triton.rotary.apply_rotary", source=_AT + "ops/triton/rotary.py")
 def apply_rotary(
     x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
 ):
-    """A tensor like `x`, or `x` itself; what of a head is not turned is copied."""
+    """Return a tensor like `x`, or `x` itself; the part of a head without rotation is copied."""
     check_on_gpu("flash_attn.apply_rotary", x, cos, sin)
     require(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
     require(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
@@ -55,7 +55,7 @@ def apply_rotary(
     source=_AT + "layers/rotary.py",
 )  # fmt: skip
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
-    """A tensor like [batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`; in place nothing."""
+    """Return a tensor like [batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`; or `x`."""
 
     def backward(saved, gradient):
         return apply_rotary(gradient, saved[0], saved[1], inplace=inplace), None, None
@@ -69,9 +69,9 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 
 @stub("flash_attn.layers.rotary.apply_rotary_emb_qkv_", source=_AT + "layers/rotary.py")
 def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
-    """Queries and keys of [batch, tokens, 3, heads, size] are turned where they lie, and so is their gradient.
+    """Rotate queries and keys of [batch, tokens, 3, heads, size] in place, and also their gradient.
 
-    Packed for one kernel they are a view where `qkv` is contiguous; a gradient that is not is turned in two.
+    Packed for one kernel they are a view where `qkv` is contiguous; a gradient that is not is rotated in two.
     """
 
     def forward(given, *tables):
@@ -88,13 +88,13 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
 
 @stub("flash_attn.layers.rotary.apply_rotary_emb_kv_", source=_AT + "layers/rotary.py")
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
-    """The keys of [batch, tokens, 2, heads, size] are turned where they lie, and so is their gradient."""
+    """Rotate the keys of [batch, tokens, 2, heads, size] in place, and also their gradient."""
     return apply_rotary_emb_qkv_(kv, cos, sin, None, None, interleaved, seqlen_offsets)
 
 
 @stub("flash_attn.layers.rotary.RotaryEmbedding", source=_AT + "layers/rotary.py")
 class RotaryEmbedding(nn.Module):
-    """Keeps cosines and sines of the longest text so far, in the type of the queries."""
+    """A rotary embedding that caches cosines and sines of the longest sequence so far, in the dtype of the queries."""
 
     inv_freq: torch.Tensor
     scale: Any
@@ -161,10 +161,9 @@ def norm(
     name: str, parts_of_sm: int, x: torch.Tensor, weight, bias, residual, dropout_p: float, prenorm: bool,
     residual_in_fp32: bool, is_rms: bool, out_dtype=None,
 ):  # fmt: skip
-    """LayerNormFn: x, or the sum of it and the residual in the latter's type, is saved with a number a row, or two.
+    """Run LayerNormFn: saves x, or its sum with the residual in the latter's dtype, and 1 or 2 statistics a row.
 
-    `name` is what the program calls, "package.function"; gradients of weights have `parts_of_sm` parts for each
-    multiprocessor.
+    `name` is the called function, "package.function"; weights' gradients have `parts_of_sm` parts per multiprocessor.
     """
     shape, kind, adds = x.shape, x.dtype, residual is not None
     stream = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
@@ -211,7 +210,7 @@ def layer_norm_fn(
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, return_dropout_mask=False,
     out_dtype=None, out=None, residual_out=None,
 ):  # fmt: skip
-    """Layer norm, or RMS norm, of x or of its sum with a residual; numbers of each row, gradients in parts."""
+    """Return the layer or RMS norm of x or of its sum with a residual; saves row statistics; gradients in parts."""
     refuse_given(
         f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale, out=out,
         residual_out=residual_out, return_dropout_mask=return_dropout_mask or None,
@@ -228,7 +227,7 @@ def rms_norm_fn(
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, return_dropout_mask=False, out_dtype=None,
     out=None, residual_out=None,
 ):  # fmt: skip
-    """RMS norm of x or of its sum with a residual, as layer_norm_fn."""
+    """Return the RMS norm of x or of its sum with a residual, as layer_norm_fn does."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
         zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
@@ -237,7 +236,7 @@ def rms_norm_fn(
 
 @stub(f"{_NORMS}.RMSNorm", source=_AT + "ops/triton/layer_norm.py")
 class RMSNorm(nn.Module):
-    """rms_norm_fn with a weight of its own."""
+    """An RMS norm by rms_norm_fn, with its own weight."""
 
     norm = staticmethod(rms_norm_fn)
 
@@ -265,7 +264,7 @@ def cross_entropy_loss(
     logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100,
     inplace_backward=False, process_group=None,
 ):  # fmt: skip
-    """Losses and z-losses in float32; saved are the logits, whose gradient may take their place, and their sums."""
+    """Return losses and z-losses in float32; saves the logits, which the gradient may overwrite, and their sums."""
     several = process_group is not None and torch.distributed.get_world_size(process_group) > 1
     refuse("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", {"a process group of several": several})
 
@@ -289,7 +288,7 @@ def cross_entropy_loss(
 
 @stub("flash_attn.losses.cross_entropy.CrossEntropyLoss", source=_AT + "losses/cross_entropy.py")
 class CrossEntropyLoss(nn.Module):
-    """The mean over the labels that count, their sum, or each."""
+    """The cross-entropy loss: its mean over the labels that count, its sum, or each label's loss."""
 
     def __init__(
         self, ignore_index=-100, reduction="mean", label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
@@ -307,10 +306,10 @@ class CrossEntropyLoss(nn.Module):
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
             self.ignore_index, self.inplace_backward, self.process_group,
         )  # fmt: skip
-        made = [self._reduced(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)]]
+        made = [self._reduce(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)]]
         return tuple(made) if self.return_z_loss else made[0]
 
-    def _reduced(self, loss, target):
+    def _reduce(self, loss, target):
         if self.reduction == "mean":
             return loss.sum() / (target != self.ignore_index).sum()
         return loss.sum() if self.reduction == "sum" else loss

@@ -1,7 +1,7 @@
-"""flash_attn.ops.layer_norm and ops.rms_norm: dropout, a sum with a residual and a norm by one kernel.
+"""flash_attn.ops.layer_norm and ops.rms_norm: dropout, a sum with a residual and a norm in one kernel.
 
 Sources: flash_attn/ops/layer_norm.py, ops/rms_norm.py and csrc/layer_norm/ln_api.cpp of
-Dao-AILab/flash-attention@v2.8.3. Subsets of rows and two residuals at once are not known here.
+Dao-AILab/flash-attention@v2.8.3. Subsets of rows and two residuals at once are not supported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _norm(
     x0, residual, weight, bias, rowscale, layerscale, dropout_p: float, residual_in_fp32: bool = False,
     prenorm: bool = False, is_rms_norm: bool = False, return_mask: bool = False,
 ):  # fmt: skip
-    """DropoutAddLayerNormFn: the sum is saved, or the input; a mask of bytes, two numbers a row."""
+    """Run DropoutAddLayerNormFn: saves the sum, or the input; a mask of bytes, two statistics a row."""
     shape, adds, shifts = x0.shape, residual is not None, bias is not None
 
     def forward(x0, residual, weight, bias, rowscale, layerscale):
@@ -66,11 +66,11 @@ def _norm(
 
 @_layer
 def layer_norm(x, weight, bias, epsilon):
-    """Layer norm: two numbers a row, gradients of parameters in parts."""
+    """Return the layer norm: two statistics a row, gradients of parameters in parts."""
     return _norm(x, None, weight, bias, None, None, 0.0)
 
 
-def _of_sum(name: str, is_rms: bool, text: str) -> Callable[..., Any]:
+def _make_dropout_add_norm(name: str, is_rms: bool, text: str) -> Callable[..., Any]:
     def dropout_add_norm(
         x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
         residual_in_fp32=False, return_dropout_mask=False,
@@ -85,18 +85,18 @@ def _of_sum(name: str, is_rms: bool, text: str) -> Callable[..., Any]:
 
 
 _SUM = "The sum of the input, with dropout, and a residual, and its norm; a mask of bytes, two numbers a row."
-_layer(_of_sum("dropout_add_layer_norm", False, _SUM))
-_rms(_of_sum("dropout_add_rms_norm", True, "The same with RMS norm."))
+_layer(_make_dropout_add_norm("dropout_add_layer_norm", False, _SUM))
+_rms(_make_dropout_add_norm("dropout_add_rms_norm", True, "The same with RMS norm."))
 
 
 @_rms
 def rms_norm(x, weight, epsilon):
-    """RMS norm: two numbers a row, gradients of parameters in parts."""
+    """Return the RMS norm: two statistics a row, gradients of parameters in parts."""
     return _norm(x, None, weight, None, None, None, 0.0, is_rms_norm=True)
 
 
 class _NormLayer(nn.Module):
-    """A norm with parameters of its own."""
+    """A norm with its own parameters."""
 
     is_rms = False
 
@@ -126,19 +126,19 @@ class _NormLayer(nn.Module):
 
 @_layer
 class DropoutAddLayerNorm(_NormLayer):
-    """dropout_add_layer_norm with parameters of its own."""
+    """A layer norm by dropout_add_layer_norm, with its own parameters."""
 
 
 @_rms
 class DropoutAddRMSNorm(_NormLayer):
-    """dropout_add_rms_norm with a weight of its own."""
+    """An RMS norm by dropout_add_rms_norm, with its own weight."""
 
     is_rms = True
 
 
 @_rms
 class RMSNorm(_NormLayer):
-    """rms_norm with a weight of its own."""
+    """An RMS norm by rms_norm, with its own weight."""
 
     is_rms = True
 

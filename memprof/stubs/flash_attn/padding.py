@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: tokens without those that pad, and back. All of it is PyTorch's own operators.
+"""flash_attn.bert_padding: removal of padding tokens, and its inverse, by PyTorch's own operators.
 
 Source: flash_attn/bert_padding.py of Dao-AILab/flash-attention@v2.8.3.
 """
@@ -16,26 +16,26 @@ from memprof.stubs.tools import check_on_gpu, kernel
 _public = register_in("flash_attn.bert_padding", source="Dao-AILab/flash-attention@v2.8.3:flash_attn/bert_padding.py")
 
 
-def _repeated(indices: torch.Tensor, columns: int) -> torch.Tensor:
+def _repeat(indices: torch.Tensor, columns: int) -> torch.Tensor:
     """Return each index for every column, as a view."""
     return indices[:, None].expand(-1, columns)
 
 
 @_public
 def index_first_axis(input, indices):
-    """Rows, by gather; the backward scatters into zeros."""
+    """Return the rows at `indices`, by gather; the backward scatters into zeros."""
     check_on_gpu("flash_attn.bert_padding.index_first_axis")
 
     def forward(given: torch.Tensor, chosen: torch.Tensor):
         others = given.shape[1:]
         rows = given.reshape(given.shape[0], -1)
-        return torch.gather(rows, 0, _repeated(chosen, others.numel())).reshape(-1, *others), (chosen,)
+        return torch.gather(rows, 0, _repeat(chosen, others.numel())).reshape(-1, *others), (chosen,)
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor):
         others = gradient.shape[1:]
         gradient = gradient.reshape(gradient.shape[0], -1)
         made = gradient.new_zeros((first, gradient.shape[1]))
-        made.scatter_(0, _repeated(saved[0], gradient.shape[1]), gradient)
+        made.scatter_(0, _repeat(saved[0], gradient.shape[1]), gradient)
         return made.reshape(first, *others), None
 
     first = input.shape[0]
@@ -44,7 +44,7 @@ def index_first_axis(input, indices):
 
 @_public
 def index_put_first_axis(values, indices, first_axis_dim):
-    """Rows of zeros, written by an index; the backward reads them."""
+    """Return rows of zeros with `values` at `indices`; the backward reads them."""
     check_on_gpu("flash_attn.bert_padding.index_put_first_axis")
 
     def forward(given: torch.Tensor, chosen: torch.Tensor):
@@ -57,7 +57,7 @@ def index_put_first_axis(values, indices, first_axis_dim):
 
 @_public
 def index_first_axis_residual(input, indices):
-    """Rows, by an index, and the input itself; the backward adds into the gradient of the latter."""
+    """Return the rows at `indices`, and the input itself; the backward adds into the input's gradient."""
     check_on_gpu("flash_attn.bert_padding.index_first_axis_residual")
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, of_input: torch.Tensor):
@@ -71,26 +71,26 @@ def index_first_axis_residual(input, indices):
 
 @_public
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
-    """Tokens that a mask keeps, where they were, the bounds of each text, the longest, and how many each uses."""
+    """Return the unmasked tokens, their indices, the sequence bounds, the longest length, and the length of each."""
     everything = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = everything.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
-    return *_unpadded(hidden_states, everything, lengths), used
+    return *_unpad(hidden_states, everything, lengths), used
 
 
 @_public
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
-    """Unpad as unpad_input does, for several texts in a row; the mask has their lengths."""
+    """Unpad as unpad_input does, for several sequences per row; the mask has their lengths."""
     length = attention_mask_in_length.sum(dim=-1)
     tokens = attention_mask_in_length.size(-1)
     positions = torch.arange(tokens, device=length.device, dtype=length.dtype).expand(len(length), tokens)
     mask = positions < length.unsqueeze(1)
     real = torch.nonzero(attention_mask_in_length.flatten(), as_tuple=False).flatten()
     lengths = attention_mask_in_length.flatten()[real]
-    return _unpadded(hidden_states, mask, lengths)
+    return _unpad(hidden_states, mask, lengths)
 
 
-def _unpadded(hidden_states: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> tuple[Any, ...]:
+def _unpad(hidden_states: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> tuple[Any, ...]:
     indices = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
     longest = lengths.max().item()
     bounds = pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
@@ -99,5 +99,5 @@ def _unpadded(hidden_states: torch.Tensor, mask: torch.Tensor, lengths: torch.Te
 
 @_public
 def pad_input(hidden_states, indices, batch, seqlen):
-    """Zeros with rows put where no padding is."""
+    """Return zeros with the rows of `hidden_states` at `indices`."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

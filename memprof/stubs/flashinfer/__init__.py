@@ -1,4 +1,4 @@
-"""FlashInfer (flashinfer-ai/flashinfer@v0.6.17): attention over pages, sampling, norms and rotations of inference."""
+"""FlashInfer (flashinfer-ai/flashinfer@v0.6.17): paged attention, sampling, norms and rotary embeddings."""
 
 from memprof.stubs.flashinfer import attention, layers, pages, sampling
 

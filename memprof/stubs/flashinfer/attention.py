@@ -1,7 +1,7 @@
-"""flashinfer's attention: one sequence with 32 MiB beside it, or a batch with workspaces that its wrapper keeps.
+"""flashinfer's attention: one sequence with 32 MiB of scratch, or a batch with the workspaces of its wrapper.
 
-Sources: flashinfer/decode.py, prefill.py and utils.py of flashinfer-ai/flashinfer@v0.6.17. A batch's kernels take
-nothing: what they need lies in the workspace that the program gives; that it may be too small is not told.
+Sources: flashinfer/decode.py, prefill.py and utils.py of flashinfer-ai/flashinfer@v0.6.17. A batch's kernels allocate
+nothing: their scratch is in the program's workspace. A workspace that is too small is not reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LENGTHS = 32768
 _POSITIONS = ("NONE", "ROPE_LLAMA", "ALIBI")
 _KNOWN_BACKENDS = ("auto", "fa2", "fa3")
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
-# Those of a decoding plan that may still be given by position.
+# Options of a decoding plan that may still be given by position.
 _LATER_OPTIONS = (
     "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type",
     "sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size",
@@ -47,7 +47,7 @@ def _check_known(name: str, backend: str = "auto", dtypes: tuple[torch.dtype, ..
 
 
 def _slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """get_alibi_slopes."""
+    """Return the ALiBi slopes, as get_alibi_slopes does."""
     power = 2 ** math.floor(math.log2(heads))
     made = torch.pow(2.0 ** (-8.0 / power), torch.arange(1, 1 + power, device=device))
     if power < heads:
@@ -56,7 +56,7 @@ def _slopes(heads: int, device: torch.device) -> torch.Tensor:
     return made.float()
 
 
-def _scaled(out: torch.Tensor, scale) -> torch.Tensor:
+def _scale(out: torch.Tensor, scale) -> torch.Tensor:
     return out if scale is None or (isinstance(scale, float) and scale == 1.0) else out.mul_(scale)
 
 
@@ -66,7 +66,7 @@ def single_decode_with_kv_cache(
     v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     return_lse=False,
 ):  # fmt: skip
-    """Attend with the query of one token: allocates the output, and 32 MiB while it runs."""
+    """Attend with the query of one token: allocates the output, and 32 MiB of scratch."""
     name = "single_decode_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v)
     _check_positions(pos_encoding_mode)
@@ -82,7 +82,7 @@ def single_prefill_with_kv_cache(
     logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto", return_lse=False, kv_cache_sf=None,
     k_scale=None, v_scale=None,
 ):  # fmt: skip
-    """Attend with the queries of one sequence: allocates the output, and 32 MiB while it runs."""
+    """Attend with the queries of one sequence: allocates the output, and 32 MiB of scratch."""
     name = "single_prefill_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
     _check_positions(pos_encoding_mode)
@@ -97,13 +97,13 @@ def single_prefill_with_kv_cache(
 
 
 def _attend_to_one(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
-    """Attend with queries [..., heads, size]: allocates the output, and 32 MiB while it runs."""
+    """Attend with queries [..., heads, size]: allocates the output, and 32 MiB of scratch."""
     workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
     sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     out = made()
     slopes = _slopes(q.shape[-2], q.device) if positions == "ALIBI" else None
     del slopes
-    out = _scaled(out, v_scale)
+    out = _scale(out, v_scale)
     del workspace
     return (out, sums) if return_lse else out
 
@@ -121,7 +121,7 @@ def _check_shapes(name: str, q: torch.Tensor, dimensions: int, k: torch.Tensor, 
 
 
 class _Wrapper:
-    """The base of all wrappers: the program's workspace, 8 MiB for numbers, and their copy in pinned host memory."""
+    """The base of all wrappers: the program's workspace, 8 MiB for indices, and their copy in pinned host memory."""
 
     _name = ""
 
@@ -145,7 +145,7 @@ class _Wrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Return whether lists of numbers are copied into those that the program gave."""
+        """Return whether index tensors are copied into the program's buffers."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -155,10 +155,10 @@ class _Wrapper:
         )
 
     def end_forward(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def _place(self, non_blocking: bool, **numbers: torch.Tensor) -> None:
-        """Lists of numbers on the GPU; in graphs in tensors that the program gave, which are long enough."""
+    def _move_indices(self, non_blocking: bool, **numbers: torch.Tensor) -> None:
+        """Move index tensors to the GPU; with CUDA graphs, into the program's buffers, whose size suffices."""
         for name, given in numbers.items():
             if not self._use_cuda_graph:
                 self._lists[name] = given.to(self.device, non_blocking=non_blocking)
@@ -170,7 +170,7 @@ class _Wrapper:
                 raise ValueError(f"The length of {name} exceeds the allocated buffer size.")
             own[: len(given)].copy_(given, non_blocking=non_blocking)
 
-    def _types(self, q, kv, o) -> None:
+    def _set_dtypes(self, q, kv, o) -> None:
         q = _dtype(q)
         kv = q if kv is None else _dtype(kv)
         _check_known(self._name, dtypes=(q, kv))
@@ -189,7 +189,7 @@ class _Wrapper:
                 )
         refuse(f"flashinfer.{self._name}.run", {"arguments of kernels of one's own": others})
 
-    def _attended(
+    def _make_outputs(
         self, q: torch.Tensor, v: torch.Tensor, out, lse, return_lse: bool, v_scale=None, *, zeros: bool = False,
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
@@ -205,7 +205,7 @@ class _Wrapper:
         mark_written(out)
         heads = q.shape[1]
         keep_for_run(("flashinfer", "slopes", heads, self.device), lambda: _slopes(heads, self.device))
-        out = _scaled(out, v_scale)
+        out = _scale(out, v_scale)
         return (out, lse) if return_lse else out
 
 
@@ -226,7 +226,7 @@ def _check_given(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) -> 
 
 @public("decode", "BatchDecodeWithPagedKVCacheWrapper")
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """A token for each sequence: the output; 8 MiB, lists of numbers and slopes of heads are kept."""
+    """Attention of one token per sequence: allocates the output; 8 MiB, index tensors and ALiBi slopes are kept."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
@@ -260,9 +260,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         twice = given.keys() & kwargs.keys()
         if twice:
             raise TypeError(f"{self._name}.plan() got multiple values for argument {min(twice)!r}")
-        self._planned(indptr, indices, last_page_len, page_size, **given, **kwargs)
+        self._plan_decode(indptr, indices, last_page_len, page_size, **given, **kwargs)
 
-    def _planned(
+    def _plan_decode(
         self, indptr, indices, last_page_len, page_size, *, pos_encoding_mode="NONE", window_left=-1, window_right=0,
         logits_soft_cap=None, q_data_type="float16", kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None,
         rope_scale=None, rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None,
@@ -275,13 +275,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise ValueError(f"q_len_per_req={q_len_per_req} requires tensor-core decode (use_tensor_cores=True)")
         if len(indptr) != len(last_page_len) + 1:
             raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
-        self._place(non_blocking, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        self._move_indices(non_blocking, indptr=indptr, indices=indices, last_page_len=last_page_len)
         if not self._use_cuda_graph:
             self._lists["rows"] = torch.empty(len(indptr), dtype=torch.int32, device=self.device)
         self._batch, self._tokens = len(last_page_len), q_len_per_req
         if q_data_type is None:
             q_data_type = data_type
-        self._types(q_data_type, data_type if kv_data_type is None else kv_data_type, o_data_type)
+        self._set_dtypes(q_data_type, data_type if kv_data_type is None else kv_data_type, o_data_type)
         if seq_lens is None:
             get_seq_lens(indptr.to("cpu"), last_page_len.to("cpu"), page_size)
 
@@ -295,7 +295,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self._check_run(q, keys, values, *args)
         if q.shape[0] != self._batch * self._tokens:
             raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match batch_size * q_len_per_req")
-        return self._attended(q, values, out, lse, return_lse, v_scale)
+        return self._make_outputs(q, values, out, lse, return_lse, v_scale)
 
     def forward(
         self, q, paged_kv_cache, pos_encoding_mode="NONE", q_scale=None, k_scale=None, v_scale=None, window_left=-1,
@@ -306,8 +306,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
 @public("prefill", "BatchPrefillWithPagedKVCacheWrapper")
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """Any number of tokens for each sequence, keys and values in pages: an output of zeros; 8 MiB, lengths of 32,768
-    sequences, lists of numbers and slopes of heads are kept."""
+    """Attention of any number of tokens per sequence with paged keys and values: allocates an output of zeros; 8 MiB,
+    lengths of 32,768 sequences, index tensors and ALiBi slopes are kept."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
@@ -333,9 +333,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ):  # fmt: skip
         _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         _check_positions(pos_encoding_mode)
-        self._place(non_blocking, qo_indptr=qo_indptr, paged_kv_indptr=paged_kv_indptr,
+        self._move_indices(non_blocking, qo_indptr=qo_indptr, paged_kv_indptr=paged_kv_indptr,
                     paged_kv_indices=paged_kv_indices, paged_kv_last_page_len=paged_kv_last_page_len)  # fmt: skip
-        self._types(q_data_type, kv_data_type, o_data_type)
+        self._set_dtypes(q_data_type, kv_data_type, o_data_type)
         sequences = len(qo_indptr) - 1
         if max_sequence_kv is None:
             if sequences > len(self._kv_lens_buffer):
@@ -351,7 +351,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         keys, values = unpacked(paged_kv_cache, self._kv_layout)
         self._check_run(q, keys, values, *args)
-        return self._attended(q, values, out, lse, return_lse, v_scale, zeros=True)
+        return self._make_outputs(q, values, out, lse, return_lse, v_scale, zeros=True)
 
     def forward(
         self, q, paged_kv_cache, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, k_scale=None,
@@ -362,8 +362,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 @public("prefill", "BatchPrefillWithRaggedKVCacheWrapper")
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
-    """Any number of tokens for each sequence, keys and values in a row: the output; 8 MiB, lists of numbers and slopes
-    of heads are kept."""
+    """Attention of any number of tokens per sequence with ragged keys and values: allocates the output; 8 MiB, index
+    tensors and ALiBi slopes are kept."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
@@ -386,19 +386,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         _check_positions(pos_encoding_mode)
         if len(kv_indptr) != len(qo_indptr):
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
-        self._place(non_blocking, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+        self._move_indices(non_blocking, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         others = {"v": v_indptr, "o": o_indptr}
         self._others = {key: given.to(self.device) for key, given in others.items() if given is not None}
-        self._types(q_data_type, kv_data_type, o_data_type)
+        self._set_dtypes(q_data_type, kv_data_type, o_data_type)
 
     def run(
         self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
         return_lse=False, enable_pdl=None, kv_cache_sf=None,
     ):  # fmt: skip
-        """The output in the type of the queries, and with `return_lse` the logarithms of sums."""
+        """Return the output in the dtype of the queries, and with `return_lse` the logarithms of sums."""
         _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         self._check_run(q, k, v, *args)
-        return self._attended(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)
+        return self._make_outputs(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)
 
     def forward(
         self, q, k, v, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False, window_left=-1,

@@ -1,4 +1,4 @@
-"""flashinfer's norms, gates and rotary embeddings: one output each, or none where they write what they are given.
+"""flashinfer's norms, gates and rotary embeddings: one output tensor each, or none for in-place functions.
 
 Sources: flashinfer/activation.py, norm/__init__.py and rope.py of flashinfer-ai/flashinfer@v0.6.17.
 """
@@ -17,13 +17,13 @@ _AT = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
 
 
 def public(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
-    """Register a function of `flashinfer.module` that the package itself has too."""
+    """Register a function that `flashinfer.module` and the package itself have."""
     return stub(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_AT}{file or module + '.py'}")
 
 
 def _gate(name: str) -> Callable[..., Any]:
     def gate(input, out=None, enable_pdl=None):
-        """A tensor of half the last dimension."""
+        """Return a tensor of half the last dimension."""
         check_on_gpu(f"flashinfer.{name}", input, out)
         if input.shape[-1] * input.dtype.itemsize % 16:
             raise ValueError("The pointers must be multiple of 16 bytes.")
@@ -45,7 +45,7 @@ for _name in ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"):
 _NORM = "norm/__init__.py"
 
 
-def _normed(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def _normalize(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     check_on_gpu(f"flashinfer.{name}", input, weight, out)
     if weight.shape != input.shape[-1:]:
         raise RuntimeError(f"flashinfer.{name}: a weight of {tuple(weight.shape)} for rows of {input.shape[-1]}")
@@ -56,18 +56,18 @@ def _normed(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.Ten
 
 
 def _register_rms_norms(prefix: str) -> None:
-    """Register Llama's norm and that of a sum with a residual, or Gemma's, whose weights are one less."""
+    """Register RMS norms, with or without a residual, of Llama or of Gemma, whose weights are offset by one."""
 
     @public("norm", f"{prefix}rmsnorm", _NORM)
     def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
-        """A tensor like the input."""
-        return _normed(f"{prefix}rmsnorm", input, weight, out)
+        """Return a tensor like the input."""
+        return _normalize(f"{prefix}rmsnorm", input, weight, out)
 
     @public("norm", f"{prefix}fused_add_rmsnorm", _NORM)
     def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
-        """The sum is written into the residual, its norm into the input: nothing is taken."""
+        """Write the sum into the residual, and its norm into the input; nothing is allocated."""
         for given in (input, residual):
-            _normed(f"{prefix}fused_add_rmsnorm", given, weight, given)
+            _normalize(f"{prefix}fused_add_rmsnorm", given, weight, given)
 
 
 _register_rms_norms("")
@@ -76,24 +76,24 @@ _register_rms_norms("gemma_")
 
 @public("norm", "layernorm", _NORM)
 def layernorm(input, gemma, beta, eps=1e-6):
-    """A tensor like the input."""
-    return _normed("layernorm", input, gemma, None)
+    """Return a tensor like the input."""
+    return _normalize("layernorm", input, gemma, None)
 
 
-def _turned(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors like queries and keys."""
+def _rotate(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors like queries and keys."""
     check_on_gpu(f"flashinfer.{name}", *tensors)
     return tuple(map(torch.empty_like, tensors))
 
 
-def _turned_in_place(name: str, *tensors: torch.Tensor) -> None:
-    """Queries and keys are written where they lie."""
+def _rotate_in_place(name: str, *tensors: torch.Tensor) -> None:
+    """Write queries and keys in place."""
     check_on_gpu(f"flashinfer.{name}", *tensors)
     mark_written(*tensors)
 
 
 def _register_rotations(suffix: str, turn: Callable[..., Any]) -> None:
-    """Register the four rotations, each as `turn` makes it."""
+    """Register the four rotations, each with the results of `turn`."""
 
     def rotation(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__doc__ = turn.__doc__
@@ -121,5 +121,5 @@ def _register_rotations(suffix: str, turn: Callable[..., Any]) -> None:
         return turn(f"apply_rope_with_cos_sin_cache{suffix}", query, key)
 
 
-_register_rotations("", _turned)
-_register_rotations("_inplace", _turned_in_place)
+_register_rotations("", _rotate)
+_register_rotations("_inplace", _rotate_in_place)

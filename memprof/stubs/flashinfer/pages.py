@@ -1,4 +1,4 @@
-"""flashinfer's pages of keys and values, and parts of attention put together.
+"""flashinfer's paged keys and values, and merges of partial attention results.
 
 Sources: flashinfer/page.py, cascade.py and utils.py (_unpack_paged_kv_cache) of flashinfer-ai/flashinfer@v0.6.17.
 """
@@ -14,13 +14,13 @@ LAYOUTS = ("NHD", "HND")
 
 
 def check_layout(kv_layout: str) -> None:
-    """Heads after tokens, or before them."""
+    """Raise an error unless the layout has heads after tokens ("NHD") or before them ("HND")."""
     if kv_layout not in LAYOUTS:
         raise KeyError(f"Invalid kv_layout {kv_layout}")
 
 
 def unpacked(cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of four dimensions, of a tensor of both or of a pair."""
+    """Return keys and values of four dimensions, from one tensor of both or from a pair."""
     at = -3 if kv_layout == "NHD" else -2
     if isinstance(cache, tuple):
         keys, values = cache
@@ -38,13 +38,13 @@ def unpacked(cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @public("page", "get_seq_lens")
 def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
-    """Tokens of each sequence: one number each, by torch's functions."""
+    """Return the number of tokens of each sequence, by torch's functions."""
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
 
 
 @public("page", "get_batch_indices_positions")
 def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
-    """Two integers of each new token: its sequence, and where it is in it."""
+    """Return two integers for each new token: its sequence, and its position in the sequence."""
     check_on_gpu("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
     found = []
     for given in (batch_indices, positions):
@@ -61,10 +61,10 @@ def append_paged_kv_cache(
     append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
     kv_layout="NHD",
 ):  # fmt: skip
-    """Pages are written where they lie; lists of numbers are copied where they are not int32."""
+    """Write pages in place; index tensors are copied where they are not int32."""
     check_layout(kv_layout)
     caches = unpacked(paged_kv_cache, kv_layout)
-    _appended("append_paged_kv_cache", caches, (append_key, append_value), positions, batch_indices, kv_indices,
+    _append("append_paged_kv_cache", caches, (append_key, append_value), positions, batch_indices, kv_indices,
               kv_indptr, kv_last_page_len)  # fmt: skip
 
 
@@ -73,11 +73,11 @@ def append_paged_mla_kv_cache(
     append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
 ):
     """Append as append_paged_kv_cache does, for latent keys and values and the rotated part of keys."""
-    _appended("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
+    _append("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
               kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
 
 
-def _appended(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
+def _append(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
     check_on_gpu(f"flashinfer.{name}", *caches, *new, *numbers)
     for cache, tokens in zip(caches, new, strict=True):
         if cache.dtype != tokens.dtype or cache.shape[-1] != tokens.shape[-1]:
@@ -89,7 +89,7 @@ def _appended(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.
 
 @public("cascade", "merge_state")
 def merge_state(v_a, s_a, v_b, s_b):
-    """Two parts of attention put together, and the logarithms of their sums in float32."""
+    """Return two partial results merged, and the logarithms of their sums in float32."""
     check_on_gpu("flashinfer.merge_state", v_a, s_a, v_b, s_b)
     s_a, s_b = s_a.float(), s_b.float()
     return torch.empty_like(v_a), torch.empty_like(s_a)
@@ -97,7 +97,7 @@ def merge_state(v_a, s_a, v_b, s_b):
 
 @public("cascade", "merge_state_in_place")
 def merge_state_in_place(v, s, v_other, s_other, mask=None):
-    """Two parts of attention put together in the first; logarithms of sums are copied where they are not float32."""
+    """Merge two partial results into the first; logarithms of sums are copied where they are not float32."""
     check_on_gpu("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
     s, s_other = s.float(), s_other.float()
     mark_written(v, s)
@@ -105,7 +105,7 @@ def merge_state_in_place(v, s, v_other, s_other, mask=None):
 
 @public("cascade", "merge_states")
 def merge_states(v, s):
-    """Any number of parts of attention put together, and the logarithms of their sums in float32."""
+    """Return any number of partial results merged, and the logarithms of their sums in float32."""
     check_on_gpu("flashinfer.merge_states", v, s)
     s = s.float()
     length, _, heads, size = v.size()

@@ -1,4 +1,4 @@
-"""flashinfer's sampling: probabilities in float32, where they are not, and a token for each row; no sorting.
+"""flashinfer's sampling: a token for each row, from probabilities in float32 (cast if needed), without sorting.
 
 Sources: flashinfer/sampling.py, topk.py (radix_topk) and utils.py (_get_cache_buf) of flashinfer-ai/flashinfer@v0.6.17.
 """
@@ -11,12 +11,12 @@ from memprof.stubs.flashinfer.layers import public
 from memprof.stubs.tools import check_on_gpu, keep_for_run, unsupported_error
 
 _ROW_STATES = 1024 * 1024
-_MOST_FEW, _LEAST_LARGE = 256, 65536  # so few of so large a vocabulary are found first, and sampled from alone
+_MAX_TOP_K, _MIN_VOCABULARY = 256, 65536  # limits of the path with top-k first
 _BLACKWELL = 10
 
 
 def _buffer(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the buffer that the package makes once for a GPU, and keeps."""
+    """Return the buffer that the package allocates once for a GPU, and keeps."""
     return keep_for_run(
         ("flashinfer", name, like.device), lambda: torch.empty(_ROW_STATES, dtype=torch.uint8, device=like.device)
     )
@@ -30,8 +30,8 @@ def _check(name: str, rows: torch.Tensor, check_nan: bool) -> None:
         raise ValueError("Input contains NaN.")
 
 
-def _sampled(name: str, rows: torch.Tensor, indices, *thresholds, check_nan: bool, valid: bool | None = False):
-    """Tokens, and whether each is one; `valid` None: that is not made."""
+def _sample(name: str, rows: torch.Tensor, indices, *thresholds, check_nan: bool, valid: bool | None = False):
+    """Return the tokens, and whether each is valid; with `valid` None the latter is not allocated."""
     _check(name, rows, check_nan)
     rows = rows.float()
     in_float = [each.float() for each in thresholds if isinstance(each, torch.Tensor)]
@@ -47,7 +47,7 @@ def _sampled(name: str, rows: torch.Tensor, indices, *thresholds, check_nan: boo
 
 @public("sampling", "softmax")
 def softmax(logits, temperature=None, enable_pdl=None):
-    """Probabilities in float32; 1 MiB is kept."""
+    """Return probabilities in float32; a buffer of 1 MiB is kept."""
     _check("softmax", logits, False)
     _buffer("softmax_workspace", logits)
     in_float = logits.float()
@@ -61,16 +61,16 @@ def softmax(logits, temperature=None, enable_pdl=None):
 def sampling_from_logits(
     logits, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None
 ):
-    """A token for each row; logits in float32 where they are not."""
-    return _sampled("sampling_from_logits", logits, indices, check_nan=check_nan, valid=None)
+    """Return a token for each row; logits that are not float32 are cast."""
+    return _sample("sampling_from_logits", logits, indices, check_nan=check_nan, valid=None)
 
 
 @public("sampling", "sampling_from_probs")
 def sampling_from_probs(
     probs, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None, return_valid=False
 ):
-    """A token for each row, and whether it is one; probabilities in float32 where they are not."""
-    return _sampled("sampling_from_probs", probs, indices, check_nan=check_nan, valid=return_valid)
+    """Return a token for each row, and whether it is valid; probabilities that are not float32 are cast."""
+    return _sample("sampling_from_probs", probs, indices, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "top_p_sampling_from_probs")
@@ -78,8 +78,8 @@ def top_p_sampling_from_probs(
     probs, top_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """A token for each row, of the most probable, as sampling_from_probs."""
-    return _sampled("top_p_sampling_from_probs", probs, indices, top_p, check_nan=check_nan, valid=return_valid)
+    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    return _sample("top_p_sampling_from_probs", probs, indices, top_p, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "top_k_sampling_from_probs")
@@ -87,8 +87,8 @@ def top_k_sampling_from_probs(
     probs, top_k, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """A token for each row, of the most probable, as sampling_from_probs."""
-    return _sampled("top_k_sampling_from_probs", probs, indices, top_k, check_nan=check_nan, valid=return_valid)
+    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    return _sample("top_k_sampling_from_probs", probs, indices, top_k, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "min_p_sampling_from_probs")
@@ -96,8 +96,8 @@ def min_p_sampling_from_probs(
     probs, min_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """A token for each row, of the most probable, as sampling_from_probs."""
-    return _sampled("min_p_sampling_from_probs", probs, indices, min_p, check_nan=check_nan, valid=return_valid)
+    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    return _sample("min_p_sampling_from_probs", probs, indices, min_p, check_nan=check_nan, valid=return_valid)
 
 
 @public("sampling", "top_k_top_p_sampling_from_logits")
@@ -105,7 +105,7 @@ def top_k_top_p_sampling_from_logits(
     logits, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
     check_nan=False, seed=None, offset=None,
 ):  # fmt: skip
-    """Logits masked and probabilities of them; of up to 256 of a large vocabulary, these alone."""
+    """Return tokens from masked logits' probabilities; with up to 256 of a large vocabulary, from these alone."""
     name, order = "top_k_top_p_sampling_from_logits", filter_apply_order
     return _top_k_top_p(name, logits, top_k, top_p, indices, order, deterministic, check_nan, valid=False, logits=True)
 
@@ -115,7 +115,7 @@ def top_k_top_p_sampling_from_probs(
     probs, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
     check_nan=False, seed=None, offset=None, return_valid=False,
 ):  # fmt: skip
-    """Probabilities made anew; of up to 256 of a large vocabulary, these alone."""
+    """Return tokens from renormalized probabilities; with up to 256 of a large vocabulary, from these alone."""
     name, order, valid = "top_k_top_p_sampling_from_probs", filter_apply_order, return_valid
     return _top_k_top_p(name, probs, top_k, top_p, indices, order, deterministic, check_nan, valid=valid, logits=False)
 
@@ -127,11 +127,11 @@ def _top_k_top_p(
     _check(name, rows, False)
     if order == "joint":
         probs = torch.softmax(rows, dim=-1) if logits else rows
-        return _sampled(name, probs, indices, top_k, top_p, check_nan=check_nan, valid=valid)
+        return _sample(name, probs, indices, top_k, top_p, check_nan=check_nan, valid=valid)
     if order != "top_k_first":
         raise ValueError(f"Invalid filter_apply_order: {order}")
     if _is_few(rows, top_k, indices):
-        return _few(name, rows, top_k, top_p, deterministic, check_nan, valid=valid, logits=logits)
+        return _sample_top_k_first(name, rows, top_k, top_p, deterministic, check_nan, valid=valid, logits=logits)
     left = top_k_mask_logits(rows, top_k) if logits else top_k_renorm_probs(rows, top_k)
     probs = torch.softmax(left, dim=-1) if logits else left
     return top_p_sampling_from_probs(probs, top_p, indices, deterministic, check_nan=check_nan, return_valid=valid)
@@ -139,11 +139,11 @@ def _top_k_top_p(
 
 def _is_few(rows: torch.Tensor, top_k, indices) -> bool:
     """Return whether the fast path of top-k first applies (_top_k_first_fast_path_applicable)."""
-    large = rows.size(-1) >= _LEAST_LARGE
-    return indices is None and isinstance(top_k, int) and 0 < top_k <= _MOST_FEW and large and top_k < rows.size(-1)
+    large = rows.size(-1) >= _MIN_VOCABULARY
+    return indices is None and isinstance(top_k, int) and 0 < top_k <= _MAX_TOP_K and large and top_k < rows.size(-1)
 
 
-def _few(
+def _sample_top_k_first(
     name: str, rows: torch.Tensor, top_k: int, top_p, deterministic: bool, check_nan: bool, *, valid: bool, logits: bool
 ):
     if not deterministic and torch.cuda.get_device_capability(rows.device)[0] == _BLACKWELL:
@@ -164,24 +164,24 @@ def _few(
 
 @public("sampling", "top_p_renorm_probs")
 def top_p_renorm_probs(probs, top_p, is_deterministic=False):
-    """In float32; beside it, for each row, counters, histograms and two lists of what is left."""
+    """Return probabilities in float32; scratch for each row: counters, histograms and two lists of candidates."""
     _check("top_p_renorm_probs", probs, False)
     batch, vocabulary = probs.shape
-    left = max(_aligned(vocabulary // 32), 256)
+    left = max(_align(vocabulary // 32), 256)
     parts = (384 * batch, (8 if is_deterministic else 4) * 2048 * batch, 4 * 2048 * batch, 4 * left * batch)
     workspace = torch.empty(
-        sum(map(_aligned, (*parts, parts[-1]))), dtype=torch.uint8, device=probs.device
+        sum(map(_align, (*parts, parts[-1]))), dtype=torch.uint8, device=probs.device
     )  # fmt: skip
     made = torch.empty_like(probs.float())
     del workspace
     return made
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _filtered(name: str, rows: torch.Tensor, top_k) -> torch.Tensor:
+def _filter_top_k(name: str, rows: torch.Tensor, top_k) -> torch.Tensor:
     _check(name, rows, False)
     if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise AssertionError(f"Unsupported dtype {rows.dtype}, expected float32, float16, or bfloat16")
@@ -194,11 +194,11 @@ def _filtered(name: str, rows: torch.Tensor, top_k) -> torch.Tensor:
 
 @public("sampling", "top_k_renorm_probs")
 def top_k_renorm_probs(probs, top_k):
-    """Probabilities in their type; 1 MiB is kept."""
-    return _filtered("top_k_renorm_probs", probs, top_k)
+    """Return probabilities in their dtype; a buffer of 1 MiB is kept."""
+    return _filter_top_k("top_k_renorm_probs", probs, top_k)
 
 
 @public("sampling", "top_k_mask_logits")
 def top_k_mask_logits(logits, top_k):
-    """Logits in their type; 1 MiB is kept."""
-    return _filtered("top_k_mask_logits", logits, top_k)
+    """Return logits in their dtype; a buffer of 1 MiB is kept."""
+    return _filter_top_k("top_k_mask_logits", logits, top_k)

@@ -2,8 +2,8 @@
 
 Sources: pytorch/attention/ (dot_product_attention/utils.py, get_qkv_layout and get_attention_backend; backends.py,
 FusedAttnFunc; multi_head_attention.py; rope.py), pytorch/csrc/extensions/attention.cpp, pytorch/utils.py
-(SplitAlongDim). What cuDNN's backward takes is that of torch's own attention by cuDNN: the gradient of the queries in
-float32, with a sum for each row.
+(SplitAlongDim). cuDNN's backward allocates as in torch's own attention by cuDNN: the gradient of the queries in
+float32, and a sum for each row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MASKS = ("causal", "causal_bottom_right", "no_mask")
 _MOST_HEAD = 256
 
 
-def _together(tensors: tuple[torch.Tensor, ...]) -> int | None:
-    """The dimension along which these lie in one tensor (-3: all heads of each, -2: head by head), if they do."""
+def _interleaved_dim(tensors: tuple[torch.Tensor, ...]) -> int | None:
+    """Return the dimension that interleaves the tensors in one (-3: all heads of each, -2: head by head)."""
     first = tensors[0]
     for other in tensors[1:]:
         one_memory = other.untyped_storage()._cdata == first.untyped_storage()._cdata
@@ -37,12 +37,12 @@ def _together(tensors: tuple[torch.Tensor, ...]) -> int | None:
     return None
 
 
-def _layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], int, int | None]:
-    """get_qkv_layout: the tensors, copied where they lie in no known way; how many of them lie together, and how."""
+def _qkv_layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], int, int | None]:
+    """Return get_qkv_layout: the tensors, the number of interleaved ones, and the dimension."""
     query, key, value = tensors
-    if (dim := _together(tensors)) is not None:
+    if (dim := _interleaved_dim(tensors)) is not None:
         return tensors, 3, dim
-    if (dim := _together((key, value))) is not None:
+    if (dim := _interleaved_dim((key, value))) is not None:
         return tensors, 2, dim
     apart = all(one.storage_offset() == 0 for one in tensors)
     if key.stride() == value.stride() and key.shape[:-1] == value.shape[:-1] and apart:
@@ -51,7 +51,7 @@ def _layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...]
 
 
 def _gradients(saved: tuple[torch.Tensor, ...], number: int, dim: int | None) -> tuple[torch.Tensor, ...]:
-    """fused_attn_bwd: for tensors that lie together one."""
+    """Return the gradients of fused_attn_bwd: interleaved tensors get one gradient tensor."""
     if dim is None:
         return tuple(torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in saved)
     shape = list(saved[-1].shape)
@@ -62,7 +62,7 @@ def _gradients(saved: tuple[torch.Tensor, ...], number: int, dim: int | None) ->
 
 @te("attention.dot_product_attention.dot_product_attention", "attention")
 class DotProductAttention(nn.Module):
-    """cuDNN's attention: queries, keys, values, the output, a sum for each row and the random state are saved."""
+    """cuDNN's attention: saves queries, keys, values, the output, a sum for each row and the random state."""
 
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
@@ -88,7 +88,7 @@ class DotProductAttention(nn.Module):
         inference_params=None, pad_between_seqs=None, fp8_output=False, num_splits=1, score_mod=None,
         score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None,
     ):  # fmt: skip
-        """Saved are queries, keys and values, the output, a sum for each row and the random state."""
+        """Attend: saves queries, keys and values, the output, a sum for each row and the random state."""
         check_on_gpu(_DOT, query_layer, key_layer, value_layer)
         form = qkv_format or self.qkv_format
         mask = (attn_mask_type or self.attn_mask_type).replace(",", "_")
@@ -108,7 +108,7 @@ class DotProductAttention(nn.Module):
             f"a GPU of compute capability {'.'.join(map(str, capability))}": capability < (8, 0),
         }  # fmt: skip
         refuse(_DOT, others)
-        given, number, dim = _layout((query_layer, key_layer, value_layer))
+        given, number, dim = _qkv_layout((query_layer, key_layer, value_layer))
         batch_at = form.index("b")
         query, _, value = given
         batch, heads, tokens = query.shape[batch_at], query.shape[-2], query.shape[1 - batch_at]
@@ -120,13 +120,13 @@ class DotProductAttention(nn.Module):
             keep_for_run(("transformer_engine.cu_seqlens", batch, length, str(query.device)), lengths)
         grads = torch.is_grad_enabled()
 
-        def fore(*tensors: torch.Tensor):
+        def forward_kernel(*tensors: torch.Tensor):
             out = query.new_empty((*query.shape[:-1], value.shape[-1]))
             state = torch.empty(2, dtype=torch.int64, device=query.device)
             sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if grads else None
             return out, (*tensors, out, sums, state)
 
-        def back(saved, gradient: torch.Tensor):
+        def backward_kernel(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous()
             made = _gradients(saved[:3], number, dim)
             size = batch * heads * tokens * (saved[0].shape[-1] + 1)
@@ -134,12 +134,12 @@ class DotProductAttention(nn.Module):
             del accumulated
             return made
 
-        out = kernel(fore, back, *given)
+        out = kernel(forward_kernel, backward_kernel, *given)
         return out.view(*out.shape[:2], -1)
 
 
 class _Split(torch.autograd.Function):
-    """SplitAlongDim: gradients that lie in one tensor as the parts do are not copied together."""
+    """SplitAlongDim: gradients that are interleaved in one tensor as the parts are need no copy."""
 
     @staticmethod
     def forward(ctx, mixed: torch.Tensor, dim: int, sizes: tuple[int, ...]):
@@ -163,7 +163,7 @@ class _Split(torch.autograd.Function):
 
 @te("attention.rope", "attention")
 class RotaryPositionEmbedding(nn.Module):
-    """Angles for each position, in float32."""
+    """Rotary angles for each position, in float32."""
 
     def __init__(
         self, dim, rotary_percent=1.0, seq_len_interpolation_factor=None, pretrained_max_position_embeddings=None,
@@ -177,7 +177,7 @@ class RotaryPositionEmbedding(nn.Module):
         self._factors = (seq_len_interpolation_factor, pretrained_max_position_embeddings)
 
     def forward(self, max_seq_len, offset=0):
-        """[positions, 1, 1, size]."""
+        """Return the angles [positions, 1, 1, size]."""
         frequencies: Any = self.inv_freq
         with torch.autocast("cuda", enabled=False):
             places = torch.arange(max_seq_len, device=frequencies.device, dtype=frequencies.dtype) + offset
@@ -192,20 +192,20 @@ class RotaryPositionEmbedding(nn.Module):
 
 
 def rotated(tensor: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """FusedRoPEFunc: a new tensor; saved are the angles."""
+    """Return a rotated copy of `tensor`; saves the angles (FusedRoPEFunc)."""
 
-    def back(saved, gradient: torch.Tensor):
+    def backward_kernel(saved, gradient: torch.Tensor):
         return (torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device),)
 
-    def fore(given: torch.Tensor):
+    def forward_kernel(given: torch.Tensor):
         return given.new_empty(given.shape), (angles.float(),)
 
-    return kernel(fore, back, tensor)
+    return kernel(forward_kernel, backward_kernel, tensor)
 
 
 @te("attention.multi_head_attention", "attention")
 class MultiheadAttention(nn.Module):
-    """A product for queries, keys and values, attention, a product of its output."""
+    """Multi-head attention: a product for queries, keys and values, attention, a product of its output."""
 
     def __init__(
         self, hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, layernorm_epsilon=1e-5,
@@ -266,7 +266,7 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
         max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
-        """[tokens, batch, channels] by "sbhd"."""
+        """Return the output [tokens, batch, channels], with the layout "sbhd"."""
         normed = None
         if self.input_layernorm:
             mixed = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)

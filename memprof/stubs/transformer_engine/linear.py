@@ -1,8 +1,8 @@
 """transformer_engine's Linear and LayerNormLinear, on one GPU.
 
 Sources: pytorch/module/linear.py (_linear_forward_impl, _linear_backward), layernorm_linear.py, base.py,
-cpp_extensions/gemm.py and csrc/extensions/gemm.cpp, bias.cpp; common/transpose/cast_transpose_fusion.cu. Products with
-float8 save the transposed input and both forms of the weight, unless the GPU multiplies any layout.
+cpp_extensions/gemm.py and csrc/extensions/gemm.cpp, bias.cpp; common/transpose/cast_transpose_fusion.cu. float8
+products save the transposed input and both forms of the weight, unless the GPU multiplies any layout.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from memprof.stubs.transformer_engine.precision import Quantized, Recipe, quanti
 
 _WORKSPACE = 4 * 1024 * 1024
 _WORKSPACE_HOPPER = 32 * 1024 * 1024 + 1024
-# Rows that one partial sum of a bias' gradient stands for: on GPUs that take any layout, and on others.
+# Rows per partial sum of a bias gradient: on GPUs that multiply any float8 layout, and on others.
 _PARTS_ROWS = {True: 128, False: 256}
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 def product(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """general_gemm: its result; the workspace is taken once and kept."""
+    """Return the result of a matrix product (general_gemm); its workspace is allocated once and kept."""
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
     return torch.empty((*rows, columns), dtype=dtype, device=like.device)
 
 
 def cast(tensor, dtype: torch.dtype):
-    """cast_if_needed."""
+    """Return `tensor` in `dtype`, as cast_if_needed does."""
     return None if tensor is None else tensor.to(dtype)
 
 
 def free(tensor: torch.Tensor | None) -> None:
-    """clear_tensor_data: its memory goes back before the function ends."""
+    """Free the tensor's memory before the function ends, as clear_tensor_data does."""
     if tensor is not None:
         tensor.untyped_storage().resize_(0)
 
 
 def from_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype):
-    """grad_output_preprocess: the gradient of an output, in float8 if products are, and then that of the bias."""
+    """Return the output's gradient, in float8 with a recipe, and then the bias gradient (grad_output_preprocess)."""
     if recipe is None:
         return Quantized(gradient), None
     if not has_bias:
-        return quantized(gradient, columns=True, by_now=recipe.float8_current_scaling()), None
+        return quantized(gradient, columns=True, current_scaling=recipe.float8_current_scaling()), None
     of_bias = gradient.new_empty(gradient.shape[-1], dtype=dtype)
-    made = quantized(gradient, columns=True, by_now=recipe.float8_current_scaling())
+    made = quantized(gradient, columns=True, current_scaling=recipe.float8_current_scaling())
     if recipe.delayed():
         rows = -(-gradient.shape[0] // _PARTS_ROWS[precision.takes_any_layout()])
         parts = gradient.new_empty((rows, gradient.shape[-1]), dtype=torch.float32)
@@ -58,7 +58,7 @@ def from_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool,
 
 
 class Base(nn.Module):
-    """TransformerEngineBaseModule: the type of what it computes, the scales of its tensors, and weights in float8."""
+    """The base of layers (TransformerEngineBaseModule): compute dtype, scales of its tensors, and float8 weights."""
 
     gemms = 1
     is_rms: bool
@@ -77,7 +77,7 @@ class Base(nn.Module):
         return f"transformer_engine.pytorch.{type(self).__name__}"
 
     def _prepare(self, given: torch.Tensor, **refused: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
-        """prepare_forward: the input, the type of products, and the recipe of float8."""
+        """Return the input, the dtype of products, and the float8 recipe, as prepare_forward does."""
         refuse(self._real_name, refused)
         check_on_gpu(self._real_name, given)
         dtype = autocast_dtype(given.dtype)
@@ -102,22 +102,22 @@ class Base(nn.Module):
             )
         return given.contiguous(), dtype, recipe
 
-    def _matrix(
+    def _weight_for_products(
         self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, first, columns: bool
     ) -> Quantized:
-        """A weight as products take it; quantize_weight: again in each forward, or kept by micro-batches."""
+        """Return a weight as products need it (quantize_weight), cast in each forward or once per micro-batches."""
         if recipe is None:
             return Quantized(weight.to(dtype))
         found = self._weights.get(name) if first is not None else None
         if found is None:
-            found = quantized(weight, columns=columns, by_now=recipe.float8_current_scaling())
+            found = quantized(weight, columns=columns, current_scaling=recipe.float8_current_scaling())
             if first is not None:
                 self._weights[name] = found
         return found
 
 
 def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """noop_cat: one tensor over parts that lie one after the other, else a copy."""
+    """Return one tensor for adjacent parts, else a copy of them, as noop_cat does."""
     if len(tensors) == 1:
         return tensors[0]
     sizes = [tensor.shape[0] for tensor in tensors]
@@ -139,7 +139,7 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Weights(Base):
-    """With one weight, or with several that lie in one buffer."""
+    """The base of layers with one weight, or with several adjacent weights in one buffer."""
 
     out_features: int
     in_features: int
@@ -167,7 +167,7 @@ class _Weights(Base):
         if torch.device(device).type == "meta":
             return
         for name in self.weight_names:
-            (init_method or _normal)(getattr(self, name))
+            (init_method or _initialize_normal)(getattr(self, name))
         for name in self.bias_names if bias else ():
             nn.init.zeros_(getattr(self, name))
 
@@ -176,13 +176,13 @@ class _Weights(Base):
         return weight, joined([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
 
-def _normal(weight: torch.Tensor):
+def _initialize_normal(weight: torch.Tensor):
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 @te("module.linear", "module")
 class Linear(_Weights):
-    """A product, with a bias or without: its input is saved, in float8 transposed, with both forms of the weight."""
+    """A linear layer: saves its input (in float8 transposed) and both forms of the weight."""
 
     def __init__(
         self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
@@ -200,7 +200,7 @@ class Linear(_Weights):
         self._make_weights(bias, parameters_split, params_dtype or torch.get_default_dtype(), device, init_method)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Saved are the input (in float8 transposed, if products are) and the weight in the type of products."""
+        """Run the layer: saves the input (in float8 transposed) and the weight in the dtype of products."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._weight_and_bias()
         if inp.shape[-1] != weight.shape[1]:
@@ -209,18 +209,18 @@ class Linear(_Weights):
         to_input, to_weight, grads = inp.requires_grad, weight.requires_grad, torch.is_grad_enabled()
         shape, (wide, narrow) = inp.shape, weight.shape
 
-        def fore(x: torch.Tensor, w: torch.Tensor, b):
+        def forward_kernel(x: torch.Tensor, w: torch.Tensor, b):
             if recipe is None:
                 given = Quantized(cast(x, dtype))
             else:
-                given = quantized(x, columns=grads and to_weight, by_now=recipe.float8_current_scaling())
-            matrix = self._matrix("weight", w, dtype, recipe, is_first_microbatch, grads and to_input)
+                given = quantized(x, columns=grads and to_weight, current_scaling=recipe.float8_current_scaling())
+            matrix = self._weight_for_products("weight", w, dtype, recipe, is_first_microbatch, grads and to_input)
             shift = cast(b, dtype)
             out = product(x.shape[:-1], w.shape[0], dtype, x)
             kept_input = given.for_backward() if to_weight else Quantized()
             return out, (*kept_input, *matrix, shift)
 
-        def back(saved, gradient: torch.Tensor):
+        def backward_kernel(saved, gradient: torch.Tensor):
             given = Quantized(*saved[:3])
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_bias = from_gradient(gradient, recipe, inside, dtype)
@@ -233,7 +233,7 @@ class Linear(_Weights):
                 of_bias = gradient.new_empty(wide, dtype=dtype)
             return of_input, of_weight, of_bias
 
-        out = kernel(fore, back, inp, weight, bias if inside else None)
+        out = kernel(forward_kernel, backward_kernel, inp, weight, bias if inside else None)
         if bias is not None and self.parallel_mode == "row" and not self.return_bias:
             out = out + cast(bias, dtype)
         return (out, cast(bias, dtype)) if self.return_bias else out
@@ -241,7 +241,7 @@ class Linear(_Weights):
 
 @te("module.layernorm_linear", "module")
 class LayerNormLinear(_Weights):
-    """A norm, and a product of its output: the input, the norm's numbers and the output are saved."""
+    """A norm and a linear layer: saves the input, the norm's statistics and its output."""
 
     def __init__(
         self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
@@ -263,7 +263,7 @@ class LayerNormLinear(_Weights):
         self._make_weights(bias, parameters_split, dtype, device, init_method)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Saved are the input, the norm's output (in float8 transposed, if products are), its numbers, the weight."""
+        """Run the layer: saves the input, the norm's output (in float8 transposed) and statistics, and the weight."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._weight_and_bias()
         inside = bias is not None and not self.return_bias
@@ -271,7 +271,7 @@ class LayerNormLinear(_Weights):
         gives_both = self.return_layernorm_output
         shape, (wide, narrow) = inp.shape, weight.shape
 
-        def fore(x: torch.Tensor, w: torch.Tensor, b, *of_norm: torch.Tensor):
+        def forward_kernel(x: torch.Tensor, w: torch.Tensor, b, *of_norm: torch.Tensor):
             x = cast(x.view(-1, x.shape[-1]), dtype)
             scales = [cast(one, dtype) for one in of_norm]
             columns = grads and to_weight
@@ -280,16 +280,16 @@ class LayerNormLinear(_Weights):
             if recipe is None:
                 given = Quantized(made)
             else:
-                by_now = recipe.float8_current_scaling()
-                given = made if normed is None else quantized(made, columns=columns, by_now=by_now)
-            matrix = self._matrix("weight", w, dtype, recipe, is_first_microbatch, grads)
+                current_scaling = recipe.float8_current_scaling()
+                given = made if normed is None else quantized(made, columns=columns, current_scaling=current_scaling)
+            matrix = self._weight_for_products("weight", w, dtype, recipe, is_first_microbatch, grads)
             shift = cast(b, dtype)
             out = product(inp.shape[:-1], w.shape[0], dtype, x)
             saved = given.for_backward() if to_weight else Quantized()
             outputs = (out, normed.view(inp.shape)) if gives_both and normed is not None else out
             return outputs, (x, *saved, *matrix, *statistics, shift, scales[0])
 
-        def back(saved, gradient: torch.Tensor, *of_normed: torch.Tensor):
+        def backward_kernel(saved, gradient: torch.Tensor, *of_normed: torch.Tensor):
             x, given, scale = saved[0], Quantized(*saved[1:4]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_bias = from_gradient(gradient, recipe, inside, dtype)
@@ -307,14 +307,14 @@ class LayerNormLinear(_Weights):
             made, *of_norm = norms.backward(x, scale, is_rms)
             return (made.view(shape), of_weight, of_bias, *of_norm)
 
-        made = kernel(fore, back, inp, weight, bias if inside else None, *norm_tensors(self))
+        made = kernel(forward_kernel, backward_kernel, inp, weight, bias if inside else None, *norm_tensors(self))
         out, normed = made if gives_both else (made, None)
         results = (out, *((cast(bias, dtype),) if self.return_bias else ()), *((normed,) if gives_both else ()))
         return results if len(results) > 1 else out
 
 
 def norm_parameters(module, size: int, normalization: str, zero_centered: bool, dtype: torch.dtype, device) -> None:
-    """Return the parameters of the norm that a layer begins with."""
+    """Create the parameters of the norm at the beginning of a layer."""
     assert normalization in _NORMALIZATIONS, "Unsupported normalization type!"
     module.normalization, module.is_rms = normalization, normalization == "RMSNorm"
     module.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))

@@ -1,4 +1,4 @@
-"""transformer_engine's LayerNormMLP: a norm and two products with an activation between, one node of autograd's graph.
+"""transformer_engine's LayerNormMLP: a norm, two matrix products and an activation, as one autograd node.
 
 Sources: pytorch/module/layernorm_mlp.py, jit.py (bias_gelu_fused_), csrc/extensions/activation.cpp and bias.cpp.
 """
@@ -25,14 +25,14 @@ from memprof.stubs.transformer_engine.linear import (
 )
 from memprof.stubs.transformer_engine.precision import Quantized, quantized, te, turned
 
-# By delayed scaling the backward of these is one kernel with the bias' gradient and the cast.
+# Activations whose backward under delayed scaling is one kernel with the bias gradient and the cast.
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 _GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
 
 @te("module.layernorm_mlp", "module")
 class LayerNormMLP(Base):
-    """Saved are the input, the norm's output, the first product's, the activation's, and both weights."""
+    """An MLP with a norm: saves the input, the outputs of the norm, first product and activation, and both weights."""
 
     gemms = 2
 
@@ -67,7 +67,7 @@ class LayerNormMLP(Base):
                 nn.init.zeros_(one)  # type: ignore[arg-type]
 
     def forward(self, inp, is_first_microbatch=None):
-        """The last dimension is that of the model."""
+        """Return the MLP's output for an input [..., hidden_size]."""
         inp, dtype, recipe = self._prepare(inp)
         weights = (self.fc1_weight, self.fc2_weight)
         frozen = not all(weight.requires_grad for weight in weights) and torch.is_grad_enabled()
@@ -76,11 +76,11 @@ class LayerNormMLP(Base):
         adds_second = self.use_bias and not self.return_bias
         fuses = activation == "gelu" and recipe is None
         with_bias = fuses and os.environ.get("NVTE_BIAS_GELU_NVFUSION", "1") == "1"
-        by_now = recipe is not None and recipe.float8_current_scaling()
+        current_scaling = recipe is not None and recipe.float8_current_scaling()
         given_shape = inp.shape
         (wide, size), (rows, narrow) = (weight.shape for weight in weights)
 
-        def fore(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1, b2, *of_norm: torch.Tensor):
+        def forward_kernel(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1, b2, *of_norm: torch.Tensor):
             x = cast(x.view(-1, x.shape[-1]), dtype)
             scales = [cast(one, dtype) for one in of_norm]
             made, statistics = norms.forward(x, is_rms, recipe, columns=grads)
@@ -93,14 +93,14 @@ class LayerNormMLP(Base):
                 active = Quantized(inner.new_empty((x.shape[0], w2.shape[1])))
             else:
                 shape = inner[:, : w2.shape[1]]
-                active = quantized(shape, columns=False, by_now=False)
-                if by_now:
+                active = quantized(shape, columns=False, current_scaling=False)
+                if current_scaling:
                     whole, found = inner.new_empty((x.shape[0], w2.shape[1])), x.new_empty(2, dtype=torch.float32)
                     del whole, found
             out = product(inp.shape[:-1], w2.shape[0], dtype, x)
             return out, (x, *given, inner, *active, *first, *second, *statistics, *shifts, scales[0])
 
-        def back(saved, gradient: torch.Tensor):
+        def backward_kernel(saved, gradient: torch.Tensor):
             x, given, inner = saved[0], Quantized(*saved[1:4]), saved[4]
             active, scale = Quantized(*saved[5:8]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
@@ -114,7 +114,7 @@ class LayerNormMLP(Base):
                 free(one)
             of_first = None
             if recipe is None:
-                # Fused with the product where it is not with the bias: what goes through is the activation's already.
+                # Fused with the product where not fused with the bias: the gradient is already the activation's.
                 inward = through if fuses and not with_bias else torch.empty_like(inner)
                 of_first = inner.new_empty(wide) if self.use_bias and with_bias else None
                 came = Quantized(inward)
@@ -137,5 +137,5 @@ class LayerNormMLP(Base):
             return (made.view(given_shape), of_w1, of_w2, of_first if self.use_bias else None, of_second, *of_norm)
 
         second = self.fc2_bias if adds_second else None
-        out = kernel(fore, back, inp, *weights, self.fc1_bias, second, *norm_tensors(self))
+        out = kernel(forward_kernel, backward_kernel, inp, *weights, self.fc1_bias, second, *norm_tensors(self))
         return (out, cast(self.fc2_bias, dtype)) if self.return_bias else out

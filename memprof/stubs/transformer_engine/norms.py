@@ -1,8 +1,8 @@
 """transformer_engine's norms.
 
 Sources: pytorch/ops/basic/layer_norm.py and rmsnorm.py, pytorch/csrc/extensions/normalization.cpp,
-common/normalization/. The backward sums the gradients of weight and bias in parts, one for each block of threads that
-runs at a time: one for each multiprocessor is taken here, for how many fit beside each other is not published.
+common/normalization/. The backward sums the gradients of weight and bias in parts, one for each concurrent block of
+threads: here one for each multiprocessor, since the number of concurrent blocks is not published.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _Made = tuple[Any, tuple[torch.Tensor, ...]]
 
 
 def forward(x: torch.Tensor, is_rms: bool, recipe: Recipe | None = None, *, columns: bool = False) -> _Made:
-    """layernorm_fwd, rmsnorm_fwd: the output, in float8 by `recipe`, and a number for each row, or two."""
+    """Return the output, in float8 by `recipe`, and one or two statistics per row (layernorm_fwd, rmsnorm_fwd)."""
     rows = x[..., 0].numel()
     statistics = tuple(x.new_empty(rows, dtype=torch.float32) for _ in range(1 if is_rms else 2))
     if recipe is None:
         return torch.empty_like(x), statistics
-    made = quantized(x, columns=columns, by_now=False)
+    made = quantized(x, columns=columns, current_scaling=False)
     if recipe.float8_current_scaling():
         whole, found = torch.empty_like(x), x.new_empty(2, dtype=torch.float32)
         del whole, found
@@ -33,7 +33,7 @@ def forward(x: torch.Tensor, is_rms: bool, recipe: Recipe | None = None, *, colu
 
 
 def backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, ...]:
-    """layernorm_bwd, rmsnorm_bwd: gradients of the input, the weight and the bias."""
+    """Return the gradients of the input, the weight and the bias (layernorm_bwd, rmsnorm_bwd)."""
     made = (torch.empty_like(x), *(torch.empty_like(weight) for _ in range(1 if is_rms else 2)))
     blocks = min(num_multiprocessors(), x[..., 0].numel())
     parts = x.new_empty((len(made) - 1, blocks, x.shape[-1]), dtype=torch.float32)
@@ -73,32 +73,32 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input):
-        """Over the last dimensions; saved are the input, in autocast's type, and the numbers of the rows."""
+        """Normalize the last dimensions; saves the input, in autocast's dtype, and the statistics of the rows."""
         check_on_gpu(f"transformer_engine.pytorch.{type(self).__name__}", input)
         dtype = autocast_dtype(self.weight.dtype)
         is_rms, shape = self.is_rms, input.shape
 
-        def fore(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor):
+        def forward_kernel(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor):
             x = x.contiguous().to(dtype)
             made, statistics = forward(x.view(-1, weight.numel()), is_rms)
             return made.view(x.shape), (x.view(-1, weight.numel()), *statistics, weight)
 
-        def back(saved, gradient: torch.Tensor):
+        def backward_kernel(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous().to(dtype)
             x, weight = saved[0], saved[-1]
             made, *of_parameters = backward(x, weight.to(dtype).view(-1), is_rms)
             return (made.view(shape), *(one.view(weight.shape) for one in of_parameters))
 
-        return kernel(fore, back, input, *self.parameters())
+        return kernel(forward_kernel, backward_kernel, input, *self.parameters())
 
 
 @te("module.layernorm", "module")
 class LayerNorm(_Norm):
-    """By mean and variance, saved; sums of parameters' gradients for each multiprocessor."""
+    """Layer norm: saves mean and variance; parameter gradients are summed per multiprocessor."""
 
 
 @te("module.rmsnorm", "module")
 class RMSNorm(_Norm):
-    """By the root of the mean of squares, saved; sums of the weight's gradient for each multiprocessor."""
+    """RMS norm: saves the root of the mean square; the weight's gradient is summed per multiprocessor."""
 
     is_rms = True

@@ -1,4 +1,4 @@
-"""transformer_engine's float8: where it is in force, and what a tensor in it takes.
+"""transformer_engine's float8: the regions in which it is active, and the memory of a float8 tensor.
 
 Sources: common/recipe/__init__.py, pytorch/quantization.py, pytorch/csrc/quantizer.cpp (Float8Quantizer and
 Float8CurrentScalingQuantizer) and common/transformer_engine.cpp (nvte_is_non_tn_fp8_gemm_supported).
@@ -21,7 +21,7 @@ _AT = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
 
 
 def te(*modules: str) -> Callable[[Any], Any]:
-    """Register what follows for `transformer_engine.pytorch`; the first of `modules` in it defines the real one."""
+    """Register an object in `transformer_engine.pytorch`; the first of `modules` in it defines the real one."""
     inner = (f"transformer_engine.pytorch.{module}" for module in modules)
     source = f"{_AT}pytorch/{modules[0].replace('.', '/')}.py, pytorch/csrc"
     return register_in(*inner, "transformer_engine.pytorch", source=source)
@@ -61,7 +61,7 @@ class Recipe:
 @_recipe
 @dataclass
 class DelayedScaling(Recipe):
-    """Each tensor has one scale, of the steps before."""
+    """Scaling with one scale for each tensor, from the steps before."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -77,7 +77,7 @@ class DelayedScaling(Recipe):
 @_recipe
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """Each tensor has one scale, found before it is cast."""
+    """Scaling with one scale for each tensor, computed before the cast."""
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
@@ -87,37 +87,37 @@ class Float8CurrentScaling(Recipe):
 
 
 class Quantized(NamedTuple):
-    """A tensor in float8: as it is, transposed, and its inverse scale."""
+    """A tensor in float8: its data, its transposed data, and its inverse scale."""
 
     rows: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
     def for_backward(self) -> Quantized:
-        """Return what a product for a weight's gradient needs."""
+        """Return the part that a product for a weight's gradient needs."""
         return self if self.columns is None else Quantized(None, self.columns, self.scale)
 
 
 def takes_any_layout() -> bool:
-    """Return whether float8 products of this GPU need no transposed copies."""
+    """Return whether float8 products on this GPU need no transposed copies."""
     arch = torch.cuda.get_device_capability()
     return 100 <= 10 * arch[0] + arch[1] < 120
 
 
-def quantized(x: torch.Tensor, *, columns: bool, rows: bool = True, by_now: bool) -> Quantized:
-    """Cast `x`, seen as a matrix; `by_now` finds its scale first."""
+def quantized(x: torch.Tensor, *, columns: bool, rows: bool = True, current_scaling: bool) -> Quantized:
+    """Return `x`, seen as a matrix, cast to float8; with `current_scaling`, compute its scale first."""
     scale = x.new_empty(1, dtype=torch.float32)
     whole = takes_any_layout()
     data = torch.empty_like(x, dtype=torch.uint8) if rows or whole else None
     turned = x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.uint8) if columns and not whole else None
-    if by_now:
+    if current_scaling:
         found = [x.new_empty(1, dtype=torch.float32) for _ in range(2)]
         del found
     return Quantized(data, turned, scale)
 
 
 def turned(recipe: Recipe | None, *given: Quantized) -> Iterator[Quantized]:
-    """Yield tensors with what products in float8 for a weight's gradient read (_create_transpose)."""
+    """Yield tensors with the transposed data that a weight gradient's float8 product reads (_create_transpose)."""
     for x in given:
         if recipe is None or x.columns is not None or takes_any_layout() or x.rows is None:
             yield x
@@ -129,13 +129,13 @@ _in_force: Recipe | None = None
 
 
 def in_force() -> Recipe | None:
-    """The recipe by which products are in float8 now."""
+    """Return the recipe of float8 products that is active now; None outside a float8 region."""
     return _in_force
 
 
 @te("quantization")
 class autocast:  # noqa: N801
-    """A region in float8: scales and largest numbers of each tensor, in float32."""
+    """A context manager for a float8 region: scales and maxima (amax) of each tensor, in float32."""
 
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         name = "transformer_engine.pytorch.autocast"
@@ -167,13 +167,13 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
 
 @te("quantization")
 def is_fp8_available(return_reason=False):
-    """On GPUs from compute capability 8.9 on."""
+    """Return whether the GPU has compute capability 8.9 or higher."""
     return _available("FP8", (8, 9), return_reason)
 
 
 @te("utils")
 def is_bf16_available(return_reason=False):
-    """On GPUs from compute capability 8.0 on."""
+    """Return whether the GPU has compute capability 8.0 or higher."""
     return _available("BF16", (8, 0), return_reason)
 
 
@@ -187,5 +187,5 @@ def _available(what: str, least: tuple[int, int], return_reason):
 
 @te("utils")
 def get_device_compute_capability():
-    """Major and minor number of the current GPU: nothing is taken."""
+    """Return the major and minor compute capability of the current GPU; nothing is allocated."""
     return torch.cuda.get_device_capability()

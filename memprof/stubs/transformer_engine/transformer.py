@@ -1,7 +1,7 @@
 """transformer_engine's TransformerLayer.
 
-Sources: pytorch/transformer.py and pytorch/jit.py: bias, dropout and the residual are one compiled kernel, which keeps
-the mask of a dropout, and whose backward sums the bias' gradient.
+Sources: pytorch/transformer.py and pytorch/jit.py: bias, dropout and the residual are one compiled kernel, which saves
+the dropout mask, and whose backward sums the bias gradient.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _NAME = "transformer_engine.pytorch.TransformerLayer"
 
 
 def added(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dropout: float) -> torch.Tensor:
-    """_bias_dropout_add."""
+    """Return the residual plus the dropout of `x` and bias, as _bias_dropout_add does."""
     if bias is None:
         return residual + nn.functional.dropout(x, p=dropout, training=dropout > 0)
 
-    def fore(given: torch.Tensor, shift: torch.Tensor, beside: torch.Tensor):
+    def forward_kernel(given: torch.Tensor, shift: torch.Tensor, beside: torch.Tensor):
         out = torch.empty_like(given)
         return out, (torch.empty_like(given, dtype=torch.bool) if dropout else None,)
 
-    def back(saved, gradient: torch.Tensor):
+    def backward_kernel(saved, gradient: torch.Tensor):
         through = torch.empty_like(gradient) if dropout else gradient
         return through, gradient.new_empty(gradient.shape[-1]), gradient
 
-    return kernel(fore, back, x, bias, residual)
+    return kernel(forward_kernel, backward_kernel, x, bias, residual)
 
 
 @te("transformer")
 class TransformerLayer(nn.Module):
-    """Attention and a feed-forward network, each with a norm before and a residual beside it."""
+    """A transformer layer: attention and a feed-forward network, each with a norm before and a residual."""
 
     def __init__(
         self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
@@ -99,7 +99,7 @@ class TransformerLayer(nn.Module):
         core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
         cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
-        """[tokens, batch, channels] by "sbhd"."""
+        """Return the layer's output [tokens, batch, channels], with the layout "sbhd"."""
         check_on_gpu(_NAME, hidden_states)
         hidden_states = hidden_states.contiguous()
         hidden_states = hidden_states.to(autocast_dtype(hidden_states.dtype))
