@@ -1,7 +1,7 @@
 """causal_conv1d: a short convolution over time for each channel, with SiLU.
 
 Sources: causal_conv1d/causal_conv1d_interface.py, cpp_functions.py and csrc/causal_conv1d.cpp of
-Dao-AILab/causal-conv1d@v1.6.1.post4. Its workspaces are those of torch.use_deterministic_algorithms alone.
+Dao-AILab/causal-conv1d@v1.6.1.post4. It has workspaces only under torch.use_deterministic_algorithms.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _SOURCE = "Dao-AILab/causal-conv1d@v1.6.1.post4:causal_conv1d/causal_conv1d_inte
 _NAME = "causal_conv1d.causal_conv1d_fn"
 
 
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy where neither channels nor time lie side by side."""
+def _with_supported_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy where neither channels nor time have stride 1."""
     return tensor.contiguous() if tensor.stride(2) != 1 and tensor.stride(1) != 1 else tensor
 
 
 def backward(x: torch.Tensor, weight: torch.Tensor, bias, made: torch.Tensor | None = None):
-    """causal_conv1d_bwd_function: the input's gradient, and those of weight and bias, summed in float32."""
+    """Return the input's gradient, and those of weight and bias, summed in float32 (causal_conv1d_bwd_function)."""
     if torch.are_deterministic_algorithms_enabled():
         raise unsupported_error(_NAME, "deterministic algorithms")
     made = torch.empty_like(x) if made is None else made
@@ -35,7 +35,7 @@ def causal_conv1d_fn(
     x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
     activation=None,
 ):  # fmt: skip
-    """[batch, channels, time], with a weight of [channels, width]; saved is what it is given."""
+    """Convolve [batch, channels, time] with a weight [channels, width]; saves its arguments."""
     check_on_gpu(_NAME, x, weight)
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError("activation must be None, silu, or swish")
@@ -46,16 +46,16 @@ def causal_conv1d_fn(
         raise unsupported_error(_NAME, "states")
 
     def forward(given: torch.Tensor, scale: torch.Tensor, shift):
-        given = _laid_out(given)
+        given = _with_supported_layout(given)
         shift = None if shift is None else shift.contiguous()
         places = None if seq_idx is None else seq_idx.contiguous()
         return torch.empty_like(given), (given, scale, shift, places)
 
-    def back(saved, gradient: torch.Tensor):
-        gradient = _laid_out(gradient)
+    def backward_kernel(saved, gradient: torch.Tensor):
+        gradient = _with_supported_layout(gradient)
         return backward(*saved[:3])
 
-    return kernel(forward, back, x, weight, bias)
+    return kernel(forward, backward_kernel, x, weight, bias)
 
 
 @stub(
@@ -64,7 +64,7 @@ def causal_conv1d_fn(
 def causal_conv1d_update(
     x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
 ):
-    """One token, or a few; the state is written where it lies."""
+    """Convolve one or a few tokens; the state is written in place."""
     check_on_gpu("causal_conv1d.causal_conv1d_update", x, conv_state)
     mark_written(conv_state)
     return torch.empty_like(x)

@@ -1,9 +1,9 @@
-"""CUDA code that a program compiles itself, by torch.utils.cpp_extension: neither its compiler nor a GPU is here.
+"""CUDA code that a program compiles itself, by torch.utils.cpp_extension, where no compiler and no GPU exist.
 
-`load` and `load_inline` give what the sources say they bind: functions of a Python module (pybind11), and operators in
-`torch.ops` (TORCH_LIBRARY). One that returns nothing can only have written into its arguments, and is passed over, as a
-Triton kernel is. Of one that returns something memory is not known: `memprof.stub` can say it under its name, and
-without that the run ends where it is called. Extensions without CUDA code are built and run.
+`load` and `load_inline` return the bindings in the sources: functions of a Python module (pybind11), and operators in
+`torch.ops` (TORCH_LIBRARY). A function that returns nothing can only have written into its arguments, and is skipped,
+as a Triton kernel is. The memory of a function that returns something is unknown: `memprof.stub` can define it under
+its name, else its call ends the run. Extensions without CUDA code are built and run.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ PASSED = (
     "code allocates is not counted."
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_JOINED = re.compile(r'"\s*\n\s*"')  # between two literals that C++ makes one
+_JOINED = re.compile(r'"\s*\n\s*"')  # between two string literals that C++ concatenates
 _BLOCK = re.compile(r"\b(PYBIND11_MODULE|TORCH_LIBRARY|TORCH_LIBRARY_FRAGMENT)\s*\(\s*(\w+)\s*,\s*(\w+)\s*\)\s*\{")
 _NO_TYPES = frozenset({"return", "else", "new", "throw", "case", "goto", "co_return", "typename"})
 
 
 class Binding(NamedTuple):
-    """A function that an extension has."""
+    """A function that an extension binds."""
 
-    library: str | None  # of torch.ops; None: it is the Python module's
+    library: str | None  # namespace of torch.ops; None: the Python module
     name: str
-    is_void: bool  # it returns nothing, as far as the sources say
+    is_void: bool  # whether it returns nothing, according to the sources
 
 
 def bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[Binding]:
-    """Return what the C++ `source` of the extension `name` binds, and `functions`, which torch binds for it."""
+    """Yield the bindings in the C++ `source` of the extension `name`, and `functions`, which torch binds for it."""
     source = _JOINED.sub("", _COMMENT.sub("", source))
     for function in functions:
         yield Binding(None, function, _is_void(function, source))
@@ -57,7 +57,7 @@ def bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[
 
 
 def _end(source: str, begin: int) -> int:
-    """Return where the block that begins there ends."""
+    """Return the end of the block that begins at `begin`."""
     depth = 1
     for brace in re.finditer(r"[{}]", source[begin:]):
         depth += 1 if brace[0] == "{" else -1
@@ -67,7 +67,7 @@ def _end(source: str, begin: int) -> int:
 
 
 def _is_void(function: str, source: str) -> bool:
-    """Return whether every declaration of a C++ function says that it returns nothing; False where there is none."""
+    """Return whether every declaration of a C++ function has return type void; False without a declaration."""
     if not function:
         return False
     declared = re.findall(rf"([\w:]+)(?:<[^;{{}}()]*>)?(?:\s*[&*]+\s*|\s+){function}\s*\(", source)
@@ -76,21 +76,21 @@ def _is_void(function: str, source: str) -> bool:
 
 
 class _Extension(ModuleType):
-    """The Python module; of what its sources do not show nothing is known."""
+    """The Python module of an extension; attributes that its sources do not show raise an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _refused(f"{self.__name__}.{name}")
+        return _make_refused(f"{self.__name__}.{name}")
 
 
 def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
-    """Replace what builds extensions in `module`, torch.utils.cpp_extension."""
+    """Yield patches of the functions that build extensions in `module`, torch.utils.cpp_extension."""
     written, assume, replace = context.forget_values, context.assume, context.run_patches.set
     build, build_inline = module.load, module.load_inline
 
     def load(name: str, sources: str | Sequence[str], *args: Any, **options: Any) -> Any:
-        paths = [Path(source) for source in _listed(sources)]
+        paths = [Path(source) for source in _as_list(sources)]
         if not (options.get("with_cuda") or any(path.suffix in (".cu", ".cuh") for path in paths)):
             return build(name, sources, *args, **options)
         return extension(name, [path.read_text(encoding="utf-8", errors="replace") for path in paths], (), options)
@@ -100,7 +100,7 @@ def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
     ) -> Any:
         if not (options.get("with_cuda") or cuda_sources):
             return build_inline(name, cpp_sources, cuda_sources, functions, *args, **options)
-        return extension(name, [*_listed(cpp_sources), *_listed(cuda_sources)], _listed(functions), options)
+        return extension(name, [*_as_list(cpp_sources), *_as_list(cuda_sources)], _as_list(functions), options)
 
     yield module, "load", load
     yield module, "load_inline", load_inline
@@ -108,33 +108,33 @@ def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
     def extension(name: str, texts: Sequence[str], functions: Sequence[str], options: dict[str, Any]) -> Any:
         made = _Extension(name)
         for library, function, is_void in bindings(name, "\n".join(texts), functions):
-            full = f"{library or name}.{function}"
+            full_name = f"{library or name}.{function}"
             known = registry.stubs_in(library or name).get(function)
-            call = known or (passed(full) if is_void else _refused(full))
+            call = known or (make_skipped(full_name) if is_void else _make_refused(full_name))
             if library is None:
                 setattr(made, function, call)
             else:
                 replace(getattr(torch.ops, library), function, call)
         return made if options.get("is_python_module", True) else None
 
-    def passed(full: str) -> Callable[..., None]:
+    def make_skipped(full_name: str) -> Callable[..., None]:
         def function(*args: Any, **named: Any) -> None:
-            assume(PASSED.format(full.rpartition(".")[0]))
+            assume(PASSED.format(full_name.rpartition(".")[0]))
             for tensor in find_tensors([*args, *named.values()]):
                 written(tensor)
 
         return function
 
 
-def _listed(given: str | Sequence[str] | None) -> list[str]:
+def _as_list(given: str | Sequence[str] | None) -> list[str]:
     return [given] if isinstance(given, str) else list(given or ())
 
 
-def _refused(full: str) -> Callable[..., Any]:
+def _make_refused(full_name: str) -> Callable[..., Any]:
     def function(*args: Any, **named: Any) -> Any:
         raise unsupported_error(
-            f"calls {full}, CUDA code that the program compiles, of whose results nothing is known",
-            hint=f'say what it allocates: @memprof.stub("{full}", source="its C++ file") above a function that '
+            f"calls {full_name}, CUDA code that the program compiles, of whose results nothing is known",
+            hint=f'say what it allocates: @memprof.stub("{full_name}", source="its C++ file") above a function that '
             "returns tensors of the shapes, types and strides that the real one returns",
         )
 

@@ -1,4 +1,4 @@
-"""Stubs put in place for a run: the finder of packages that are not installed, and parts of installed ones."""
+"""The extensions that activate stubs: the finder of packages that are not installed, and patches of installed ones."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from memprof.virtual.kernels import registry
 
 # `attn_implementation`, or `config._attn_implementation` -> the package of its kernels.
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-# Models that import transformers' `_flash_attention_forward` only if, when they are imported, a package is there.
-_ASK_WHEN_IMPORTED = ("gpt_neo", "bark", "gptj", "falcon")
+# Models that import transformers' `_flash_attention_forward` only if a package is available at their import.
+_CHECKED_AT_IMPORT = ("gpt_neo", "bark", "gptj", "falcon")
 
 
 def extensions(*, stubs: bool = True) -> list[Extension]:
-    """Return what a virtual GPU has of this package: compiled parts of installed packages, and stubs of missing ones.
+    """Return the virtual GPU's extensions: compiled parts of installed packages, and stubs of missing packages.
 
-    Without `stubs` the former alone: kernels from the hub, bitsandbytes, and operators of torchvision and torchaudio.
+    Without `stubs`, return only the former: the hub's kernels, bitsandbytes, operators of torchvision and torchaudio.
     """
     installed: list[Extension] = [HubKernels(), LibraryOperators(), Bitsandbytes()]
     return [*installed, StubExtension()] if stubs else installed
@@ -41,7 +41,7 @@ class LibraryOperators(Extension):
     imports = ("torchvision", "torchaudio")
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Register what these operators allocate; nothing is replaced."""
+        """Register the allocations of the package's operators; no patch is yielded."""
         registry.register_library(module.__name__)
         if module.__name__ == "torchvision":
             context.function_mode.run_in_float32(detection.autocast_in_float32())
@@ -49,30 +49,30 @@ class LibraryOperators(Extension):
 
 
 class StubExtension(Extension):
-    """All of them; a virtual GPU that is not given this has none."""
+    """All stubs; a virtual GPU without this extension has none."""
 
     def __init__(self) -> None:
         self._stubs: StubFinder | None = None
         self._of_modules: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
-            "transformers.modeling_utils": lambda module, context: _attention_by_name(module, self._choose),
+            "transformers.modeling_utils": lambda module, context: _patch_attention_choice(module, self._choose),
             "kernels.load": lambda module, context: hub.patches(module),
             "kernels.utils": lambda module, context: hub.patches(module),
             "torchvision.extension": lambda module, context: torchvision.patches(module, context.assume),
             "torchaudio._extension.utils": lambda module, context: torchaudio.patches(module, context.assume),
             "deepspeed.ops.op_builder.fused_adam": lambda module, context: deepspeed.patches(module, context.assume),
-            "torch.utils.cpp_extension": _of_extensions,
+            "torch.utils.cpp_extension": _patch_cpp_extensions,
             inductor.compile_fx.module: lambda module, context: in_graph.prepare(),
         }
         self.imports = tuple(self._of_modules)
         self.environment = {STUBS: " ".join(PACKAGES)}
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
-        """Return what has imports of packages that are not installed find their stubs."""
+        """Return a context manager under which imports of missing packages find their stubs."""
         self._stubs = StubFinder(context.assume, context.forget_values, context.keep_workspace)
         return self._stubs.active()
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Replace the parts of an installed package that cannot run without a GPU."""
+        """Yield patches of the parts of an installed package that need a GPU."""
         yield from self._of_modules[module.__name__](module, context)
 
     def _choose(self, package: str) -> None:
@@ -80,13 +80,13 @@ class StubExtension(Extension):
             self._stubs.choose(package)
 
 
-def _of_extensions(module: Any, context: InstallContext) -> Iterator[Patch]:
+def _patch_cpp_extensions(module: Any, context: InstallContext) -> Iterator[Patch]:
     if context.options.passes_kernels:
         yield from cpp_extensions.patches(module, context)
 
 
-def _attention_by_name(module: Any, choose: Callable[[str], None]) -> Iterator[Patch]:
-    """Replace what chooses attention by an argument of transformers.modeling_utils; `choose` is told the package."""
+def _patch_attention_choice(module: Any, choose: Callable[[str], None]) -> Iterator[Patch]:
+    """Yield the patch of transformers.modeling_utils' choice of attention; `choose` is called with the package."""
     method = "_check_and_adjust_attn_implementation"
     original = getattr(module.PreTrainedModel, method, None)
     if original is None:
@@ -97,15 +97,15 @@ def _attention_by_name(module: Any, choose: Callable[[str], None]) -> Iterator[P
         name = attn_implementation.removeprefix("paged|") if isinstance(attn_implementation, str) else None
         if name in _ATTENTION:
             choose(_ATTENTION[name])
-            _late_imports()
+            _repeat_imports()
         return original(model, attn_implementation, *args, **kwargs)
 
     yield module.PreTrainedModel, method, check
 
 
-def _late_imports() -> None:
+def _repeat_imports() -> None:
     utilities = sys.modules.get("transformers.modeling_flash_attention_utils")
-    for name in _ASK_WHEN_IMPORTED:
+    for name in _CHECKED_AT_IMPORT:
         module = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
         if module is not None and not hasattr(module, "_flash_attention_forward"):
             module._flash_attention_forward = utilities._flash_attention_forward  # type: ignore[attr-defined, union-attr]

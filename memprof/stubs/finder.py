@@ -1,9 +1,9 @@
-"""The finder of stubs: last of all places, so only where the real package is not, and for as long as a run.
+"""The finder of stubs: the last on `sys.meta_path`, so that real packages come first, during a run.
 
-Who asks decides. The program's own code finds them, in try/except as well: it is written for a machine that has the
-package. A library that looks whether a package is there (T5 of transformers 4 looks for apex) is told that it is not,
-and does what it does without; from when on the program has chosen a package, by an import of its own or by an argument
-that names it (`attn_implementation="flash_attention_2"`), it is there for everybody.
+The importing module decides. The program's own code finds stubs, also in try/except: it is written for a machine with
+the package. A library that checks for a package (T5 of transformers 4 checks for apex) finds none, and does without;
+once the program has chosen a package, by an import of its own or by an argument that names it
+(`attn_implementation="flash_attention_2"`), every module finds it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from memprof.virtual import limits
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _MEMPROF = str(Path(registry.__file__).parents[1]) + os.sep
-# Modules that remember, in functions with caches, which packages there are.
+# Modules that cache, in functions, which packages are available.
 _CACHES = ("transformers.utils.import_utils", "peft.import_utils")
 
 
 class NoStub(MemprofError, ModuleNotFoundError):
-    """The program imports a package that cannot be built here, and for which nothing stands in.
+    """The error for an import of a package that cannot be built here and has no stub.
 
-    It may catch the error as it would where the package is missing.
+    The program may catch the error, as it would where the package is missing.
     """
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The stubs of one run, or of a process that a program starts anew.
+    """The finder of the stubs of one run, or of a process that a program starts anew.
 
     Args:
-        assume: told, once for each package, that it is replaced by a stub.
-        written: told each tensor that a stub writes in place.
-        takes: told the bytes of a workspace that a package keeps for the length of the run, and its name.
+        assume: called once for each package that is replaced by a stub, with a sentence.
+        written: called with each tensor that a stub writes in place.
+        takes: called with the bytes and the name of each workspace that a package keeps during the run.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._takes = takes
         self._chosen: set[str] = set()
         self._used: set[str] = set()
-        self._missed: dict[str, str] = {}  # package -> the module of a library that was told that it is not there
+        self._lookups: dict[str, str] = {}  # package -> the library module that did not find it
         self._asks_others = False
         self._is_found = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the program's imports find stubs; afterwards nothing of them is left in `sys`."""
+        """Context manager: the program's imports find stubs; afterwards they are removed from `sys`."""
         sys.meta_path.append(self)
         try:
-            with tools.active(self._use, self._written, self._takes):
+            with tools.active(self._note_use, self._written, self._takes):
                 yield
         finally:
             sys.meta_path.remove(self)
@@ -77,27 +77,27 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 _clear_availability_caches()
 
     def choose(self, package: str) -> None:
-        """The program wants `package`: from now on it is there for libraries too, if it is not installed."""
+        """Make the stub of `package` available to libraries too, if the package is not installed."""
         if package in self._chosen or not registry.has_stubs(package) or self._is_installed(package):
             return
         self._chosen.add(package)
         _clear_availability_caches()
         if package in PACKAGES:
             self._assume(f"{package} is not installed: the program finds a stub of it.")
-        else:  # a stub of somebody else's, which does not tell that it is called
-            self._use(package)
-        if package in self._missed:
+        else:  # a stub of another package, whose calls are not reported
+            self._note_use(package)
+        if package in self._lookups:
             self._assume(
-                f"{self._missed[package]} looked for {package} before the program did, and goes on without it; where "
+                f"{self._lookups[package]} looked for {package} before the program did, and goes on without it; where "
                 f"{package} is installed it finds it."
             )
 
-    def _use(self, package: str) -> None:
-        """Say that what the run takes rests on a stub: one of it was called."""
+    def _note_use(self, package: str) -> None:
+        """Note the assumption of a stub at its first call."""
         if package in self._used:
             return
         self._used.add(package)
-        if self._is_installed(package):  # of which the compiled part alone is replaced
+        if self._is_installed(package):  # only its compiled part is replaced
             return
         known = PACKAGES.get(package)
         release = f"allocating as its release {known.version} does" if known else "by what was registered for it"
@@ -115,7 +115,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._asks_others = False
 
     def _may_have(self, package: str) -> bool:
-        """Return whether the code that asks now may get the stub of `package`."""
+        """Return whether the importing module may get the stub of `package`."""
         known = PACKAGES.get(package)
         if package in self._chosen and (known is None or known.for_libraries):
             return True
@@ -127,13 +127,13 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return package in self._chosen
         name = frame.f_globals.get("__name__", frame.f_code.co_filename)
         if not name.startswith(_CACHES):
-            self._missed.setdefault(package, name)
+            self._lookups.setdefault(package, name)
         return False
 
     # -- what the import system asks ---------------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module that no other finder has; None: it is not there."""
+        """Return the spec of a module that no other finder has; None: not found."""
         package = name.partition(".")[0]
         if package in WITHOUT_STUB and not self._asks_others:
             self._refuse(package)
@@ -146,7 +146,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, origin="memprof's stub", is_package=True)
 
     def _refuse(self, package: str) -> None:
-        """An import of the program's own; who looks whether the package is there is told that it is not."""
+        """Raise NoStub for an import by the program's own code; a check for the package finds none instead."""
         frame = _importing_frame()
         if (
             frame is None
@@ -163,11 +163,11 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Return None: Python makes a module of its own kind."""
+        """Return None: Python makes the module object itself."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module with what is registered; every other name of the real one is refused where it is used."""
+        """Fill the module with its stubs; every other name of the real module raises an error when it is used."""
         name = module.__name__
         vars(module).update(registry.stubs_in(name))
         known = PACKAGES.get(name)
@@ -179,7 +179,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if not attribute.startswith("__") and registry.has_module(f"{name}.{attribute}"):
                 if public and registry.is_listed(name):
                     return importlib.import_module(f"{name}.{attribute}")  # the package itself imports it
-                public = False  # `from package import module` asks here first
+                public = False  # `from package import module` reads the attribute first
             if attribute.startswith("__") or not public:
                 raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
             made = vars(module)[attribute] = tools.make_placeholder(name, attribute)
@@ -190,7 +190,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        """Yield what `importlib.metadata` is told of packages that are replaced by a stub."""
+        """Yield distributions of packages that are replaced by a stub, for `importlib.metadata`."""
         asked = None if context is None or context.name is None else context.name.replace("_", "-").lower()
         for package in PACKAGES.values():
             if asked in (None, package.distribution):
@@ -208,11 +208,11 @@ class _Distribution(importlib.metadata.Distribution):
         }
 
     def read_text(self, filename: str) -> str | None:
-        """Return the text of one of its files; None: it has none."""
+        """Return the text of a file of the distribution; None: no such file."""
         return self._texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return a path where nothing lies: a stub has no files."""
+        """Return a path without a file: a stub has no files."""
         return Path(os.devnull) / path
 
 
@@ -229,7 +229,7 @@ def is_program_file(file: str) -> bool:
 
 
 def _importing_frame() -> FrameType | None:
-    """Return the frame that imports, or asks for a module: the innermost outside Python's library and memprof."""
+    """Return the frame that imports or checks for a module: the innermost outside Python's library and memprof."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if not file.startswith((_STDLIB, "<frozen", _MEMPROF)) or "-packages" in file.removeprefix(_MEMPROF):
@@ -244,7 +244,7 @@ def _is_find_spec_call() -> bool:
 
 
 def _clear_availability_caches() -> None:
-    """Clear what libraries cache about which packages are installed: the answer is another now."""
+    """Clear libraries' caches of available packages, which have changed."""
     for name in _CACHES:
         for value in list(vars(sys.modules.get(name, ModuleType(name))).values()):
             clear = getattr(value, "cache_clear", None)

@@ -1,9 +1,9 @@
-"""kernels: what Hugging Face's hub has compiled, fetched by name. Where a kernel of the hub has a stub, that
-is given; any other is refused by its name.
+"""kernels: compiled kernels of Hugging Face's hub, downloaded by name. A kernel with a stub is replaced by the stub;
+any other kernel is refused by name.
 
-Sources: load.py and layer/ of huggingface/kernels@v0.17.2; the kernels of kernels-community are built of the
-repositories that the stubs name. The package itself needs no GPU, and is often installed: then its `get_kernel`
-is asked here too (`patches`).
+Sources: load.py and layer/ of huggingface/kernels@v0.17.2; the kernels of kernels-community are built from the
+repositories that the stubs name. The package itself needs no GPU, and is often installed: then its `get_kernel` is
+patched (`patches`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memprof.stubs.tools import make_placeholder, unsupported_error
 
 _FLASH_2 = ("flash_attn", "")
 _FLASH_3 = ("flash_attn_interface", "flash_attn_interface")
-# Repository of the hub -> the package that it builds, and the module in it that has its functions.
+# Repository of the hub -> the package that the repository builds, and the module of its functions.
 _KNOWN = {
     "kernels-community/flash-attn": _FLASH_2,
     "kernels-community/flash-attn2": _FLASH_2,
@@ -36,27 +36,27 @@ _load = register_in("kernels.load", "kernels", source="huggingface/kernels@v0.17
 
 @functools.cache
 def _module(repository: str) -> ModuleType:
-    """Return the hub's kernel as a module: its functions, and the module that they are in."""
+    """Return the hub's kernel as a module with the stubs of its package, and its inner module."""
     package, inner = _KNOWN[repository]
-    made = ModuleType(repository.rpartition("/")[2].replace("-", "_"))
-    vars(made).update(registry.stubs_in(package))
+    module = ModuleType(repository.rpartition("/")[2].replace("-", "_"))
+    vars(module).update(registry.stubs_in(package))
     if inner:
-        setattr(made, inner, made)
+        setattr(module, inner, module)
 
     def __getattr__(attribute: str):
         if attribute.startswith("__") or not registry.is_public(package, attribute):
             raise AttributeError(f"module {repository!r} has no attribute {attribute!r}")
         return make_placeholder(package, attribute)
 
-    made.__getattr__ = __getattr__  # type: ignore[method-assign]
-    return made
+    module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    return module
 
 
 @_load
 def get_kernel(
     repo_id, *, revision=None, version=None, backend=None, user_agent=None, trust_remote_code=False, check_arch=True
 ):
-    """A kernel of the hub, by its repository: its stub."""
+    """Return the stub of a kernel of the hub, by its repository."""
     if repo_id not in _KNOWN:
         raise unsupported_error("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return _module(repo_id)
@@ -64,7 +64,7 @@ def get_kernel(
 
 @_load
 def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remote_code=False, check_arch=True):
-    """Return whether the hub has one for this GPU, as far as its kernels are known here."""
+    """Return whether the hub has a kernel for this GPU, as far as its kernels have stubs."""
     if repo_id not in _KNOWN:
         raise unsupported_error("kernels.has_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return True
@@ -72,13 +72,13 @@ def has_kernel(repo_id, *, revision=None, version=None, backend=None, trust_remo
 
 @_load
 def load_kernel(repo_id, *, lockfile, backend=None):
-    """A kernel that was fetched before: its stub."""
+    """Return the stub of a kernel that was downloaded before."""
     return get_kernel(repo_id, backend=backend)
 
 
 @_load
 def get_locked_kernel(repo_id, *, lockfile, trust_remote_code=False, user_agent=None):
-    """A kernel whose version a file says: its stub."""
+    """Return the stub of a kernel whose version is in a lock file."""
     return get_kernel(repo_id)
 
 
@@ -86,14 +86,14 @@ _HINT = f"kernels of the hub that are known: {', '.join(sorted(_KNOWN))}"
 
 
 def patches(module) -> Iterator[Patch]:
-    """Replace what fetches kernels in a module of the installed package: those that are known are not fetched."""
+    """Yield patches of an installed package's download functions, so that kernels with stubs are not downloaded."""
     for name, ours in (("get_kernel", get_kernel), ("has_kernel", has_kernel)):
         real = getattr(module, name, None)
         if real is not None:
-            yield module, name, _known_first(real, ours)
+            yield module, name, _prefer_stub(real, ours)
 
 
-def _known_first(real, ours):
+def _prefer_stub(real, ours):
     @functools.wraps(real)
     def call(repo_id: str, *args, **kwargs):
         return ours(repo_id) if repo_id in _KNOWN else real(repo_id, *args, **kwargs)

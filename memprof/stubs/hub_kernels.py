@@ -1,12 +1,12 @@
-"""Kernels that transformers fetches from the hub for stored weights, each replaced by a stub by what it allocates.
+"""Kernels that transformers downloads from the hub for quantized weights, each replaced by a stub of its allocations.
 
-transformers' own layers run (integrations/finegrained_fp8.py, mxfp4.py, gguf); the kernels below them are Triton's or
-CUDA's, and come from the hub at run time. The package that fetches them (`kernels`), and Triton, are taken to be there.
+transformers' own layers run (integrations/finegrained_fp8.py, mxfp4.py, gguf); the kernels below them are Triton or
+CUDA code, downloaded at run time. The packages `kernels`, which downloads them, and Triton are treated as installed.
 
 Sources: huggingface/kernels-community at 017b01b (finegrained-fp8/torch-ext/finegrained_fp8); of gpt-oss-triton-kernels
 version 1, which is triton-lang/triton's python/triton_kernels of the time of Triton 3.4: routing.py, matmul_ogs.py and
-tensor_details/layout_details. The source of ggml-org/ggml-quantization was not at hand: what stands here is what
-transformers' calls say of its results.
+tensor_details/layout_details. The source of ggml-org/ggml-quantization was not available: its stubs follow from
+transformers' calls.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _GGUF = (
 )
 _GGUF_TYPES = frozenset(range(2, 30))
 _HOPPER_TILE = 64
-# Rows of a tile, for each of which the routing has a table (triton_kernels/routing.py, ExptData.block_ms).
+# Rows of a tile; the routing has a table for each size (triton_kernels/routing.py, ExptData.block_ms).
 _BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class HubKernels(Extension):
-    """The functions of transformers that fetch kernels."""
+    """The functions of transformers that download kernels."""
 
     imports = (
         "transformers.integrations.finegrained_fp8",
@@ -46,24 +46,24 @@ class HubKernels(Extension):
     )
 
     def patches_of(self, module: Any, context: InstallContext) -> Iterator[Patch]:
-        """Replace what fetches kernels in one of these modules."""
+        """Yield patches of the functions of one of these modules that download kernels."""
         name, assume = module.__name__.rpartition(".")[2], context.assume
         if name == "finegrained_fp8" and hasattr(module, "FineGrainedFP8"):
             kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
             yield module, "_FINEGRAINED_FP8", kernels
-            yield module, "load_finegrained_fp8_kernel", _fetching(kernels, _FP8, assume)
+            yield module, "load_finegrained_fp8_kernel", _return_and_assume(kernels, _FP8, assume)
         elif name == "kernels":
-            yield module, "get_gguf_kernel", _fetching(_GGUF_KERNELS, _GGUF, assume)
+            yield module, "get_gguf_kernel", _return_and_assume(_GGUF_KERNELS, _GGUF, assume)
             yield module, "_gguf_kernel", _GGUF_KERNELS
         elif name == "quantizer_mxfp4":
             for asks in ("is_kernels_available", "is_triton_available"):
                 if hasattr(module, asks):
                     yield module, asks, lambda *args, **kwargs: True
         elif hasattr(module, "get_kernel"):  # older releases of transformers fetch no kernels for experts
-            yield module, "get_kernel", _by_name(module.get_kernel, assume)
+            yield module, "get_kernel", _wrap_get_kernel(module.get_kernel, assume)
 
 
-def _by_name(fetch: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
+def _wrap_get_kernel(fetch: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
     def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.rpartition("/")[2] != "gpt-oss-triton-kernels":
             return fetch(name, *args, **kwargs)
@@ -73,7 +73,7 @@ def _by_name(fetch: Callable[..., Any], assume: Callable[[str], None]) -> Callab
     return get_kernel
 
 
-def _fetching(kernels: Any, sentence: str, assume: Callable[[str], None]) -> Callable[[], Any]:
+def _return_and_assume(kernels: Any, sentence: str, assume: Callable[[str], None]) -> Callable[[], Any]:
     def call() -> Any:
         assume(sentence)
         return kernels
@@ -84,9 +84,9 @@ def _fetching(kernels: Any, sentence: str, assume: Callable[[str], None]) -> Cal
 def _matmul(
     a: torch.Tensor, b: torch.Tensor, scales: Any, block_size: Any, output_dtype: Any = None, *of: Any, **named: Any
 ) -> torch.Tensor:
-    """matmul.py: blocks are quantized on the way in; with one scale for the whole weight, rows are before."""
+    """Return the product (matmul.py): the kernel quantizes blocks; with one scale per weight, rows come first."""
     rows = scale = None
-    if block_size is None or list(block_size) == list(b.shape):  # in float8, and a scale for each (fp8_act_quant)
+    if block_size is None or list(block_size) == list(b.shape):  # rows in float8, with a scale for each (fp8_act_quant)
         rows = torch.empty_like(a, dtype=torch.float8_e4m3fn)
         scale = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
     result = a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=output_dtype or torch.float32)
@@ -99,14 +99,14 @@ def _batched_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **re
 
 
 def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """grouped.py: a table of where each expert's tiles begin, and the result."""
+    """Return the products of all experts, and count their tiles (grouped.py)."""
     tiles = rest["tokens_per_expert"].cumsum(0, dtype=torch.int32)
     result = _batched_matmul(a, b, scales, **rest)
     del tiles
     return result
 
 
-# Results alone; those of products in float32, whatever the input is (integrations/gguf/utils.py, GgufLinear.forward).
+# Functions that allocate results alone; products are float32 (integrations/gguf/utils.py, GgufLinear.forward).
 _GGUF_KERNELS = SimpleNamespace(
     mul_mat_vec=lambda weight, x, kind, columns: x.new_empty((x.shape[0], columns), dtype=torch.float32),
     mul_mat_id=lambda weight, x, ids, kind, columns: x.new_empty((*ids.shape, columns), dtype=torch.float32),
@@ -118,15 +118,15 @@ _GGUF_KERNELS = SimpleNamespace(
 
 
 class _Strided:
-    """A weight that lies as it is (tensor_details/layout.py)."""
+    """The layout of a weight without changes (tensor_details/layout.py)."""
 
 
 class _HopperValues:
-    """hopper_value.py: tiles of 64 x 64 bytes, in an order of the matrix unit's; both dimensions are padded to them."""
+    """The layout of hopper_value.py: tiles of 64 x 64 bytes in the matrix unit's order; both dimensions are padded."""
 
 
 def _weight(data: torch.Tensor, dtype: Any = None) -> Any:
-    """tensor.py, Tensor: a tensor's bytes in some layout; transformers overwrites its shape."""
+    """Return a weight (tensor.py, Tensor): a tensor's bytes in some layout; transformers overwrites its shape."""
     return SimpleNamespace(data=data, shape=data.shape, device=data.device)
 
 
@@ -135,9 +135,9 @@ def _default_layout(mx_axis: int) -> tuple[type, dict[str, Any]]:
     return (_HopperValues, {"mx_axis": mx_axis}) if hopper else (_Strided, {})
 
 
-def _converted(weight: Any, layout: type, **options: Any) -> Any:
-    """Return the weight in another layout. Hopper's takes a padded copy, one in the order of the tiles, and, as bits
-    are interleaved four bytes at a time, integers of 32 bits of which six are live at once."""
+def _convert_layout(weight: Any, layout: type, **options: Any) -> Any:
+    """Return the weight in another layout. Hopper's takes a padded copy, a copy in tile order, and, as bits are
+    interleaved four bytes at a time, 32-bit integers of which six are live at once."""
     if layout is not _HopperValues:
         return _weight(weight.data)
     data = weight.data.transpose(-1, -2)
@@ -148,29 +148,29 @@ def _converted(weight: Any, layout: type, **options: Any) -> Any:
     return _weight(integers[0].view(torch.uint8))
 
 
-def _routing(logits: torch.Tensor, active: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """routing.py: the chosen experts, and the order in which their tokens are read and written."""
+def _routing(logits: torch.Tensor, experts_per_token: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """Return the routing data and the orders in which experts' tokens are read and written (routing.py)."""
     tokens, experts = logits.shape
-    gates = tokens * active
-    scores = logits.new_empty((tokens, active))
-    chosen = logits.new_empty((tokens, active), dtype=torch.int16)
+    gates = tokens * experts_per_token
+    scores = logits.new_empty((tokens, experts_per_token))
+    chosen = logits.new_empty((tokens, experts_per_token), dtype=torch.int16)
     bits = logits.new_empty(((experts + 31) // 32, -(-tokens // 32) * 32), dtype=torch.int32)
     histogram = logits.new_empty(experts, dtype=torch.int32)
     partial = logits.new_empty((-(-tokens // 32), experts), dtype=torch.int32)
-    data = _tables(histogram, experts, gates)
+    data = _routing_tables(histogram, experts, gates)
     indices = logits.new_empty(2 * gates, dtype=torch.int32)
     scales = logits.new_empty(gates)
     del scores, chosen, bits, partial
     combine, dispatch = indices[:gates], indices[gates:]
-    routing = SimpleNamespace(gate_scal=scales, n_expts_act=active, expt_data=data)
+    routing = SimpleNamespace(gate_scal=scales, n_expts_act=experts_per_token, expt_data=data)
     return routing, _Indices(combine, dispatch), _Indices(dispatch, combine)
 
 
-def _tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
-    """routing.py, compute_expt_data: where each expert's tokens begin, and which tile is whose, for each tile size."""
-    most = gates if gates <= experts else experts - 1 + -(-(gates - experts + 1) // _BLOCK_SIZES[0])
+def _routing_tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
+    """Return the offsets of each expert's tokens, and each tile's expert, for each tile size (compute_expt_data)."""
+    max_tiles = gates if gates <= experts else experts - 1 + -(-(gates - experts + 1) // _BLOCK_SIZES[0])
     offsets = histogram.new_empty((len(_BLOCK_SIZES) + 1, -(-(experts + 1) // 512) * 512), dtype=torch.int32)
-    return histogram, offsets, histogram.new_empty((len(_BLOCK_SIZES), -(-most // 512) * 512), dtype=torch.int32)
+    return histogram, offsets, histogram.new_empty((len(_BLOCK_SIZES), -(-max_tiles // 512) * 512), dtype=torch.int32)
 
 
 class _Indices(NamedTuple):
@@ -179,7 +179,7 @@ class _Indices(NamedTuple):
 
 
 def _expert_matmul(x: torch.Tensor, weight: Any, bias: torch.Tensor, routing: Any, **options: Any) -> torch.Tensor:
-    """matmul_ogs.py, init_allocation: the result, and before tokens are summed over their experts all products."""
+    """Return the result of init_allocation (matmul_ogs.py); all products exist before the sum over experts."""
     gather, activation = options.get("gather_indx"), options.get("fused_activation")
     scatters = options.get("scatter_indx") is not None
     rows = x.shape[-2] if gather is None else gather.src_indx.shape[0]
@@ -205,12 +205,12 @@ _TRITON_KERNELS = SimpleNamespace(
         routing=_routing,
         GatherIndx=_Indices,
         ScatterIndx=_Indices,
-        RoutingData=lambda scales, histogram, total, active, data: SimpleNamespace(
-            gate_scal=scales, n_expts_act=active, expt_data=data
+        RoutingData=lambda scales, histogram, total, experts_per_token, data: SimpleNamespace(
+            gate_scal=scales, n_expts_act=experts_per_token, expt_data=data
         ),
-        compute_expt_data_torch=_tables,
+        compute_expt_data_torch=_routing_tables,
     ),
-    tensor=SimpleNamespace(FP4=None, convert_layout=_converted, wrap_torch_tensor=_weight),
+    tensor=SimpleNamespace(FP4=None, convert_layout=_convert_layout, wrap_torch_tensor=_weight),
     tensor_details=SimpleNamespace(
         layout=SimpleNamespace(StridedLayout=_Strided, make_default_matmul_mxfp4_w_layout=_default_layout)
     ),

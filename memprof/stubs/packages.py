@@ -1,7 +1,7 @@
-"""The packages of others that memprof stands in for where they are not installed, of which release.
+"""The packages that memprof replaces by stubs where they are not installed, and their releases.
 
-What they allocate stands in memprof/stubs/. `names/PACKAGE.txt` has the public names of each
-module of a package, a module a line; tests/accuracy/stub_signatures.py makes it of the package's source.
+memprof/stubs/ has the allocations. `names/PACKAGE.txt` has the public names of each module of a package, a module a
+line; tests/accuracy/stub_signatures.py generates the file from the package's source.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One of them."""
+    """A package with a stub."""
 
-    name: str  # as it is imported
-    distribution: str  # as it is installed, and requested its version
-    version: str  # the release whose allocations are taken
-    source: str  # where it was read, REPOSITORY@TAG
-    stub_module: str = ""  # the file of memprof/stubs; empty: that of its name
-    for_libraries: bool = True  # whether libraries find it too, once the program has chosen it
+    name: str  # name in imports
+    distribution: str  # name of the distribution, also in version queries
+    version: str  # the release whose allocations the stub has
+    source: str  # source of the stub, as REPOSITORY@TAG
+    stub_module: str = ""  # module in memprof/stubs; empty: that of `name`
+    for_libraries: bool = True  # whether libraries find the stub too, once the program has chosen the package
 
 
 _FLASH = "Dao-AILab/flash-attention@"
 
 
-def _beside_flash(name: str, version: str, source: str) -> Package:
-    """Return a module that flash-attention's repository builds beside the package."""
+def _flash_extension(name: str, version: str, source: str) -> Package:
+    """Return an extension module that flash-attention's repository builds in addition to the package."""
     return Package(name, name.replace("_", "-"), version, _FLASH + source, "flash_attn")
 
 
@@ -35,10 +35,10 @@ PACKAGES = {
     package.name: package
     for package in (
         Package("flash_attn", "flash-attn", "2.8.3", f"{_FLASH}v2.8.3"),
-        _beside_flash("dropout_layer_norm", "0.1", "v2.8.3:csrc/layer_norm/ln_api.cpp"),
-        _beside_flash("fused_dense_lib", "0.0.0", "v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"),
-        _beside_flash("rotary_emb", "0.1", "v2.8.2:csrc/rotary/rotary.cpp"),
-        _beside_flash("xentropy_cuda_lib", "0.1", "v2.8.2:csrc/xentropy/interface.cpp"),
+        _flash_extension("dropout_layer_norm", "0.1", "v2.8.3:csrc/layer_norm/ln_api.cpp"),
+        _flash_extension("fused_dense_lib", "0.0.0", "v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"),
+        _flash_extension("rotary_emb", "0.1", "v2.8.2:csrc/rotary/rotary.cpp"),
+        _flash_extension("xentropy_cuda_lib", "0.1", "v2.8.2:csrc/xentropy/interface.cpp"),
         Package("amp_C", "apex", "0.1", "NVIDIA/apex@25.05:csrc/amp_C_frontend.cpp", "apex"),
         Package("apex", "apex", "0.1", "NVIDIA/apex@25.05"),
         Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", f"{_FLASH}v2.8.3:hopper"),
@@ -53,25 +53,25 @@ PACKAGES = {
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )
 }
-# Those whose Python is there, and whose compiled operators are replaced by a stub where they cannot be loaded.
+# Packages whose Python code is installed, and whose compiled operators have stubs where they cannot be loaded.
 INSTALLED = (
     Package("torchaudio", "torchaudio", "2.11.0", "pytorch/audio@v2.11.0:src/libtorchaudio"),
     Package("torchvision", "torchvision", "0.28.0", "pytorch/vision@v0.28.0:torchvision/csrc/ops"),
 )
-# Packages that need a GPU to be built and have no stub: refused by name. How large most of their outputs are hangs
-# on numbers: points in a voxel, triangles under a pixel.
+# Packages that need a GPU to be built and have no stub: refused by name. The sizes of most of their outputs depend on
+# numbers: points in a voxel, triangles in a pixel.
 WITHOUT_STUB = (
     "pytorch3d", "MinkowskiEngine", "spconv", "torchsparse", "torch_sparse", "torch_spline_conv", "pyg_lib",
     "nvdiffrast", "tinycudann", "diff_gaussian_rasterization", "simple_knn", "gsplat", "natten",
 )  # fmt: skip
-NO_STUBS_HINT = "(--no-stubs does without)."  # how the sentence of each stub ends that a run rests on
-# Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported.
+NO_STUBS_HINT = "(--no-stubs does without)."  # end of each stub's assumption
+# Entry points of packages with stubs of their own: NAME = MODULE, whose import registers the stubs.
 GROUP = "memprof.stubs"
 
 
 @functools.cache
 def public_names(package: str) -> dict[str, frozenset[str]]:
-    """Module of `package` -> the names that it has; empty where no list was made."""
+    """Return the names in each module of `package`; empty without a list of names."""
     if package not in PACKAGES:
         return {}
     names = importlib.resources.files("memprof.stubs") / "names" / f"{package}.txt"

@@ -1,4 +1,4 @@
-"""The registry of stubs: names of functions and classes that cannot be imported here, and what replaces them."""
+"""The registry of stubs: names of functions and classes that cannot be imported here, and their replacements."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _Object = TypeVar("_Object")
 
 
 class Stub(NamedTuple):
-    """A replacement of a name, and where it was read what that allocates."""
+    """The replacement of a name, and the source of its allocations."""
 
     value: Any
     source: str
 
 
-_modules: dict[str, dict[str, Stub]] = {}  # module -> name in it -> what replaces it
+_modules: dict[str, dict[str, Stub]] = {}  # module -> name in it -> its replacement
 
 
 def stub(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
@@ -80,7 +80,7 @@ def stub(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object]
 
 
 def register_in(*modules: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
-    """Return a decorator that registers what follows, by its own name, in each of `modules`, as `stub` does."""
+    """Return a decorator that registers an object, by its own name, in each of `modules`, as `stub` does."""
 
     def register(value: _Object) -> _Object:
         names = (f"{module}.{value.__name__}" for module in modules)  # type: ignore[attr-defined]
@@ -90,24 +90,24 @@ def register_in(*modules: str, source: str, in_graph: bool = False) -> Callable[
 
 
 def unregister(package: str) -> None:
-    """Forget what was registered for `package`."""
+    """Remove all stubs registered for `package`."""
     for module in [name for name in _modules if _is_in(name, package)]:
         del _modules[module]
 
 
 def has_stubs(package: str) -> bool:
-    """Return whether there are stubs for a package; loads them."""
+    """Return whether a package has stubs, after loading them."""
     return _load(package) or any(_is_in(module, package) for module in _modules)
 
 
 def modules(package: str) -> dict[str, dict[str, Stub]]:
-    """Return the modules of a package that have stubs, by their names, and what is in them."""
+    """Return the modules of a package that have stubs, by name, with their stubs."""
     _load(package)
     return {name: held for name, held in _modules.items() if _is_in(name, package)}
 
 
 def has_module(name: str) -> bool:
-    """Return whether the real package has such a module, as far as it is known here."""
+    """Return whether the real package has the module `name`, as far as its modules are listed."""
     package = name.partition(".")[0]
     known = {*public_names(package), *modules(package)}
     return any(_is_in(module, name) for module in known)
@@ -119,22 +119,22 @@ def stubs_in(module: str) -> dict[str, Any]:
 
 
 def is_listed(module: str) -> bool:
-    """Return whether it is known which names the real module has."""
+    """Return whether the names of the real module are listed."""
     return bool(public_names(module.partition(".")[0]))
 
 
 def is_public(module: str, name: str) -> bool:
-    """Return whether the real module has, or may have, such a name."""
+    """Return whether the real module has, or may have, the public name `name`."""
     return not is_listed(module) or name in public_names(module.partition(".")[0]).get(module, ())
 
 
 @functools.cache
 def _load(package: str) -> bool:
-    """Import what registers the stubs of a package: memprof's own, or what another package brings."""
+    """Import the module that registers a package's stubs: memprof's own, or another installed package's."""
     if package in PACKAGES:
         importlib.import_module(f"memprof.stubs.{PACKAGES[package].stub_module or package}")
         return True
-    for entry in _brought(*sys.path):
+    for entry in _find_entry_points(*sys.path):
         if entry.name == package:
             try:
                 entry.load()
@@ -149,8 +149,8 @@ def _load(package: str) -> bool:
 
 
 @functools.cache
-def _brought(*path: str) -> importlib.metadata.EntryPoints:
-    """Return the packages that installed distributions bring, on this path; it reads a file of each of them."""
+def _find_entry_points(*path: str) -> importlib.metadata.EntryPoints:
+    """Return the entry points for stubs in installed distributions; reads a file of each distribution."""
     return importlib.metadata.entry_points(group=GROUP)
 
 

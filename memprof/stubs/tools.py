@@ -1,4 +1,4 @@
-"""Tools that stubs are written with."""
+"""Tools for writing stubs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FLUSHED_BYTES = 256 * 1024 * 1024
 def active(
     used: Callable[[str], None], written: Callable[[torch.Tensor], None], takes: Callable[[int, str], None]
 ) -> Iterator[None]:
-    """Stubs may be called inside: `used` is told the package of each, `written` what they write in place, `takes` the
-    workspaces that they keep."""
+    """Context manager: stubs may be called. `used` is called with the package of each, `written` with tensors written
+    in place, `takes` with the workspaces that stubs keep."""
     global _used, _written, _takes
     _used, _written, _takes = used, written, takes
     try:
@@ -94,8 +94,8 @@ class _Kernel(torch.autograd.Function):
 
 
 def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
-    """A stub was called: `name`, "package.function", on these tensors. Raises RuntimeError: one is not on a GPU,
-    which the real one refuses too; MemprofError: no virtual GPU is active: the stub computes nothing."""
+    """Check a stub's call: `name`, "package.function", on these tensors. Raises RuntimeError: a tensor is not on a GPU
+    (an error in the real package too); MemprofError: no virtual GPU is active."""
     if _used is None:
         raise MemprofError(
             f"{name} is memprof's stub, and no virtual GPU is active",
@@ -108,35 +108,35 @@ def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def require(holds: bool, name: str, what: str) -> None:
-    """Check what the real one checks too. Raises RuntimeError: it does not hold; with the name."""
+    """Raise RuntimeError with `name` and `what` unless `holds`, where the real function raises an error too."""
     if not holds:
         raise RuntimeError(f"{name} expects {what}")
 
 
 def last_contiguous(tensor: Any) -> Any:
-    """Return a copy of a tensor whose last dimension has steps, and any other as it is (maybe_contiguous)."""
+    """Return a copy of a tensor whose last dimension is not contiguous, else the tensor (maybe_contiguous)."""
     return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
 
 
 def autocast_dtype(otherwise: torch.dtype) -> torch.dtype:
-    """Return the type that autocast casts to on a GPU, or `otherwise` where it is off."""
+    """Return the dtype that autocast casts to on a GPU, or `otherwise` without autocast."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else otherwise
 
 
 def num_multiprocessors() -> int:
-    """Return how many multiprocessors the current GPU has."""
+    """Return the number of multiprocessors of the current GPU."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def mark_written(*tensors: torch.Tensor) -> None:
-    """A kernel has written these where they lie: what they hold is not known from here on."""
+    """Note that a kernel has written these tensors in place, so that their values are unknown."""
     if _written is not None:
         for tensor in tensors:
             _written(tensor)
 
 
 def reserve_workspace(name: str, num_bytes: int) -> None:
-    """A package takes a workspace, which reports call `name`, at its first call on a GPU, and keeps it for the run."""
+    """Allocate a package's workspace, with this name in reports, at its first call on a GPU; kept for the run."""
     key = ("workspace", name, torch.cuda.current_device())
     if key not in _kept and _takes is not None:
         _kept[key] = None
@@ -144,7 +144,7 @@ def reserve_workspace(name: str, num_bytes: int) -> None:
 
 
 def keep_for_run(key: Any, make: Callable[[], _Kept]) -> _Kept:
-    """Return what a package makes at the first call and keeps for the length of a run, as a table: one for each key."""
+    """Return the object that `make` creates at the first call with `key`, kept for the length of a run."""
     if key not in _kept:
         _kept[key] = make()
     found: _Kept = _kept[key]
@@ -152,34 +152,33 @@ def keep_for_run(key: Any, make: Callable[[], _Kept]) -> _Kept:
 
 
 def call_at_end(undo: Callable[[], None]) -> None:
-    """`undo` is called when the run ends: for what a package changes in others."""
+    """Call `undo` when the run ends, to revert a package's changes to other modules."""
     _ends.callback(undo)
 
 
 def count_autotuning(kernel_name: str, key: Any) -> None:
-    """A Triton kernel under `triton.autotune` is launched: with a new key its configurations are timed, and before
-    each run 256 MiB are written, so that the GPU's cache is empty (triton/testing.py, do_bench; for CUDA
-    backends/nvidia/driver.py, get_empty_cache_for_benchmark).
-    """
+    """Count the launch of a Triton kernel under `triton.autotune`: with a new key its configurations are timed, and
+    before each timing 256 MiB are written to clear the GPU's cache (triton/testing.py, do_bench; for CUDA
+    backends/nvidia/driver.py, get_empty_cache_for_benchmark)."""
     if (kernel_name, key) not in _tuned:
         _tuned.add((kernel_name, key))
         torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
 def unsupported_error(name: str, what: str, hint: str = "") -> MemprofError:
-    """Return the error for `what`, an argument of `name` ("package.function") by which memory would be another."""
+    """Return the error for `what`, an argument of `name` ("package.function") with other, unknown allocations."""
     return limits.unsupported_error(f"calls {name} with {what}, which memprof's stub does not know", hint or _HINT)
 
 
 def refuse(name: str, reasons: Mapping[str, Any]) -> None:
-    """Raise the error of `refused` for the first of `reasons`, an argument as the program gave it, that holds."""
+    """Raise `unsupported_error` for the first of `reasons` (an argument's text -> whether it is given) that holds."""
     for what, holds in reasons.items():
         if holds:
             raise unsupported_error(name, what)
 
 
 def refuse_given(name: str, **options: Any) -> None:
-    """Raise the error of `refused` for the first of `options` that is not None."""
+    """Raise `unsupported_error` for the first of `options` that is not None."""
     refuse(name, {f"`{option}`": value is not None for option, value in options.items()})
 
 
@@ -191,11 +190,11 @@ def missing_stub_error(name: str) -> MemprofError:
 _HINT = "install the package, or add a stub (memprof help stubs); --no-stubs does without all"
 
 
-_OF_SIGNATURES = "_partialmethod"  # what inspect.signature asks each callable for: looking at one is no use of it
+_READ_BY_INSPECT = "_partialmethod"  # read by inspect.signature, which does not use the stub
 
 
-class _Absent(type):
-    """The metaclass of a name without stub: it can be imported, and everything else is refused."""
+class _PlaceholderMeta(type):
+    """The metaclass of a name without a stub, which can be imported, but not used."""
 
     _refused_name: str
 
@@ -203,17 +202,17 @@ class _Absent(type):
         raise missing_stub_error(cls._refused_name)
 
     def __getattr__(cls, name: str) -> Any:
-        if (name.startswith("__") and name.endswith("__")) or name == _OF_SIGNATURES:
+        if (name.startswith("__") and name.endswith("__")) or name == _READ_BY_INSPECT:
             raise AttributeError(name)
         raise missing_stub_error(f"{cls._refused_name}.{name}")
 
 
 def make_placeholder(module: str, name: str) -> Any:
-    """Return what can be imported in the place of `module.name`, and is refused by name where it is used."""
+    """Return a class that can be imported in place of `module.name`; every use raises an error with that name."""
 
     def refuse(cls: type, /, **kwargs: Any) -> None:
         raise missing_stub_error(f"{module}.{name}")
 
-    made = _Absent(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse)})
+    made = _PlaceholderMeta(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse)})
     made._refused_name = f"{module}.{name}"
     return made

@@ -1,8 +1,8 @@
-"""torch_scatter: rows of one tensor reduced by an index, and what is made of that.
+"""torch_scatter: rows of a tensor reduced by an index, and functions composed of these reductions.
 
 Sources: torch_scatter/scatter.py, segment_csr.py, segment_coo.py, composite/ and utils.py, csrc/scatter.cpp,
 segment_csr.cpp, segment_coo.cpp and csrc/cuda of rusty1s/pytorch_scatter@2.1.2. Sums are torch's own `scatter_add_`.
-Where the program does not say how many rows there are, the largest index does: it has to be known.
+Without a number of rows from the program, the largest index determines it: the index must be known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _composite(name: str, file: str) -> Callable[[Any], Any]:
 
 @stub("torch_scatter.utils.broadcast", source=f"{_AT}torch_scatter/utils.py")
 def broadcast(src, other, dim):
-    """A view of `src` as large as `other`."""
+    """Return a view of `src` as large as `other`."""
     dim = other.dim() + dim if dim < 0 else dim
     if src.dim() == 1:
         src = src[(None,) * dim]
@@ -57,7 +57,7 @@ def _output(values: torch.Tensor, size: list[int], into: torch.Tensor | None) ->
 
 @_public("scatter_sum", "scatter")
 def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
-    """Sums, into `out` or into zeros, by torch's own operator."""
+    """Return sums in `out` or in new zeros, by torch's own operator."""
     check_on_gpu("torch_scatter.scatter_sum", src, index)
     index = broadcast(index, src, dim)
     if out is None:
@@ -69,12 +69,12 @@ def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
 
 @_public("scatter_add", "scatter")
 def scatter_add(src, index, dim=-1, out=None, dim_size=None):
-    """Sum as scatter_sum does."""
+    """Return sums as scatter_sum does."""
     return scatter_sum(src, index, dim, out, dim_size)
 
 
-def _reduced(name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given, dim_size) -> tuple[torch.Tensor, ...]:
-    """scatter_cuda: the output, and for the least and the largest where they are from."""
+def _scatter(name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given, dim_size) -> tuple[torch.Tensor, ...]:
+    """Return the output, and for min and max the position of each result (scatter_cuda)."""
     _check(f"torch_scatter.scatter_{name}", src, index)
     dim, shape = src.dim() + dim if dim < 0 else dim, src.shape
 
@@ -97,14 +97,14 @@ def _reduced(name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given,
             values, where, made = saved
             found = torch.gather(gradient * made, dim, where).div_(values)
             return found.masked_fill_(found.isnan(), 0), None, None
-        return _to_places(gradient, saved[1], shape, dim), None, None
+        return _scatter_to_positions(gradient, saved[1], shape, dim), None, None
 
     result = kernel(forward, backward, src, index, given)
     return result if isinstance(result, tuple) else (result,)
 
 
-def _to_places(gradient: torch.Tensor, place: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """A gradient to where the least or largest was; what was nowhere goes to a row more, which is cut off."""
+def _scatter_to_positions(gradient: torch.Tensor, place: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+    """Return the gradient scattered to the positions of min or max; an extra row for missing ones is cut off."""
     size = list(shape)
     size[dim] += 1
     made = torch.zeros(size, dtype=gradient.dtype, device=gradient.device)
@@ -113,21 +113,21 @@ def _to_places(gradient: torch.Tensor, place: torch.Tensor, shape: torch.Size, d
 
 def _register_scatter(name: str, text: str) -> Callable[..., Any]:
     def scatter(src, index, dim=-1, out=None, dim_size=None):
-        made = _reduced(name, src, index, dim, out, dim_size)
+        made = _scatter(name, src, index, dim, out, dim_size)
         return made if name in _LEAST else made[0]
 
     scatter.__doc__ = text
     return _public(f"scatter_{name}", "scatter")(scatter)  # type: ignore[no-any-return]
 
 
-scatter_mul = _register_scatter("mul", "Products; saved are the input and they.")
-scatter_min = _register_scatter("min", "The least of each, and where it is.")
-scatter_max = _register_scatter("max", "The largest of each, and where it is.")
+scatter_mul = _register_scatter("mul", "Return products; saves the input and the products.")
+scatter_min = _register_scatter("min", "Return the minimum of each row, and its position.")
+scatter_max = _register_scatter("max", "Return the maximum of each row, and its position.")
 
 
 @_public("scatter_mean", "scatter")
 def scatter_mean(src, index, dim=-1, out=None, dim_size=None):
-    """Sums, divided where they lie by counts."""
+    """Return sums, divided in place by counts."""
     out = scatter_sum(src, index, dim, out, dim_size)
     number = out.size(dim)
     places = dim + src.dim() if dim < 0 else dim
@@ -142,7 +142,7 @@ def scatter_mean(src, index, dim=-1, out=None, dim_size=None):
 
 @_public("scatter", "scatter")
 def scatter(src, index, dim=-1, out=None, dim_size=None, reduce="sum"):
-    """One of scatter_sum, mul, mean, min and max."""
+    """Return the result of scatter_sum, mul, mean, min or max, by the name in `reduce`."""
     one = _SCATTERS.get(reduce)
     if one is None:
         raise ValueError
@@ -159,7 +159,7 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 def _segments(
     name: str, src: torch.Tensor, index: torch.Tensor, given, reduce: str, *, csr: bool, dim_size=None
 ) -> tuple[torch.Tensor, ...]:
-    """segment_csr_cuda, segment_coo_cuda: the output; where the least or largest is from, or by an index the counts."""
+    """Return the output, and positions of min or max, or counts by index (segment_csr_cuda, segment_coo_cuda)."""
     _check(f"torch_scatter.{name}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
@@ -184,7 +184,7 @@ def _segments(
 
     def backward(saved, gradient: torch.Tensor, *others):
         if reduce in _LEAST:
-            return _to_places(gradient, saved[1], shape, dim), None, None
+            return _scatter_to_positions(gradient, saved[1], shape, dim), None, None
         gradient = gradient.contiguous()
         made = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
         if reduce == "mean" and made.numel():
@@ -203,7 +203,7 @@ def _segments(
 
 
 def _register_segments(reduce: str, of_csr: str, of_coo: str) -> None:
-    """Register a reduction by where each segment begins, and by a sorted index; both with a text of what they count."""
+    """Register a reduction by segment bounds and one by a sorted index, each with its docstring."""
     kind = "sum" if reduce == "add" else reduce
 
     def by_csr(src, indptr, out=None):
@@ -220,16 +220,16 @@ def _register_segments(reduce: str, of_csr: str, of_coo: str) -> None:
 
 
 for _reduce, *_texts in (
-    ("sum", "Sums of segments.", "Sums of segments."),
-    ("add", "Sums of segments.", "Sums of segments."),
-    ("mean", "Means of segments; counts are made in the backward.", "Means of segments; the counts are saved."),
-    ("min", *["The least of each segment, and where it is."] * 2),
-    ("max", *["The largest of each segment, and where it is."] * 2),
+    ("sum", "Return sums of segments.", "Return sums of segments."),
+    ("add", "Return sums of segments.", "Return sums of segments."),
+    ("mean", "Return segment means; the backward makes counts.", "Return segment means; saves the counts."),
+    ("min", *["Return the minimum of each segment, and its position."] * 2),
+    ("max", *["Return the maximum of each segment, and its position."] * 2),
 ):
     _register_segments(_reduce, *_texts)
 
 
-def _checked_reduce(reduce: str) -> str:
+def _check_reduce(reduce: str) -> str:
     if reduce not in ("sum", "add", "mean", *_LEAST):
         raise ValueError
     return "sum" if reduce == "add" else reduce
@@ -237,31 +237,31 @@ def _checked_reduce(reduce: str) -> str:
 
 @_public("segment_csr", "segment_csr")
 def segment_csr(src, indptr, out=None, reduce="sum"):
-    """One of segment_sum_csr, mean, min and max."""
-    reduce = _checked_reduce(reduce)
+    """Return the result of segment_sum_csr, mean, min or max, by the name in `reduce`."""
+    reduce = _check_reduce(reduce)
     return _segments(f"segment_{reduce}_csr", src, indptr, out, reduce, csr=True)[0]
 
 
 @_public("gather_csr", "segment_csr")
 def gather_csr(src, indptr, out=None):
-    """A row for each element of its segment: the last number says how many there are."""
-    return _gathered("gather_csr", src, indptr, out, int(indptr.flatten()[-1]) if out is None and src.numel() else 0)
+    """Return a row for each element of its segment: the last bound is the number of rows."""
+    return _gather("gather_csr", src, indptr, out, int(indptr.flatten()[-1]) if out is None and src.numel() else 0)
 
 
 @_public("segment_coo", "segment_coo")
 def segment_coo(src, index, out=None, dim_size=None, reduce="sum"):
-    """One of segment_sum_coo, mean, min and max."""
-    reduce = _checked_reduce(reduce)
+    """Return the result of segment_sum_coo, mean, min or max, by the name in `reduce`."""
+    reduce = _check_reduce(reduce)
     return _segments(f"segment_{reduce}_coo", src, index, out, reduce, csr=False, dim_size=dim_size)[0]
 
 
 @_public("gather_coo", "segment_coo")
 def gather_coo(src, index, out=None):
-    """A row for each index."""
-    return _gathered("gather_coo", src, index, out, index.shape[-1])
+    """Return a row for each index."""
+    return _gather("gather_coo", src, index, out, index.shape[-1])
 
 
-def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given, number: int) -> torch.Tensor:
+def _gather(name: str, src: torch.Tensor, index: torch.Tensor, given, number: int) -> torch.Tensor:
     _check(f"torch_scatter.{name}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
@@ -279,18 +279,18 @@ def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given, number: 
     return kernel(forward, backward, src, index, given)
 
 
-def _of_floats(name: str, src: torch.Tensor) -> None:
+def _check_floats(name: str, src: torch.Tensor) -> None:
     if not torch.is_floating_point(src):
         raise ValueError(f"`{name}` can only be computed over tensors with floating point data types.")
 
 
-# Names are held on to as they are there: what a name holds lives until the function ends.
+# The functions below name temporaries as the source does, since a named tensor lives until the function ends.
 
 
 @_composite("scatter_softmax", "softmax")
 def scatter_softmax(src, index, dim=-1, dim_size=None):
-    """Softmax over the elements of each row: what its source names lives until it ends."""
-    _of_floats("scatter_softmax", src)
+    """Return the softmax over the elements of each row; the source's named temporaries live until the function ends."""
+    _check_floats("scatter_softmax", src)
     index = broadcast(index, src, dim)
     largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
     largest_of_each = largest.gather(dim, index)
@@ -303,8 +303,8 @@ def scatter_softmax(src, index, dim=-1, dim_size=None):
 
 @_composite("scatter_log_softmax", "softmax")
 def scatter_log_softmax(src, index, dim=-1, eps=1e-12, dim_size=None):
-    """The logarithm of scatter_softmax."""
-    _of_floats("scatter_log_softmax", src)
+    """Return the logarithm of scatter_softmax."""
+    _check_floats("scatter_log_softmax", src)
     index = broadcast(index, src, dim)
     largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
     largest_of_each = largest.gather(dim, index)
@@ -316,8 +316,8 @@ def scatter_log_softmax(src, index, dim=-1, eps=1e-12, dim_size=None):
 
 @_composite("scatter_logsumexp", "logsumexp")
 def scatter_logsumexp(src, index, dim=-1, out=None, dim_size=None, eps=1e-12):
-    """The logarithm of the sum of each row's powers."""
-    _of_floats("scatter_logsumexp", src)
+    """Return the logarithm of the sum of each row's exponentials."""
+    _check_floats("scatter_logsumexp", src)
     index = broadcast(index, src, dim)
     size = list(src.size())
     size[dim] = _rows(index, dim_size) if out is None else out.size(dim)
@@ -334,7 +334,7 @@ def scatter_logsumexp(src, index, dim=-1, out=None, dim_size=None, eps=1e-12):
 
 @_composite("scatter_std", "std")
 def scatter_std(src, index, dim=-1, out=None, dim_size=None, unbiased=True):
-    """Standard deviations: counts, means, and squares of each element."""
+    """Return standard deviations; allocates counts, means, and squares of each element."""
     dim_size = dim_size if out is None else out.size(dim)
     dim = src.dim() + dim if dim < 0 else dim
     places = index.dim() - 1 if index.dim() <= dim else dim

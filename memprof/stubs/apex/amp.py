@@ -1,7 +1,7 @@
-"""apex.amp: models cast to half precision, copies of their weights in float32, losses that are scaled.
+"""apex.amp: models cast to half precision, float32 master copies of their weights, and scaled losses.
 
 Sources: apex/amp/frontend.py, _initialize.py, _process_optimizer.py, handle.py and scaler.py, apex/fp16_utils/
-fp16util.py of NVIDIA/apex@25.05; what O1 casts is in casts.py. No gradient is found to overflow.
+fp16util.py of NVIDIA/apex@25.05; casts.py has the casts of O1. No gradient is found to overflow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIRST_SCALE = 2.0**16
 
 
 class _Scaler:
-    """The scaler of one loss; the flag of overflows is on the GPU."""
+    """The scaler of one loss, whose overflow flag is on the GPU."""
 
     def __init__(self, scale, most: float) -> None:
         self.dynamic = scale == "dynamic"
@@ -66,15 +66,15 @@ def initialize(
     keep_batchnorm_fp32=None, master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, verbosity=1,
     min_loss_scale=None, max_loss_scale=2.0**24,
 ):  # fmt: skip
-    """Models cast, optimizers that step copies of weights in float32, functions cast at O1, flags of overflows."""
+    """Cast models, give optimizers float32 master weights, cast functions at O1, and allocate overflow flags."""
     if not enabled:
         _states()[:] = [_AmpState(False, False, [])]
         return models if optimizers is None else (models, optimizers)
     check_on_gpu("apex.amp.initialize")
     if opt_level not in _LEVELS:
         raise RuntimeError(f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.")
-    around = opt_level == "O1" if patch_torch_functions is None else bool(patch_torch_functions)
-    if around != (opt_level == "O1"):
+    patches_functions = opt_level == "O1" if patch_torch_functions is None else bool(patch_torch_functions)
+    if patches_functions != (opt_level == "O1"):
         hint = 'functions are patched at opt_level="O1" and at no other: leave patch_torch_functions out'
         raise unsupported_error(
             "apex.amp.initialize", f"patch_torch_functions={patch_torch_functions} at {opt_level}", hint
@@ -82,22 +82,22 @@ def initialize(
     given = {"cast_model_type": cast_model_type, "keep_batchnorm_fp32": keep_batchnorm_fp32}
     given |= {"master_weights": master_weights, "loss_scale": loss_scale}
     options = _LEVELS[opt_level] | {name: value for name, value in given.items() if value is not None}
-    for model in _listed(models):
+    for model in _as_list(models):
         _cast_model(model, options, cast_model_outputs)
-    for optimizer in _listed(optimizers):
+    for optimizer in _as_list(optimizers):
         if options["cast_model_type"]:
             optimizer.load_state_dict(optimizer.state_dict())
-        _adopt(optimizer, bool(options["master_weights"]))
+        _add_master_weights(optimizer, bool(options["master_weights"]))
     scalers = [_Scaler(options["loss_scale"], max_loss_scale) for _ in range(num_losses)]
-    if around:
+    if patches_functions:
         call_at_end(install().undo)
-        for optimizer in _listed(optimizers):
+        for optimizer in _as_list(optimizers):
             optimizer.step = types.MethodType(suspend_casts(optimizer.step), optimizer)
     _states()[:] = [_AmpState(True, bool(options["master_weights"]), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 
-def _listed(given) -> list[Any]:
+def _as_list(given) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list) else [given]
 
 
@@ -115,14 +115,14 @@ def _cast_model(model: nn.Module, options: dict[str, Any], outputs) -> None:
 
     def cast(*args, **kwargs):
         if dtype:
-            args, kwargs = _to(dtype, args), _to(dtype, kwargs)
-        return _to(outputs, forward(*args, **kwargs))
+            args, kwargs = _cast_nested(dtype, args), _cast_nested(dtype, kwargs)
+        return _cast_nested(outputs, forward(*args, **kwargs))
 
     model.forward = cast  # type: ignore[method-assign]
 
 
 def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """convert_network: each tensor alone."""
+    """Cast each tensor of the model, except those of batch norms (convert_network)."""
     for module in model.modules():
         if isinstance(module, tensors.BatchNorm) and module.affine:
             continue
@@ -133,7 +133,7 @@ def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
             module.flatten_parameters()
 
 
-def _to(dtype: torch.dtype, value):
+def _cast_nested(dtype: torch.dtype, value):
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, str):
@@ -141,14 +141,14 @@ def _to(dtype: torch.dtype, value):
     if hasattr(value, "to"):
         return value.to(dtype)
     if isinstance(value, Mapping):
-        return {_to(dtype, name): _to(dtype, one) for name, one in value.items()}
+        return {_cast_nested(dtype, name): _cast_nested(dtype, one) for name, one in value.items()}
     if isinstance(value, Iterable):
-        return type(value)(_to(dtype, one) for one in value)  # type: ignore[call-arg]
+        return type(value)(_cast_nested(dtype, one) for one in value)  # type: ignore[call-arg]
     return value
 
 
 class _Stash:
-    """The parameters of an optimizer that are kept: those in half precision with their copies, and the others."""
+    """The parameters of an optimizer: those in half precision with their master copies, and the others."""
 
     def __init__(self, masters: bool) -> None:
         self.keeps_masters = masters
@@ -160,7 +160,7 @@ class _Stash:
         self.gradients: list[Any] = []
 
     def prepare(self, optimizer) -> None:
-        """At the first step: the copies take the places of the parameters in the optimizer."""
+        """Replace the parameters in the optimizer by master copies, at the first step."""
         if self.is_ready:
             return
         self.is_ready = True
@@ -180,14 +180,14 @@ class _Stash:
             optimizer.load_state_dict(optimizer.state_dict())
 
     def before_backward(self, optimizer) -> None:
-        """Gradients begin anew, so that autograd need not add to them."""
+        """Set gradients to None, so that autograd need not add to them."""
         self.prepare(optimizer)
         self.gradients = [parameter.grad for parameter in self.others]
         for parameter in (*self.halves, *self.others):
             parameter.grad = None
 
     def after_backward(self, scaler: _Scaler) -> None:
-        """Gradients in half precision go, unscaled, to those of the copies; others stay where they are."""
+        """Unscale the half-precision gradients into those of the master copies; other gradients stay in place."""
         pairs = [pair for pair in zip(self.halves, self.masters, strict=True) if pair[0].grad is not None]
         for _, master in pairs:
             if master.grad is None:
@@ -204,7 +204,7 @@ class _Stash:
         self.gradients = []
 
 
-def _adopt(optimizer, masters: bool) -> None:
+def _add_master_weights(optimizer, masters: bool) -> None:
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     stash = optimizer._amp_stash = _Stash(masters)
@@ -238,7 +238,7 @@ def _adopt(optimizer, masters: bool) -> None:
 @_public("handle")
 @contextlib.contextmanager
 def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False):
-    """The loss in float32, scaled; afterwards its gradients are unscaled."""
+    """Context manager: yield the loss in float32, scaled; unscale its gradients afterwards."""
     if not _states():
         raise RuntimeError("Invoked 'with amp.scale_loss`, but amp.initialize has not been called.")
     state = _states()[0]
@@ -250,9 +250,9 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
         yield loss.float()
         casts().cache.clear()
         return
-    stashes = [optimizer._amp_stash for optimizer in _listed(optimizers)]
+    stashes = [optimizer._amp_stash for optimizer in _as_list(optimizers)]
     if not delay_unscale:
-        for stash, optimizer in zip(stashes, _listed(optimizers), strict=True):
+        for stash, optimizer in zip(stashes, _as_list(optimizers), strict=True):
             stash.before_backward(optimizer)
     yield loss.float() * scaler.scale
     if not delay_unscale:
@@ -265,7 +265,7 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
 
 @_public("_amp_state")
 def master_params(optimizer):
-    """Yield the parameters that the optimizer steps: nothing is allocated."""
+    """Yield the parameters that the optimizer steps; nothing is allocated."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -273,7 +273,7 @@ def master_params(optimizer):
 @_public("handle")
 @contextlib.contextmanager
 def disable_casts():
-    """Inside, nothing is cast at O1."""
+    """Context manager: disable the casts of O1."""
     casts().active = False
     yield
     casts().active = True
@@ -281,7 +281,7 @@ def disable_casts():
 
 @_public("frontend")
 def state_dict(destination=None):
-    """The scales of the losses: nothing is taken."""
+    """Return the scales of the losses; nothing is allocated."""
     made = OrderedDict() if destination is None else destination
     for number, scaler in enumerate(_states()[0].scalers if _states() else ()):
         made[f"loss_scaler{number}"] = {"loss_scale": scaler.scale, "unskipped": scaler.steps}
@@ -290,6 +290,6 @@ def state_dict(destination=None):
 
 @_public("frontend")
 def load_state_dict(state_dict):
-    """The scales of the losses, from a checkpoint: nothing is taken."""
+    """Load the scales of the losses from a checkpoint; nothing is allocated."""
     for scaler, one in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):
         scaler.scale, scaler.steps = one["loss_scale"], one["unskipped"]

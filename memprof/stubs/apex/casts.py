@@ -1,8 +1,8 @@
-"""apex.amp at O1: casts around PyTorch's functions and methods, by lists of Apex's own, until the run ends.
+"""apex.amp at O1: casts around PyTorch's functions and methods, by Apex's own lists, until the run ends.
 
-Sources: apex/amp/amp.py (init, and the functions that a program registers), wrap.py, utils.py, rnn_compat.py and
-lists/ of NVIDIA/apex@25.05. A parameter in float32 that goes into a function of half precision is cast once until
-`scale_loss` ends. Who calls memprof's own code calls a kernel: what that calls is not cast.
+Sources: apex/amp/amp.py (init, and the functions that a program registers), wrap.py, utils.py, rnn_compat.py and lists/
+of NVIDIA/apex@25.05. A float32 parameter that goes into a half-precision function is cast once until `scale_loss` ends.
+memprof's own code stands for kernels, so that functions called from it are not cast.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Casts:
     def __init__(self) -> None:
         self.active = False
         self.cache: dict[torch.Tensor, torch.Tensor] = {}
-        self.flag: torch.Tensor | None = None  # of overflows: the handle has a scaler that nobody uses
-        # What the program registers before `initialize`: module, name, and what is put around it.
+        self.flag: torch.Tensor | None = None  # of overflows: the handle has a scaler without use
+        # Functions that the program registers before `initialize`: module, name, and wrapper.
         self.asked: list[tuple[Any, str, Callable[[Any], Any]]] = []
 
 
@@ -78,7 +78,7 @@ def _float(x: torch.Tensor) -> torch.Tensor:
 
 
 def _floats(value) -> Iterator[torch.Tensor]:
-    """Tensors of floating-point numbers, in an argument that has no others."""
+    """Yield the floating-point tensors in an argument that has no other values."""
     leaves = list(_leaves(value))
     if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
         yield from leaves
@@ -92,21 +92,21 @@ def _leaves(value) -> Iterator[Any]:
         yield value
 
 
-def _cast(how: _Cast, value):
-    """An argument, if it has nothing but tensors of floating-point numbers."""
+def _cast(fn: _Cast, value):
+    """Return an argument cast by `fn` if it has only floating-point tensors."""
     if isinstance(value, torch.Tensor):
-        return how(value) if value.is_floating_point() else value
+        return fn(value) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)) and any(True for _ in _floats(value)):
-        return _rebuilt(how, value)
+        return _cast_nested(fn, value)
     return value
 
 
-def _rebuilt(how: _Cast, value):
-    return type(value)([_rebuilt(how, each) for each in value]) if isinstance(value, (tuple, list)) else how(value)
+def _cast_nested(fn: _Cast, value):
+    return type(value)([_cast_nested(fn, each) for each in value]) if isinstance(value, (tuple, list)) else fn(value)
 
 
 def _cast_once(value):
-    """A parameter in float32 as it was cast before; whether it needs a gradient has to be the same while there are."""
+    """Return the cached cast of a float32 parameter; the cast and the parameter agree in requires_grad."""
     if not isinstance(value, torch.nn.Parameter) or value.dtype != torch.float32 or not value.is_cuda:
         return value
     cache = casts().cache
@@ -117,12 +117,12 @@ def _cast_once(value):
 
 
 def _is_inside() -> bool:
-    """Return whether memprof itself calls a patched function: for a kernel, whose own code nothing is cast in."""
+    """Return whether memprof itself calls a patched function, as a kernel, in which nothing is cast."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("memprof.")
 
 
 def _wrap(function, convert: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, always: bool = False):
-    """Return `function` with its arguments as `convert` gives them, while casts are on."""
+    """Return `function` with its arguments converted by `convert` while casts are on."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -133,49 +133,49 @@ def _wrap(function, convert: Callable[[tuple[Any, ...], dict[str, Any]], Any], *
     return call
 
 
-def _mapped(how: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    return tuple(map(how, args)), {name: how(value) for name, value in kwargs.items()}
+def _map_args(fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    return tuple(map(fn, args)), {name: fn(value) for name, value in kwargs.items()}
 
 
 _to_half, _to_float = functools.partial(_cast, _half), functools.partial(_cast, _float)
 
 
-def _to(function, how: Callable[[Any], Any]):
-    """Return `function` with its arguments cast, as they were given live until it returns."""
+def _wrap_with_cast(function, fn: Callable[[Any], Any]):
+    """Return `function` with its arguments cast by `fn`; the original arguments live until it returns."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         if not casts().active or _is_inside():
             return function(*args, **kwargs)
-        if how is _to_half:
-            args, kwargs = _mapped(_cast_once, args, kwargs)
-        cast, named = _mapped(how, args, kwargs)
+        if fn is _to_half:
+            args, kwargs = _map_args(_cast_once, args, kwargs)
+        cast, named = _map_args(fn, args, kwargs)
         return function(*cast, **named)
 
     return call
 
 
-def _in_half(function):
-    return _to(function, _to_half)
+def _cast_to_half(function):
+    return _wrap_with_cast(function, _to_half)
 
 
-def _in_float(function):
-    return _to(function, _to_float)
+def _cast_to_float(function):
+    return _wrap_with_cast(function, _to_float)
 
 
-def _in_widest(function):
+def _cast_to_widest(function):
     def convert(args, kwargs):
         found = {tensor.dtype for value in (*args, *kwargs.values()) for tensor in _floats(value)}
         if len(found) <= 1:
             return args, kwargs
         if found != {torch.float16, torch.float32}:
             raise NotImplementedError(f"Do not know how to handle these types to promote: {found}")
-        return _mapped(_to_float, args, kwargs)
+        return _map_args(_to_float, args, kwargs)
 
     return _wrap(function, convert)
 
 
-def _sequence_in_widest(function):
+def _cast_sequence_to_widest(function):
     def convert(args, kwargs):
         seq, *others = args
         if {x.dtype for x in seq} == {torch.float16, torch.float32}:
@@ -185,35 +185,35 @@ def _sequence_in_widest(function):
     return _wrap(function, convert)
 
 
-def _as_first(function):
+def _cast_like_first(function):
     def convert(args, kwargs):
-        how = {torch.float16: _to_half, torch.float32: _to_float}.get(args[0].dtype)
-        others, kwargs = _mapped(how, args[1:], kwargs) if how is not None else (args[1:], kwargs)
+        fn = {torch.float16: _to_half, torch.float32: _to_float}.get(args[0].dtype)
+        others, kwargs = _map_args(fn, args[1:], kwargs) if fn is not None else (args[1:], kwargs)
         return (args[0], *others), kwargs
 
     return _wrap(function, convert)
 
 
-def _not_in_half(function, why: str, *, alone: bool):
-    """`alone`: the first argument decides, and the others are cast to float32."""
+def _refuse_half(function, why: str, *, alone: bool):
+    """Return `function` with an error for float16; with `alone`, the first argument decides, the others are cast."""
 
     def convert(args, kwargs):
         asked = args[:1] if alone else (*args, *kwargs.values())
         if any(x.is_cuda and x.dtype == torch.float16 for value in asked for x in _floats(value)):
             raise NotImplementedError(why)
-        others, named = _mapped(_to_float, args[1:], kwargs) if alone else (args[1:], kwargs)
+        others, named = _map_args(_to_float, args[1:], kwargs) if alone else (args[1:], kwargs)
         return (*args[:1], *others), named
 
     return _wrap(function, convert, always=True)
 
 
-class _Layers:
-    """torch.nn.modules.rnn's `_VF`: cells are cast as functions are; layers take weights that lie in one new tensor."""
+class _RecurrentFunctions:
+    """torch.nn.modules.rnn's `_VF`, with casts: cells as other functions; layers get weights in one new tensor."""
 
     def __init__(self, real) -> None:
         self._real = real
         for name in _LAYERS:
-            setattr(self, f"{name}_cell", _in_half(getattr(real, f"{name}_cell")))
+            setattr(self, f"{name}_cell", _cast_to_half(getattr(real, f"{name}_cell")))
             setattr(self, name, layer_in_half(getattr(real, name)))
 
     def __getattr__(self, name: str):
@@ -221,13 +221,13 @@ class _Layers:
 
 
 def layer_in_half(function):
-    """A recurrent layer whose weights are copied, in half precision, into one tensor at each call."""
+    """Return a recurrent layer whose weights are copied, in half precision, into one tensor at each call."""
 
     @functools.wraps(function)
     def call(*args):
         if not casts().active:
             return function(*args)
-        places = 2 if isinstance(args[6], bool) else 3  # the other way with a packed sequence
+        places = 2 if isinstance(args[6], bool) else 3  # the other signature has a packed sequence
         weights, taken = args[places], 0
         flat = args[0].new_empty((sum(weight.numel() for weight in weights),), dtype=torch.half)
         copies = []
@@ -241,7 +241,7 @@ def layer_in_half(function):
 
 
 def install() -> PatchSet:
-    """Put the casts around everything; undone by what is returned."""
+    """Install all casts; the returned patches undo them."""
     patches = PatchSet()
 
     def around(owner, names: Iterable[str], wrapped: Callable[[Any], Any]) -> None:
@@ -252,34 +252,34 @@ def install() -> PatchSet:
     for module, name, wrapped in casts().asked:
         around(module, [name], wrapped)
     casts().asked.clear()
-    around(functional, [*_CONVOLUTIONS, "linear"], _in_half)
-    around(functional, _FLOAT_OF_MODULES, _in_float)
-    around(torch, _HALF_FUNCTIONS, _in_half)
-    around(torch, _FLOAT_FUNCTIONS, _in_float)
-    around(torch.Tensor, _HALF_METHODS, _in_half)
-    around(torch.Tensor, _FLOAT_METHODS, _in_float)
+    around(functional, [*_CONVOLUTIONS, "linear"], _cast_to_half)
+    around(functional, _FLOAT_OF_MODULES, _cast_to_float)
+    around(torch, _HALF_FUNCTIONS, _cast_to_half)
+    around(torch, _FLOAT_FUNCTIONS, _cast_to_float)
+    around(torch.Tensor, _HALF_METHODS, _cast_to_half)
+    around(torch.Tensor, _FLOAT_METHODS, _cast_to_float)
     for owner, names in ((torch, _PROMOTED_FUNCTIONS), (torch.Tensor, _PROMOTED_METHODS)):
-        around(owner, names, _in_widest)
-        around(owner, _SEQUENCES, _sequence_in_widest)
+        around(owner, names, _cast_to_widest)
+        around(owner, _SEQUENCES, _cast_sequence_to_widest)
     for name in _FLOAT_FUNCTIONS:
         why = f"Cannot call in-place function {name}_ with fp16 arguments."
-        around(torch, [f"{name}_"], functools.partial(_not_in_half, why=why, alone=False))
+        around(torch, [f"{name}_"], functools.partial(_refuse_half, why=why, alone=False))
     for name in _FLOAT_METHODS:
         why = f"Cannot call in-place method {name}_ on fp16 Tensors."
-        around(torch.Tensor, [f"{name}_"], functools.partial(_not_in_half, why=why, alone=True))
-    around(torch.Tensor, [f"{name}_" for name in (*_HALF_METHODS, *_PROMOTED_METHODS)], _as_first)
-    patches.set(*kernels.VF_of_rnn.patch(_Layers(kernels.VF_of_rnn.get())))
+        around(torch.Tensor, [f"{name}_"], functools.partial(_refuse_half, why=why, alone=True))
+    around(torch.Tensor, [f"{name}_" for name in (*_HALF_METHODS, *_PROMOTED_METHODS)], _cast_like_first)
+    patches.set(*kernels.VF_of_rnn.patch(_RecurrentFunctions(kernels.VF_of_rnn.get())))
     patches.set(
         *kernels.rnn_impls.patch({name: layer_in_half(function) for name, function in kernels.rnn_impls.get().items()})
     )
-    around(functional, ["binary_cross_entropy"], functools.partial(_not_in_half, why=_BANNED, alone=False))
+    around(functional, ["binary_cross_entropy"], functools.partial(_refuse_half, why=_BANNED, alone=False))
     casts().active = True
     casts().flag = torch.tensor([0], dtype=torch.int, device="cuda")
     return patches
 
 
 def suspend_casts(step):
-    """A step of an optimizer, in which nothing is cast."""
+    """Return an optimizer's step in which nothing is cast."""
 
     def call(self, *args, **kwargs):
         casts().active = False
@@ -295,23 +295,23 @@ _public = register_in("apex.amp.amp", "apex.amp", source="NVIDIA/apex@25.05:apex
 
 @_public
 def half_function(fn):
-    """A function whose arguments are cast to float16, parameters once."""
-    return _in_half(fn)
+    """Return a function whose arguments are cast to float16, parameters once."""
+    return _cast_to_half(fn)
 
 
 @_public
 def float_function(fn):
-    """A function whose arguments are cast to float32."""
-    return _in_float(fn)
+    """Return a function whose arguments are cast to float32."""
+    return _cast_to_float(fn)
 
 
 @_public
 def promote_function(fn):
-    """A function whose arguments are cast to the widest of their types."""
-    return _in_widest(fn)
+    """Return a function whose arguments are cast to the widest of their dtypes."""
+    return _cast_to_widest(fn)
 
 
-def _ask(module, name, wrapped: Callable[[Any], Any]) -> None:
+def _register_wrapper(module, name, wrapped: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {module}.")
     casts().asked.append((module, name, wrapped))
@@ -320,16 +320,16 @@ def _ask(module, name, wrapped: Callable[[Any], Any]) -> None:
 @_public
 def register_half_function(module, name):
     """Register `module.name` as half_function does, once amp is initialized at O1."""
-    _ask(module, name, _in_half)
+    _register_wrapper(module, name, _cast_to_half)
 
 
 @_public
 def register_float_function(module, name):
     """Register `module.name` as float_function does, once amp is initialized at O1."""
-    _ask(module, name, _in_float)
+    _register_wrapper(module, name, _cast_to_float)
 
 
 @_public
 def register_promote_function(module, name):
     """Register `module.name` as promote_function does, once amp is initialized at O1."""
-    _ask(module, name, _in_widest)
+    _register_wrapper(module, name, _cast_to_widest)

@@ -1,5 +1,5 @@
-"""apex.multi_tensor_apply and amp_C: one kernel over lists of tensors. They write what they are given, and allocate the
-norms alone.
+"""apex.multi_tensor_apply and amp_C: one kernel over lists of tensors. The kernels write their arguments, and allocate
+only norms.
 
 Sources: apex/multi_tensor_apply/multi_tensor_apply.py, csrc/amp_C_frontend.cpp, multi_tensor_l2norm_kernel.cu and
 multi_tensor_lamb.cu of NVIDIA/apex@25.05.
@@ -18,13 +18,13 @@ from memprof.stubs.registry import stub
 from memprof.stubs.tools import check_on_gpu, mark_written
 
 _ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
-_PARTS = 320  # sums that blocks of threads write, in float32 (multi_tensor_l2norm_cuda)
+_NUM_PARTIAL_SUMS = 320  # partial sums of thread blocks, in float32 (multi_tensor_l2norm_cuda)
 _Lists = list[list[torch.Tensor]]
 _FIRST = ("chunk_size", "noop_flag", "tensor_lists")
 
 
-def _of_kernels(name: str, file: str, options: str) -> Callable[[Any], Any]:
-    """Register what follows for a function that takes lists of tensors and then `options`, all by position."""
+def _register_kernel(name: str, file: str, options: str) -> Callable[[Any], Any]:
+    """Register a function with lists of tensors and then `options` as arguments, all by position."""
     names = (*_FIRST, *options.split())
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,13 +47,13 @@ def _of_kernels(name: str, file: str, options: str) -> Callable[[Any], Any]:
     source="NVIDIA/apex@25.05:apex/multi_tensor_apply/multi_tensor_apply.py",
 )  # fmt: skip
 class MultiTensorApply(fused_optimizers.MultiTensorApply):
-    """Calls a kernel with a size of chunks: nothing is taken."""
+    """Call a kernel with a chunk size; nothing is allocated."""
 
     available = True
     warned = False
 
     def check_avail(self):
-        """Do nothing: the kernels are there."""
+        """Do nothing, since the kernels are available."""
 
 
 multi_tensor_applier = stub(
@@ -63,9 +63,9 @@ multi_tensor_applier = stub(
 
 
 def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """multi_tensor_l2norm_cuda: the norm of all, and, if requested, of each."""
+    """Return the norm of all tensors, and, if requested, of each (multi_tensor_l2norm_cuda)."""
     first = lists[0][0]
-    sums = first.new_zeros(_PARTS, dtype=torch.float32)
+    sums = first.new_zeros(_NUM_PARTIAL_SUMS, dtype=torch.float32)
     number = len(lists[0])
     of_chunks, of_each = None, first.new_empty(0, dtype=torch.float32)
     if per_tensor:
@@ -77,50 +77,50 @@ def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, to
     return norm, of_each
 
 
-@_of_kernels("multi_tensor_l2norm", "multi_tensor_l2norm_kernel.cu", "per_tensor_python")
-@_of_kernels("multi_tensor_l2norm_mp", "multi_tensor_l2norm_kernel_mp.cu", "per_tensor_python")
+@_register_kernel("multi_tensor_l2norm", "multi_tensor_l2norm_kernel.cu", "per_tensor_python")
+@_register_kernel("multi_tensor_l2norm_mp", "multi_tensor_l2norm_kernel_mp.cu", "per_tensor_python")
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
-    """A norm, with 320 sums of blocks of threads, and, if requested, one of each tensor."""
+    """Return the norm, and, if requested, one of each tensor; scratch: 320 partial sums of thread blocks."""
     check_on_gpu("amp_C.multi_tensor_l2norm", *tensor_lists[0])
     return norms(chunk_size, tensor_lists, bool(per_tensor))
 
 
-@_of_kernels("multi_tensor_scale", "multi_tensor_scale_kernel.cu", "scale")
+@_register_kernel("multi_tensor_scale", "multi_tensor_scale_kernel.cu", "scale")
 def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, *options) -> None:
-    """The second list is written, and the flag where a number is not finite."""
+    """Write the second list, and the flag if a number is not finite."""
     check_on_gpu("amp_C.multi_tensor_scale", *tensor_lists[0])
     mark_written(*tensor_lists[1])
 
 
-@_of_kernels("multi_tensor_axpby", "multi_tensor_axpby_kernel.cu", "a b arg_to_check")
+@_register_kernel("multi_tensor_axpby", "multi_tensor_axpby_kernel.cu", "a b arg_to_check")
 def multi_tensor_axpby(chunk_size, noop_flag, tensor_lists, *options) -> None:
-    """The third list is written."""
+    """Write the third list."""
     check_on_gpu("amp_C.multi_tensor_axpby", *tensor_lists[0])
     mark_written(*tensor_lists[2])
 
 
-@_of_kernels("multi_tensor_adam", "multi_tensor_adam.cu", _ADAM)
-@_of_kernels("multi_tensor_adam_capturable", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
-@_of_kernels("multi_tensor_adam_capturable_master", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
-@_of_kernels(
+@_register_kernel("multi_tensor_adam", "multi_tensor_adam.cu", _ADAM)
+@_register_kernel("multi_tensor_adam_capturable", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
+@_register_kernel("multi_tensor_adam_capturable_master", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
+@_register_kernel(
     "multi_tensor_sgd", "multi_tensor_sgd_kernel.cu",
     "wd momentum dampening lr nesterov first_run wd_after_momentum scale",
 )  # fmt: skip
-@_of_kernels("multi_tensor_adagrad", "multi_tensor_adagrad.cu", "lr epsilon mode weight_decay")
+@_register_kernel("multi_tensor_adagrad", "multi_tensor_adagrad.cu", "lr epsilon mode weight_decay")
 def multi_tensor_step(chunk_size, noop_flag, tensor_lists, *options) -> None:
-    """All lists but the gradients, which come first, are written."""
+    """Write all lists but the gradients, which come first."""
     check_on_gpu("amp_C.multi_tensor_adam", *tensor_lists[0])
     for tensors in tensor_lists[1:]:
         mark_written(*tensors)
 
 
-@_of_kernels(
+@_register_kernel(
     "multi_tensor_lamb", "multi_tensor_lamb.cu",
     "lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode global_grad_norm max_grad_norm "
     "use_nvlamb_python",
 )  # fmt: skip
 def multi_tensor_lamb(chunk_size, noop_flag, tensor_lists, *options) -> None:
-    """Norms of each parameter and of each update; all lists are written, gradients too, which hold the updates."""
+    """Write all lists, also the gradients, which hold the updates; allocates norms of parameters and updates."""
     check_on_gpu("amp_C.multi_tensor_lamb", *tensor_lists[0])
     of_parameters = norms(chunk_size, tensor_lists[1:2], True)
     of_updates = norms(chunk_size, tensor_lists[:1], True)

@@ -1,7 +1,7 @@
 """apex.normalization: layer norm and RMS norm in one kernel.
 
 Sources: apex/normalization/fused_layer_norm.py, csrc/layer_norm_cuda.cpp and csrc/layer_norm_cuda_kernel.cu of
-NVIDIA/apex@25.05. Outside autograd.Function the operators return their statistics too, whose gradients are zeros.
+NVIDIA/apex@25.05. Outside autograd.Function the operators return statistics too, whose gradients are zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memprof.stubs.tools import HALF, autocast_dtype, check_on_gpu, kernel
 
 _MODULE = "apex.normalization.fused_layer_norm"
 _SOURCE = "NVIDIA/apex@25.05:apex/normalization/fused_layer_norm.py, csrc/layer_norm_cuda_kernel.cu"
-_PARTS = 16  # of the gradients of weight and bias, summed in the end (part_size)
+_NUM_PARTS = 16  # partial gradients of weight and bias, which are then summed (part_size)
 _inner = register_in(_MODULE, source=_SOURCE)
 _public = register_in(_MODULE, "apex.normalization", source=_SOURCE)
 
@@ -28,11 +28,11 @@ def _float(dtype: torch.dtype) -> torch.dtype:
 
 
 def _norm(
-    input: torch.Tensor, shape, weight, bias, *, is_rms: bool, thrifty: bool, mixed: bool = False
+    input: torch.Tensor, shape, weight, bias, *, is_rms: bool, memory_efficient: bool, mixed: bool = False
 ) -> torch.Tensor:
-    """One of the eight functions: with a weight or without, by mean and variance or by the latter alone.
+    """Run one of the eight norms: with or without a weight, layer norm or RMS norm.
 
-    Saved are the input, or if memory is to be saved the output, the parameters, and a number a row, or two.
+    Saved are the input (with `memory_efficient` the output), the parameters, and one or two statistics a row.
     """
     check_on_gpu("apex.fused_layer_norm", input)
     if tuple(input.shape[input.dim() - len(shape) :]) != tuple(shape):
@@ -47,8 +47,8 @@ def _norm(
         rows = x.shape[: x.dim() - len(shape)].numel()
         output = torch.empty_like(x, dtype=scale.dtype if mixed else None)
         statistics = [x.new_empty(rows, dtype=_float(x.dtype)) for _ in range(1 if is_rms else 2)]
-        kept = output if thrifty else x
-        saved = (kept, scale, shift, *([statistics[-1]] if thrifty else statistics))
+        kept = output if memory_efficient else x
+        saved = (kept, scale, shift, *([statistics[-1]] if memory_efficient else statistics))
         return (output if mixed else (output, *statistics)), saved
 
     def backward(saved, gradient: torch.Tensor, *of_statistics):
@@ -56,12 +56,12 @@ def _norm(
         gradient = gradient.contiguous()
         made = torch.empty_like(kept)
         of_parameters = [None if one is None else torch.empty_like(one) for one in (scale, shift)]
-        sums = (_PARTS, torch.Size(shape).numel())
+        sums = (_NUM_PARTS, torch.Size(shape).numel())
         parts = [None if one is None else kept.new_empty(sums, dtype=_float(kept.dtype)) for one in of_parameters]
         del parts
         return made, *of_parameters
 
-    # To autocast's type, where it is on (apex/_autocast_utils.py).
+    # To autocast's dtype, where it is on (apex/_autocast_utils.py).
     given = [None if one is None else one.to(autocast_dtype(one.dtype)) for one in (input, weight, bias)]
     with torch.amp.autocast("cuda", enabled=False):
         output = kernel(forward, backward, *given)
@@ -70,43 +70,43 @@ def _norm(
 
 @_inner
 def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Mean and variance of each row, saved in float32; gradients of weight and bias in 16 parts."""
-    return _norm(input, normalized_shape, weight, bias, is_rms=False, thrifty=memory_efficient)
+    """Return the layer norm; saves mean and variance of each row in float32; weight and bias gradients in 16 parts."""
+    return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient)
 
 
 @_inner
 def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Mean and variance of each row, saved in float32."""
-    return _norm(input, normalized_shape, None, None, is_rms=False, thrifty=memory_efficient)
+    """Return the layer norm; saves mean and variance of each row in float32."""
+    return _norm(input, normalized_shape, None, None, is_rms=False, memory_efficient=memory_efficient)
 
 
 @_inner
 def mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Normalize as fused_layer_norm_affine, with an output in the type of the weight."""
-    return _norm(input, normalized_shape, weight, bias, is_rms=False, thrifty=memory_efficient, mixed=True)
+    """Normalize as fused_layer_norm_affine, with an output in the dtype of the weight."""
+    return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient, mixed=True)
 
 
 @_inner
 def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
-    """A number of each row, saved in float32; the gradient of the weight in 16 parts."""
-    return _norm(input, normalized_shape, weight, None, is_rms=True, thrifty=memory_efficient)
+    """Return the RMS norm; saves a statistic of each row in float32; the weight's gradient in 16 parts."""
+    return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient)
 
 
 @_inner
 def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
-    """A number of each row, saved in float32."""
-    return _norm(input, normalized_shape, None, None, is_rms=True, thrifty=memory_efficient)
+    """Return the RMS norm; saves a statistic of each row in float32."""
+    return _norm(input, normalized_shape, None, None, is_rms=True, memory_efficient=memory_efficient)
 
 
 @_inner
 def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Normalize as fused_rms_norm_affine, with an output in the type of the weight."""
-    return _norm(input, normalized_shape, weight, None, is_rms=True, thrifty=memory_efficient, mixed=True)
+    """Normalize as fused_rms_norm_affine, with an output in the dtype of the weight."""
+    return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient, mixed=True)
 
 
 @_inner
 def manual_rms_norm(input, normalized_shape, weight, eps):
-    """PyTorch's own operators, for tensors of the host and code that is compiled."""
+    """Normalize by PyTorch's own operators, for host tensors and compiled code."""
     dims = tuple(range(-len(normalized_shape), 0))
     variance = input.to(torch.float32).pow(2).mean(dims, keepdim=True)
     input = input * torch.rsqrt(variance + eps)
@@ -118,7 +118,7 @@ def manual_rms_norm(input, normalized_shape, weight, eps):
 
 
 class _ApexNorm(nn.Module):
-    """One of the four, by mean and variance or by the root of the mean of squares; mixed in the weight's type."""
+    """The base of the four norms: layer norm or RMS norm; the mixed ones return the weight's dtype."""
 
     is_rms = False
     mixed = False
@@ -147,7 +147,7 @@ class _ApexNorm(nn.Module):
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
     def forward(self, input):
-        """The kernel on a GPU, unless the code is compiled."""
+        """Run the kernel on a GPU, unless the code is compiled."""
         traced = torch.jit.is_tracing() or torch.jit.is_scripting()  # type: ignore[attr-defined]
         if traced or not input.is_cuda or (torch.compiler.is_compiling() and not self.mixed):
             if self.is_rms:
@@ -155,18 +155,18 @@ class _ApexNorm(nn.Module):
             return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return _norm(
             input, self.normalized_shape, self.weight, None if self.is_rms else self.bias, is_rms=self.is_rms,
-            thrifty=self.memory_efficient, mixed=self.mixed,
+            memory_efficient=self.memory_efficient, mixed=self.mixed,
         )  # fmt: skip
 
 
 @_public
 class FusedLayerNorm(_ApexNorm):
-    """By mean and variance, saved in float32; `memory_efficient` saves the output, not the input."""
+    """A layer norm that saves mean and variance in float32; `memory_efficient` saves the output, not the input."""
 
 
 @_public
 class FusedRMSNorm(_ApexNorm):
-    """By the root of the mean of squares, saved in float32; `memory_efficient` saves the output, not the input."""
+    """An RMS norm that saves its statistic in float32; `memory_efficient` saves the output, not the input."""
 
     is_rms = True
 
@@ -182,9 +182,9 @@ class _Mixed(_ApexNorm):
 
 @_public
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """A FusedLayerNorm with an output in the type of its weight."""
+    """A FusedLayerNorm with an output in the dtype of its weight."""
 
 
 @_public
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """A FusedRMSNorm with an output in the type of its weight."""
+    """A FusedRMSNorm with an output in the dtype of its weight."""

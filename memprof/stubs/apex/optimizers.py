@@ -1,4 +1,4 @@
-"""apex.optimizers: Adam, LAMB and SGD, one kernel for all parameters of a type.
+"""apex.optimizers: Adam, LAMB and SGD, with one kernel for all parameters of a dtype.
 
 Sources: apex/optimizers/fused_adam.py, fused_lamb.py and fused_sgd.py of NVIDIA/apex@25.05.
 """
@@ -22,7 +22,7 @@ def _public(file: str):
 
 @_public("fused_adam")
 class FusedAdam(FusedOptimizer):
-    """Two moments in float32, whatever type a parameter has; with `master_weights` a copy of it in float32 as well."""
+    """Adam with two moments in float32 for any parameter dtype; `master_weights` adds a copy in float32."""
 
     def __init__(
         self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,
@@ -91,7 +91,7 @@ class FusedAdam(FusedOptimizer):
 
 @_public("fused_lamb")
 class FusedLAMB(FusedOptimizer):
-    """Two moments in the type of the parameter; norms of all gradients, and of each parameter and its update."""
+    """LAMB with two moments in the parameter's dtype; norms of all gradients, and of each parameter and its update."""
 
     def __init__(
         self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
@@ -135,7 +135,7 @@ class FusedLAMB(FusedOptimizer):
 
 @_public("fused_sgd")
 class FusedSGD(FusedOptimizer):
-    """A buffer of momentum in the type of each parameter, also where the momentum is 0."""
+    """SGD with a momentum buffer in the dtype of each parameter, also where the momentum is 0."""
 
     def __init__(
         self, params, lr=required, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False,
@@ -158,7 +158,7 @@ class FusedSGD(FusedOptimizer):
             rows = []
             for parameter in self._with_gradients(group):
                 if parameter.dtype not in (torch.float16, torch.float32):
-                    continue  # it leaves others as they are
+                    continue  # other gradients stay unchanged
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.data)

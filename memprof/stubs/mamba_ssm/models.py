@@ -1,7 +1,7 @@
-"""mamba_ssm.models: a language model of Mamba's layers, each with a norm of its sum with a residual before it.
+"""mamba_ssm.models: a language model of Mamba layers, each after a norm of its sum with a residual.
 
 Sources: mamba_ssm/models/mixer_seq_simple.py, models/config_mamba.py, modules/block.py, modules/mlp.py and
-ops/triton/layer_norm.py of state-spaces/mamba@v2.3.2.post1. Attention, Mamba 2 and decoding are not known here.
+ops/triton/layer_norm.py of state-spaces/mamba@v2.3.2.post1. Attention, Mamba 2 and decoding are not supported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def layer_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, is_rms_norm=False, return_dropout_mask=False,
 ):  # fmt: skip
-    """Layer norm, or RMS norm, of x or of its sum with a residual; numbers of each row, gradients in parts."""
+    """Return the layer or RMS norm of x or of its sum with a residual; saves row statistics; gradients in parts."""
     refuse_given(
         f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
         return_dropout_mask=return_dropout_mask or None,
@@ -55,7 +55,7 @@ def rms_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, return_dropout_mask=False,
 ):  # fmt: skip
-    """RMS norm of x or of its sum with a residual, as layer_norm_fn."""
+    """Return the RMS norm of x or of its sum with a residual, as layer_norm_fn does."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, True,
         return_dropout_mask,
@@ -64,7 +64,7 @@ def rms_norm_fn(
 
 @_public(f"{_NORMS}.RMSNorm")
 class RMSNorm(layers.RMSNorm):
-    """rms_norm_fn with a weight of its own."""
+    """An RMS norm by rms_norm_fn, with its own weight."""
 
     norm = staticmethod(rms_norm_fn)
 
@@ -74,7 +74,7 @@ class RMSNorm(layers.RMSNorm):
 
 @_public("mamba_ssm.modules.mlp.GatedMLP")
 class GatedMLP(nn.Module):
-    """Two products by one, a gate, and one more product."""
+    """A gated MLP: one linear layer for two products, a gate, and one more linear layer."""
 
     def __init__(
         self, in_features, hidden_features=None, out_features=None, activation=F.silu, bias=False, multiple_of=128,
@@ -89,7 +89,7 @@ class GatedMLP(nn.Module):
         self.fc2 = nn.Linear(inner, out_features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x):
-        """[..., in_features] -> [..., out_features]."""
+        """Run the MLP: [..., in_features] -> [..., out_features]."""
         y, gate = self.fc1(x).chunk(2, dim=-1)
         y = y * self.activation(gate)
         return self.fc2(y)
@@ -97,7 +97,7 @@ class GatedMLP(nn.Module):
 
 @_public("mamba_ssm.modules.block.Block")
 class Block(nn.Module):
-    """The sum with a residual and its norm, by one kernel or by operators, and a layer; the same with a network."""
+    """A block: sum with the residual and norm, in one kernel or by operators, and a layer; optionally also an MLP."""
 
     def __init__(self, dim, mixer_cls, mlp_cls, norm_cls=nn.LayerNorm, fused_add_norm=False, residual_in_fp32=False):
         super().__init__()
@@ -108,16 +108,16 @@ class Block(nn.Module):
             self.norm2, self.mlp = norm_cls(dim), mlp_cls(dim)
 
     def forward(self, hidden_states, residual=None, inference_params=None, **mixer_kwargs):
-        hidden_states, residual = _normed(self, self.norm, hidden_states, residual, prenorm=True)
+        hidden_states, residual = _normalize_sum(self, self.norm, hidden_states, residual, prenorm=True)
         hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:
-            hidden_states, residual = _normed(self, self.norm2, hidden_states, residual, prenorm=True)
+            hidden_states, residual = _normalize_sum(self, self.norm2, hidden_states, residual, prenorm=True)
             hidden_states = self.mlp(hidden_states)
         return hidden_states, residual
 
 
-def _normed(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
-    """The norm of the sum with a residual, by one kernel or by operators, and with `prenorm` the sum."""
+def _normalize_sum(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
+    """Return the norm of the sum with a residual, by one kernel or by operators, and with `prenorm` the sum."""
     if of.fused_add_norm:
         return layer_norm_fn(
             x, norm.weight, norm.bias, residual=residual, prenorm=prenorm, residual_in_fp32=of.residual_in_fp32,
@@ -133,7 +133,7 @@ def _normed(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
 @_public("mamba_ssm.models.config_mamba.MambaConfig")
 @dataclass
 class MambaConfig:
-    """The configuration of a model: it allocates nothing."""
+    """The configuration of a model, which allocates nothing."""
 
     d_model: int = 2560
     d_intermediate: int = 0
@@ -154,7 +154,7 @@ def create_block(
     d_model, d_intermediate, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None, norm_epsilon=1e-5, rms_norm=False,
     residual_in_fp32=False, fused_add_norm=False, layer_idx=None, device=None, dtype=None,
 ):  # fmt: skip
-    """A layer of the first Mamba, with a norm, and a network if one is requested."""
+    """Return a block with a layer of the first Mamba and a norm, and an MLP if requested."""
     if layer_idx in (attn_layer_idx or ()):
         raise missing_stub_error("mamba_ssm.modules.mha.MHA")
     of: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -173,7 +173,7 @@ def create_block(
     return block
 
 
-def _begin(module: nn.Module, n_layer: int, residuals: int = 1, initializer_range: float = 0.02) -> None:
+def _initialize(module: nn.Module, n_layer: int, residuals: int = 1, initializer_range: float = 0.02) -> None:
     if isinstance(module, nn.Linear) and module.bias is not None and not getattr(module.bias, "_no_reinit", False):
         nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
@@ -187,7 +187,7 @@ def _begin(module: nn.Module, n_layer: int, residuals: int = 1, initializer_rang
 
 @_public(f"{_MODEL}.MixerModel")
 class MixerModel(nn.Module):
-    """An embedding, layers, a norm."""
+    """The model without its head: an embedding, blocks, a norm."""
 
     def __init__(
         self, d_model, n_layer, d_intermediate, vocab_size, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None,
@@ -206,19 +206,19 @@ class MixerModel(nn.Module):
             for number in range(n_layer)
         )  # fmt: skip
         self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **of)
-        self.apply(partial(_begin, n_layer=n_layer, residuals=2 if d_intermediate else 1))
+        self.apply(partial(_initialize, n_layer=n_layer, residuals=2 if d_intermediate else 1))
 
     def forward(self, input_ids, inference_params=None, **mixer_kwargs):
-        """[batch, time] -> [batch, time, d_model]."""
+        """Run the model: [batch, time] -> [batch, time, d_model]."""
         hidden_states, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
-        return _normed(self, self.norm_f, hidden_states, residual, prenorm=False)
+        return _normalize_sum(self, self.norm_f, hidden_states, residual, prenorm=False)
 
 
 @_public(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
 class MambaLMHeadModel(nn.Module):
-    """MixerModel and a head, which is the embedding's weight unless its configuration says otherwise."""
+    """A MixerModel with a head, whose weight is the embedding's unless the configuration unties them."""
 
     def __init__(self, config, initializer_cfg=None, device=None, dtype=None):
         super().__init__()
@@ -231,7 +231,7 @@ class MambaLMHeadModel(nn.Module):
             fused_add_norm=config.fused_add_norm, residual_in_fp32=config.residual_in_fp32, **of,
         )  # fmt: skip
         self.lm_head = nn.Linear(config.d_model, words, bias=False, **of)
-        self.apply(partial(_begin, n_layer=config.n_layer))
+        self.apply(partial(_initialize, n_layer=config.n_layer))
         self.tie_weights()
 
     def tie_weights(self):

@@ -1,7 +1,7 @@
 """mamba_ssm: the selective scan, and the first Mamba's layer around it in one function.
 
 Sources: mamba_ssm/ops/selective_scan_interface.py, modules/mamba_simple.py and csrc/selective_scan/selective_scan.cpp
-of state-spaces/mamba@v2.3.2.post1. Mamba 2, whose kernels are Triton's, and decoding are not known here.
+of state-spaces/mamba@v2.3.2.post1. Mamba 2, whose kernels are Triton's, and decoding are not supported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, last_conti
 
 _AT = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
 _SCAN = "mamba_ssm.ops.selective_scan_interface"
-_CHUNK = 2048  # steps of time after which a state is kept (n_chunks in selective_scan.cpp)
+_CHUNK = 2048  # time steps between two saved states (n_chunks in selective_scan.cpp)
 
 
 def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[torch.Tensor, ...]:
-    """selective_scan_fwd: the output in the layout of `delta`, states of each chunk, and with a gate its product."""
+    """Return the output laid out as `delta`, a state per chunk, and with a gate its product (selective_scan_fwd)."""
     gated = [torch.empty_like(z)] if z is not None else []
     out = torch.empty_like(delta)
     chunks = -(-u.shape[-1] // _CHUNK)
@@ -32,7 +32,7 @@ def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[tor
 
 
 def _scan_backward(u, delta, a, b, c, d, z, bias, made_z, recomputes: bool, out) -> tuple[Any, ...]:
-    """selective_scan_bwd: gradients of all; those of B and C are summed in float32."""
+    """Return the gradients of all inputs; those of B and C are summed in float32 (selective_scan_bwd)."""
     if z is not None and made_z is None:
         made_z = torch.empty_like(z)
     gated = torch.empty_like(out) if recomputes else None
@@ -47,7 +47,7 @@ def _scan_backward(u, delta, a, b, c, d, z, bias, made_z, recomputes: bool, out)
 def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
 ):
-    """[batch, channels, time]; saved are the inputs, states of each chunk of time, and with a gate the output."""
+    """Scan [batch, channels, time]; saves the inputs, a state per chunk of time, and with a gate the output."""
     name = "mamba_ssm.selective_scan_fn"
     check_on_gpu(name, u, delta, A)
     refuse(name, {"complex numbers": A.is_complex()})
@@ -76,7 +76,7 @@ def selective_scan_fn(
 
 
 def _by_channel(tensor: torch.Tensor, time: int) -> torch.Tensor:
-    """d (b l) -> b d l"""
+    """Return `tensor` rearranged from "d (b l)" to "b d l"."""
     return tensor.unflatten(1, (-1, time)).transpose(0, 1)
 
 
@@ -86,8 +86,8 @@ def mamba_inner_fn(
     D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
     b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6,
 ):  # fmt: skip
-    """Convolution, projections, scan and the projection out. What the convolution and the step sizes gave is computed
-    again in the backward (checkpoint_lvl=1)."""
+    """Run convolution, projections, scan and output projection. The backward computes the convolution and the step
+    sizes again (checkpoint_lvl=1)."""
     name = "mamba_ssm.mamba_inner_fn"
     check_on_gpu(name, xz, A)
     refuse_given(
@@ -165,7 +165,7 @@ def mamba_inner_fn(
 
 @stub("mamba_ssm.modules.mamba_simple.Mamba", "mamba_ssm.Mamba", source=_AT + "modules/mamba_simple.py")
 class Mamba(nn.Module):
-    """One layer, trained on whole sequences: a product, mamba_inner_fn, and A with its exponential in float32."""
+    """A Mamba layer for training on whole sequences: a product, mamba_inner_fn, A and its exponential in float32."""
 
     def __init__(
         self, d_model, d_state=16, d_conv=4, expand=2, dt_rank="auto", dt_min=0.001, dt_max=0.1, dt_init="random",
@@ -194,7 +194,7 @@ class Mamba(nn.Module):
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **of)
 
     def forward(self, hidden_states, inference_params=None):
-        """[batch, time, channels]."""
+        """Run the layer on [batch, time, channels]."""
         others = {"use_fast_path=False": not self.use_fast_path, "inference_params": inference_params is not None}
         refuse("mamba_ssm.Mamba", others)
         time = hidden_states.shape[1]

@@ -2,7 +2,7 @@
 
 Sources: xformers/ops/fmha (__init__.py, dispatch.py, flash.py, flash3.py, cutlass.py, common.py) and
 .github/workflows/wheels_build.yml of facebookresearch/xformers@v0.0.32.post2. Its wheels are built with FlashAttention
-3 for compute capability 8.0 and 9.0, and take FlashAttention 2 and CUTLASS's kernel from PyTorch: the latter runs
+3 for compute capability 8.0 and 9.0, and use FlashAttention 2 and CUTLASS's kernel from PyTorch. The latter supports
 single precision, tensors as biases, and GPUs before Ampere.
 """
 
@@ -20,8 +20,8 @@ from memprof.stubs.tools import HALF, check_on_gpu, kernel, missing_stub_error, 
 from memprof.stubs.xformers import biases
 
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha"
-# Of FlashAttention 3 (SUPPORTED_MIN_K in flash3.py), and the largest of both.
-_LEAST_HEAD, _LEAST_HEAD_BACKWARD, _MOST_HEAD = 32, 64, 256
+# Head sizes: minima of FlashAttention 3 (SUPPORTED_MIN_K in flash3.py), and the maximum of both versions.
+_MIN_HEAD, _MIN_HEAD_BACKWARD, _MAX_HEAD = 32, 64, 256
 _DENSE = (
     type(None), biases.LowerTriangularMask, biases.LowerTriangularFromBottomRightMask,
     biases.LowerTriangularFromBottomRightLocalAttentionMask, biases.LocalAttentionFromBottomRightMask,
@@ -40,7 +40,7 @@ _NOT_CUTLASS_BACKWARD = (
 
 
 class _Bounds(NamedTuple):
-    """The bounds of sequences one after another; all None where there is a batch."""
+    """The bounds of concatenated sequences; all None for a batch."""
 
     queries: torch.Tensor | None
     keys: torch.Tensor | None
@@ -72,8 +72,8 @@ def _window_size(bias) -> int | None:
     return bias._window_size if local or type(bias) is _DENSE[3] else None
 
 
-def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias, op) -> None:
-    """Check what the real one refuses (Inputs.validate_inputs), and refuse what is not known here, by name."""
+def _check(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias, op) -> None:
+    """Raise the errors of the real package (Inputs.validate_inputs), and refuse unsupported arguments by name."""
     check_on_gpu(name, query, key, value)
     three = (query, key, value)
     if any(tensor.dim() != query.dim() for tensor in three):
@@ -106,16 +106,16 @@ def _tensor_of(bias) -> torch.Tensor | None:
     return bias if isinstance(bias, torch.Tensor) else None
 
 
-class _Chosen(NamedTuple):
-    """The operators that run: 3 and 2 of FlashAttention, 0 CUTLASS's."""
+class _Choice(NamedTuple):
+    """The chosen operators: 3 and 2 for FlashAttention, 0 for CUTLASS."""
 
     forward: int
     backward: int
 
 
-def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, needs: bool) -> _Chosen:
-    """dispatch.py: the first of the list that takes all of it; the backward's is chosen in the forward. Raises
-    NotImplementedError: none does."""
+def _choose(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, needs: bool) -> _Choice:
+    """Return the first supported operator of the list (dispatch.py); the forward also chooses the backward's. Raises
+    NotImplementedError: no operator is supported."""
     capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
     from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
     bounds = _Bounds.of(bias, query, key)
@@ -124,7 +124,7 @@ def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, n
     )  # fmt: skip
     flash = (
         query.dtype in HALF and capability >= (8, 0) and type(bias) in (*_DENSE, *_BLOCKS, *_PADDED)
-        and size % 8 == 0 and size <= _MOST_HEAD and not (from_first and ends[0] != ends[1])
+        and size % 8 == 0 and size <= _MAX_HEAD and not (from_first and ends[0] != ends[1])
     )  # fmt: skip
     aligned = size % (8 if query.dtype in HALF and capability >= (7, 0) else 4 if capability >= (8, 0) else 1) == 0
     cutlass = (
@@ -136,7 +136,7 @@ def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, n
         raise NotImplementedError(
             f"{none} in {query.dtype}, keys of {key.shape[1]} and a bias of {type(bias).__name__}"
         )
-    third = flash and p == 0 and size >= _LEAST_HEAD
+    third = flash and p == 0 and size >= _MIN_HEAD
     alone = not needs and key.stride(-2) == 0 and key.shape[-2] > 1
     if alone and query.shape[1] <= 32 and key.shape[1] >= 256 and query.shape[0] * query.shape[2] < 64:
         if isinstance(bias, _BLOCKS) or not flash:
@@ -144,13 +144,13 @@ def _chosen(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, n
         third = False
     forward = (3 if third else 2) if flash else 0
     if not needs:
-        return _Chosen(forward, forward)
+        return _Choice(forward, forward)
     if isinstance(bias, _PADDED) or (not flash and isinstance(bias, _NOT_CUTLASS_BACKWARD)):
         raise NotImplementedError("No operator found for `memory_efficient_attention_backward`")
     small = p > 0 and size > 224 and capability not in ((8, 0), (9, 0))
     if flash and small:
         raise unsupported_error(name, f"dropout on heads of {size}, whose backward is CUTLASS's")
-    return _Chosen(forward, (3 if third and size >= _LEAST_HEAD_BACKWARD else 2) if flash else 0)
+    return _Choice(forward, (3 if third and size >= _MIN_HEAD_BACKWARD else 2) if flash else 0)
 
 
 _OFFSETS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
@@ -158,7 +158,7 @@ _LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float p, float softmax_sca
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """An operator of torch.ops as the real package defines it: programs name it to choose what a checkpoint keeps."""
+    """Return a decorator that defines an operator of torch.ops: programs name it to choose what a checkpoint keeps."""
 
     def define(body: Callable[..., Any]):
         made = torch.library.custom_op(name, body, mutates_args=(), schema=f"(Tensor query, Tensor key, {schema}")
@@ -168,7 +168,7 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     return define
 
 
-def _knows(name: str, *of_others) -> None:
+def _refuse_others(name: str, *of_others) -> None:
     if any(one is not None for one in of_others):
         raise unsupported_error(f"torch.ops.{name}", "pages, or keys that are padded on the left or split")
 
@@ -186,8 +186,8 @@ def _flash_2(
     query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q: int, max_seqlen_k: int, p: float,
     softmax_scale: float, is_causal: bool, window_left: int, window_right: int, return_softmax: bool, block_tables,
 ):  # fmt: skip
-    """fmha/flash.py, _flash_fwd: output, log of the sums, random state."""
-    _knows("xformers_flash.flash_fwd", block_tables)
+    """Return output, log of the sums, and random state (fmha/flash.py, _flash_fwd)."""
+    _refuse_others("xformers_flash.flash_fwd", block_tables)
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = fa2.Options(p, (window_left, window_right), None, False, False, lengths)
     out, sums, _, state = fa2._forward(query, key, value, options, False)
@@ -205,8 +205,8 @@ def _flash_3(
     softmax_scale: float, is_causal: bool, descale_q=None, descale_k=None, descale_v=None, block_table=None,
     use_kvsplit: bool = False, window_left: int = -1, window_right: int = -1,
 ):  # fmt: skip
-    """fmha/flash3.py, mha_fwd: output and log of the sums."""
-    _knows("xformers_flash3.flash_fwd", leftpad_k, block_table, use_kvsplit or None)
+    """Return output and log of the sums (fmha/flash3.py, mha_fwd)."""
+    _refuse_others("xformers_flash3.flash_fwd", leftpad_k, block_table, use_kvsplit or None)
     call = fa3.HopperOptions(
         causal=is_causal, window_size=(window_left, window_right), cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, others=(None, seqused_k),
@@ -214,8 +214,8 @@ def _flash_3(
     return fa3._forward(query, key, value, call)[:2]
 
 
-class _Named(type):
-    """The base of classes that programs name only to choose an operator."""
+class _OperatorName(type):
+    """The metaclass of classes that programs name only to choose an operator."""
 
     def __getattr__(cls, name: str):
         if name.startswith("_"):
@@ -224,7 +224,7 @@ class _Named(type):
 
 
 for _kind, _found in {"flash": "xformers_flash", "flash3": "xformers_flash3"}.items():
-    _made = _Named("FwOp", (), {"OPERATOR": getattr(torch.ops, _found).flash_fwd})
+    _made = _OperatorName("FwOp", (), {"OPERATOR": getattr(torch.ops, _found).flash_fwd})
     _made.__doc__ = "Names its operator, by which a program knows it: nothing is taken."
     stub(f"xformers.ops.fmha.{_kind}.FwOp", source=f"{_SOURCE}/{_kind}.py")(_made)
 
@@ -234,10 +234,10 @@ for _kind, _found in {"flash": "xformers_flash", "flash3": "xformers_flash3"}.it
     source=f"{_SOURCE}/__init__.py",
 )  # fmt: skip
 def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
-    """[batch, tokens, heads, size], or without heads, by flash-attn 2 or 3, or CUTLASS's kernel. The log of the sums is
-    an output too: its gradient is zeros."""
+    """Attend, with [batch, tokens, heads, size] or without heads, by flash-attn 2 or 3, or CUTLASS's kernel. The log of
+    the sums is an output too: its gradient is zeros."""
     name = "xformers.ops.memory_efficient_attention"
-    _checked(name, query, key, value, attn_bias, op)
+    _check(name, query, key, value, attn_bias, op)
     if output_dtype not in (None, query.dtype):
         raise unsupported_error(name, f"output_dtype={output_dtype}")
     shape, size, added = query.shape, query.shape[-1], _tensor_of(attn_bias)
@@ -245,11 +245,11 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         query, key, value = (tensor.unsqueeze(2) for tensor in (query, key, value))
         added = None if added is None else added.unsqueeze(1)
     needs = query.requires_grad or key.requires_grad or value.requires_grad
-    chosen = _chosen(name, query, key, attn_bias, p, needs)
+    chosen = _choose(name, query, key, attn_bias, p, needs)
     bounds, factor = _Bounds.of(attn_bias, query, key), size**-0.5 if scale is None else scale
-    together = query.shape[0] == key.shape[0] and query.stride(-2) == 3 * size
+    packed = query.shape[0] == key.shape[0] and query.stride(-2) == 3 * size
     run = (
-        _flash(chosen, attn_bias, bounds, p, factor, together)
+        _flash(chosen, attn_bias, bounds, p, factor, packed)
         if chosen.forward
         else _cutlass(attn_bias, bounds, p, factor)
     )
@@ -275,8 +275,8 @@ class _AttentionOperator(NamedTuple):
     backward: Callable[..., Any]
 
 
-def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, together: bool) -> _AttentionOperator:
-    """FlashAttention, on [tokens, heads, size] where sequences lie one after another (_convert_input_format)."""
+def _flash(chosen: _Choice, bias, bounds: _Bounds, p: float, scale: float, packed: bool) -> _AttentionOperator:
+    """Return FlashAttention, with [tokens, heads, size] for concatenated sequences (_convert_input_format)."""
     causal, window = _is_causal(bias), _window(bias)
     ends = (bounds.most_queries, bounds.most_keys)
 
@@ -299,7 +299,7 @@ def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, toget
     def backward(gradient: torch.Tensor, q, k, v, out, *_):
         gradient, q, k, v, out = flat(gradient, q, k, v, out)
         gradient = gradient.contiguous()
-        if together:  # of one packed tensor: so are their gradients
+        if packed:  # of one packed tensor: so are their gradients
             d_q, d_k, d_v = q.new_empty((*q.shape[:-2], 3, *q.shape[-2:])).unbind(-3)
         else:
             d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -316,7 +316,7 @@ def _flash(chosen: _Chosen, bias, bounds: _Bounds, p: float, scale: float, toget
 
 
 def _cutlass(bias, bounds: _Bounds, p: float, scale: float) -> _AttentionOperator:
-    """PyTorch's own operator (cutlass.py)."""
+    """Return PyTorch's own operator (cutlass.py)."""
     from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
     mask = 1 if from_first else 2 if _is_causal(bias) else 0
     offsets = (bounds.queries, bounds.keys)

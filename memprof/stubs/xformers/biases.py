@@ -1,7 +1,7 @@
-"""xformers.ops.fmha.attn_bias: masks by their rule, and the lengths of sequences that lie one after another.
+"""xformers.ops.fmha.attn_bias: masks by a rule, and the lengths of concatenated sequences.
 
 Source: xformers/ops/fmha/attn_bias.py of facebookresearch/xformers@v0.0.32.post2. Masks of keys with gaps and of pages
-are not known here.
+are not supported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _of_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", source=_SOUR
 
 @_of_ops
 class AttentionBias:
-    """The base of all biases: it allocates nothing unless its kind says so."""
+    """The base of all biases, which allocates nothing unless a subclass does."""
 
     def to(self, device):
         return self
@@ -38,7 +38,7 @@ class AttentionBias:
 
 @_of_ops
 class LowerTriangularMask(AttentionBias):
-    """Causal, from the first key: nothing is taken."""
+    """A causal mask aligned to the first key; nothing is allocated."""
 
     def add_bias(self, bias):
         return LowerTriangularMaskWithTensorBias(bias)
@@ -46,7 +46,7 @@ class LowerTriangularMask(AttentionBias):
 
 @_public
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
-    """Causal, and a tensor of its caller is added."""
+    """A causal mask plus the caller's tensor."""
 
     def __init__(self, bias):
         self._bias = bias
@@ -58,7 +58,7 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
 @_public
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
-    """A window around each query, counted from the last key: nothing is taken."""
+    """A window around each query, aligned to the last key; nothing is allocated."""
 
     window_left: int
     window_right: int
@@ -71,7 +71,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
 @_public
 class LowerTriangularFromBottomRightMask(AttentionBias):
-    """Causal, from the last key: nothing is taken."""
+    """A causal mask aligned to the last key; nothing is allocated."""
 
     def make_local_attention(self, window_size):
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
@@ -80,20 +80,20 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 @_public
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """Causal in a window, from the last key: nothing is taken."""
+    """A causal mask with a window, aligned to the last key; nothing is allocated."""
 
     _window_size: int
 
     def __post_init__(self):
-        _is_window(self._window_size)
+        _check_window(self._window_size)
 
 
-def _is_window(size: int) -> None:
+def _check_window(size: int) -> None:
     if size <= 0:
         raise ValueError(f"Expected `window_size > 0`, but window_size={size}")
 
 
-def _sent(numbers: Iterable[int], device) -> torch.Tensor:
+def _to_device(numbers: Iterable[int], device) -> torch.Tensor:
     made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
     return made.to(device, non_blocking=True)
 
@@ -122,10 +122,10 @@ class _SeqLenInfo:
         for length in lengths:
             starts.append(starts[-1] + length)
         most, least = max(lengths, default=-1), min(lengths, default=-1)
-        return cls(_sent(starts, device or "cuda"), most, least, starts)
+        return cls(_to_device(starts, device or "cuda"), most, least, starts)
 
     def split(self, x, batch_sizes=None):
-        """[1, tokens, *] -> a tensor of each batch, a view."""
+        """Return a view for each batch of a tensor [1, tokens, *]."""
         if self.seqstart_py[-1] != x.shape[1] or x.shape[0] != 1:
             raise ValueError(f"Invalid `torch.Tensor` of shape {x.shape}, expected (1, {self.seqstart_py[-1]}, *)")
         sizes, at, parts = batch_sizes or [1] * (len(self.seqstart_py) - 1), 0, []
@@ -139,7 +139,7 @@ class _SeqLenInfo:
 @_public
 @dataclass
 class _PaddedSeqLenInfo(_SeqLenInfo):
-    """Each has as much room, of which the first `seqlen` keys are there."""
+    """The start of each sequence in padded spaces of equal size, whose first `seqlen` keys are used."""
 
     seqlen: torch.Tensor
     seqlen_py: list[int]
@@ -151,17 +151,17 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 
     @classmethod
     def from_seqlens_padded(cls, seqlens, padding, *, device=None):
-        """Make the bias of so many keys each, in spaces of `padding`."""
+        """Return the bias of sequences with `seqlens` keys each, in spaces of `padding` keys."""
         assert all(length <= padding for length in seqlens), f"Seqlens {seqlens} Padding {padding}"
         device, starts = device or "cuda", list(range(0, len(seqlens) * padding + 1, padding))
-        lengths = _sent(seqlens, device)
-        return cls(_sent(starts, device), max(seqlens), min(seqlens), starts, lengths, list(seqlens), padding)
+        lengths = _to_device(seqlens, device)
+        return cls(_to_device(starts, device), max(seqlens), min(seqlens), starts, lengths, list(seqlens), padding)
 
 
 @register_in(_MODULE, "xformers.ops.fmha", source=_SOURCE)
 @dataclass
 class BlockDiagonalMask(AttentionBias):
-    """Sequences that do not see each other: where each begins, in int32."""
+    """A mask of sequences that do not attend to each other; keeps their starts in int32."""
 
     q_seqinfo: Any
     k_seqinfo: Any
@@ -180,10 +180,10 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_list(cls, tensors):
-        """Make the bias of the rows of each, and all of them as one tensor [1, tokens, *]: a copy."""
+        """Return the bias of the tensors' rows, and all tensors in one [1, tokens, *], a copy."""
         made = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
         made._batch_sizes = [x.shape[0] for x in tensors]
-        return made, _joined(tensors)
+        return made, _concat(tensors)
 
     @classmethod
     def from_tensor_lists_qkv(cls, tensors_q, tensors_k, tensors_v=None):
@@ -191,10 +191,10 @@ class BlockDiagonalMask(AttentionBias):
         lengths = ([x.shape[1] for x in tensors for _ in range(x.shape[0])] for tensors in (tensors_q, tensors_k))
         made = cls.from_seqlens(*lengths)
         made._batch_sizes = [x.shape[0] for x in tensors_q]
-        return made, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
+        return made, _concat(tensors_q), _concat(tensors_k), None if tensors_v is None else _concat(tensors_v)
 
     def split_queries(self, tensor):
-        """[1, tokens, *] -> a tensor of each batch, a view."""
+        """Return a view for each batch of a tensor [1, tokens, *]."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
     def split_kv(self, tensor):
@@ -205,35 +205,35 @@ class BlockDiagonalMask(AttentionBias):
         return self.split_queries(tensor)
 
     def make_causal(self):
-        return self._as(BlockDiagonalCausalMask)
+        return self._convert_to(BlockDiagonalCausalMask)
 
     def make_causal_from_bottomright(self):
-        return self._as(BlockDiagonalCausalFromBottomRightMask)
+        return self._convert_to(BlockDiagonalCausalFromBottomRightMask)
 
     def make_local_attention(self, window_size):
-        return self._as(BlockDiagonalCausalLocalAttentionMask, window_size)
+        return self._convert_to(BlockDiagonalCausalLocalAttentionMask, window_size)
 
     def make_local_attention_from_bottomright(self, window_size):
-        return self._as(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
+        return self._convert_to(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
 
-    def _as(self, kind, *window_size: int):
+    def _convert_to(self, kind, *window_size: int):
         return kind(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *window_size)
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], dim=1)
 
 
 @_public
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """Sequences that do not see each other, each causal from its first key."""
+    """A mask of separate sequences, each causal from its first key."""
 
 
 @_public
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
-    """Sequences that do not see each other, each causal from its last key."""
+    """A mask of separate sequences, each causal from its last key."""
 
     def __post_init__(self):
         spans = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=False)
@@ -248,30 +248,30 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 @_public
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
-    """Sequences that do not see each other, each causal in a window."""
+    """A mask of separate sequences, each causal in a window."""
 
     _window_size: int = 0
 
     def __post_init__(self):
-        _is_window(self._window_size)
+        _check_window(self._window_size)
 
 
 @_public
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
-    """Sequences that do not see each other, each causal in a window from its last key."""
+    """A mask of separate sequences, each causal in a window from its last key."""
 
     _window_size: int = 0
 
     def __post_init__(self):
         super().__post_init__()
-        _is_window(self._window_size)
+        _check_window(self._window_size)
 
 
 @_public
 @dataclass
 class BlockDiagonalPaddedKeysMask(AttentionBias):
-    """Keys of each sequence in a room of its own, as in a cache: beginnings and lengths in int32; no backward."""
+    """A mask of separate sequences with padded keys, as in a cache: starts and lengths in int32; no backward."""
 
     q_seqinfo: Any
     k_seqinfo: Any
@@ -289,6 +289,6 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
 @_public
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """A block-diagonal mask with padded keys, each block causal from its last key; no backward."""
+    """A mask of separate sequences with padded keys, each causal from its last key; no backward."""
 
     causal_diagonal: Any = None

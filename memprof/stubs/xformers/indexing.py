@@ -1,6 +1,6 @@
-"""xformers.ops: rows by an index, added or put together, as stochastic depth has them (DINOv2).
+"""xformers.ops: rows by an index, added or concatenated, for stochastic depth (DINOv2).
 
-Source: xformers/ops/indexing.py of facebookresearch/xformers@v0.0.32.post2. Its kernels are Triton's and take nothing.
+Source: xformers/ops/indexing.py of facebookresearch/xformers@v0.0.32.post2. Its Triton kernels allocate nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/indexing.py"
 
 
 class _Add(torch.autograd.Function):
-    """The input is written where it lies; saved are index, scaling and source."""
+    """The in-place addition; saves index, scaling and source."""
 
     @staticmethod
     def forward(ctx, x, index, source, scaling):
@@ -33,7 +33,7 @@ class _Add(torch.autograd.Function):
 
 @stub("xformers.ops.indexing.scaled_index_add", "xformers.ops.scaled_index_add", source=_SOURCE)
 def scaled_index_add(input, index, source, scaling=None, alpha=1.0):
-    """Added in place; the gradient of `scaling` is one for each element of `source`."""
+    """Add into `input` in place; the gradient of `scaling` has one number for each element of `source`."""
     name = "xformers.ops.scaled_index_add"
     check_on_gpu(name, input, index, source, scaling)
     require(input.shape[1:] == source.shape[1:], name, "rows of one shape")
@@ -42,7 +42,7 @@ def scaled_index_add(input, index, source, scaling=None, alpha=1.0):
 
 @stub("xformers.ops.indexing.index_select_cat", "xformers.ops.index_select_cat", source=_SOURCE)
 def index_select_cat(sources, indices):
-    """Rows of each, all in one vector; gradients are zeros that are filled."""
+    """Return the rows of all sources in one vector; gradients are zeros that are filled."""
     shapes = [source.shape for source in sources]
 
     def forward(*given: torch.Tensor):

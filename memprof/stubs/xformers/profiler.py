@@ -1,4 +1,4 @@
-"""xformers.profiler, which takes nothing.
+"""xformers.profiler, which allocates nothing.
 
 Source: xformers/profiler of facebookresearch/xformers@v0.0.32.post2.
 """
@@ -12,8 +12,8 @@ import torch
 from memprof.stubs.registry import stub
 
 
-class _OnePart:
-    """A part of a schedule; programs derive from them."""
+class _ScheduledProfiler:
+    """A part of a schedule, from which programs derive classes."""
 
     ACTIVITIES = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
@@ -21,10 +21,10 @@ class _OnePart:
         self.main_profiler = main_profiler
 
     def __enter__(self) -> None:
-        """Begin: nothing is traced."""
+        """Begin; no trace is recorded."""
 
     def __exit__(self, *error: object) -> None:
-        """End: nothing is written."""
+        """End; no file is written."""
 
     def step(self) -> None:
         """Note that a step has ended."""
@@ -36,12 +36,12 @@ for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
     stub(
         f"xformers.profiler.profiler.{_name}", f"xformers.profiler.api.{_name}", f"xformers.profiler.{_name}",
         source=f"{_PROFILER}/profiler.py",
-    )(type(_name, (_OnePart,), {}))  # fmt: skip
+    )(type(_name, (_ScheduledProfiler,), {}))  # fmt: skip
 
 
 @stub("xformers.profiler.api.profile", "xformers.profiler.profile", source=f"{_PROFILER}/api.py")
 class _Profile:
-    """Traces steps of a program, and keeps tensors of none; here it does nothing."""
+    """A profiler of a program's steps, which does nothing here."""
 
     def __init__(self, output_dir, module=None, schedule=DEFAULT_SCHEDULE):
         self.output_dir = output_dir
@@ -50,10 +50,10 @@ class _Profile:
         return self
 
     def __exit__(self, *error):
-        """Nothing has begun."""
+        """End a profile that never began."""
 
     def start(self):
-        """Nothing begins."""
+        """Begin a profile without effect."""
 
     stop = __exit__
 

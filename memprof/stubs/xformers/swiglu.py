@@ -1,4 +1,4 @@
-"""xformers.ops: SwiGLU, and unbind, by which its two weights are one tensor.
+"""xformers.ops: SwiGLU, and unbind, which splits the one tensor of its two weights.
 
 Sources: xformers/ops/swiglu_op.py, ops/unbind.py and csrc/swiglu of facebookresearch/xformers@v0.0.32.post2.
 """
@@ -16,7 +16,7 @@ _SWIGLU = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/swiglu_op.py, xf
 
 
 class _Unbind(torch.autograd.Function):
-    """The gradients are stacked, unless they lie in one tensor in this order already."""
+    """unbind with a backward that stacks the gradients, unless they already lie in one tensor in this order."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, dim: int):
@@ -25,11 +25,11 @@ class _Unbind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
-        found = _together(gradients, ctx.dim)
+        found = _as_one_tensor(gradients, ctx.dim)
         return torch.stack(gradients, dim=ctx.dim) if found is None else found, None
 
 
-def _together(tensors, dim: int) -> torch.Tensor | None:
+def _as_one_tensor(tensors, dim: int) -> torch.Tensor | None:
     first = tensors[0]
     step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
     alike = all(
@@ -49,15 +49,15 @@ def _together(tensors, dim: int) -> torch.Tensor | None:
 
 @stub("xformers.ops.unbind", source="facebookresearch/xformers@v0.0.32.post2:xformers/ops/unbind.py")
 def unbind(x, dim):
-    """Split as torch.unbind, whose gradients are one tensor where they lie side by side."""
+    """Return torch.unbind's tensors; gradients that lie in one tensor are not copied."""
     return _Unbind.apply(x, dim)
 
 
 class _Fused(torch.autograd.Function):
-    """`_SwiGLUFusedFunc`; where both weights are one tensor `SwiGLUPackedWeights` of csrc/swiglu/swiglu_packedw.cpp.
+    """`_SwiGLUFusedFunc`; for weights in one tensor `SwiGLUPackedWeights` of csrc/swiglu/swiglu_packedw.cpp.
 
-    Two products in one kernel give both gates and what the third is multiplied with, which the backward makes again.
-    Under autocast each weight is cast at its use: in the forward autocast keeps the copies, as it does for others.
+    One kernel with two products makes both gates and the third product's input, which the backward makes again. Under
+    autocast each weight is cast at its use: in the forward autocast caches the copies, as for other weights.
     """
 
     @staticmethod
@@ -84,13 +84,13 @@ class _Fused(torch.autograd.Function):
         d_hidden = gradient @ third
         both, hidden = x2.new_empty(x2.shape[0], 2, x2.shape[1]), torch.empty_like(x2)
         del x1, x2, d_hidden
-        d_w3, d_b3 = _of_weight(gradient, hidden, ctx.bias[1])
+        d_w3, d_b3 = _weight_gradient(gradient, hidden, ctx.bias[1])
         del hidden, gradient
-        together = _together((w1, w2), 0)
+        together = _as_one_tensor((w1, w2), 0)
         if together is not None:
             rows = both.flatten(1)
             d_x = rows @ together.flatten(0, 1)
-            d_w, d_b = _of_weight(rows, x, ctx.bias[0])
+            d_w, d_b = _weight_gradient(rows, x, ctx.bias[0])
             d_w1, d_w2 = d_w.view(2, *w1.shape).unbind(0)
             d_b1, d_b2 = (None, None) if d_b is None else d_b.view(2, -1).unbind(0)
         else:
@@ -98,13 +98,13 @@ class _Fused(torch.autograd.Function):
             second = w2.to(dtype)
             d_x = d_2 @ second
             torch.addmm(d_x, d_1, w1.to(dtype), out=d_x)
-            d_w2, d_b2 = _of_weight(d_2, x.to(dtype), ctx.bias[0])
-            d_w1, d_b1 = _of_weight(d_1, x.to(dtype), ctx.bias[0])
+            d_w2, d_b2 = _weight_gradient(d_2, x.to(dtype), ctx.bias[0])
+            d_w1, d_b1 = _weight_gradient(d_1, x.to(dtype), ctx.bias[0])
         return d_x, d_w1, d_b1, d_w2, d_b2, d_w3, d_b3
 
 
 class _Cast(torch.autograd.Function):
-    """Two weights that are one tensor, cast as one; so are their gradients."""
+    """A cast of two weights that are one tensor: one cast for the weights, one for their gradients."""
 
     @staticmethod
     def forward(ctx, w1, w2, dtype):
@@ -113,13 +113,13 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        whole = _together(gradients, 0)
-        assert whole is not None  # of _Fused, which makes them so
+        whole = _as_one_tensor(gradients, 0)
+        assert whole is not None  # guaranteed by _Fused
         return *whole.to(ctx.dtype).unbind(0), None
 
 
-def _of_weight(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weight's gradient, and the bias's of the same kernel (gemm_fused_operand_sum.cu)."""
+def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weight's gradient, and the bias gradient of the same kernel (gemm_fused_operand_sum.cu)."""
     if not bias:
         return gradient.transpose(-2, -1) @ x, None
     sums = gradient.new_empty(gradient.shape[1])
@@ -128,14 +128,14 @@ def _of_weight(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[tor
 
 @stub("xformers.ops.swiglu_op.swiglu", "xformers.ops.swiglu", source=_SWIGLU)
 def swiglu(x, w1, b1, w2, b2, w3, b3, *, op=None):
-    """Fused on half precision from compute capability 8 on, else three linear layers."""
+    """Run SwiGLU, fused for half precision from compute capability 8 on, else as three linear layers."""
     name = "xformers.ops.swiglu"
     check_on_gpu(name, x, w1, w2, w3)
     refuse(name, {"op": op is not None})
     shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     cast = autocast_dtype(w1.dtype)
     if torch.cuda.get_device_capability() >= (8, 0) and (x.dtype in HALF or cast in HALF):
-        if cast != w1.dtype and _together((w1, w2), 0) is not None:
+        if cast != w1.dtype and _as_one_tensor((w1, w2), 0) is not None:
             w1, w2 = _Cast.apply(w1, w2, cast)
             x, w3 = x.to(cast), w3.to(cast)
             b1, b2, b3 = (one if one is None else one.to(cast) for one in (b1, b2, b3))
@@ -146,7 +146,7 @@ def swiglu(x, w1, b1, w2, b2, w3, b3, *, op=None):
 
 @stub("xformers.ops.swiglu_op.SwiGLU", "xformers.ops.SwiGLU", source=_SWIGLU)
 class SwiGLU(torch.nn.Module):
-    """Three linear layers, of which two are one unless they are not to be packed."""
+    """A SwiGLU layer: three linear layers, two of which share one tensor unless they are not packed."""
 
     def __init__(self, in_features, hidden_features, out_features=None, bias=True, *, _pack_weights=True):
         super().__init__()
@@ -160,7 +160,7 @@ class SwiGLU(torch.nn.Module):
         self.op: Any = None
 
     def forward(self, x):
-        """[..., in_features] -> [..., out_features]."""
+        """Run the layer: [..., in_features] -> [..., out_features]."""
         if self.w12 is None:
             w1, b1, w2, b2 = self.w1.weight, self.w1.bias, self.w2.weight, self.w2.bias
         else:
