@@ -15,7 +15,7 @@ from memprof.stubs.tools import kernel, refuse
 from memprof.stubs.transformer_engine import norms
 from memprof.stubs.transformer_engine.linear import (
     Base,
-    _normal,
+    _initialize_normal,
     cast,
     free,
     from_gradient,
@@ -61,8 +61,8 @@ class LayerNormMLP(Base):
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **of))
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **of)) if bias else None
         if torch.device(device).type != "meta":
-            (init_method or _normal)(self.fc1_weight)
-            (output_layer_init_method or _normal)(self.fc2_weight)
+            (init_method or _initialize_normal)(self.fc1_weight)
+            (output_layer_init_method or _initialize_normal)(self.fc2_weight)
             for one in (self.fc1_bias, self.fc2_bias) if bias else ():
                 nn.init.zeros_(one)  # type: ignore[arg-type]
 
@@ -85,8 +85,8 @@ class LayerNormMLP(Base):
             scales = [cast(one, dtype) for one in of_norm]
             made, statistics = norms.forward(x, is_rms, recipe, columns=grads)
             given = Quantized(made) if recipe is None else made
-            first = self._matrix("fc1_weight", w1, dtype, recipe, is_first_microbatch, grads)
-            second = self._matrix("fc2_weight", w2, dtype, recipe, is_first_microbatch, grads)
+            first = self._weight_for_products("fc1_weight", w1, dtype, recipe, is_first_microbatch, grads)
+            second = self._weight_for_products("fc2_weight", w2, dtype, recipe, is_first_microbatch, grads)
             shifts = [cast(one, dtype) for one in (b1, b2)]
             inner = product((x.shape[0],), w1.shape[0], dtype, x)
             if recipe is None:

@@ -146,11 +146,11 @@ CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
         f"{SCATTER}:_segments", lambda: segments("segment_mean_csr"), [OF_EDGES, 8 * NODES, 4 * NODES, 4 * EDGES],
     ),
     "segment_mean_coo": (f"{SCATTER}:_segments", lambda: segments("segment_mean_coo"), [OF_EDGES, 4 * EDGES]),
-    "gather_csr": (f"{SCATTER}:_gathered", lambda: gathered("gather_csr"), [OF_NODES]),
-    "gather_coo": (f"{SCATTER}:_gathered", lambda: gathered("gather_coo"), [OF_NODES]),
-    "scatter_mul": (f"{SCATTER}:_reduced", lambda: scattered("scatter_mul"), [OF_NODES, OF_EDGES, OF_EDGES // 4]),
-    "scatter_min": (f"{SCATTER}:_reduced", lambda: scattered("scatter_min"), LEAST),
-    "scatter_max": (f"{SCATTER}:_reduced", lambda: scattered("scatter_max"), LEAST),
+    "gather_csr": (f"{SCATTER}:_gather", lambda: gathered("gather_csr"), [OF_NODES]),
+    "gather_coo": (f"{SCATTER}:_gather", lambda: gathered("gather_coo"), [OF_NODES]),
+    "scatter_mul": (f"{SCATTER}:_scatter", lambda: scattered("scatter_mul"), [OF_NODES, OF_EDGES, OF_EDGES // 4]),
+    "scatter_min": (f"{SCATTER}:_scatter", lambda: scattered("scatter_min"), LEAST),
+    "scatter_max": (f"{SCATTER}:_scatter", lambda: scattered("scatter_max"), LEAST),
     # Dao-AILab/flash-attention@v2.8.3: flash_attn/bert_padding.py, layers/rotary.py
     "index_first_axis": (f"{PADDING}:index_first_axis", lambda: padded("index_first_axis"), [half(60, 4, 8)]),
     "index_put_first_axis": (
