@@ -154,7 +154,7 @@ class DispatchMode(DeviceState):
                 place = self.recorder.attribution.place(sys._getframe(1))
                 if call.sparse or call.quantized or operator.makes_sparse:
                     return self._run_sparse_or_quantized(operator, call, place)
-                if self.recorder.streams.several and call.on_gpu:
+                if self.recorder.streams.uses_other_streams and call.on_gpu:
                     self.recorder.record_stream_use(call.tensors)
                 if self.gpus.several:
                     settle_gpu(self, operator, call, place)

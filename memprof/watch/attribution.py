@@ -1,4 +1,4 @@
-"""To which module, source line and forward operator an allocation is attributed."""
+"""Attribution of each allocation to a module, a source line and a forward operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.watch.forward import CallSite, ForwardOperators
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.program_code import is_program
 
-_new: Any = tuple.__new__  # Makes a named tuple without the Python function that its class has for that.
+_new_tuple: Any = tuple.__new__  # Makes a named tuple without its class's Python-level `__new__`.
 
 
 class Attribution:
@@ -30,12 +30,13 @@ class Attribution:
         self._forward = ForwardOperators()
         self._line_index: dict[str, int] = {}
         self._source_index: dict[tuple[CodeType, int], int] = {}
-        # The same by the `id` of the code and the place in it: a code's hash goes through all that it holds.
-        self._source_at: dict[tuple[int, int], int] = {}
+        # Source index by the code's `id` and the instruction offset: a code object's hash reads all its contents.
+        self._source_by_instruction: dict[tuple[int, int], int] = {}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # Code objects by `id`, and whether they are the program's.
 
     def place(self, frame: FrameType | None) -> CallSite:
-        """Return where the program is; `frame` is the innermost frame to consider.
+        """Return the module, source line and forward operator of the operator that runs; `frame` is the innermost frame
+        to consider.
 
         Modules that run inside a backward pass (recomputation) count as themselves.
         """
@@ -43,10 +44,10 @@ class Attribution:
         if module == NONE and autograd.current_graph_task_id() != -1:
             node = autograd.current_autograd_node()
             if node is not None:
-                return self._place_of_node(node, frame)
-        return _new(CallSite, (module, self._source(frame), NONE))  # type: ignore[no-any-return]
+                return self._find_node_place(node, frame)
+        return _new_tuple(CallSite, (module, self._find_source_index(frame), NONE))  # type: ignore[no-any-return]
 
-    def _place_of_node(self, node: Any, frame: FrameType | None) -> CallSite:
+    def _find_node_place(self, node: Any, frame: FrameType | None) -> CallSite:
         number, forward = node._sequence_nr(), self._forward
         if number != forward.node:
             forward.node = number
@@ -57,33 +58,33 @@ class Attribution:
         variable = getattr(node, "variable", None)
         if variable is not None:
             return CallSite(self._modules.module_of(variable), NONE, NONE)
-        return CallSite(NONE, self._source(frame), NONE)
+        return CallSite(NONE, self._find_source_index(frame), NONE)
 
     def note_forward(self, place: CallSite) -> None:
-        """Attribute backward operators to `place` that get the sequence number of the operator which runs there."""
+        """Attribute to `place` the backward operators with autograd's current sequence number."""
         number, forward = autograd.get_sequence_nr(), self._forward
         sequence = forward.sequence
         if not sequence or sequence[-1] < number:
             sequence.append(number)
-            forward.places.append(_new(CallSite, (place.module, place.source, len(self._trace.events))))
+            forward.places.append(_new_tuple(CallSite, (place.module, place.source, len(self._trace.events))))
 
     def is_made_by_node(self, index: int) -> bool:
-        """Return whether the autograd node that is running made the storage of this index."""
+        """Return whether the autograd node that runs now made the storage with this index."""
         return index >= self._forward.node_start
 
     def caller(self) -> int:
-        """Return the index of the line outside torch and memprof that is running now."""
-        return self._source(sys._getframe(1))
+        """Return the index of the source line outside torch and memprof that runs now."""
+        return self._find_source_index(sys._getframe(1))
 
     def line(self, text: str) -> int:
-        """Return the index of a line, as `file:number function`, in the trace, which has it from here on."""
+        """Return the trace's index of the line `text` (`file:number function`), after adding a new line."""
         index = self._line_index.get(text)
         if index is None:
             index = self._line_index[text] = len(self._trace.sources)
             self._trace.sources.append(text)
         return index
 
-    def _source(self, frame: FrameType | None) -> int:
+    def _find_source_index(self, frame: FrameType | None) -> int:
         codes = self._codes
         while frame is not None:
             code = frame.f_code
@@ -92,14 +93,14 @@ class Attribution:
                 known = codes[id(code)] = (code, is_program(code))
             if known[1]:
                 at = (id(code), frame.f_lasti)
-                index = self._source_at.get(at)
+                index = self._source_by_instruction.get(at)
                 if index is None:
-                    index = self._source_at[at] = self._line_of(code, frame.f_lineno)
+                    index = self._source_by_instruction[at] = self._find_line_index(code, frame.f_lineno)
                 return index
             frame = frame.f_back
         return NONE
 
-    def _line_of(self, code: CodeType, number: int) -> int:
+    def _find_line_index(self, code: CodeType, number: int) -> int:
         index = self._source_index.get((code, number))
         if index is None:
             index = self._source_index[code, number] = self.line(f"{code.co_filename}:{number} {code.co_name}")

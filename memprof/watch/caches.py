@@ -1,13 +1,13 @@
-"""Caches of earlier tokens that a model keeps (keys, values, states), told by what its code does, not by a name.
+"""Detection of a model's caches of earlier tokens (keys, values, states) by the operators that the model runs.
 
-All of these hold within a part of a model that is called without gradients:
+Each sign counts only within a submodule of a model that is called without gradients:
 
-| the engine's way | what is seen |
+| kind of cache | sign in the operators |
 |---|---|
-| buffers that are filled by and by, a pool of pages | memory older than the call is written in part |
-| a state that is overwritten | ... or wholly, in two calls |
-| tensors that grow | what an earlier call made is joined to new, and the result is still there after the call |
-| lists that are released | what an earlier call returned is given again, in a container |
+| preallocated buffers, a pool of pages | the call writes a part of a storage older than the call |
+| a state that is overwritten | two calls write the whole of an older storage |
+| tensors that grow | a tensor of an earlier call is concatenated, and the result is live after the call |
+| lists that the caller passes back | a container argument has a tensor that an earlier call returned |
 """
 
 from __future__ import annotations
@@ -25,92 +25,92 @@ from memprof.watch.recorder import Recorder
 _aten = torch.ops.aten
 # Operators that write a part of their first argument.
 WRITES = frozenset({_aten.copy_, _aten.index_copy_, _aten.index_put_, _aten._index_put_impl_, _aten.scatter_})
-_MAX_DEPTH = 4  # of the containers in what a module is given and returns
+_MAX_DEPTH = 4  # depth to which containers in a module's arguments and results are searched
 _Key = tuple[int, int, int]
 
 
 class KVCacheDetector:
-    """Looks at one run, and tells its recorder what is kept for later tokens."""
+    """Detector of KV caches in one run; marks their storages in the recorder's owner table."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        # Storages made before each call of a module from outside all others, and in `_roots` which module it is.
-        self._begins: list[int] = []
+        # Number of storages before each outermost module call; `_roots` has the module of each such call.
+        self._call_starts: list[int] = []
         self._roots: list[int] = []
-        self._infers = False
-        # In the call that is running: the older part, and the storages made before the join.
+        self._runs_without_gradients = False
+        # In the running call: index of the older part, and the number of storages before the concatenation.
         self._joined: list[tuple[int, int]] = []
         self._overwritten: dict[int, int] = {}  # storages, and the number of the first call that overwrote them
-        self._returned: defaultdict[int, set[int]] = defaultdict(set)  # what the last call of each module returned
-        self._lines: set[_Key] = set()  # operators, lines and modules that make what is kept
+        self._returned: defaultdict[int, set[int]] = defaultdict(set)  # results of each module's last call
+        self._lines: set[_Key] = set()  # operators, lines and modules that make cache storages
 
     def call_begins(self, module: int, given: Any) -> None:
-        """See a module called from outside all others, with these arguments."""
-        self._infers = not torch.is_grad_enabled()
+        """Record that module `module` is called from outside all other modules, with the arguments `given`."""
+        self._runs_without_gradients = not torch.is_grad_enabled()
         self._joined.clear()  # the call before may have raised
-        self._begins.append(len(self._recorder.trace.storages))
+        self._call_starts.append(len(self._recorder.trace.storages))
         self._roots.append(module)
-        if self._infers:
-            again = self._indices([one for one in given if not isinstance(one, torch.Tensor)])
+        if self._runs_without_gradients:
+            again = self._find_number_storages([one for one in given if not isinstance(one, torch.Tensor)])
             for index in again & self._returned[module]:
-                self._keep(index)
+                self._mark_as_cache(index)
 
     def call_returned(self, result: Any) -> None:
-        """See that call return `result`."""
-        if not self._infers:
+        """Record that the outermost module call returned `result`."""
+        if not self._runs_without_gradients:
             return
-        self._infers = False
+        self._runs_without_gradients = False
         trace = self._recorder.trace
         for old, before in self._joined:
             new = next(
                 (i for i in range(before, len(trace.storages)) if trace.op(trace.storages[i]) == "aten.cat"), NONE
             )
             if self._recorder.storages.is_alive(new):
-                self._keep(old)
-                self._keep(new)
-        returned = self._indices([result])
+                self._mark_as_cache(old)
+                self._mark_as_cache(new)
+        returned = self._find_number_storages([result])
         self._returned[self._roots[-1]] = returned
         for index in returned:
-            if _line(trace.storages[index]) in self._lines:
-                self._keep(index)
+            if _storage_line(trace.storages[index]) in self._lines:
+                self._mark_as_cache(index)
 
     @property
     def looks(self) -> bool:
-        """Return whether what the program does now may be to a cache: it is in a part of a model that infers."""
-        return self._infers and self._recorder.modules.current not in (NONE, self._roots[-1])
+        """Return whether a submodule runs without gradients, so that operators may write a cache."""
+        return self._runs_without_gradients and self._recorder.modules.current not in (NONE, self._roots[-1])
 
     def written(self, target: torch.Tensor) -> None:
-        """See an operator of WRITES write into `target`."""
+        """Record that an operator of WRITES writes into `target`."""
         index = self._recorder.storages.index_of(target)
-        if not NONE < index < self._begins[-1] or not _holds_numbers(target):
+        if not NONE < index < self._call_starts[-1] or not _holds_numbers(target):
             return
         whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize
-        if not whole or self._overwritten.setdefault(index, len(self._begins)) < len(self._begins):
-            self._keep(index)
+        if not whole or self._overwritten.setdefault(index, len(self._call_starts)) < len(self._call_starts):
+            self._mark_as_cache(index)
 
     def joins(self, parts: list[torch.Tensor]) -> None:
-        """See `parts` about to be joined to one tensor."""
+        """Record that `parts` are about to be concatenated."""
         for part in parts:
             index = self._recorder.storages.index_of(part)
             if self.is_older(index) and _holds_numbers(part):
                 self._joined.append((index, len(self._recorder.trace.storages)))
 
     def is_older(self, index: int) -> bool:
-        """Return whether a storage was made by an earlier call of the module that is called."""
-        if not self._begins or not NONE < index < self._begins[-1]:
+        """Return whether an earlier call of the outermost module made the storage with this index."""
+        if not self._call_starts or not NONE < index < self._call_starts[-1]:
             return False
-        maker = bisect.bisect_right(self._begins, index) - 1
+        maker = bisect.bisect_right(self._call_starts, index) - 1
         made = self._recorder.trace.storages[index]
         return made.module != NONE and maker >= 0 and self._roots[maker] == self._roots[-1]
 
-    def _keep(self, index: int) -> None:
+    def _mark_as_cache(self, index: int) -> None:
         self._recorder.owners.mark_kv_cache(index)
         storage = self._recorder.trace.storages[index]
         if storage.module != NONE:
-            self._lines.add(_line(storage))
+            self._lines.add(_storage_line(storage))
 
-    def _indices(self, values: Any) -> set[int]:
-        """Return indices of the tensors with numbers in `values`, containers looked into."""
+    def _find_number_storages(self, values: Any) -> set[int]:
+        """Return the indices of the tensors with numbers in `values`, also those in containers."""
         with torch.DisableTorchFunction():
             found = {
                 self._recorder.storages.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)
@@ -119,7 +119,7 @@ class KVCacheDetector:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors of what a module is given or returns."""
+    """Yield the tensors in `value`, the arguments or the result of a module, containers included."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
@@ -127,10 +127,10 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(part, depth + 1)
 
 
-def _line(storage: Storage) -> _Key:
+def _storage_line(storage: Storage) -> _Key:
     return storage.op, storage.source, storage.module
 
 
 def _holds_numbers(tensor: torch.Tensor) -> bool:
-    """Return whether it has numbers of any precision, quantized ones too, and no tokens, positions or masks."""
+    """Return whether `tensor` has floating-point or quantized numbers, as tokens, positions and masks do not."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)

@@ -1,4 +1,4 @@
-"""Runs without garbage collection, so that one is like another."""
+"""Garbage collection in runs: off, so that frees do not depend on the collector's timing."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no cyclic garbage: its frees would depend on what else the process does, not on references alone."""
-    collects = gc.isenabled()
+    """Context manager: switch off the cyclic collector, whose frees depend on other work of the process."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 def freeze_libraries() -> None:
-    """Let garbage go, and leave what remains out of every later search for it.
+    """Collect garbage, then exclude all remaining objects from later collections (`gc.freeze`).
 
-    Does so where the collector is off, as in memprof's own commands: torch and the libraries are millions of objects
-    that live for good, and each search would look through them.
+    Acts only where the collector is off, as in memprof's own commands: torch and the libraries are millions of
+    long-lived objects, and each collection would traverse all of them.
     """
     if not gc.isenabled():
         gc.collect()

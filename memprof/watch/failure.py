@@ -1,7 +1,7 @@
-"""Why a run ended before its time: an exception turned into a `Failure`, with operator, module and line.
+"""Conversion of the exception that ended a run into a `Failure` with operator, module and source line.
 
-Everything is read off the traceback, so that a run which does not fail pays nothing for it: the dispatch mode's frame
-holds the operator, the innermost wrapped module call the module.
+All facts come from the traceback, so a run without failure has no overhead: the dispatch mode's frame has the operator,
+and the innermost wrapped module call has the module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memprof.watch.recorder import Recorder
 
 
 class KernelError(RuntimeError):
-    """A kernel below torch was called: it needs data and a device. `kernel` is its name."""
+    """Error: a kernel below torch was called, which needs data and a device. `kernel` is the kernel's name."""
 
     def __init__(self, message: str, kernel: str) -> None:
         super().__init__(message)
@@ -35,35 +35,35 @@ class KernelError(RuntimeError):
 
 
 class TracingError(RuntimeError):
-    """A model on the GPU is traced (torch.export), on torch's own tensors without data."""
+    """Error: torch.export traces a model on the GPU, with torch's own tensors without data."""
 
 
-_DOING = {
+_ACTIVITIES = {
     PhaseKind.MODEL: "the program's own code, before its first step",
     PhaseKind.OPTIMIZER: "building the optimizer",
     PhaseKind.INPUTS: "making the inputs",
     PhaseKind.OTHER: "the program's own code",
 }
-# How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
+# torch's messages for an operator without a kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
 # torch/_library/custom_ops.py).
 _NO_META = (
     re.compile(r"([\w.]+::[\w.]+): attempted to run this operator with Meta tensors"),
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
-# How torch says that there is no GPU; the virtual one is there for the thread that entered it, and its backward.
+# torch's messages for a missing GPU; only the thread that entered the virtual GPU, and its backward, see that GPU.
 _NO_GPU = re.compile(
     r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
     r"PyTorch is not linked with support for cuda"
 )
-# What a thread that does not see the virtual GPU is told of a tensor on it.
+# torch's message where a thread that does not see the virtual GPU copies a tensor of that GPU.
 _NO_DATA = "Cannot copy out of meta tensor"
-_CANNOT = re.compile(
+_NO_META_ACCESS = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
-# What torch calls the device and the types of tensors without data: no program on a GPU meets it.
-_SPEAKS_OF_META = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
-# How extensions and Triton refuse tensors whose data is not on a real GPU.
+# torch's name for the device and types of tensors without data, which a program on a GPU does not meet.
+_META_NAME = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
+# Messages with which extensions and Triton refuse tensors whose data is not on a real GPU.
 _NEEDS_DATA = re.compile(
     r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
     r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
@@ -75,10 +75,10 @@ _NEEDS_DATA = re.compile(
 def describe_failure(
     error: BaseException, recorder: Recorder, phase: Phase, unknown_read: tuple[int, str] | None, dispatch: CodeType
 ) -> Failure:
-    """Return the failure that `error`, raised in `phase`, is.
+    """Return the failure for `error`, raised in `phase`.
 
-    `unknown_read` is the index of the line that last read an unknown value, and what it was told; `dispatch` the code
-    of the dispatch mode's method, whose frames name operators.
+    `unknown_read` is the index of the line that last read an unknown value, and a text about that value; `dispatch` is
+    the code of the dispatch mode's method, whose frames name operators.
     """
     op: str | None = None
     module = NONE
@@ -91,22 +91,22 @@ def describe_failure(
                 module = place.module
         elif frame.f_code is MODULE_CALL:
             index = frame.f_locals.get("index")
-            module = module if index is None else index  # None: it raised before the module was known
+            module = module if index is None else index  # None: the call raised before the module was known
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return make_refusal(error.problem, error.hint, source, phase, frames)
-    kind, named = _kind(error, error_text(error))
+    kind, named = _classify_error(error, error_text(error))
     read = None
-    if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
+    if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _depends_on_values(error):
         where, told = unknown_read
         line = recorder.trace.sources[where]
-        if any(_function(line) == _function(other) for other in lines):  # a decision follows what was read there
+        if any(_split_function(line) == _split_function(other) for other in lines):
             kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
-    if kind is FailureKind.ERROR and _is_gap(error_text(error), frames):
+    if kind is FailureKind.ERROR and _mentions_meta_device(error_text(error), frames):
         kind = FailureKind.GAP
     return Failure(
         kind=kind,
-        phase=_doing(phase, frames),
+        phase=_activity_text(phase, frames),
         error=type(error).__name__,
         message=first_line(error),
         op=named or op,
@@ -118,23 +118,23 @@ def describe_failure(
 
 
 def empty_frames(error: BaseException) -> None:
-    """Empty the frames of memprof and torch that `error` has passed through below the caller's.
+    """Clear the frames of memprof and torch in the traceback of `error`, below the caller's frame.
 
-    They stand for C++, which releases what it holds when it is left; in Python it would live as long as the traceback.
-    What `describe` reads is kept: dispatch modes let go of tensors themselves, module calls have no more than torch's.
+    The frames replace C++ frames, which release their objects on exit; Python frames would keep them as long as the
+    traceback. Frames that `describe_failure` reads are kept: these have no tensors beyond torch's own.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if code is MODULE_CALL or code.co_name == "__torch_dispatch__" or is_program(code):
             continue
-        with contextlib.suppress(RuntimeError):  # it still runs: the caller's
+        with contextlib.suppress(RuntimeError):  # the caller's frame still runs
             frame.clear()
 
 
 def registration(op: str | None) -> str | None:
-    """Return what to add to the program so that an operator of a library has a kernel without data, by its schema.
+    """Return the code that registers a kernel without data for the library operator `op`, from the operator's schema.
 
-    None: it is one of torch's own, or not known by its name.
+    Return None for torch's own operators and for unknown names.
     """
     namespace, _, name = (op or "").partition(".")
     packet = getattr(getattr(torch.ops, namespace, None), name.partition(".")[0], None) if name else None
@@ -143,15 +143,15 @@ def registration(op: str | None) -> str | None:
     overload = name.partition(".")[2] or packet.overloads()[0]
     schema = getattr(packet, overload)._schema
     first = next((one.name for one in schema.arguments if str(one.type) == "Tensor"), None)
-    made = [_LIKE.get(str(one.type), "...").format(first or "...") for one in schema.returns]
+    made = [_RESULT_EXPRESSIONS.get(str(one.type), "...").format(first or "...") for one in schema.returns]
     return _REGISTRATION.format(
         name=schema.name if overload == "default" else f"{schema.name}.{overload}",
-        arguments=", ".join(_parameters(schema)),
+        arguments=", ".join(_format_parameters(schema)),
         result=", ".join(made) or "None",
     )
 
 
-def _parameters(schema: Any) -> Iterator[str]:
+def _format_parameters(schema: Any) -> Iterator[str]:
     stars = False
     for one in schema.arguments:
         if one.kwarg_only and not stars:
@@ -160,8 +160,8 @@ def _parameters(schema: Any) -> Iterator[str]:
         yield f"{one.name}={one.default_value!r}" if one.has_default_value() else one.name
 
 
-# Type of a result -> a first guess at what makes it.
-_LIKE = {"Tensor": "torch.empty_like({})", "List[Tensor]": "[torch.empty_like({})]"}
+# Type of a result -> an expression that makes such a result.
+_RESULT_EXPRESSIONS = {"Tensor": "torch.empty_like({})", "List[Tensor]": "[torch.empty_like({})]"}
 _REGISTRATION = """say what it allocates, with the shapes, types and strides that its kernel gives its results
 @torch.library.register_fake("{name}")
 def _({arguments}):
@@ -172,25 +172,27 @@ or choose another implementation of it, or measure the run on a GPU"""
 def make_refusal(
     problem: str, hint: str | None, source: str | None, phase: Phase, frames: Iterable[FrameType] | None = None
 ) -> Failure:
-    """Return the failure of a run in which something was refused, whether or not the program went on without it.
+    """Return the failure of a run in which memprof refused an operation, whether or not the program went on.
 
-    `frames` are those that it passed through; None: those that are running.
+    `frames` are the frames that the error passed through; None means the frames that run now.
     """
-    doing = _doing(phase, (frame for frame, _ in traceback.walk_stack(sys._getframe())) if frames is None else frames)
-    return Failure(FailureKind.REFUSED, doing, MemprofError.__name__, problem, None, None, source, None, hint)
+    activity = _activity_text(
+        phase, (frame for frame, _ in traceback.walk_stack(sys._getframe())) if frames is None else frames
+    )
+    return Failure(FailureKind.REFUSED, activity, MemprofError.__name__, problem, None, None, source, None, hint)
 
 
-def _doing(phase: Phase, frames: Iterable[FrameType]) -> str:
-    doing = _DOING.get(phase.kind, phase.kind.value)
-    if phase.kind is PhaseKind.MODEL and any(map(_builds, frames)):
-        doing = "building the model"
-    return f"{doing} of step {phase.step}" if phase.step else doing
+def _activity_text(phase: Phase, frames: Iterable[FrameType]) -> str:
+    activity = _ACTIVITIES.get(phase.kind, phase.kind.value)
+    if phase.kind is PhaseKind.MODEL and any(map(_is_building_model, frames)):
+        activity = "building the model"
+    return f"{activity} of step {phase.step}" if phase.step else activity
 
 
-def _builds(frame: FrameType) -> bool:
-    """Return whether this is a function that makes or moves a module, or the step of memprof's own workloads that does.
+def _is_building_model(frame: FrameType) -> bool:
+    """Return whether `frame` is a function that makes or moves a module, or is in memprof's own workloads.
 
-    A program's phase is the model's until it calls one: it may be anywhere.
+    A program's phase is MODEL until the first model call, so the phase alone does not show what the program does.
     """
     code = frame.f_code
     if code.co_name in ("__init__", "_apply", "to"):
@@ -199,12 +201,12 @@ def _builds(frame: FrameType) -> bool:
 
 
 def is_missing_gpu_error(error: BaseException) -> bool:
-    """Return whether a thread that raised `error` wanted the virtual GPU, which it does not see."""
+    """Return whether a thread raised `error` because the thread does not see the virtual GPU."""
     return bool(_NO_GPU.search(error_text(error))) or _NO_DATA in error_text(error)
 
 
 def is_caused_by_oom(error: BaseException | None) -> bool:
-    """Return whether `error` is, or was raised because of, a GPU that was full."""
+    """Return whether `error`, or an error in the causes of `error`, is torch.OutOfMemoryError."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError):
@@ -215,26 +217,28 @@ def is_caused_by_oom(error: BaseException | None) -> bool:
 
 
 def measured_failure(error: BaseException, phase: Phase) -> Failure:
-    """Return the failure that `error` is, raised on a real device in `phase`."""
+    """Return the failure for `error`, raised on a real device in `phase`."""
     text = error_text(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
     frames, lines = _frames_and_lines(error)
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return make_refusal(error.problem, error.hint, source, phase, frames)
-    kind = FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0]
-    return Failure(kind, _doing(phase, frames), type(error).__name__, first_line(error), None, None, source, None)
+    kind = FailureKind.OUT_OF_MEMORY if full else _classify_error(error, "")[0]
+    return Failure(
+        kind, _activity_text(phase, frames), type(error).__name__, first_line(error), None, None, source, None
+    )
 
 
 def _frames_and_lines(error: BaseException) -> tuple[list[FrameType], list[str]]:
-    """Return the frames that `error` has passed through, and the program's lines among them, outermost first."""
+    """Return the frames that `error` has passed through, and the program's source lines among them, outermost first."""
     passed = [(frame, frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     lines = [f"{code.co_filename}:{number} {code.co_name}" for _, code, number in passed if is_program(code)]
     return [frame for frame, _, _ in passed], lines
 
 
-def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
-    """Return the kind, and the operator that the message names."""
+def _classify_error(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
+    """Return the kind of failure, and the operator that the message `text` names."""
     if isinstance(error, KeyboardInterrupt):
         return FailureKind.INTERRUPTED, None
     if isinstance(error, KernelError):
@@ -247,29 +251,29 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
         match = pattern.search(text)
         if match:
             return FailureKind.NO_META_KERNEL, match[1].replace("::", ".")
-    if isinstance(error, (NotImplementedError, RuntimeError, BufferError, TypeError)) and _CANNOT.search(text):
+    if isinstance(error, (NotImplementedError, RuntimeError, BufferError, TypeError)) and _NO_META_ACCESS.search(text):
         return FailureKind.NO_META_KERNEL, None
     if _NEEDS_DATA.search(text):
         return FailureKind.CUSTOM_KERNEL, None
     return FailureKind.ERROR, None
 
 
-def _is_gap(text: str, frames: Iterable[FrameType]) -> bool:
-    """Return whether an error with this message is the virtual GPU's, and not what the program did.
+def _mentions_meta_device(text: str, frames: Iterable[FrameType]) -> bool:
+    """Return whether the error message `text` comes from the virtual GPU's use of meta tensors, not from the program.
 
-    A program that asks for the meta device itself may meet its name in an error of its own.
+    A program that uses the meta device explicitly may cause messages with the word itself.
     """
-    if not _SPEAKS_OF_META.search(text):
+    if not _META_NAME.search(text):
         return False
     programs = {frame.f_code.co_filename for frame in frames if is_program(frame.f_code)}
     return not any("meta" in line for name in programs for line in linecache.getlines(name))
 
 
-def _may_decide(error: BaseException) -> bool:
-    """Return whether another number could have spared the program this error.
+def _depends_on_values(error: BaseException) -> bool:
+    """Return whether a different value read from a tensor could have avoided `error`.
 
-    What is misspelt, not installed or of another version of a library is so with any number. What a branch that was not
-    taken would have set is not: a variable, or an object where None is.
+    A misspelt name, a missing library and a wrong library version do not depend on values. A variable that a branch did
+    not set, and None in place of an object, do.
     """
     if isinstance(error, (ImportError, SyntaxError)):
         return False
@@ -286,6 +290,6 @@ def _may_decide(error: BaseException) -> bool:
     return True
 
 
-def _function(line: str) -> tuple[str, str]:
+def _split_function(line: str) -> tuple[str, str]:
     place, _, name = line.rpartition(" ")
     return place.rpartition(":")[0], name

@@ -1,4 +1,4 @@
-"""Places in the program where operators ran forward, to which what a backward pass makes is attributed."""
+"""Places in the program where operators ran forward, to which allocations of a backward pass are attributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.trace.events import NONE
 
 
 class CallSite(NamedTuple):
-    """The place in the program where an operator runs: indices as in `Storage`."""
+    """Place in the program where an operator runs; the fields are indices as in `Storage`."""
 
     module: int
     source: int
@@ -17,7 +17,7 @@ class CallSite(NamedTuple):
 
 
 class ForwardOperators(threading.local):
-    """The places where operators of one thread ran forward, by the numbers that autograd gives in it."""
+    """Places where one thread's operators ran forward, by autograd's sequence numbers in that thread."""
 
     def __init__(self) -> None:
         # Number of an operator's node, ascending, and where the operator ran.

@@ -1,7 +1,7 @@
-"""Holders of live tensors: the variable, attribute or container, by the name that the program has for it.
+"""Search for the holders of live tensors: the variable, attribute or container, by the program's name for the holder.
 
-Python knows who refers to an object, but for the variables of functions that are running: those are read off the
-frames.
+The garbage collector finds the referrers of an object, except variables of running functions: these variables are read
+from the frames.
 """
 
 from __future__ import annotations
@@ -29,80 +29,80 @@ from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
 
-MAX_DEPTH = 10  # containers in containers, up to a name: a list of models holds parameters at the sixth
+MAX_DEPTH = 10  # nested containers up to a name: a list of models has parameters at depth 6
 
-MOST = 0.9  # of what an object holds: a part of it that has so much is the one to name
+MOST = 0.9  # fraction of an object's bytes from which a part of the object is named in the object's place
 
-MAX_OBJECTS = 50_000  # of one depth; more is a sign that the search has left the program
+MAX_OBJECTS = 50_000  # objects per depth; more is a sign that the search has left the program
 
 MAX_NODES = 200_000  # autograd nodes that are counted
 
-_MOST_PARTS = 64  # of a container, among which running sums are looked for
-_SUM_NODES = 2_000  # of a running sum's graph, nearest first: the sums of several steps are among them
+_MAX_PARTS = 64  # items of a container that are checked for running sums
+_MAX_SUM_NODES = 2_000  # nearest nodes of a sum's graph that are checked; they include the sums of several steps
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_PASSED_OVER = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_IGNORED_TYPES = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 # Nodes that accumulate gradients have a sequence number beyond all others, for they run first.
-_IN_FORWARD_ORDER = 1 << 62
+_FIRST_ACCUMULATE_NUMBER = 1 << 62
 
 
 @dataclass(slots=True)
 class _Name:
-    """The program's name for an object."""
+    """Program's name for an object: a variable, an attribute or an item."""
 
     text: str
-    code: CodeType | None  # of the function whose variable it is
-    owner: type | None = None  # of an attribute: the class
-    is_global: bool = False  # whether it is one, which any function may fill; `code` is of one that sees it
+    code: CodeType | None  # code of the function that has the variable
+    owner: type | None = None  # class that has the attribute
+    is_global: bool = False  # any function may fill a global; `code` is of a function that sees it
 
 
 @dataclass(slots=True)
-class _Found:
-    """A named object, and the tensors beneath it, by id."""
+class _NamedHolder:
+    """Named object, and the ids of the tensors that are reachable from the object."""
 
     held: Any
-    # Of the innermost container that refers to a tensor 1; of one that is met again with more, where it has all.
+    # Distance to the tensors: 1 for a container of tensors; where more tensors are found later, the larger distance.
     depth: int
     tensors: set[int]
     names: list[_Name] = field(default_factory=list)
-    keys: tuple[str, ...] = ()  # of a dict, those of the one container in it, and in that, that holds all of them
+    keys: tuple[str, ...] = ()  # keys through nested dicts to the container that has all the tensors
 
 
 class HolderSearch:
-    """Looks through the program's objects; it keeps none of them."""
+    """Search through the program's objects for holders of tensors; keeps no reference to any object."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        # Autograd's sequence number where each step is seen to begin (its first call of a model), and in `_step_ends`
-        # where its optimizers were done. What a program computes between two steps, of the outputs that it still has or
-        # for the next call, is of no step by itself.
+        # Autograd's sequence number at the begin of each step (the first call of a model), and in `_step_ends` at the
+        # end of the step's optimizers. Computations between two steps, on earlier outputs or for the next call, belong
+        # to no step.
         self._step_begins: list[int] = []
         self._step_ends: list[int] = []
 
     def step_began(self) -> None:
-        """See a step begin."""
+        """Record that a step begins."""
         self._step_begins.append(autograd.get_sequence_nr())
-        self._step_ends.append(_IN_FORWARD_ORDER)
+        self._step_ends.append(_FIRST_ACCUMULATE_NUMBER)
 
     def step_ended(self) -> None:
-        """See an optimizer step: the step's last one, as far as is known."""
+        """Record that an optimizer step ends: the step's last one, as far as is known."""
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
-        """Return who keeps these storages (by index, with what their counterparts have in common), the largest first.
+        """Return the holders of the storages `targets` (index -> key that counterparts share), largest first.
 
-        Of counterparts, one holder is named, which must have most of the older ones: the last of them are in variables
-        as well. A variable that is the tensor itself must have all, as in `all = torch.cat([all, out])`.
+        One holder is named for all counterparts: it must have most of the older ones, because the newest counterparts
+        are in variables too. A variable that is itself the tensor must have all, as in `all = torch.cat([all, out])`.
         """
         with torch.DisableTorchFunction():
-            tensors = self._tensors_of(targets)
+            tensors = self._find_tensors(targets)
             variables = _Variables(self._recorder)
             found = _find_named_holders(tensors, variables)
             sizes = self._recorder.trace.storages
             num_bytes = {
                 id(one): sum(sizes[i].num_bytes for i in {tensors[t][1] for t in one.tensors}) for one in found
             }
-            # The nearest name of those that hold as much.
+            # Among holders of equally many bytes, the nearest first.
             order = sorted(found, key=lambda one: (-num_bytes[id(one)], one.depth))
             kinds: dict[object, list[int]] = defaultdict(list)
             for index, key in sorted(targets.items()):
@@ -110,41 +110,45 @@ class HolderSearch:
             explained: set[object] = set()
             result = []
             for outer in order:
-                # An object that has a little more than a list in it is not what is filled.
+                # If an object has little more than a list in the object, the list is the container that grows.
                 least = MOST * num_bytes[id(outer)]
                 inner = [o for o in order if num_bytes[id(o)] >= least and o.tensors <= outer.tensors]
                 one = min(inner, key=lambda o: o.depth)
                 storages = {tensors[t][1] for t in one.tensors}
                 is_tensor = issubclass(type(one.held), torch.Tensor)
-                keys = {key for key, members in kinds.items() if _holds(storages, members, every=is_tensor)}
+                keys = {
+                    key for key, members in kinds.items() if _includes_counterparts(storages, members, every=is_tensor)
+                }
                 if keys - explained:
                     explained |= keys
                     roots = [tensors[t][0] for t in one.tensors]
-                    result.append(self._holder(one, storages, roots, variables))
+                    result.append(self._make_holder(one, storages, roots, variables))
             return result
 
     def running_sums(self) -> list[Holder]:
-        """Return variables, and their attributes, whose graph goes back over several steps: `total = total + loss`."""
+        """Return variables and attributes whose autograd graph spans several steps, such as `total = total + loss`."""
         with torch.DisableTorchFunction():
             variables = _Variables(self._recorder)
-            sums: dict[Any, tuple[_Found, list[Any]]] = {}
+            sums: dict[Any, tuple[_NamedHolder, list[Any]]] = {}
             for name, value in variables.tensors:
                 if value.grad_fn is None or value.grad_fn in sums:
                     continue
-                nodes = _nodes([value], _SUM_NODES)
-                steps = self._steps_of(nodes)
-                # What is summed after the optimizer's step lacks the last one.
+                nodes = _collect_nodes([value], _MAX_SUM_NODES)
+                steps = self._find_steps(nodes)
+                # A sum that is updated after the optimizer's step lacks the last step.
                 if min(steps, default=2) == 1 and len(steps) >= max(len(self._step_begins) - 1, 2):
-                    sums[value.grad_fn] = _Found(value, 0, set(), [name]), nodes
-            # What is computed of a sum goes back as far, and is not what keeps it.
+                    sums[value.grad_fn] = _NamedHolder(value, 0, set(), [name]), nodes
+            # Values computed from a sum span as many steps, and do not keep the graph.
             own = [found for found, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
             return [
-                self._holder(found, {self._recorder.storages.index_of(found.held)} - {NONE}, [found.held], variables)
+                self._make_holder(
+                    found, {self._recorder.storages.index_of(found.held)} - {NONE}, [found.held], variables
+                )
                 for found in own
             ]
 
-    def _tensors_of(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
-        """Return the tensor objects of these storages, by id, and whose storage each is."""
+    def _find_tensors(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
+        """Return, by id, the tensor objects of the storages `targets`, each with the index of its storage."""
         result = {}
         for value in gc.get_objects():
             if issubclass(type(value), torch.Tensor):
@@ -153,22 +157,24 @@ class HolderSearch:
                     result[id(value)] = (value, index)
         return result
 
-    def _steps_of(self, nodes: list[Any]) -> set[int]:
-        """Return the steps in which these nodes were made, but for those that were made between two."""
+    def _find_steps(self, nodes: list[Any]) -> set[int]:
+        """Return the steps in which the autograd `nodes` were made; nodes made between two steps are ignored."""
         found = set()
         for number in (node._sequence_nr() for node in nodes):
             step = bisect.bisect_right(self._step_begins, number)
-            if step and number < min(self._step_ends[step - 1], _IN_FORWARD_ORDER):
+            if step and number < min(self._step_ends[step - 1], _FIRST_ACCUMULATE_NUMBER):
                 found.add(step)
         return found
 
-    def _holder(self, found: _Found, storages: set[int], roots: list[torch.Tensor], variables: _Variables) -> Holder:
+    def _make_holder(
+        self, found: _NamedHolder, storages: set[int], roots: list[torch.Tensor], variables: _Variables
+    ) -> Holder:
         held = found.held
         keys = "".join(f"[{key!r}]" for key in found.keys)
         names = [dataclasses.replace(name, text=name.text + keys) for name in found.names]
         for key in found.keys:
             held = held[key]
-        lines = [(name, _line_that_fills(name, variables.codes)) for name in names]
+        lines = [(name, _find_filling_line(name, variables.codes)) for name in names]
         name, line = next(((name, line) for name, line in lines if line is not None), (names[0], None))
         where = line
         if cached := isinstance(held, functools._lru_cache_wrapper):
@@ -177,7 +183,7 @@ class HolderSearch:
             where = line_of_code(name.code)
         elif where is None and name.owner is not None:
             where = line_of_class(name.owner)
-        nodes = _nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
+        nodes = _collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
             kind="" if isinstance(held, torch.Tensor) else "lru_cache" if cached else type(held).__name__,
@@ -187,13 +193,13 @@ class HolderSearch:
             limit=held.cache_parameters()["maxsize"] if cached else getattr(held, "maxlen", None),
             storages=tuple(sorted(storages)),
             nodes=len(nodes),
-            node_steps=len(self._steps_of(nodes)),
+            node_steps=len(self._find_steps(nodes)),
             batches=variables.batches,
         )
 
 
-def _holds(storages: set[int], members: list[int], *, every: bool) -> bool:
-    """Return whether `storages` hold these counterparts, oldest first: most of the older half, or `every` one."""
+def _includes_counterparts(storages: set[int], members: list[int], *, every: bool) -> bool:
+    """Return whether `storages` include all `members` (if `every`), or most of the older half (listed first)."""
     if every:
         return storages.issuperset(members)
     older = members[: (len(members) + 1) // 2]
@@ -201,12 +207,12 @@ def _holds(storages: set[int], members: list[int], *, every: bool) -> bool:
 
 
 class _Variables:
-    """The variables of the functions that are running, innermost first, and the globals of their modules."""
+    """Variables of the functions that are running, innermost first, and the globals of the functions' modules."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.names: dict[int, list[_Name]] = {}  # by the id of the value
         self.batches: int | None = None
-        # Those that are tensors, and tensors that are attributes of the program's objects or in its containers.
+        # Variables that are tensors, and tensors in attributes and containers of the program.
         self.tensors: list[tuple[_Name, torch.Tensor]] = []
         self.codes: list[CodeType] = []
         loaders: dict[int, DataLoader[Any]] = {}
@@ -217,20 +223,20 @@ class _Variables:
             if is_program(code):
                 self.codes.append(code)
                 values = local_variables(frame)
-                self._add(values, code)
+                self._add_variables(values, code)
                 if not loaders:
                     loaders = {id(v): v for v in values.values() if _is_loader(v)}
                 if code.co_flags & inspect.CO_OPTIMIZED and id(frame.f_globals) not in seen_globals:
                     seen_globals.add(id(frame.f_globals))
-                    self._add(dict(frame.f_globals), code, is_global=True)
+                    self._add_variables(dict(frame.f_globals), code, is_global=True)
             frame = frame.f_back
         if len(loaders) == 1:
             try:
                 self.batches = len(next(iter(loaders.values())))
-            except (TypeError, NotImplementedError):  # of a data set without length
+            except (TypeError, NotImplementedError):  # a data set without length
                 self.batches = None
 
-    def _add(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
+    def _add_variables(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
         for name, value in values.items():
             kind = type(value)
             if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
@@ -239,102 +245,106 @@ class _Variables:
             if issubclass(kind, torch.Tensor):
                 self.tensors.append((_Name(name, code), value))
             elif issubclass(kind, (dict, list)):
-                parts = list(value.items() if issubclass(kind, dict) else enumerate(value))[:_MOST_PARTS]
+                parts = list(value.items() if issubclass(kind, dict) else enumerate(value))[:_MAX_PARTS]
                 self.tensors += [
                     (_Name(f"{name}[{key!r}]", code), part)
                     for key, part in parts
                     if issubclass(type(part), torch.Tensor)
                 ]
             elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
-                for attribute, part in _attributes(value).items():
+                for attribute, part in _instance_attributes(value).items():
                     if issubclass(type(part), torch.Tensor):
                         self.tensors.append((_Name(f"{kind.__name__}.{attribute}", None, kind), part))
 
 
 def _is_loader(value: Any) -> bool:
-    """Return whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
+    """Return whether `value` is a data loader, or an accelerate wrapper that reports that class."""
     kind = type(value)
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
-def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
-    """Return everything with a name above these tensors, within MAX_DEPTH."""
+def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_NamedHolder]:
+    """Return every named object from which `tensors` are reachable within MAX_DEPTH references."""
     own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     own.update(id(pair) for pair in tensors.values())
     own.update(id(pair) for pair in variables.tensors)
     own |= _running_frames()
     level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
-    beneath: dict[int, set[int]] = {key: {key} for key in level}
-    full_at = dict.fromkeys(level, 0)
-    found: dict[int, _Found] = {}
+    tensors_below: dict[int, set[int]] = {key: {key} for key in level}
+    depth_of_last_tensor = dict.fromkeys(level, 0)
+    found: dict[int, _NamedHolder] = {}
 
-    def name(value: Any, called: _Name) -> None:
-        one = found.setdefault(id(value), _Found(value, 0, beneath[id(value)]))
-        one.names.append(called)
+    def add_name(value: Any, holder_name: _Name) -> None:
+        one = found.setdefault(id(value), _NamedHolder(value, 0, tensors_below[id(value)]))
+        one.names.append(holder_name)
 
     for depth in range(MAX_DEPTH):
         for key, value in level.items():
-            for called in variables.names.get(key, ()):
-                name(value, called)
+            for holder_name in variables.names.get(key, ()):
+                add_name(value, holder_name)
         own.add(id(level))
         referrers = gc.get_referrers(*level.values())
         own.add(id(referrers))
-        above: dict[int, Any] = {}
-        own.add(id(above))
+        next_level: dict[int, Any] = {}
+        own.add(id(next_level))
         for referrer in referrers:
             kind = type(referrer)
-            if id(referrer) in own or issubclass(kind, _PASSED_OVER) or kind is _Found or kind is _Variables:
+            if id(referrer) in own or issubclass(kind, _IGNORED_TYPES) or kind is _NamedHolder or kind is _Variables:
                 continue
             if issubclass(kind, type):
                 for attribute, value in list(vars(referrer).items()):
-                    if id(value) in beneath and not attribute.startswith("__"):
-                        name(value, _Name(f"{referrer.__name__}.{attribute}", None, referrer))
+                    if id(value) in tensors_below and not attribute.startswith("__"):
+                        add_name(value, _Name(f"{referrer.__name__}.{attribute}", None, referrer))
                 continue
             if kind is types.FunctionType:
                 for variable, cell in zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=True):
-                    if id(cell) in beneath and (held := _content(cell)) is not None and id(held) in beneath:
-                        name(held, _Name(variable, referrer.__code__))
-            if kind is dict and (module := _module_of(referrer)) is not None:
+                    if (
+                        id(cell) in tensors_below
+                        and (held := _read_cell(cell)) is not None
+                        and id(held) in tensors_below
+                    ):
+                        add_name(held, _Name(variable, referrer.__code__))
+            if kind is dict and (module := _find_module_name(referrer)) is not None:
                 for variable, value in list(referrer.items()):
                     if id(value) in level:
-                        name(value, _Name(f"{module}.{variable}", None))
+                        add_name(value, _Name(f"{module}.{variable}", None))
                 continue
             if kind is types.GeneratorType:
                 if referrer.gi_frame is not None:
                     for variable, value in local_variables(referrer.gi_frame).items():
                         if id(value) in level:
-                            name(value, _Name(variable, referrer.gi_code))
+                            add_name(value, _Name(variable, referrer.gi_code))
                 continue
             parts: set[int] = set()
             for child in gc.get_referents(referrer):
                 if id(child) in level:
-                    parts |= beneath[id(child)]
+                    parts |= tensors_below[id(child)]
             if parts:
-                above[id(referrer)] = referrer
-                # The same set as before: who was found holding some of it holds this too.
-                held = beneath.setdefault(id(referrer), set())
+                next_level[id(referrer)] = referrer
+                # The set is extended in place: a holder found before with a part of the tensors gets all of them.
+                held = tensors_below.setdefault(id(referrer), set())
                 if not parts <= held:
                     held |= parts
-                    full_at[id(referrer)] = depth + 1
+                    depth_of_last_tensor[id(referrer)] = depth + 1
             if not issubclass(kind, _CONTAINERS):
-                for attribute, value in _attributes(referrer).items():
-                    if id(value) in beneath and not attribute.startswith("__"):
-                        name(value, _Name(f"{kind.__name__}.{attribute}", None, kind))
+                for attribute, value in _instance_attributes(referrer).items():
+                    if id(value) in tensors_below and not attribute.startswith("__"):
+                        add_name(value, _Name(f"{kind.__name__}.{attribute}", None, kind))
         del referrers
-        level = above
+        level = next_level
         if not level or len(level) > MAX_OBJECTS:
             break
     for one in found.values():
-        one.depth = full_at[id(one.held)]
-        one.keys = tuple(_keys(one.held, beneath))
+        one.depth = depth_of_last_tensor[id(one.held)]
+        one.keys = tuple(_find_inner_keys(one.held, tensors_below))
     return list(found.values())
 
 
-def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
-    """Yield the keys from a dict to the innermost container that holds all that it does, through dicts alone."""
+def _find_inner_keys(held: Any, tensors_below: Mapping[int, set[int]]) -> Iterator[str]:
+    """Yield the keys from dict `held` through nested dicts to the innermost container with the same tensors."""
     while issubclass(type(held), dict):
-        tensors = beneath[id(held)]
-        inner = [(key, value) for key, value in held.items() if beneath.get(id(value)) == tensors]
+        tensors = tensors_below[id(held)]
+        inner = [(key, value) for key, value in held.items() if tensors_below.get(id(value)) == tensors]
         if len(inner) != 1:
             return
         ((key, held),) = inner
@@ -343,8 +353,8 @@ def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
         yield key
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's own attributes; those that are computed are not requested."""
+def _instance_attributes(value: Any) -> dict[str, Any]:
+    """Return an object's instance attributes, without evaluating properties."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -352,15 +362,15 @@ def _attributes(value: Any) -> dict[str, Any]:
     return dict(attributes) if type(attributes) is dict else {}
 
 
-def _module_of(namespace: dict[Any, Any]) -> str | None:
-    """Return the module whose globals these are."""
+def _find_module_name(namespace: dict[Any, Any]) -> str | None:
+    """Return the name of the module whose globals are `namespace`, None if there is no such module."""
     module = namespace.get("__name__")
     if not isinstance(module, str) or module not in sys.modules:
         return None
     return module if getattr(sys.modules[module], "__dict__", None) is namespace else None
 
 
-def _content(cell: Any) -> Any:
+def _read_cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -368,12 +378,12 @@ def _content(cell: Any) -> Any:
 
 
 def _running_frames() -> set[int]:
-    """Return the ids of the frames that run, in any thread: what they hold are variables. A frame that an exception
-    keeps is a container as any other."""
+    """Return the ids of the running frames of all threads, whose contents are variables. A frame that only an exception
+    keeps is a container like any other."""
     running = set()
     frames: list[FrameType | None] = list(sys._current_frames().values())
     while frames:
-        # This function's own frame is among them: a variable that still held it would keep them all.
+        # The list includes this function's frame: a variable that referred to it would keep all frames.
         frame = frames.pop()
         while frame is not None:
             running.add(id(frame))
@@ -381,9 +391,9 @@ def _running_frames() -> set[int]:
     return running
 
 
-def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
-    """Return `file:line function`, read off the source: of a variable's function, of an attribute's class; of a global,
-    and of an attribute that its class does not fill, of what is running."""
+def _find_filling_line(name: _Name, running: list[CodeType]) -> str | None:
+    """Return `file:line function` of the source line that fills the holder: in the function of a variable, in the class
+    of an attribute; for globals, and attributes that the class does not fill, in the `running` code too."""
     whole, bracket, keys = name.text.partition("[")
     variable = whole.rpartition(".")[2]
     codes = [] if name.code is None else [name.code]
@@ -392,7 +402,7 @@ def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
         codes = [part.__code__ for part in methods if isinstance(part, types.FunctionType)]
     if name.is_global or name.owner is not None:
         codes += running
-    # A program may well have the key in a variable.
+    # Without the keys too: the program may have a key in a variable.
     lines = (
         line_that_fills(code, variable, attribute=name.owner is not None, keys=named)
         for named in dict.fromkeys((bracket + keys, ""))
@@ -401,11 +411,11 @@ def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
     return next((line for line in lines if line is not None), None)
 
 
-def _nodes(roots: list[torch.Tensor], most: int) -> list[Any]:
-    """Return the autograd nodes that hang on these tensors, nearest first, up to `most`."""
+def _collect_nodes(roots: list[torch.Tensor], limit: int) -> list[Any]:
+    """Return up to `limit` autograd nodes reachable from `roots`, nearest first."""
     queue = deque(root.grad_fn for root in roots)
     seen: dict[Any, None] = {}
-    while queue and len(seen) < most:
+    while queue and len(seen) < limit:
         node = queue.popleft()
         if node is not None and node not in seen:
             seen[node] = None

@@ -1,7 +1,7 @@
-"""The module that is running, its name, and the part it plays in its model.
+"""Tracking of the running module, its name, and its role in its model.
 
-Module calls are seen by wrapping `nn.Module.__call__` for the length of the run: unlike global hooks this also sees
-modules whose forward raises, and it leaves torch's fast path for hook-less modules alone.
+Module calls are seen by wrapping `nn.Module.__call__` for the length of the run: unlike global hooks the wrapper also
+sees modules whose forward raises, and keeps torch's fast path for modules without hooks.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from torch import nn
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # are not called; what is in them is
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # containers that are not called; their members are
 
 
 class _ThreadModules(threading.local):
     module = NONE  # The innermost module that the thread runs.
-    # The one called from outside all others last; the program may let go of it after that call.
+    # Module of the last outermost call; weak, so that the program can free the module after the call.
     root: weakref.ref[nn.Module] | None = None
 
 
 class ModuleTracker:
-    """Keeps the stack of running modules and the table of those that ran."""
+    """Tracker of the stack of running modules; keeps the table of all modules that ran."""
 
     def __init__(self) -> None:
         self.table: list[Module] = []
-        # Path -> where it stands in the table, as far as that was looked through (`_placed`).
-        self._places: dict[str, list[int]] = {}
-        self._placed = 0
-        self.thread = _ThreadModules()  # What the thread runs that asks for it.
+        # Path -> indices in the table, for the first `_num_indexed` rows.
+        self._indices_by_path: dict[str, list[int]] = {}
+        self._num_indexed = 0
+        self.thread = _ThreadModules()  # Module that the current thread runs.
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
-        # A module, of this index, is about to be called from outside all others, with these arguments.
+        # Called before a module is called from outside all others: module, index, args, kwargs.
         self.on_outermost: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
-        # Such a call returns this; not called if it raises.
+        # Called with the result of such a call; not called if the module raises.
         self.on_outermost_return: Callable[[Any], None] = lambda result: None
-        self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None  # such a call raises this
+        # Called with the error of such a call.
+        self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
 
@@ -50,7 +51,7 @@ class ModuleTracker:
         """Return the index of the innermost module that this thread runs, NONE outside all modules."""
         return self.thread.module
 
-    # Its frames name the module that was running when something raised: see failure.py.
+    # Frames of the wrapper name the module that was running when an error was raised: see failure.py.
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement for `nn.Module.__call__`."""
         tracker, here = self, self.thread
@@ -60,7 +61,7 @@ class ModuleTracker:
             if index is None:
                 index = tracker._register(self, args, kwargs)
             outer = here.module
-            if outer == index:  # what a compiler wrapped its code in
+            if outer == index:  # a compiler's wrapper calls the same module
                 return original(self, *args, **kwargs)
             if outer == NONE:
                 here.root = weakref.ref(self)
@@ -82,31 +83,31 @@ class ModuleTracker:
 
         return __call__
 
-    def _root(self) -> nn.Module | None:
+    def _get_root(self) -> nn.Module | None:
         return None if self.thread.root is None else self.thread.root()
 
     def module_of(self, parameter: torch.Tensor) -> int:
-        """Return the index of the module that owns `parameter`, NONE if it is not known."""
+        """Return the index of the module that owns `parameter`, NONE if the module is not known."""
         return self._parameter_module.get(id(parameter), NONE)
 
     def below(self, index: int, path: str) -> int:
-        """Return the index of the module at `path` below that of `index`, or of the innermost known one around it."""
+        """Return the index of the innermost known module at or around `path`, relative to module `index`."""
         root = self.table[index].path if index != NONE else ""
-        for place in range(self._placed, len(self.table)):
-            self._places.setdefault(self.table[place].path, []).append(place)
-        self._placed = len(self.table)
+        for place in range(self._num_indexed, len(self.table)):
+            self._indices_by_path.setdefault(self.table[place].path, []).append(place)
+        self._num_indexed = len(self.table)
         parts = path.split(".") if path else []
         ends = (".".join([root, *parts[:end]]).lstrip(".") for end in range(len(parts), 0, -1))
         # A model's modules stand in the table after it.
-        places = (place for end in ends for place in self._places.get(end, ()) if place >= index)
+        places = (place for end in ends for place in self._indices_by_path.get(end, ()) if place >= index)
         return next(places, index)
 
     def known(self) -> Iterator[tuple[nn.Module, int]]:
-        """Yield every module that is in the table and still live, and its index."""
+        """Yield every live module of the table, with the module's index."""
         yield from self._known.items()
 
     def add_root(self, root: nn.Module) -> None:
-        """Name all modules below `root`, before its first call (a model that was just built)."""
+        """Name all modules below `root`, a model that was just built, before the first call of `root`."""
         if root not in self._known:
             self._add_tree(root, reads_tokens=True)
 
@@ -116,12 +117,12 @@ class ModuleTracker:
             self.on_root(module)
         elif isinstance(module, torch.fx.GraphModule) or type(module).__module__.startswith("torch._dynamo"):
             self._known[module] = self.current
-        elif (root := self._root()) is not None and any(module is one for one in root.modules()):
-            # The model was called before, while it was being built, to ask for the shape of what it returns.
+        elif (root := self._get_root()) is not None and any(module is one for one in root.modules()):
+            # The model was called while being built, to find the shape of its output.
             self._add_tree(root, reads_tokens=True)
             self.on_root(root)
         else:
-            # Created during the forward, or reached past its parent's children: named after who calls it.
+            # Created during the forward, or not a child of its caller: named after the calling module.
             parent = self.table[self.current]
             path = f"{parent.path}.{type(module).__name__}".lstrip(".")
             self._add(module, path, ModuleRole.OTHER, parent.stack)
@@ -135,26 +136,26 @@ class ModuleTracker:
                 self._parameter_module.setdefault(id(parameter), index)
 
     def _add_tree(self, root: nn.Module, *, reads_tokens: bool) -> None:
-        stacks = dict(_stacks(root))
+        stacks = dict(_find_stacks(root))
         reads_tokens = reads_tokens and any(isinstance(module, nn.Embedding) for module in root.modules())
-        head = _head(root, stacks, reads_tokens=reads_tokens)
-        layers = {path: stack for stack, modules in stacks.items() for path in _layers(stack, modules)}
-        # What is called of children that are bare lists, which are not: by path, the list's.
+        head = _find_head(root, stacks, reads_tokens=reads_tokens)
+        layers = {path: stack for stack, modules in stacks.items() for path in _find_layer_paths(stack, modules)}
+        # Path of each callable member of a bare list among the children -> path of the list.
         in_lists: dict[str, str] = {}
-        above = {
+        wrapper_paths = {
             "",
-            *_wrapped(root),
+            *_find_wrapped_paths(root),
             *(stack[:end] for stack in stacks for end in range(len(stack)) if stack[end] == "."),
         }
-        # Parts that were called alone before the whole was, as a detector's are while it is built.
-        again = {
+        # Submodules that were called alone before `root`, as a detector's are while it is built.
+        called_before = {
             below
             for module in root.modules()
             if module is not root and module in self._known and self.table[self._known[module]].role is ModuleRole.ROOT
             for below in module.modules()
         }
         for path, module in root.named_modules():
-            if module in self._known and module not in again:
+            if module in self._known and module not in called_before:
                 continue
             role = ModuleRole.OTHER
             if module is root:
@@ -163,10 +164,12 @@ class ModuleTracker:
                 role = ModuleRole.HEAD
             elif path in layers:
                 role = ModuleRole.LAYER
-            elif path.rpartition(".")[0] in above and path not in above and not (stacks and reads_tokens):
+            elif (
+                path.rpartition(".")[0] in wrapper_paths and path not in wrapper_paths and not (stacks and reads_tokens)
+            ):
                 role = ModuleRole.CHILD
                 if isinstance(module, _LISTS):
-                    in_lists |= dict.fromkeys(_layers(path, module), path)
+                    in_lists |= dict.fromkeys(_find_layer_paths(path, module), path)
             elif path in in_lists and not isinstance(module, nn.Embedding):
                 role = ModuleRole.CHILD
             elif isinstance(module, nn.Embedding):
@@ -178,27 +181,27 @@ class ModuleTracker:
 
 
 def own_name(path: str) -> str:
-    """Return the name of a module or parameter without what torch.compile puts before it."""
+    """Return the path of a module or parameter without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
-def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost lists of alike, parameterised modules: a transformer's layers, a ResNet's blocks."""
+def _find_stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost lists of modules of one type with parameters: a transformer's layers, a ResNet's blocks."""
     for name, child in root.named_children():
         path = f"{prefix}{name}"
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
-        alike = len({type(member) for member in members}) == 1
+        has_one_type = len({type(member) for member in members}) == 1
         parameterised = all(next(member.parameters(), None) is not None for member in members)
         # A Sequential of bare Linear layers is a network, not a stack of layers.
-        layered = isinstance(child, nn.ModuleList) or (members and next(members[0].children(), None) is not None)
-        if len(members) > 1 and alike and parameterised and layered:
+        is_layer_list = isinstance(child, nn.ModuleList) or (members and next(members[0].children(), None) is not None)
+        if len(members) > 1 and has_one_type and parameterised and is_layer_list:
             yield path, child
             continue
-        yield from _stacks(child, f"{path}.")
+        yield from _find_stacks(child, f"{path}.")
 
 
-def _wrapped(root: nn.Module) -> Iterator[str]:
-    """Yield paths of the modules that are all that is in those around them, as of a model in DataParallel."""
+def _find_wrapped_paths(root: nn.Module) -> Iterator[str]:
+    """Yield the paths of nested only children from `root` down, such as the module inside DataParallel."""
     path = ""
     while len(children := list(root.named_children())) == 1 and next(children[0][1].children(), None) is not None:
         name, root = children[0]
@@ -207,26 +210,26 @@ def _wrapped(root: nn.Module) -> Iterator[str]:
 
 
 def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a model is called with a text: with more than one whole number a sample, or with nothing else."""
-    given = [*args, *kwargs.values()]
-    given += [value for part in given if isinstance(part, Mapping) for value in part.values()]
-    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    """Return whether arguments have token ids: integer tensors, alone or with more than one value a sample."""
+    values = [*args, *kwargs.values()]
+    values += [value for part in values if isinstance(part, Mapping) for value in part.values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     whole = [tensor for tensor in tensors if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool]
     return bool(whole) and (len(whole) == len(tensors) or any(tensor.dim() > 1 for tensor in whole))
 
 
-def _layers(path: str, stack: nn.Module) -> Iterator[str]:
-    """Yield what is called of a stack: its members, or what is in them where they are bare lists of modules."""
+def _find_layer_paths(path: str, stack: nn.Module) -> Iterator[str]:
+    """Yield the paths of the callable members of `stack`, including the members of bare lists in `stack`."""
     for name, member in stack.named_children():
         if isinstance(member, _LISTS):
-            yield from _layers(f"{path}.{name}", member)
+            yield from _find_layer_paths(f"{path}.{name}", member)
         else:
             yield f"{path}.{name}"
 
 
-def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) -> nn.Module | None:
-    """Return the module that produces the logits: what the model says, else of one that reads tokens the last Linear
-    outside its layers that has an output for each word, or if there is none is a part of the model by itself (a
+def _find_head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) -> nn.Module | None:
+    """Return the module that produces the logits: the model's `get_output_embeddings()`, else in a model that reads
+    tokens the last Linear outside the layers with an output for each word, or else a Linear directly below `root` (a
     classifier)."""
     getter = getattr(root, "get_output_embeddings", None)
     if callable(getter):

@@ -1,4 +1,4 @@
-"""Roles of storages in the program (parameter, gradient, input, ...), and the names by which they are known."""
+"""Roles of storages in the program (parameter, gradient, input, ...), and the storages' names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPIES = ("aten._to_copy", "aten.cat")
 
 
 class OwnerTable:
-    """Keeps the owners of the storages in a trace."""
+    """Table of the owners (role and name) of the storages in a trace."""
 
     def __init__(self, writer: TraceWriter, storages: StorageTable) -> None:
         self._writer = writer
@@ -27,30 +27,30 @@ class OwnerTable:
 
     @property
     def names_communication(self) -> bool:
-        """Return whether the program has joined a group of processes: then what torch takes for it is told apart."""
+        """Return whether the program has joined a process group, so that memory for communication is identified."""
         return self._storages.on_allocate is not None
 
     def name_communication(self) -> None:
-        """Tell apart what torch takes for communication between processes, from here on."""
+        """Identify torch's memory for communication between processes from now on."""
         self._storages.on_allocate = self._name_if_communication
 
     def _name_if_communication(self, index: int) -> None:
         if self._trace.storages[index].device != "cpu":
-            owner = communication(sys._getframe(1), self._name_of)
+            owner = communication(sys._getframe(1), self._get_name)
             if owner is not None:
                 self._trace.owners[index] = owner
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
-        owner = self._owner_of(tensor)
+    def _get_name(self, tensor: torch.Tensor) -> str:
+        owner = self._get_owner(tensor)
         return "" if owner is None else owner.name
 
-    def _owner_of(self, tensor: torch.Tensor) -> Owner | None:
+    def _get_owner(self, tensor: torch.Tensor) -> Owner | None:
         return self._trace.owners.get(self._storages.index_of(tensor))
 
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """Give `tensor`'s storage a role. The first name stays, so that a tied weight keeps its own; what has none yet
-        may get one, and what a model is fed with, or a collective has made, may turn out to be trained."""
-        with torch.DisableTorchFunction():  # what is read here would each pass through the program's modes
+        """Set the role and name of `tensor`'s storage. The first name stays, so that a tied weight keeps its name; a
+        storage without name may get one, and an input or a collective's output may become a parameter."""
+        with torch.DisableTorchFunction():  # each attribute read would pass through the program's modes
             for part in parts_of_sparse(tensor) or [tensor]:
                 index = self._storages.index_of(part)
                 if index != NONE:
@@ -61,22 +61,22 @@ class OwnerTable:
                             self.mark_kv_cache(index)
 
     def mark_kv_cache(self, index: int) -> None:
-        """Note that the program keeps a storage for later tokens. Buffers and inputs may turn out to be such."""
+        """Record that the program keeps a storage as KV cache. Buffers and inputs may become KV cache."""
         known = self._trace.owners.get(index)
         if known is None or known.role in (Role.BUFFER, Role.INPUT):
             self._trace.owners[index] = Owner(Role.KV_CACHE, known.name if known else "")
 
     def mark_gathered(self, made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
-        """Note that a collective has gathered `made` of what all ranks gave. Of a parameter's parts that is the
-        parameter, whole: a program may do by itself what FSDP does."""
-        known = [owner for one in given if (owner := self._owner_of(one)) is not None]
+        """Record that a collective has gathered `made` from the tensors `given` of all ranks. Gathered parts of a
+        parameter are the whole parameter: a program may shard as FSDP does."""
+        known = [owner for one in given if (owner := self._get_owner(one)) is not None]
         parts = [owner for owner in known if owner.role is Role.PARAMETER]
         for index in map(self._storages.index_of, made if parts else ()):
             if index != NONE:
                 self._trace.owners.setdefault(index, Owner(Role.UNSHARDED, parts[0].name or "a parameter"))
 
     def mark_reduced(self, given: Iterable[torch.Tensor]) -> None:
-        """Note that a collective reduces these over the ranks: a copy made for it, after a backward, is its own."""
+        """Record that a collective reduces `given` over the ranks; copies made for it are communication memory."""
         if self._writer.phase.kind in (PhaseKind.FORWARD, PhaseKind.BACKWARD):
             return
         for tensor in given:

@@ -1,8 +1,8 @@
-"""The phases of a program that does not name its own, recognised as they happen.
+"""Recognition of the phases of a program that does not name its phases.
 
-| what happens | phase |
+| event | phase |
 |---|---|
-| nothing yet; a module is moved (`.to`, `.cuda`, `.half`) | model |
+| start of the program; a module is moved (`.to`, `.cuda`, `.half`) | model |
 | a module is called from outside all others | forward |
 | ... without gradients, in eval mode, a module that is being trained | evaluation |
 | ... inside `generate()`, after its first call | decode |
@@ -10,11 +10,11 @@
 | `torch.save` and its like | checkpoint |
 | everything else | other |
 
-A closure that an optimizer's step is given interrupts it: after the closure's forward and backward the step goes on.
-What raises has not happened: after a forward, a backward or an optimizer's step that raised, the program's own code
+A closure of an optimizer's step interrupts the step: after the closure's forward and backward the step goes on.
+Calls that raise do not count: after a forward, a backward or an optimizer's step that raised, the program's own code
 goes on, and the next forward is of the same step and micro-batch, after an optimizer's step of its first micro-batch.
-A step begins with a forward that has gradients, or where no module is called, with the backward pass. It ends with the
-optimizer's; with several optimizers, when the one that stepped first steps again; without one, when the next forward
+A step begins with a forward that has gradients, or where no module is called, with the backward pass, and ends with the
+optimizer's; with several optimizers, when the first to step steps again; without one, when the next forward
 with gradients comes after a backward pass.
 """
 
@@ -35,13 +35,13 @@ from memprof.patching import Patch
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Phase, PhaseKind
 
-_PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
+_MICRO_BATCH_KINDS = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
 
 
 class Phases:
-    """Recognises phases, and begins them: `begin` is told kind, step and micro-batch, `now` gives the one that runs.
+    """Recognizer of phases: calls `begin` with kind, step and micro-batch; `now` returns the running phase.
 
-    The meaning of each event depends on all before it: hence more methods and attributes than in other classes.
+    The meaning of each event depends on all events before: hence more methods and attributes than in other classes.
     """
 
     def __init__(self, begin: Callable[[PhaseKind, int, int], None], now: Callable[[], Phase]) -> None:
@@ -49,14 +49,14 @@ class Phases:
         self._now = now
         self.recognizes = True  # whether phases are recognised: not while the workload names them itself
         self.step = 0  # the training step that is running or has just ended, from 1; 0 before the first
-        self._ended = True  # whether it has
-        # An optimizer has made a step: the outermost one, where one steps another; None: the program itself has.
+        self._ended = True  # whether step `step` has ended
+        # Called with the outermost optimizer that has stepped, or None after the program's own update of parameters.
         self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
         self.trains = False  # whether a model was called with gradients
         self.updates_parameters_manually = (
             False  # whether the program has updated parameters that no optimizer of torch's steps on
         )
-        # A module with parameters is about to be called from outside all others.
+        # Called before a module with parameters is called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         self.forwards = 0  # calls of models so far, from outside all others
         self.backwards = 0  # backward passes that have begun so far
@@ -64,28 +64,28 @@ class Phases:
         self._ran_backward = False
         self._updated = False  # whether the program itself has updated parameters in this step
         self._generating = 0  # calls of the model within `generate()`; 0 outside
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that the program has made
-        # Gives the optimizer that steps, or None; one that steps another inside is still one step. A weak reference:
-        # what a step is not told to have ended, is the program's to let go of.
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that the program has made
+        # Returns the outermost optimizer that is stepping, or None. A weak reference: the program can free an optimizer
+        # whose step was not seen to end.
         self._outermost: Callable[[], Any] = _no_optimizer
-        # Something is about to leave the phase that is running.
+        # Called with the exception that is about to leave the running phase.
         self.on_raise: Callable[[BaseException], None] = lambda error: None
-        # An optimizer has raised in its step, of which its state may be half made.
+        # Called with an optimizer that raised in its step; its state may be incomplete.
         self.on_step_raise: Callable[[Optimizer], None] = lambda optimizer: None
-        # Replace an attribute until the run is over.
+        # Called to replace an attribute (owner, name, value) until the end of the run.
         self.patch: Callable[[Any, str, Any], None] = lambda owner, name, value: None
         # Classes of optimizers whose `step` was replaced.
-        self._seen_to_raise: weakref.WeakSet[type] = weakref.WeakSet()
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have in this step
-        # Whether a library steps them to have their state made, before there is anything to train by.
-        self._prepares = False
+        self._patched_step_classes: weakref.WeakSet[type] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that have stepped in this step
+        # Whether a library steps optimizers only to allocate their state, before training.
+        self._is_preparing_state = False
 
     def _begin(self, kind: PhaseKind) -> None:
         if self.recognizes:
             between = self._ended and kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
             in_step = self.step and not between
             self._begin_phase(
-                kind, self.step if in_step else 0, self._micro_batch if in_step and kind in _PER_STEP else 0
+                kind, self.step if in_step else 0, self._micro_batch if in_step and kind in _MICRO_BATCH_KINDS else 0
             )
 
     def _begin_step(self) -> None:
@@ -99,15 +99,15 @@ class Phases:
         self._begin(PhaseKind.MODEL)
 
     def built(self) -> None:
-        """End the model's construction."""
+        """End the phase in which the program builds its model, if that phase is running."""
         if self._now().kind is PhaseKind.MODEL:
             self._begin(PhaseKind.OTHER)
 
     def forward(self, module: nn.Module) -> None:
-        """See `module` called from outside all others."""
+        """Record that `module` is called from outside all other modules."""
         if not self.recognizes or autograd.current_graph_task_id() != -1:
             return
-        if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
+        if next(module.parameters(), None) is None:  # a loss, an activation: part of the running phase
             self.built()
             return
         self.forwards += 1
@@ -123,17 +123,17 @@ class Phases:
             self._generating += 1
             if self._now().kind is PhaseKind.DECODE:
                 return
-        elif not trains and not module.training and self._learns(module):
+        elif not trains and not module.training and self._has_trained_parameters(module):
             kind = PhaseKind.EVALUATION
         else:
             kind = PhaseKind.FORWARD
-            if trains and self._ran_backward:  # of the same step: gradients are accumulated
+            if trains and self._ran_backward:  # in the same step: gradients are accumulated
                 self._ran_backward = False
                 self._micro_batch += 1
         self._begin(kind)
 
-    def _learns(self, module: nn.Module) -> bool:
-        """Return whether it is trained by an optimizer, if there is one, or by the program itself: a teacher is not."""
+    def _has_trained_parameters(self, module: nn.Module) -> bool:
+        """Return whether optimizers, or else the program, update parameters of `module`; false for a teacher."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         steps_on = {id(one) for group in groups for one in group["params"]}
         if not steps_on:
@@ -141,41 +141,41 @@ class Phases:
         return any(id(one) in steps_on for one in module.parameters())
 
     def backward(self) -> None:
-        """See a backward pass begin."""
+        """Record that a backward pass begins."""
         self.backwards += 1
         if self.recognizes and not self.forwards and self._updated and not self._ended:
             self._end_step(None)
-        if self._ended and (self.optimizers or not self.forwards):  # of no model: parameters without a module around
+        if self._ended and (self.optimizers or not self.forwards):  # no model: parameters without a module
             self._begin_step()
         self._begin(PhaseKind.BACKWARD)
 
     def after_backward(self, *, accumulates: bool) -> None:
-        """See a backward pass end: it `accumulates` in `.grad`, or is a torch.autograd.grad (as MAML's inner loop)."""
+        """Record the end of a backward pass; `accumulates`: into `.grad`, unlike torch.autograd.grad."""
         self._ran_backward = self._ran_backward or accumulates or not self.optimizers
         self.go_on()
 
     def go_on(self) -> None:
-        """Go on with the program's own code, or the optimizer that was given what was recognised to run."""
+        """Resume the optimizer's step if one is running, else the program's own code."""
         self._begin(PhaseKind.OPTIMIZER_STEP if self.is_stepping else PhaseKind.OTHER)
 
     @property
     def is_stepping(self) -> bool:
-        """Return whether an optimizer steps, be it at its closure."""
+        """Return whether an optimizer's step is running, its closure included."""
         return self._outermost() is not None
 
     def forward_raised(self, error: BaseException) -> None:
-        """See a module raise that was called from outside all others."""
+        """Record that a module called from outside all others raised `error`."""
         if self.recognizes and autograd.current_graph_task_id() == -1:
             self.on_raise(error)
             self.go_on()
 
     @property
     def awaits_update(self) -> bool:
-        """Return whether the program may update its parameters itself: after a backward, with no optimizer at work."""
+        """Return whether the program may update parameters itself: after a backward pass, outside optimizer steps."""
         return self.recognizes and self._ran_backward and not self._ended and not self.is_stepping
 
     def updated(self) -> None:
-        """Note that the program itself has updated parameters; the phase was renamed to an optimizer's step."""
+        """Record that the program itself has updated parameters, in a phase renamed to an optimizer step."""
         self._updated = self.updates_parameters_manually = True
 
     def after_update(self) -> None:
@@ -184,7 +184,7 @@ class Phases:
 
     @contextlib.contextmanager
     def inside(self, kind: PhaseKind) -> Iterator[None]:
-        """Run what is inside as this phase; what was going on goes on afterwards."""
+        """Context manager: run the body as phase `kind`, then resume the phase before."""
         before = self._now()
         if not self.recognizes or before.kind is kind:
             yield
@@ -199,7 +199,7 @@ class Phases:
             self._begin_phase(before.kind, before.step, before.micro_batch)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._prepares or self._outermost() not in (None, optimizer):
+        if self._is_preparing_state or self._outermost() not in (None, optimizer):
             return
         self._outermost = weakref.ref(optimizer)
         if optimizer in self._stepped:
@@ -217,20 +217,20 @@ class Phases:
         self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
 
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement for what has optimizers make their state: a step that trains nothing, and is none."""
+        """Return the replacement for `original`, which allocates optimizer state by a step without training."""
 
         def prepare(*args: Any, **kwargs: Any) -> Any:
-            self._prepares = True
+            self._is_preparing_state = True
             try:
                 with self.inside(PhaseKind.OPTIMIZER):
                     return original(*args, **kwargs)
             finally:
-                self._prepares = False
+                self._is_preparing_state = False
 
         return prepare
 
     def wrap_whole_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for the `step` of what is no optimizer of torch's and steps such ones."""
+        """Return the replacement for the `step` of a class that is not a torch Optimizer but steps torch Optimizers."""
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._before_step(optimizer, args, kwargs)
@@ -243,7 +243,7 @@ class Phases:
         return self._wrap_step(step)
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for an optimizer's `step` that sees it raise: torch's hooks are not told of it."""
+        """Return a replacement for an optimizer's `step` that also sees exceptions, unlike torch's hooks."""
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -263,11 +263,11 @@ class Phases:
 
         return step
 
-    def _see_raise(self, kind: type) -> None:
-        """See steps of this class of optimizers raise, from here on."""
+    def _patch_step(self, kind: type) -> None:
+        """Patch the `step` of the optimizer class `kind`, so that its exceptions are seen."""
         owner: Any = next(base for base in kind.__mro__ if "step" in vars(base))
-        if owner not in self._seen_to_raise:
-            self._seen_to_raise.add(owner)
+        if owner not in self._patched_step_classes:
+            self._patched_step_classes.add(owner)
             self.patch(owner, "step", self._wrap_step(owner.step))
 
     def _end_step(self, optimizer: Optimizer | None, *, last: bool = True) -> None:
@@ -279,36 +279,36 @@ class Phases:
 
     @property
     def completed(self) -> int:
-        """Return how many training steps have ended."""
+        """Return the number of training steps that have ended."""
         return self.step if self._ended else max(self.step - 1, 0)
 
     def hooks(self) -> Iterator[Any]:
-        """Yield torch's own global hooks, which every optimizer class honours; each has `remove`."""
+        """Yield handles (with `remove`) of torch's global optimizer hooks, which run for every optimizer class."""
         yield register_optimizer_step_pre_hook(self._before_step)
         yield register_optimizer_step_post_hook(self._after_step)
 
     def patches(self) -> Iterator[Patch]:
-        """Yield patches (owner, name, replacement) that see what has no hook; the caller sees backward passes."""
-        yield tensors.apply_of_module.patch(self._wrap(tensors.apply_of_module.get(), PhaseKind.MODEL))
-        yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
+        """Yield patches (owner, name, replacement) for events without a hook; the caller patches backward passes."""
+        yield tensors.apply_of_module.patch(self._wrap_in_phase(tensors.apply_of_module.get(), PhaseKind.MODEL))
+        yield torch, "save", self._wrap_in_phase(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
-        for kind in _subclasses(Optimizer):
-            if getattr(vars(kind).get("step"), "hooked", False):  # torch's hooks are in it: there have been such
-                self._see_raise(kind)
+        for kind in _iterate_subclasses(Optimizer):
+            if getattr(vars(kind).get("step"), "hooked", False):  # torch has hooked the class: it has instances
+                self._patch_step(kind)
 
     def of_imports(self) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
-        """Return the patches of libraries, by the module that has to be imported first."""
+        """Return the patches of libraries, by the name of the module whose import they follow."""
 
-        def generation(module: ModuleType) -> Iterator[Patch]:
+        def generation_patches(module: ModuleType) -> Iterator[Patch]:
             mixin = module.GenerationMixin
             yield mixin, "generate", self._wrap_generate(mixin.generate)
 
-        def saving(module: ModuleType) -> Iterator[Patch]:
-            yield module, "save_file", self._wrap(module.save_file, PhaseKind.CHECKPOINT)
+        def saving_patches(module: ModuleType) -> Iterator[Patch]:
+            yield module, "save_file", self._wrap_in_phase(module.save_file, PhaseKind.CHECKPOINT)
 
-        return {"transformers.generation.utils": generation, "safetensors.torch": saving}
+        return {"transformers.generation.utils": generation_patches, "safetensors.torch": saving_patches}
 
-    def _wrap(self, original: Callable[..., Any], kind: PhaseKind) -> Callable[..., Any]:
+    def _wrap_in_phase(self, original: Callable[..., Any], kind: PhaseKind) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.inside(kind):
                 return original(*args, **kwargs)
@@ -333,21 +333,21 @@ class Phases:
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self.optimizers.add(optimizer)
-            self._see_raise(type(optimizer))
+            self._patch_step(type(optimizer))
             self.built()
 
         return __init__
 
 
 def _no_optimizer() -> None:
-    """Do nothing: there is no optimizer to step."""
+    """Return None: no optimizer is stepping."""
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _iterate_subclasses(kind: type) -> Iterator[type]:
     one: type
     for one in kind.__subclasses__():
         yield one
-        yield from _subclasses(one)
+        yield from _iterate_subclasses(one)
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The program's code, told from Python's, torch's and memprof's."""
+"""Test whether code belongs to the program, as opposed to Python, torch or memprof."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GENERATED_CODE_FOLDERS: list[str] = []  # folders that a compiler writes code in
 
 
 def is_program(code: CodeType) -> bool:
-    """Return whether `code` is the program's; memprof's own workloads are programs."""
+    """Return whether `code` belongs to the program; memprof's own workloads are programs."""
     return is_program_file(code.co_filename)
 
 
 def is_program_file(name: str) -> bool:
-    """Return whether the code in the file `name` is the program's."""
+    """Return whether the code in the file `name` belongs to the program."""
     if name.startswith(_PYTHON_DIR) and "-packages" not in name:
         return False
     return not (

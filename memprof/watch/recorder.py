@@ -1,7 +1,7 @@
-"""The recorder of a run: a Trace, and what writes it.
+"""Recorder of a run: a Trace and the parts that write the Trace.
 
-It knows nothing of how a run is made. The virtual GPU tells `storages` of every new storage, at a place that
-`attribution` finds; `owners` keeps what it turned out to be, and `writer` appends what happens to the Trace.
+The recorder does not depend on how a run is made. The virtual GPU reports each new storage to `storages`, with the
+place found by `attribution`; `owners` has the storages' roles, and `writer` appends events to the Trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memprof.watch.trace_writer import TraceWriter
 
 
 class Recorder:
-    """Puts the parts that record one Trace together; several threads may tell them of storages."""
+    """Recorder of one Trace, composed of its parts; several threads may report storages."""
 
     def __init__(self, modules: ModuleTracker) -> None:
         self.modules = modules
@@ -32,7 +32,7 @@ class Recorder:
         modules.listener = self.writer.append_module_call
 
     def record_stream_use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a backward node works on these, where its stream is another than that on which they were made."""
+        """Record that a backward node uses `tensors` on a stream other than the stream on which they were made."""
         if autograd.current_graph_task_id() == -1:
             return
         for tensor in tensors:
@@ -41,11 +41,11 @@ class Recorder:
                 self.streams.lend_to_node(index)
 
     def stop(self) -> None:
-        """Record nothing from now on, and still know which storages were living."""
+        """Stop recording; which storages are live remains known."""
         self.writer.close()
 
     def close(self) -> None:
-        """Stop watching: what is freed from now on (the caller's own clean-up) is not part of the run."""
+        """Stop recording and watching storages: later frees (the caller's own clean-up) are not part of the run."""
         self.stop()
         self.storages.clear()
         self.attribution.clear()

@@ -1,4 +1,4 @@
-"""Memory that `torch.distributed` takes, and how it spreads a model: read off its own frames and wrappers."""
+"""Memory of `torch.distributed` and the sharding of a model, read from torch's frames and wrappers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TRANSPARENT = (
     *(f"{TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
 )
 _COMMUNICATION = (TORCH_DIR + "/distributed/", TORCH_DIR + "/nn/parallel/distributed.py")
-_DTENSOR = TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's parts
-# Functions there that move a model's inputs, or cast them.
-_OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
-# Function of torch -> what it takes memory for.
+_DTENSOR = TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's shards
+# Functions of torch.distributed that move or cast a model's inputs.
+_INPUT_FUNCTIONS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
+# Function of torch -> purpose of the memory that the function allocates.
 _PURPOSES = {
     "_ddp_init_helper": "gradient bucket",
     "_pre_forward": "gradient bucket",
@@ -31,27 +31,27 @@ _PURPOSES = {
     "_post_backward_hook": "reduce-scatter",
 }
 # Functions of torch that make whole parameters (FSDPParam, FlatParamHandle).
-_GATHERED = frozenset({
+_GATHER_FUNCTIONS = frozenset({
     "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param", "_alloc_padded_unsharded_flat_param",
 })  # fmt: skip
-_MOST_FRAMES = 12
+_MAX_FRAMES = 12
 
 
 def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str]) -> Owner | None:
-    """Return what the code at `frame` (innermost) takes memory for, if that is torch's for several processes.
+    """Return the owner of memory that torch's code for several processes allocates; None for other code.
 
-    `name_of` gives the name of a parameter that is known.
+    `frame` is the innermost frame. `name_of` returns the name of a known parameter.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name in _OF_INPUTS:
+    if frame is None or frame.f_code.co_name in _INPUT_FUNCTIONS:
         return None
     file = frame.f_code.co_filename
     if not file.startswith(_COMMUNICATION) or file.startswith(_DTENSOR):
         return None
-    for _ in range(_MOST_FRAMES):
+    for _ in range(_MAX_FRAMES):
         name = frame.f_code.co_name
-        if name in _GATHERED:
+        if name in _GATHER_FUNCTIONS:
             whole = frame.f_locals["self"]  # an FSDPParam or a FlatParamHandle
             flat = getattr(whole, "flat_param", None)
             name = whole._param_fqn if flat is None else name_of(flat._local_shard)
@@ -65,47 +65,47 @@ def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str
 
 
 def clean(path: str) -> str:
-    """Return a module's or parameter's path without what wrappers add to it."""
+    """Return the path of a module or parameter without the names that wrappers insert."""
     for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         path = path.replace(f"{wrapper}.", "").removesuffix(wrapper)
     return path.rstrip(".")
 
 
 def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
-    """Yield how a model is spread over ranks, after its first forward pass; nothing of one that is not."""
+    """Yield the sharded groups of `root` after the first forward pass; nothing for a model that is not distributed."""
     seen = set()
     for path, module in root.named_modules():
         path = clean(path)
         if type(module).__name__ == "DistributedDataParallel":
-            yield _replicated(path, module)
+            yield _describe_ddp(path, module)
         elif type(module).__name__ == "FullyShardedDataParallel":
             if getattr(module, "_handle", None) is not None:
-                yield _flat(path, module)
+                yield _describe_fsdp1(path, module)
         elif any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             if state not in seen:
                 seen.add(state)
-                yield from _by_parameter(path, state)
+                yield from _describe_fsdp2(path, state)
 
 
 def unreduced(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole gradients, named, that fully_shard keeps to reduce later (`set_requires_gradient_sync(False)`)."""
+    """Yield the (name, gradient) that fully_shard reduces later (`set_requires_gradient_sync(False)`)."""
     for module in root.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             for one in (one for group in _param_groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
                 unsharded = getattr(one, "_unsharded_param", None)
-                for kept in (one.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
-                    if kept is not None:
-                        yield clean(one._param_fqn or ""), kept
+                for kept_gradient in (one.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                    if kept_gradient is not None:
+                        yield clean(one._param_fqn or ""), kept_gradient
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return one, or none, before torch 2.11."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    return [one for one in (several if several is not None else [state._fsdp_param_group]) if one is not None]
+    """Return the FSDP parameter groups of `state`: at most one before torch 2.11."""
+    param_groups = getattr(state, "_fsdp_param_groups", None)
+    return [one for one in (param_groups if param_groups is not None else [state._fsdp_param_group]) if one is not None]
 
 
-def _replicated(path: str, wrapper: Any) -> ShardedGroup:
+def _describe_ddp(path: str, wrapper: Any) -> ShardedGroup:
     named = [(clean(name), one) for name, one in wrapper.module.named_parameters() if one.requires_grad]
     return ShardedGroup(
         api="DistributedDataParallel",
@@ -113,12 +113,12 @@ def _replicated(path: str, wrapper: Any) -> ShardedGroup:
         ranks=wrapper.process_group.size(),
         parameters=tuple(name for name, _ in named),
         shapes=tuple(tuple(one.shape) for _, one in named),
-        dtype=_dtype(named[0][1].dtype) if named else "",
+        dtype=_dtype_name(named[0][1].dtype) if named else "",
         views=bool(wrapper.gradient_as_bucket_view),
     )
 
 
-def _flat(path: str, wrapper: Any) -> ShardedGroup:
+def _describe_fsdp1(path: str, wrapper: Any) -> ShardedGroup:
     handle = wrapper._handle
     flat = handle.flat_param
     strategy = handle._sharding_strategy.name
@@ -129,13 +129,13 @@ def _flat(path: str, wrapper: Any) -> ShardedGroup:
         ranks=handle.world_size if handle.uses_sharded_strategy else 1,
         parameters=tuple(before + clean(name) for name in flat._fqns),
         shapes=tuple(tuple(shape) for shape in flat._shapes),
-        dtype=_dtype(handle._fwd_bwd_param_dtype if handle._uses_param_mixed_precision else flat.dtype),
+        dtype=_dtype_name(handle._fwd_bwd_param_dtype if handle._uses_param_mixed_precision else flat.dtype),
         kept=strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"),
         unlimited=not wrapper.limit_all_gathers,
     )
 
 
-def _by_parameter(path: str, state: Any) -> Iterator[ShardedGroup]:
+def _describe_fsdp2(path: str, state: Any) -> Iterator[ShardedGroup]:
     before = f"{path}." if path else ""
     for group in _param_groups(state):
         if not group.fsdp_params:
@@ -150,12 +150,12 @@ def _by_parameter(path: str, state: Any) -> Iterator[ShardedGroup]:
             ranks=1 if dim is None else mesh.size(dim),
             parameters=tuple(map(clean, names)),
             shapes=tuple(tuple(one._orig_size) for one in group.fsdp_params),
-            dtype=_dtype(first.param_dtype or first.orig_dtype),
-            # A root is kept without having been requested: its parameters are the first that the backward needs.
+            dtype=_dtype_name(first.param_dtype or first.orig_dtype),
+            # By default the root stays unsharded: the backward needs the root's parameters first.
             kept=group.post_forward_mesh_info is None and not (state._is_root and state._auto_reshard_after_forward),
             ahead=max(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)),
         )
 
 
-def _dtype(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The effect of a program's line, read off its source: fill a container, add to a sum, only show a number."""
+"""Effect of a program's line, read from the source code: fill a container, add to a sum, only display a number."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import CodeType
 
 _METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
 
-# Functions and methods that a program shows numbers by: loggers', tensorboard's, wandb's, progress bars'.
-_SHOW = {
+# Functions and methods that display numbers: of loggers, tensorboard, wandb, progress bars.
+_DISPLAY_FUNCTIONS = {
     *("print", "log", "debug", "info", "warning", "warn", "error", "critical", "write"),
     *("add_scalar", "add_scalars", "log_metrics"),
     *("set_postfix", "set_postfix_str", "set_description", "set_description_str"),
@@ -20,17 +20,17 @@ _SHOW = {
 
 
 def only_shows(source: str) -> bool:
-    """Return whether `source`, as `file:line function`, is a statement that does nothing but show something.
+    """Return whether `source` (`file:line function`) is in a statement that only displays values.
 
-    What it reads then decides nothing.
+    A value read in such a statement decides nothing.
     """
     file, _, number = source.rpartition(" ")[0].rpartition(":")
     linecache.checkcache(file)
-    return any(first <= int(number) <= last for first, last in _lines_that_show("".join(linecache.getlines(file))))
+    return any(first <= int(number) <= last for first, last in _find_display_lines("".join(linecache.getlines(file))))
 
 
 @functools.lru_cache(maxsize=16)
-def _lines_that_show(text: str) -> tuple[tuple[int, int], ...]:
+def _find_display_lines(text: str) -> tuple[tuple[int, int], ...]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -38,18 +38,18 @@ def _lines_that_show(text: str) -> tuple[tuple[int, int], ...]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            called = node.value.func
-            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            if name in _SHOW:
+            function = node.value.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if name in _DISPLAY_FUNCTIONS:
                 found.append((node.lineno, node.end_lineno or node.lineno))
     return tuple(found)
 
 
 def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str = "") -> str | None:
-    """Return `file:line function` at which the code puts something into `variable`; None if none is seen.
+    """Return the `file:line function` where `code` puts something into `variable`; None if there is no such line.
 
-    `code` is of a function or a whole module. An `attribute` is one of an object (`self.losses`). The line must name
-    `keys`, those of the container in it, as `['train']['loss']`.
+    `code` is of a function or a whole module. `attribute` means an attribute of an object (`self.losses`). The line
+    must include `keys`, the keys of the inner container, such as `['train']['loss']`.
     """
     name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
     name += re.escape(keys).replace("'", "[\"']")
@@ -61,7 +61,7 @@ def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str
         rf"{name}\s*(?::[^=]+)?=(?!=).*{whole}",
     )
     lines = linecache.getlines(code.co_filename)
-    first, last = code.co_firstlineno, _last_line(code)
+    first, last = code.co_firstlineno, _find_last_line(code)
     for pattern in patterns:
         for number in range(first, min(last, len(lines)) + 1):
             if re.search(pattern, lines[number - 1].partition("#")[0]):
@@ -70,12 +70,12 @@ def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str
 
 
 def line_of_code(code: CodeType) -> str:
-    """Return `file:line function` of where a function begins."""
+    """Return `file:line function` of the first line of a function."""
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
 
 
 def line_of_class(kind: type) -> str | None:
-    """Return `file:line class` of where a class begins; None if its source code is not known."""
+    """Return `file:line class` of the first line of a class; None if the source code is not available."""
     try:
         file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
     except (OSError, TypeError):
@@ -83,6 +83,6 @@ def line_of_class(kind: type) -> str | None:
     return f"{file}:{line} {kind.__name__}"
 
 
-def _last_line(code: CodeType) -> int:
+def _find_last_line(code: CodeType) -> int:
     own = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
-    return max([own, *(_last_line(part) for part in code.co_consts if isinstance(part, CodeType))])
+    return max([own, *(_find_last_line(part) for part in code.co_consts if isinstance(part, CodeType))])

@@ -1,7 +1,7 @@
-"""The storages of a run: which of them live, on which device, and how many bytes those on GPUs take.
+"""Storages of a run: the live ones, their devices, and the bytes of live storages on GPUs.
 
-It keeps a weak reference to the storage's Python object, which torch keeps alive exactly as long as the storage, so
-that a free is seen where it really happens: when the last reference goes, be it Python's, autograd's or a container's.
+A table has a weak reference to each storage's Python object, which torch keeps alive exactly as long as the storage. So
+a free is recorded when the last reference goes, be the reference Python's, autograd's or a container's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from memprof.watch.forward import CallSite
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import unwrapped
 
-# An extension that asks C++ for the data gets an error; a null pointer would end the process.
+# An extension that reads the data pointer in C++ gets an error; a null pointer would end the process.
 _forbid_data = tensors.set_throw_on_mutable_data_ptr
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage that remembers which one it was."""
+    """Weak reference to a storage, with the storage's address and index."""
 
     __slots__ = ("address", "index")
 
@@ -32,34 +32,34 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
 
 
 class StorageTable:
-    """Tells the writer of each storage that is allocated and freed, and knows which of them live."""
+    """Table of live storages; reports each allocation and free to the writer."""
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
         self.live: dict[int, int] = {}  # Address of a living storage -> its index in the trace.
         self._refs: dict[int, _StorageRef] = {}
-        # Storages without memory on torch's meta device -> where they are: those without bytes that are on the meta
-        # device for the program, too, on the host, or on a later GPU, and virtual copies of real host tensors.
+        # Storages without memory on torch's meta device -> their device: empty storages that are on the meta device
+        # for the program too, on the host, or on a later GPU, and virtual copies of real host tensors.
         self.uncounted: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.counts_hidden = True  # Whether memory that no tensor shows is recorded.
-        # Asked after each allocation on a GPU, by its device: what torch.OutOfMemoryError is to say, or None.
+        self.counts_hidden = True  # Whether memory without a tensor is recorded.
+        # Called after each allocation on a GPU, with the device: the message of torch.OutOfMemoryError, or None.
         self.refusal: Callable[[str], str | None] | None = None
-        # Called with the index of each storage that a tensor shows.
+        # Called with the index of each new storage with a tensor.
         self.on_allocate: Callable[[int], None] | None = None
-        self.on_death: Callable[[int], None] = lambda address: None  # Called with the address of a storage that died.
-        self._freed_with_process: set[int] = set()  # Storages that live on, of processes that have ended.
+        self.on_death: Callable[[int], None] = lambda address: None  # Called with a freed storage's address.
+        self._freed_with_process: set[int] = set()  # Live storages of processes that have ended.
 
     def index_of(self, tensor: torch.Tensor) -> int:
-        """Return the index in the trace of the living storage below any `tensor`; NONE if that is not known."""
+        """Return the trace's index of the live storage of `tensor`, wrapped or not; NONE if unknown."""
         try:
             return self.live.get(unwrapped(tensor).untyped_storage()._cdata, NONE)
-        except (NotImplementedError, RuntimeError):  # it has none: sparse, or a subclass around others
+        except (NotImplementedError, RuntimeError):  # a tensor without storage: sparse, or a subclass that wraps others
             return NONE
 
     def device_of(self, storage: torch.UntypedStorage) -> str:
-        """Return the device that the program believes a storage of torch's meta device to be on."""
+        """Return the device that the program sees for a storage of torch's meta device."""
         index = self.live.get(storage._cdata)
         if index is None:
             # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
@@ -68,11 +68,11 @@ class StorageTable:
         return self._writer.trace.storages[index].device
 
     def is_alive(self, index: int) -> bool:
-        """Return whether a storage that a tensor shows was not freed yet."""
+        """Return whether a storage with a tensor is not yet freed."""
         return index in self._refs
 
     def record(self, tensors: Iterable[torch.Tensor], op: str, place: CallSite, device: str) -> None:
-        """Allocate on `device` the storages of those of `tensors` on torch's meta device that are not known yet."""
+        """Record allocations on `device` for the new storages of `tensors` on torch's meta device."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.live and tensor.is_meta and storage.nbytes():
@@ -90,15 +90,15 @@ class StorageTable:
         op: str,
         place: CallSite,
     ) -> int:
-        """Record a new storage; return its index. Its free is recorded when its last reference goes.
+        """Record a new storage, and a free once its last reference goes; return the storage's index.
 
-        `shape` and `dtype` are of the tensor that it was made for; `device` is the one that the program believes in.
-        Raises torch.OutOfMemoryError where the GPU has no room for it.
+        `shape` and `dtype` are of the tensor that the storage was made for; `device` is the device that the program
+        sees. Raises torch.OutOfMemoryError where the GPU has no room for the storage.
         """
-        index = self._allocate(storage.nbytes(), shape, dtype, device, op, place, False)
+        index = self._append_allocation(storage.nbytes(), shape, dtype, device, op, place, False)
         if self.on_allocate is not None:
             self.on_allocate(index)
-        ref = _StorageRef(storage, self._died)
+        ref = _StorageRef(storage, self._on_storage_free)
         ref.address = address = storage._cdata
         ref.index = index
         self._refs[index] = ref
@@ -106,15 +106,15 @@ class StorageTable:
         return index
 
     def allocate_hidden(self, num_bytes: int, op: str, place: CallSite, device: str) -> int:
-        """Record memory that a library takes and no tensor shows; return its index, NONE if that is not counted.
+        """Record memory that a library allocates without a tensor; return its index, NONE if not counted.
 
-        The caller frees it with `free_hidden`, also where its operator raises. Raises torch.OutOfMemoryError.
+        The caller frees the memory with `free_hidden`, also where the operator raises. Raises torch.OutOfMemoryError.
         """
         if not self.counts_hidden:
             return NONE
-        return self._allocate(num_bytes, (num_bytes,), torch.uint8, device, op, place, True)
+        return self._append_allocation(num_bytes, (num_bytes,), torch.uint8, device, op, place, True)
 
-    def _allocate(
+    def _append_allocation(
         self,
         num_bytes: int,
         shape: tuple[int, ...],
@@ -132,40 +132,40 @@ class StorageTable:
                     self.peak_bytes = self.live_bytes
                 if self.refusal is not None and (message := self.refusal(device)) is not None:
                     self._writer.trace.refused.append(index)
-                    self._free(index)
+                    self._append_free(index)
                     raise torch.OutOfMemoryError(message)
             return index
 
     def free_hidden(self, index: int) -> None:
-        """Record that the library has released what `allocate_hidden` returned as `index`."""
+        """Record that the library has released the memory with the `index` that `allocate_hidden` returned."""
         if index != NONE:
-            self._free(index)
+            self._append_free(index)
 
     def free(self, index: int) -> None:
-        """Record that the memory of a storage was freed although the storage lives on (it was resized)."""
+        """Record that the memory of a storage was freed although the storage is live: a resize."""
         ref = self._refs.pop(index)
         self.live.pop(ref.address, None)
-        self._free(index)
+        self._append_free(index)
 
     def end_process(self, first: int) -> None:
-        """Free all memory of a process of the program that has ended: storages number `first` and later.
+        """Record that an ended process of the program frees its memory: all storages with index `first` or later.
 
-        What keeps some of it live here (a hook that its own tensor holds) would not outlive a real one.
+        A storage may stay live here (a hook that its own tensor holds), but would not outlive a real process.
         """
         for index in self._refs:
             if index >= first:
-                self._free(index)
+                self._append_free(index)
                 self._freed_with_process.add(index)
 
-    def _died(self, ref: Any) -> None:
+    def _on_storage_free(self, ref: Any) -> None:
         if self._writer.closed or self._refs.pop(ref.index, None) is None:
             return
         if self.live.get(ref.address) == ref.index:
             del self.live[ref.address]
             self.on_death(ref.address)
-        self._free(ref.index)
+        self._append_free(ref.index)
 
-    def _free(self, index: int) -> None:
+    def _append_free(self, index: int) -> None:
         if index in self._freed_with_process:
             return
         with self._writer.lock:
@@ -174,6 +174,6 @@ class StorageTable:
                 self.live_bytes -= storage.num_bytes
 
     def clear(self) -> None:
-        """Watch none of the storages any more."""
+        """Stop watching all storages."""
         self._refs.clear()
         self.live.clear()

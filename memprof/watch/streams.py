@@ -1,8 +1,8 @@
-"""On which streams a program works, and who waits for whom.
+"""Streams on which a program works, and the waits between streams.
 
-The current stream decides whose memory is taken; a backward node runs on the stream that its forward ran on
-(`Engine::evaluate_function` of torch/csrc/autograd/engine.cpp). The nodes of parameters (AccumulateGrad) have no number
-by which to tell when they were made: they are taken to run on the stream of the node before.
+The current stream decides which stream's memory is allocated; a backward node runs on the stream of its forward
+(`Engine::evaluate_function` of torch/csrc/autograd/engine.cpp). The nodes of parameters (AccumulateGrad) have no
+sequence number that tells when they were made: they are assumed to run on the stream of the node before.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections import defaultdict
 from memprof.torch_private import autograd
 from memprof.trace.events import Event, EventKind, StreamEvent, Trace, Use, Wait
 
-_NO_NUMBER = (1 << 64) - 1  # of an AccumulateGrad
+_NO_NUMBER = (1 << 64) - 1  # sequence number of an AccumulateGrad node
 
-# What is known to be done: of a GPU's stream, all from before an event of the trace.
+# (GPU, stream) -> event of the trace before which all work of the stream is known to be done.
 Clock = dict[tuple[str, int], int]
 
 
-class _Made:
-    """On which stream of a GPU autograd nodes were made: from the number on that stands in `numbers`."""
+class _NodeStreams:
+    """Streams of a GPU on which autograd nodes were made: `streams[i]` from sequence number `numbers[i]` on."""
 
     __slots__ = ("numbers", "streams")
 
@@ -30,7 +30,7 @@ class _Made:
         self.streams = [0]
 
     def note(self, stream: int) -> None:
-        """Note that nodes are made on `stream` from here on."""
+        """Record that nodes are made on `stream` from now on."""
         if stream != self.streams[-1]:
             number = autograd.get_sequence_nr()
             if number == self.numbers[-1]:
@@ -40,114 +40,112 @@ class _Made:
                 self.streams.append(stream)
 
     def of(self, number: int) -> int:
-        """Return the stream of a node."""
+        """Return the stream on which the node with sequence number `number` was made."""
         return self.streams[bisect_right(self.numbers, number) - 1]
 
 
 class _ThreadStreams(threading.local):
-    """Keeps which streams of a thread are current, and on which its autograd nodes were made."""
+    """Current streams of a thread, and the streams on which the thread's autograd nodes were made."""
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
         self.node = -1
-        self.in_node: dict[str, int] = {}  # set by the program while a backward node runs, and until it ends
-        self.made: defaultdict[str, _Made] = defaultdict(_Made)
+        self.in_node: dict[str, int] = {}  # streams that the program selects in the running backward node
+        self.made: defaultdict[str, _NodeStreams] = defaultdict(_NodeStreams)
 
 
 class Streams:
-    """Keeps track of them for one trace; a program that stays on the default stream is never requested anything."""
+    """Current streams, waits and cross-stream uses of one trace."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.several = False  # whether the program has ever left the default stream
+        self.uses_other_streams = False  # whether the program has ever left the default stream
         self._closed = False
         self._thread = _ThreadStreams()
-        self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)  # what each stream has waited for
-        self._of_trace = 0  # The stream of the last allocation in the trace.
-        # Storage -> its stream, of those that were taken on another than the default one.
-        self._of_storage: dict[int, int] = {}
-        self._lent: set[tuple[int, int]] = set()  # Storages and streams that the autograd engine has lent them to.
+        self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)  # work that each stream has waited for
+        self._last_stream = 0  # The stream of the last allocation in the trace.
+        # Storage -> stream, for storages allocated on a stream other than the default stream.
+        self._stream_by_storage: dict[int, int] = {}
+        self._recorded_uses: set[tuple[int, int]] = set()  # (storage, stream) recorded as used by a node.
 
     def current(self, gpu: str) -> int:
-        """Return the stream of `gpu` that is current now; 0 is the default one."""
-        if not self.several:
+        """Return the current stream of `gpu`; 0 is the default stream."""
+        if not self.uses_other_streams:
             return 0
         here, node = self._thread, autograd.current_autograd_node()
         made = here.made[gpu]
         if node is None:
             stream = here.current.get(gpu, 0)
         else:
-            self._enter(node._sequence_nr())
+            self._enter_node(node._sequence_nr())
             stream = here.in_node.get(gpu, made.of(here.node))
         made.note(stream)
         return stream
 
-    def of_node(self, gpu: str) -> int | None:
-        """Return the stream of `gpu` that the engine runs a backward node on; None where there is none, or its own
-        code has chosen another."""
+    def stream_of_node(self, gpu: str) -> int | None:
+        """Return the stream of `gpu` on which the engine runs the current backward node; None outside backward nodes,
+        or if the node's own code has chosen another stream."""
         node = autograd.current_autograd_node()
         if node is None:
             return None
-        self._enter(node._sequence_nr())
+        self._enter_node(node._sequence_nr())
         here = self._thread
         return None if gpu in here.in_node else here.made[gpu].of(here.node)
 
     def note_allocation(self, index: int, gpu: str) -> None:
-        """Append the change of stream, if storage `index`, whose allocation comes next, is taken on another than the
-        last: on the current one of `gpu`."""
+        """Append a change of stream if the next allocation, of storage `index`, is on another stream than the last."""
         stream = self.current(gpu)
         if stream:
-            self._of_storage[index] = stream
-        if stream != self._of_trace:
-            self._of_trace = stream
-            self._append(EventKind.STREAM, stream)
+            self._stream_by_storage[index] = stream
+        if stream != self._last_stream:
+            self._last_stream = stream
+            self._append_event(EventKind.STREAM, stream)
 
     def lend_to_node(self, index: int) -> None:
-        """Append that the autograd node which is running works on a storage, if its stream is not that on which the
-        storage was made: the engine has lent it and made the node's stream wait (`InputBuffer::add` of
-        autograd/input_buffer.cpp)."""
-        gpu, made_on = self._trace.storages[index].device, self._of_storage.get(index, 0)
-        stream = None if gpu == "cpu" else self.of_node(gpu)
-        if stream is not None and stream != made_on and (index, stream) not in self._lent:
-            self._lent.add((index, stream))
+        """Append that the running autograd node uses a storage, if the storage was made on another stream: the engine
+        has made the node's stream wait (`InputBuffer::add` of autograd/input_buffer.cpp)."""
+        gpu, made_on = self._trace.storages[index].device, self._stream_by_storage.get(index, 0)
+        stream = None if gpu == "cpu" else self.stream_of_node(gpu)
+        if stream is not None and stream != made_on and (index, stream) not in self._recorded_uses:
+            self._recorded_uses.add((index, stream))
             self.use(index, stream)
             self.wait(self.now(gpu, made_on), (gpu, stream))
 
     def select(self, gpu: str, stream: int) -> None:
-        """Make `stream` the current one of `gpu`."""
-        self.several = self.several or stream != 0
+        """Make `stream` the current stream of `gpu`."""
+        self.uses_other_streams = self.uses_other_streams or stream != 0
         here, node = self._thread, autograd.current_autograd_node()
         if node is None:
             here.current[gpu] = stream
         else:
-            self._enter(node._sequence_nr())
+            self._enter_node(node._sequence_nr())
             here.in_node[gpu] = stream
         here.made[gpu].note(stream)
 
-    def _enter(self, number: int) -> None:
+    def _enter_node(self, number: int) -> None:
         here = self._thread
         if number not in (here.node, _NO_NUMBER):
             here.node = number
             here.in_node = {}
 
     def use(self, storage: int, stream: int) -> None:
-        """Append that `stream` works on a storage of another (Tensor.record_stream)."""
+        """Append that `stream` uses a storage of another stream (Tensor.record_stream)."""
         if not self._closed:
-            self._append(EventKind.USE, len(self._trace.uses))
+            self._append_event(EventKind.USE, len(self._trace.uses))
             self._trace.uses.append(Use(storage, stream))
 
     def now(self, gpu: str, stream: int) -> Clock:
-        """Return what is done once all that `stream` was given until now is. Nothing that was freed before the first
-        `use` waits for a stream: until then, nothing need be known."""
+        """Return the clock at which the work given to `stream` until now is done. The clock is empty before the trace's
+        first `use`: until then no free waits for a stream."""
         if not self._trace.uses:
             return {}
         return {**self._clocks[gpu, stream], (gpu, stream): len(self._trace.events)}
 
     def wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
-        """Append that a stream of a GPU, or the host (None), has been made to wait."""
+        """Append that a stream of a GPU, or the host (None), waits for the work `done`."""
         if not done or self._closed:
             return
-        self._append(EventKind.WAIT, len(self._trace.waits))
+        self._append_event(EventKind.WAIT, len(self._trace.waits))
         self._trace.waits.append(
             Wait(waiter is None, tuple(StreamEvent(*stream, time) for stream, time in done.items()))
         )
@@ -157,18 +155,18 @@ class Streams:
                 known[stream] = max(time, known.get(stream, 0))
 
     def wait_for_current(self, gpu: str) -> None:
-        """Let the host wait for the current stream of `gpu`, as a read of a value or a copy makes it."""
+        """Make the host wait for the current stream of `gpu`, as reading a value or copying does."""
         if self._trace.uses:
             self.wait(self.now(gpu, self.current(gpu)), None)
 
     def wait_for_all(self, gpu: str) -> None:
-        """Let the host wait for all of `gpu`."""
+        """Make the host wait for all streams of `gpu`."""
         streams = sorted({use.stream for use in self._trace.uses})
         self.wait({(gpu, stream): len(self._trace.events) for stream in streams}, None)
 
     def close(self) -> None:
-        """Note nothing from now on."""
+        """Record nothing from now on."""
         self._closed = True
 
-    def _append(self, kind: EventKind, ref: int) -> None:
+    def _append_event(self, kind: EventKind, ref: int) -> None:
         self._trace.events.append(Event(kind, ref))

@@ -1,4 +1,4 @@
-"""Appends to the Trace of a run: its phases, its module calls, and the storages that it allocates and frees."""
+"""Writer of a run's Trace: phases, module calls, and allocations and frees of storages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memprof.trace.events import NONE, Event, EventKind, Module, Phase, PhaseKin
 from memprof.watch.forward import CallSite
 from memprof.watch.streams import Streams
 
-_new: Any = tuple.__new__  # Makes a named tuple without the Python function that its class has for that.
+_new_tuple: Any = tuple.__new__  # Makes a named tuple without its class's Python-level `__new__`.
 _ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
 
 
 class _ThreadState(threading.local):
-    is_worker = False  # Whether what this thread allocates belongs to no phase of the others.
+    is_worker = False  # Whether this thread's allocations belong to no phase of other threads.
 
 
 class _DtypeNames(dict[torch.dtype, str]):
@@ -30,35 +30,35 @@ _DTYPE_NAMES = _DtypeNames()
 
 
 class ActivePool:
-    """Keeps track of the private pool (`torch.cuda.MemPool`) that memory is taken from, if any ever is."""
+    """Private pool (`torch.cuda.MemPool`) that allocations use now, if any."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.used = False  # Whether the program has ever taken memory from a private pool.
+        self.used = False  # Whether the program has ever used a private pool.
         self._closed = False
-        # The active pool (0: the default one), and whether it is that of the thread that activated it alone.
-        self._active, self._of_thread = 0, False
-        self._of_trace = 0  # The pool of the last allocation in the trace.
+        # The active pool (0: the default pool), and whether only the activating thread uses the pool.
+        self._active, self._is_thread_local = 0, False
+        self._last_pool = 0  # The pool of the last allocation in the trace.
 
     def select(self, pool: int, *, of_thread: bool) -> tuple[int, bool]:
-        """Take memory of GPUs from `pool` (0: the default one) from here on; return what was set before.
+        """Allocate GPU memory from `pool` (0: the default pool) from now on; return the setting before.
 
-        `of_thread`: backward passes, which run in threads of their own, take none of it.
+        `of_thread`: backward passes, which run in threads of their own, do not allocate from the pool.
         """
-        before = self._active, self._of_thread
-        self._active, self._of_thread = pool, of_thread
+        before = self._active, self._is_thread_local
+        self._active, self._is_thread_local = pool, of_thread
         self.used = self.used or pool != 0
         return before
 
     def note_allocation(self) -> None:
-        """Append the change of pool, if the allocation that comes next is from another one than the last."""
-        pool = 0 if self._of_thread and autograd.current_graph_task_id() != -1 else self._active
-        if pool != self._of_trace:
-            self._of_trace = pool
+        """Append a change of pool if the next allocation is from another pool than the last allocation."""
+        pool = 0 if self._is_thread_local and autograd.current_graph_task_id() != -1 else self._active
+        if pool != self._last_pool:
+            self._last_pool = pool
             self._trace.events.append(Event(EventKind.POOL, pool))
 
     def append_release(self, pool: int) -> None:
-        """Append that nothing keeps `pool` any more."""
+        """Append that the last reference to `pool` is gone."""
         if not self._closed:
             self._trace.events.append(Event(EventKind.POOL_FREE, pool))
 
@@ -68,9 +68,9 @@ class ActivePool:
 
 
 class TraceWriter:
-    """Appends events, and what they refer to, to one Trace.
+    """Writer that appends events, and the objects that events refer to, to one Trace.
 
-    `lock` is to be held for `allocate` and `free`, which several threads may call.
+    The caller holds `lock` for `allocate` and `free`, which several threads may call.
     """
 
     def __init__(self, modules: list[Module]) -> None:
@@ -92,18 +92,18 @@ class TraceWriter:
         return self.trace.phases[self.phase_index]
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase, to which what this thread allocates belongs from here on."""
+        """Begin a phase, to which this thread's allocations belong from now on."""
         self._thread.is_worker = False
         self.phase_index = len(self.trace.phases)
         self.trace.phases.append(Phase(kind, step, micro_batch))
         self.trace.events.append(Event(EventKind.PHASE, self.phase_index))
 
     def rename_phase(self, kind: PhaseKind) -> None:
-        """Say of which kind the running phase has turned out to be."""
+        """Change the kind of the running phase."""
         self.trace.phases[self.phase_index] = self.phase._replace(kind=kind)
 
     def mark_worker_thread(self) -> None:
-        """Count what this thread allocates as inputs of the first one, until it begins a phase itself."""
+        """Count this thread's allocations as inputs of the first thread, until this thread begins a phase."""
         with self.lock:
             if not self.threads:
                 self.threads, self._worker_phase = True, len(self.trace.phases)
@@ -113,7 +113,7 @@ class TraceWriter:
     def append_module_call(self, kind: EventKind, module: int) -> None:
         """Append that the module of this index is entered (`EventKind.ENTER`) or left (`EventKind.EXIT`)."""
         if not self.closed:
-            self.trace.events.append(_new(Event, (kind, module)))
+            self.trace.events.append(_new_tuple(Event, (kind, module)))
 
     def append_empty_cache(self) -> None:
         """Append that the program called `torch.cuda.empty_cache()`."""
@@ -130,15 +130,15 @@ class TraceWriter:
         place: CallSite,
         hidden: bool,
     ) -> int:
-        """Append a storage and its allocation, with the change of stream or pool before it; return its index.
+        """Append a storage and its allocation, after any change of stream or pool; return the storage's index.
 
-        `shape` and `dtype` are those of the tensor that it is made for; one that is `hidden` no tensor shows.
+        `shape` and `dtype` are of the tensor that the storage is made for; a `hidden` storage has no tensor.
         """
         trace = self.trace
         index = len(trace.storages)
         op_index = self._op_index.get(op)
         trace.storages.append(
-            _new(
+            _new_tuple(
                 Storage,
                 (
                     num_bytes,
@@ -155,20 +155,20 @@ class TraceWriter:
             )
         )
         if device != "cpu":
-            if self.streams.several:
+            if self.streams.uses_other_streams:
                 self.streams.note_allocation(index, device)
             if self.active_pool.used:
                 self.active_pool.note_allocation()
-        trace.events.append(_new(Event, (_ALLOC, index)))
+        trace.events.append(_new_tuple(Event, (_ALLOC, index)))
         return index
 
     def free(self, index: int) -> Storage:
-        """Append that the storage of this index is freed; returns it."""
-        self.trace.events.append(_new(Event, (_FREE, index)))
+        """Append that the storage of this index is freed; return the storage."""
+        self.trace.events.append(_new_tuple(Event, (_FREE, index)))
         return self.trace.storages[index]
 
     def op_index(self, op: str) -> int:
-        """Return the index of an operator's name in the trace, which has it from here on."""
+        """Return the trace's index of an operator's name; add a new name to the trace."""
         index = self._op_index.get(op)
         if index is None:
             index = self._op_index[op] = len(self.trace.ops)
@@ -176,7 +176,7 @@ class TraceWriter:
         return index
 
     def close(self) -> None:
-        """Append no module calls, streams and pools from now on, nor (storage_table.py) frees of storages that die."""
+        """Append no module calls, streams, pools or (storage_table.py) frees by garbage collection from now on."""
         self.closed = True
         self.streams.close()
         self.active_pool.close()

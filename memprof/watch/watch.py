@@ -1,4 +1,4 @@
-"""The watch over a program, on whatever device it runs: its phases, models, backward passes and optimizer steps."""
+"""Watch over a program on any device: its phases, models, backward passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from memprof.watch.modules import ModuleTracker, own_name
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
 
-_BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)  # phases in which a program may make a model
-# Attribute of an exception: the phase in which it was raised. Kept here, the exception would keep its tensors.
+# Phases in which a program may build a model.
+_BUILDING_PHASES = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
+# Attribute of an exception: the phase in which it was raised. A table of exceptions would keep their tensors live.
 _PHASE = "_memprof_phase"
 
 
 class Watch(ABC):
-    """The program that runs on a device, as simulated and measured devices alike see it.
+    """Watch over the program that runs on a device, the same for simulated and measured devices.
 
-    A device says how it records: a phase that begins (`begin_phase`), and a tensor whose role is known (`claim`).
-    Allocations are its own to see. Of its 26 methods a device overrides or calls half.
+    A subclass for a device defines how to record a phase that begins (`begin_phase`), and a tensor whose role is known
+    (`claim`). The subclass itself observes allocations. A device overrides or calls half of the 26 methods.
     """
 
     def __init__(self) -> None:
         self.modules = ModuleTracker()
         self.modules.on_root = self.adopt
         self.modules.on_outermost = self._outermost_call
-        # Those of a program that does not name its own.
+        # Phases of a program that does not name its phases.
         self.phases = Phases(self._phase_recognised, lambda: self.current_phase)
         self._patches = PatchSet()
         self.phases.on_raise = self._note_failed
@@ -50,8 +51,8 @@ class Watch(ABC):
         self.modules.on_outermost_raise = self.phases.forward_raised
         self._stack = contextlib.ExitStack()
         self._assumptions: dict[str, None] = {}
-        self._roots: list[weakref.ref[nn.Module]] = []  # the run's models; one that the program lets go of is gone
-        # Modules that were given a weight, by their `id` and its name.
+        self._roots: list[weakref.ref[nn.Module]] = []  # the run's models, weakly referenced
+        # Modules with a registered weight, by the module's `id` and the weight's name.
         self._registered: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
 
     @property
@@ -61,18 +62,18 @@ class Watch(ABC):
 
     @abstractmethod
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase, to which what happens from here on belongs."""
+        """Begin a phase, to which events belong from now on."""
 
     @abstractmethod
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """Give `tensor` this role."""
+        """Give `tensor` the role and name of `owner`."""
 
     @abstractmethod
     def claim_input(self, tensor: torch.Tensor) -> None:
-        """Note that `tensor` was given to a model: it is input, unless a model's own code made it."""
+        """Record that `tensor` was given to a model: an input, unless a model's own code made the tensor."""
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
+        """Return the tensors that a quantized `tensor` has besides its own data, or instead of its own data."""
         return []
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +82,7 @@ class Watch(ABC):
 
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
-        """Run what is inside as this phase; a workload that knows its phases names them, and none are guessed."""
+        """Context manager: run the body as this phase, without recognition of phases."""
         recognised, self.phases.recognizes = self.phases.recognizes, False
         before = self.current_phase
         self.begin_phase(kind, step, micro_batch)
@@ -102,22 +103,22 @@ class Watch(ABC):
         self._name_parameters()
 
     def assume(self, sentence: str) -> None:
-        """Note once what the run rests on."""
+        """Add `sentence` to the run's assumptions, once."""
         self._assumptions.setdefault(sentence)
 
     def phase_of(self, error: BaseException) -> Phase:
-        """Return the phase in which `error` was raised; the one that is running where none was left by it."""
+        """Return the phase in which `error` was raised; the running phase if the error has left no phase."""
         found: Phase = vars(error).get(_PHASE, self.current_phase)
         return found
 
     def _tell(self, trace: Trace) -> None:
-        """Write down what the run rests on, and whether it trained."""
+        """Write the run's assumptions, and whether the program trained, into `trace`."""
         trace.assumptions = list(self._assumptions)
         trace.trains = self.phases.trains
         trace.updates_parameters_manually = self.phases.updates_parameters_manually
 
     def _watch_program(self) -> None:
-        """Patch and hook whatever shows what the program does."""
+        """Install the patches and hooks that observe the program."""
         self._patches.set_all(self.phases.patches())
         for name, patches in {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}.items():
             self._patches.on_import(name, patches)
@@ -129,18 +130,18 @@ class Watch(ABC):
         ):
             self._stack.callback(register(functools.partial(self._note_registered, role)).remove)
         self._patch_backward()
-        # Before the phases' own: who is told that a step was made may end the run.
+        # Before the hooks of `phases`: a listener of a step's end may end the run.
         self._stack.callback(register_optimizer_step_post_hook(self._name_optimizer_state).remove)
         for handle in self.phases.hooks():
             self._stack.callback(handle.remove)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase in a program that does not name its own."""
+        """Begin a recognized phase of a program that does not name its phases."""
         self.begin_phase(kind, step, micro_batch)
 
     @property
     def _recognizes_calls(self) -> bool:
-        """Return whether the program names no phases of its own, and no backward pass is running."""
+        """Return whether the program names no phases itself, and no backward pass is running."""
         return self.phases.recognizes and autograd.current_graph_task_id() == -1
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
@@ -150,7 +151,7 @@ class Watch(ABC):
                 self._claim_inputs((*args, *kwargs.values()))
 
     def _claim_inputs(self, values: Iterable[Any]) -> None:
-        """Claim as input what a program makes outside its models and gives to one; results of models are none."""
+        """Claim as inputs the tensors in `values` that the program makes outside its models."""
         for value in values:
             if isinstance(value, (list, tuple)):
                 self._claim_inputs(value)
@@ -165,7 +166,7 @@ class Watch(ABC):
         vars(error).setdefault(_PHASE, self.current_phase)  # the innermost phase knows best
 
     def _patch_moves(self) -> None:
-        """Claim weights of a module that is moved, be it called or not: an average, a model whose parts are called."""
+        """Patch `nn.Module._apply` to claim the weights of moved modules, also of modules that are never called."""
         original = tensors.apply_of_module.get()
         inside = False
 
@@ -184,17 +185,17 @@ class Watch(ABC):
         self._patches.set(*tensors.apply_of_module.patch(_apply))
 
     def _note_registered(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        """Note a module's weight, by which it is known if the run ends before the module is called."""
-        if tensor is not None and self.current_phase.kind in _BUILDS:
-            # Not the tensor: torch swaps no weight that is referred to weakly, as it does to spread one over ranks.
+        """Note a registered weight, which gets its role if the run ends before a call of `module`."""
+        if tensor is not None and self.current_phase.kind in _BUILDING_PHASES:
+            # Not the tensor: torch does not swap a weight with weak references, as sharding over ranks must.
             self._registered[id(module), name] = weakref.ref(module), role
 
     def _claim_registered(self) -> None:
-        """Claim what modules have, be they called or not: the run may end here."""
+        """Claim the registered weights of modules, called or not, when the run may end."""
         for (_, name), (known, role) in list(self._registered.items()):
             module = known()
-            held = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
-            tensor = held[name] if name in held else None  # noqa: SIM401, a ScriptModule's are no dictionary
+            weights = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
+            tensor = weights[name] if name in weights else None  # noqa: SIM401, a ScriptModule's are no dictionary
             if tensor is not None:
                 self._claim_unnamed([tensor], role)
 
@@ -227,13 +228,13 @@ class Watch(ABC):
         self._patches.set(*autograd.engine_run_backward.patch(run_backward))
 
     def _claim_unnamed(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
-        """Claim tensors whose role is known, and their names not yet."""
+        """Claim tensors whose role is known, without a name."""
         for tensor in tensors:
             for part in (tensor, *self.parts(tensor)):
                 self.claim(part, Owner(role, ""))
 
     def _name_parameters(self) -> None:
-        """Claim the parameters, gradients and buffers of the run's models, and what its optimizers step on."""
+        """Claim the parameters, gradients and buffers of the run's models and optimizers."""
         with torch.DisableTorchFunction():  # each attribute that is read would pass through the program's modes
             for optimizer in self.phases.optimizers:
                 for group in optimizer.param_groups:
@@ -252,9 +253,9 @@ class Watch(ABC):
                     self.claim(buffer, Owner(Role.BUFFER, own_name(name)))
 
     def _name_optimizer_state(self, optimizer: Optimizer, *of_step: Any) -> None:
-        """Claim this optimizer's state, which has made a step or raised in it, and what it has stepped on.
+        """Claim the state, parameters and gradients of `optimizer` after a step, complete or not.
 
-        DeepSpeed shows it its own copies in float32, for as long as it steps.
+        DeepSpeed's optimizer has DeepSpeed's own float32 copies as parameters during a step.
         """
         for group in optimizer.param_groups:
             self._claim_unnamed(group["params"], Role.PARAMETER)
@@ -275,15 +276,15 @@ class Watch(ABC):
 
 
 def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that a backward of `results` gives gradients to: weights, in a program without modules."""
-    waiting: list[Any] = [result.grad_fn for result in results]
+    """Return the leaf tensors that get gradients in a backward of `results`."""
+    pending: list[Any] = [result.grad_fn for result in results]
     seen: set[Any] = {None}
     found = []
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node not in seen:
             seen.add(node)
             if hasattr(node, "variable"):
                 found.append(node.variable)
-            waiting += [following for following, _ in node.next_functions]
+            pending += [following for following, _ in node.next_functions]
     return found

@@ -1,5 +1,5 @@
-"""Tensors without storages of their own: inside `vmap` or `grad` of torch.func a module is given tensors around others,
-one that is spread over a device mesh has this rank's part inside, and a sparse one is made of indices and values."""
+"""Tensors without storages of their own: inside `vmap` or `grad` of torch.func a module gets wrapped tensors, a DTensor
+has this rank's shard inside, and a sparse tensor consists of indices and values."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import torch
 
 from memprof.torch_private import autograd, dispatch
 
-# Class of a tensor of torch.distributed -> the attribute that is this rank's part of it.
-_PART = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+# Class of a tensor of torch.distributed -> the attribute with this rank's shard.
+_LOCAL_ATTRIBUTES = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has a storage of its own, as a subclass has that does not dispatch by itself."""
+    """Return whether `tensor` has a storage of its own; also true for subclasses without `__torch_dispatch__`."""
     return type(tensor).__torch_dispatch__ is dispatch.disabled_torch_dispatch_impl and not is_wrapped(tensor)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Return whether a transformation of torch.func has it wrapped."""
+    """Return whether a transformation of torch.func has wrapped `tensor`."""
     return bool(autograd.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside the wrappers of torch.func, of which there is one for each transformation, and of
-    torch.distributed; else `tensor`."""
+    """Return the tensor inside the wrappers of torch.func (one for each transformation) and of torch.distributed;
+    `tensor` itself if there are no wrappers."""
     while autograd.is_functorch_wrapped_tensor(tensor):
         tensor = autograd.get_unwrapped(tensor)
-    part = _PART.get(type(tensor).__name__)
+    part = _LOCAL_ATTRIBUTES.get(type(tensor).__name__)
     return tensor if part is None else unwrapped(getattr(tensor, part))
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return indices and then values of a sparse tensor of any layout; nothing of another."""
+    """Return the indices and values of a sparse tensor of any layout; an empty list for a dense tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -42,10 +42,10 @@ def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def parts_of_quantized(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a quantized one consists of beside its own data; none for an ordinary tensor.
+    """Return the tensors of a quantized tensor besides its own data; an empty list for an ordinary tensor.
 
-    A parameter of bitsandbytes has its scales as attributes (`quant_state`, with another inside when they are quantized
-    in turn, or `SCB`); tensors that wrap others, as torchao's do, name them.
+    A parameter of bitsandbytes has the scales as attributes (`quant_state`, with an inner `state2` where the scales are
+    quantized too, or `SCB`); tensor subclasses that wrap tensors, such as torchao's, list them in `__tensor_flatten__`.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
