@@ -1,7 +1,7 @@
-"""Measured runs: real tensors on the CPU or on a CUDA GPU, seen by torch's profiler and by marks of our own.
+"""Measured runs: real tensors on the CPU or on a CUDA GPU, recorded by torch's profiler and by memprof's marks.
 
-No mode is active while the program runs, so that it allocates exactly as without memprof. What the profiler saw and
-what was marked meet afterwards, by time (merge.py), in the same `Trace` that a simulated run gives.
+No mode is active while the program runs, so that the program allocates exactly as without memprof. The profiler's
+events and the marks are merged afterwards by time (merge.py), into the same `Trace` as a simulated run's.
 """
 
 from memprof.measured.device import MeasuredDevice

@@ -1,4 +1,4 @@
-"""The CUDA GPU that a run is measured on, and torch's peak counters, shared by the program and memprof."""
+"""The CUDA GPU of a measured run, and torch's peak counters, shared by the program and memprof."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from memprof.torch_private import cuda
 from memprof.trace.facts import NvmlFacts, OtherProcess
 from memprof.units import format_bytes
 
-MAX_ENTRIES = 2_000_000  # of the allocator's history; a run that has more loses its beginning
-# Has torch ask the driver's library whether there is a GPU, in place of CUDA.
-_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+MAX_ENTRIES = 2_000_000  # entries of the allocator's history; a longer run loses the first entries
+# Makes torch check for a GPU with NVML in place of CUDA.
+_NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class CudaGpu(NamedTuple):
@@ -29,13 +29,13 @@ class CudaGpu(NamedTuple):
 
     name: str
     total_bytes: int
-    usable_bytes: int  # For torch's allocator: what is free, and what it holds already. Other processes have the rest.
-    # Of this process outside the allocator. NVML says it; where it may not name processes, the usual size is taken.
+    usable_bytes: int  # Free bytes and bytes reserved by torch; other processes use the rest.
+    # This process's bytes outside the allocator, by NVML; the usual size where NVML does not name processes.
     context_bytes: int
 
 
 def current_gpu() -> CudaGpu:
-    """The current GPU. Raises MemprofError: there is none, or CUDA cannot use it."""
+    """Return the current GPU. Raises MemprofError if there is no GPU, or CUDA cannot use the GPU."""
     _refuse_without_cuda()
     try:
         name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
@@ -54,14 +54,15 @@ def current_gpu() -> CudaGpu:
 
 
 def _refuse_without_cuda() -> None:
-    why = cuda_unavailable_reason()
-    if why is not None:
-        raise MemprofError("there is no CUDA GPU to measure on", value=why, hint="leave out --device cuda, or say cpu")
+    reason = cuda_unavailable_reason()
+    if reason is not None:
+        hint = "leave out --device cuda, or say cpu"
+        raise MemprofError("there is no CUDA GPU to measure on", value=reason, hint=hint)
 
 
 def check_gpus(number: int) -> None:
-    """Return whether this machine has so many GPUs. They are not used, so that processes may be forked that do.
-    Raises MemprofError: it has none that CUDA can use; UsageError: it has fewer."""
+    """Check that this machine has `number` GPUs, without initializing CUDA, so that processes may be forked.
+    Raises MemprofError if CUDA has no usable GPU, UsageError if there are fewer GPUs."""
     _refuse_without_cuda()
     if torch.cuda.device_count() < number:
         raise UsageError(
@@ -71,38 +72,38 @@ def check_gpus(number: int) -> None:
 
 
 def cublas_workspace(number: int) -> CublasWorkspace:
-    """Return what torch's handles of cuBLAS take on a GPU."""
+    """Return the workspace of torch's cuBLAS handles on GPU `number`."""
     major, minor = torch.__version__.split(".")[:2]
     return CublasWorkspace.of(torch.cuda.get_device_capability(number), (int(major), int(minor)))
 
 
 def set_current_gpu(number: int) -> None:
-    """Make it this process's current GPU."""
+    """Make GPU `number` this process's current GPU."""
     torch.cuda.set_device(number)
 
 
 def nvml_gpu() -> int | str:
-    """The current GPU as NVML knows it: CUDA's ordinal is NVML's index only where no GPU is hidden."""
+    """Return NVML's key of the current GPU: CUDA's ordinal is NVML's index only where no GPU is hidden."""
     current = torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(current), "uuid", None)
     return current if uuid is None else str(uuid)
 
 
 def cuda_unavailable_reason() -> str | None:
-    """Return why this process has no CUDA GPU, None if it has one. CUDA does not begin: the process may be forked."""
+    """Return why this process has no CUDA GPU, None if there is a GPU. CUDA is not initialized."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    before = os.environ.get(_ASK_NVML)
-    os.environ[_ASK_NVML] = "1"
+    before = os.environ.get(_NVML_CHECK_VARIABLE)
+    os.environ[_NVML_CHECK_VARIABLE] = "1"
     try:
         return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no driver or no GPU"
     finally:
-        del os.environ[_ASK_NVML]
-        os.environ.update({} if before is None else {_ASK_NVML: before})
+        del os.environ[_NVML_CHECK_VARIABLE]
+        os.environ.update({} if before is None else {_NVML_CHECK_VARIABLE: before})
 
 
 def check_allocator() -> None:
-    """Raise MemprofError if torch's own caching allocator is not what serves the GPU."""
+    """Raise MemprofError if the GPU's allocator is not torch's own caching allocator."""
     backend = torch.cuda.memory.get_allocator_backend()
     if backend != "native":
         raise MemprofError(
@@ -112,7 +113,7 @@ def check_allocator() -> None:
 
 
 def keep_recording_history(original: Callable[..., None]) -> Iterator[Patch]:
-    """Let a program record the allocator's history too, for which there is one switch: memprof's own goes on."""
+    """Yield a patch that keeps the allocator's history on when the program switches it on or off."""
 
     @functools.wraps(original)
     def record(enabled: Any = "all", *args: Any, **options: Any) -> None:
@@ -128,9 +129,9 @@ def keep_recording_history(original: Callable[..., None]) -> Iterator[Patch]:
 def why_incomplete(
     history: History, difference: CounterGap | None, missing: int, max_entries: int = MAX_ENTRIES
 ) -> MemprofError | None:
-    """Return why what was recorded is no account of the GPU's memory; None if it is one.
+    """Return why the recorded history is incomplete; None if the history is complete.
 
-    `difference` is that to torch's counters, and `missing` the bytes by which the snapshot of the end differs.
+    `difference` is the gap to torch's counters, `missing` the bytes by which the snapshot at the end differs.
     """
     if history.num_entries >= max_entries:
         return MemprofError(
@@ -139,21 +140,21 @@ def why_incomplete(
         )  # fmt: skip
     if difference is not None:
         counted, recorded = difference.counted_bytes, difference.recorded_bytes
-        says = f"the counters say {format_bytes(counted)}, what was recorded adds up to {format_bytes(recorded)}"
+        evidence = f"the counters say {format_bytes(counted)}, what was recorded adds up to {format_bytes(recorded)}"
     elif missing:
-        says = f"the allocator's blocks at the end and what was recorded differ by {format_bytes(missing)}"
+        evidence = f"the allocator's blocks at the end and what was recorded differ by {format_bytes(missing)}"
     elif history.unmatched:
-        says = f"{history.unmatched:,} allocations and frees that the profiler saw"
+        evidence = f"{history.unmatched:,} allocations and frees that the profiler saw"
     else:
         return None
     return MemprofError(
-        "not all that the run did to the GPU's memory was recorded", value=says,
+        "not all that the run did to the GPU's memory was recorded", value=evidence,
         hint="simulate: leave out --device; and please report this, with the program",
     )  # fmt: skip
 
 
 class NvmlUse:
-    """A context manager: what is on the GPU beside torch's own segments, as NVML sees it during a run."""
+    """Context manager: NVML's view, during a run, of GPU memory besides torch's own segments."""
 
     def __init__(self) -> None:
         self._nvml = Nvml()
@@ -168,11 +169,11 @@ class NvmlUse:
         self._nvml.__exit__(None, None, None)
 
     def used_bytes(self) -> int | None:
-        """Return the bytes of the whole GPU that are in use, by anybody; None: NVML cannot be asked."""
+        """Return the bytes in use on the whole GPU, by all processes; None if NVML is not available."""
         return self._nvml.use(self._gpu).used_bytes
 
     def facts(self) -> NvmlFacts:
-        """Return what the bridge (ledger/bridge.py) takes from this moment."""
+        """Return NVML's facts for the bridge from reserved to device memory (ledger/bridge.py), as of now."""
         use = self._nvml.use(self._gpu)
         others = [process for process in use.by_process if process.pid != os.getpid()]
         seen = tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in others)
@@ -182,62 +183,64 @@ class NvmlUse:
         )  # fmt: skip
 
 
-_READ = (cuda.memory_stats, cuda.accelerator_get_device_stats)
-# What `torch.cuda.memory` and `torch.accelerator.memory` call, both for the same counters.
-_RESET = (cuda.reset_peak_memory_stats, cuda.accelerator_reset_peak_stats)
+_STATS_FUNCTIONS = (cuda.memory_stats, cuda.accelerator_get_device_stats)
+# Functions that `torch.cuda.memory` and `torch.accelerator.memory` call, both for the same counters.
+_RESET_FUNCTIONS = (cuda.reset_peak_memory_stats, cuda.accelerator_reset_peak_stats)
 
 
 class SharedPeaks:
-    """memprof's own reading of the peak counters, and patches in which the program's go on as if it were alone.
+    """memprof's readings of torch's peak counters, and patches that hide memprof's resets from the program.
 
-    There is one set for a process and a GPU. What a reset of the one takes away from the other is kept here for it.
+    A process has one set of counters per GPU. Peaks that one reader's reset erases are kept here for the other reader.
     """
 
     def __init__(self) -> None:
-        self._read: Callable[[int], dict[str, Any]] = _READ[0].get(lambda device: {})
-        self._reset: Callable[[int], None] = _RESET[0].get(lambda device: None)
-        self._ours: dict[int, int] = {}  # by GPU, bytes: the peak that the program's resets took from memprof
-        self._programs: dict[int, dict[str, Any]] = {}  # by GPU: the peaks that memprof's resets took from the program
+        self._read_stats: Callable[[int], dict[str, Any]] = _STATS_FUNCTIONS[0].get(lambda device: {})
+        self._reset_peaks: Callable[[int], None] = _RESET_FUNCTIONS[0].get(lambda device: None)
+        self._peaks_for_memprof: dict[int, int] = {}  # by GPU, bytes: the peak before the program's resets
+        self._peaks_for_program: dict[int, dict[str, Any]] = {}  # by GPU: the peaks before memprof's resets
 
     def take(self, device: int) -> int:
-        """The most that was allocated on the GPU since this was last called, in bytes."""
-        stats = self._read(device)
-        self._programs[device] = _highest(stats, self._programs.get(device, {}))
-        self._reset(device)
-        return max(_peak(stats), self._ours.pop(device, 0))
+        """Return the peak of allocated bytes on the GPU since the last call."""
+        stats = self._read_stats(device)
+        self._peaks_for_program[device] = _raise_peaks(stats, self._peaks_for_program.get(device, {}))
+        self._reset_peaks(device)
+        return max(_get_peak(stats), self._peaks_for_memprof.pop(device, 0))
 
     def requested_bytes(self, device: int) -> int:
-        """Return what is allocated on the GPU now, as it was requested, in bytes."""
-        return self._read(device)["requested_bytes"]["all"]["current"]
+        """Return the requested bytes of live allocations on the GPU."""
+        return self._read_stats(device)["requested_bytes"]["all"]["current"]
 
     def patches(self) -> Iterator[Patch]:
-        """The functions that a program's calls come down to."""
-        for names, wrap in ((_READ, self._wrap_read), (_RESET, self._wrap_reset)):
+        """Yield patches of the functions that all of a program's counter calls use."""
+        for names, wrap in ((_STATS_FUNCTIONS, self._wrap_read), (_RESET_FUNCTIONS, self._wrap_reset)):
             yield from (name.patch(wrap(name.get())) for name in names if name.exists())
 
     def _wrap_read(self, original: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
-        return lambda device: _highest(original(device), self._programs.get(device, {}))
+        return lambda device: _raise_peaks(original(device), self._peaks_for_program.get(device, {}))
 
     def _wrap_reset(self, original: Callable[[int], None]) -> Callable[[int], None]:
         def reset(device: int) -> None:
-            self._ours[device] = max(_peak(self._read(device)), self._ours.get(device, 0))
-            self._programs.pop(device, None)
+            self._peaks_for_memprof[device] = max(
+                _get_peak(self._read_stats(device)), self._peaks_for_memprof.get(device, 0)
+            )
+            self._peaks_for_program.pop(device, None)
             original(device)
 
         return reset
 
 
-def _peak(stats: dict[str, Any]) -> int:
+def _get_peak(stats: dict[str, Any]) -> int:
     return stats["allocated_bytes"]["all"]["peak"]
 
 
-def _highest(stats: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """`stats` with each peak at least as high as in `kept`."""
-    found = {}
+def _raise_peaks(stats: dict[str, Any], minimum: dict[str, Any]) -> dict[str, Any]:
+    """Return `stats` with each peak at least as high as in `minimum`."""
+    result = {}
     for name, value in stats.items():
         if isinstance(value, dict):
-            value = _highest(value, kept.get(name, {}))
+            value = _raise_peaks(value, minimum.get(name, {}))
         elif name == "peak":
-            value = max(value, kept.get(name, 0))
-        found[name] = value
-    return found
+            value = max(value, minimum.get(name, 0))
+        result[name] = value
+    return result

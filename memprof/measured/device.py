@@ -1,4 +1,4 @@
-"""`MeasuredDevice`: runs a workload on the CPU or on a CUDA GPU for real, and records what it does to memory."""
+"""`MeasuredDevice`: runs a workload on the CPU or on a CUDA GPU, and records the workload's memory use."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from memprof.watch.wrappers import unwrapped
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = Path("/proc/self/statm")
 _NO_COUNTERS = (None, None, None, None)
-# Modules at whose beginning and end resident memory is read; on a GPU, reading would wait for its work.
-_READ_AT = (ModuleRole.LAYER, ModuleRole.HEAD)
+# Roles of modules at whose begin and end resident memory is read; on a GPU, a read would wait for the GPU's work.
+_SAMPLED_ROLES = (ModuleRole.LAYER, ModuleRole.HEAD)
 
 
 class MeasuredDevice(Watch):
-    """A context manager in which what a workload does on a device is recorded, without any mode.
+    """Context manager: record a workload's memory on a device, without any torch dispatch mode.
 
     Args:
-        name: "cpu" or "cuda": where the workload puts its tensors.
-        outside: what is on the GPU beside torch's own memory; None: nobody is asked.
-        detail: record stacks, so that an allocation has the line that made it. A step takes longer then.
+        name: "cpu" or "cuda": the device of the workload's tensors.
+        outside: NVML's view of GPU memory besides torch's own; None: NVML is not queried.
+        detail: record stacks, so that an allocation has its source line. A step takes longer then.
     """
 
     def __init__(self, name: str, outside: NvmlUse | None = None, *, detail: bool = False) -> None:
@@ -57,19 +57,19 @@ class MeasuredDevice(Watch):
         self._sources: dict[str, int] = {}
         self._module_sources: list[int] = []
         self._profiler: Any = None
-        # What this thread does has a parent in the profiler's tree; a GPU's allocations without one are not in it.
+        # Parent of this thread's events in the profiler's tree, which omits GPU allocations without a parent.
         self._whole_run = torch.profiler.record_function("memprof: the run")
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
         self._peaks = SharedPeaks()
         self._gpu = 0  # the GPU that was current when the run began
-        self._before: dict[int, int] = {}  # blocks that were allocated on it then: bytes requested, by address
-        self._before_bytes = 0  # the same by torch's counter
+        self._initial_blocks: dict[int, int] = {}  # allocated on the GPU at the begin: requested bytes by address
+        self._initial_bytes = 0  # requested bytes at the begin, by torch's counter
         self._cublas: CublasWorkspace | None = None
-        self._readings: list[CounterSample] = []
+        self._counter_samples: list[CounterSample] = []
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None  # of torch's allocator, with its history; after a run on CUDA
-        # Why there is no measurement, or only the run's beginning: what CUDA said when its counters were read, which is
-        # often what a kernel of the program did before; or tensors on another GPU.
+        # Reason for no or an incomplete measurement: CUDA's error when its counters were read, which is
+        # often the error of an earlier kernel of the program; or tensors on another GPU.
         self.error: Exception | None = None
         self.trace = Trace(source="measured", modules=self.modules.table, device=CPU if name == "cpu" else GPU)
 
@@ -83,33 +83,34 @@ class MeasuredDevice(Watch):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Put everything back, whatever the GPU says, and raise nothing of its own: `error` has it."""
+        """Remove all patches and hooks, even after a GPU error. Raises nothing itself: errors are in `error`."""
         profile, history = Profile(), None
-        with contextlib.ExitStack() as always:
-            always.callback(self._unwatch)
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._unwatch)
             self._marks.reading()
-            if self._outside is not None:  # while the process still holds what the run took
-                with self._noting_errors():
+            if self._outside is not None:  # before the run's memory is freed
+                with self._record_errors():
                     self.trace.facts = Facts(nvml=self._outside.facts())
             end_ns = time.time_ns()
-            with self._noting_errors():
+            with self._record_errors():
                 if self.records_history:
                     self.snapshot = private_cuda.snapshot()
-            with self._noting_errors():
+            with self._record_errors():
                 results = self._stop()
                 if results is not None:
                     profile = read_events(results.experimental_event_tree(), end_ns)
         if self.snapshot is not None:
-            history = self._history(profile, self.snapshot)
-        self._module_sources += [NONE] * (len(self.modules.table) - len(self._module_sources))  # those never entered
+            history = self._read_history(profile, self.snapshot)
+        # Modules that were never called have no source.
+        self._module_sources += [NONE] * (len(self.modules.table) - len(self._module_sources))
         self.trace.sources = list(self._sources)
         recorded = collect_allocations(profile, history, self._marks.gone)
         merge(self.trace, self._marks, recorded, self._module_sources, self._cublas)
         self._tell(self.trace)
 
     @contextlib.contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """An error of CUDA's inside is kept in `error` and not raised: it must not stand in for the program's own."""
+    def _record_errors(self) -> Iterator[None]:
+        """Context manager: keep a RuntimeError of CUDA in `error`, so that the program's own error is raised."""
         try:
             yield
         except RuntimeError as error:
@@ -117,9 +118,9 @@ class MeasuredDevice(Watch):
 
     def _install(self) -> None:
         if autograd.profiler_enabled():
-            raise _one_profiler("memprof was started inside another profiler")
+            raise _make_profiler_error("memprof was started inside another profiler")
         self._watch_program()
-        self.modules.listener = self._module_event
+        self.modules.listener = self._on_module_event
         if self.records_history:
             cuda.check_allocator()
             torch.cuda.init()
@@ -138,11 +139,11 @@ class MeasuredDevice(Watch):
         self._profiler = profiler
         self._whole_run.__enter__()
         self._stack.callback(self._stop)
-        self._patches.set_all(_other_profilers())
+        self._patches.set_all(_refuse_other_profilers())
         self._marks.begin_phase(self._phase)
 
     def _stop(self) -> Any:
-        """Stop the profiler; its results, or None if it was stopped before or never began."""
+        """Stop the profiler; return its results, or None if it was stopped before or never started."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return None
@@ -152,30 +153,32 @@ class MeasuredDevice(Watch):
         return profiler.profiler.kineto_results
 
     def _begin_history(self) -> None:
-        self._before = live_blocks(private_cuda.snapshot(), self._gpu)
-        self._before_bytes = self._peaks.requested_bytes(self._gpu)
+        self._initial_blocks = live_blocks(private_cuda.snapshot(), self._gpu)
+        self._initial_bytes = self._peaks.requested_bytes(self._gpu)
         record = private_cuda.record_memory_history.get()
         self._stack.callback(record, enabled=None)
         self._patches.set_all(cuda.keep_recording_history(record))
         # Without stacks, which cost time; "python": others load a library for those of C++ all the same.
         record(enabled="all", context=None, stacks="python", max_entries=cuda.MAX_ENTRIES)
 
-    def _history(self, profile: Profile, snapshot: dict[str, Any]) -> History:
-        """Return what the allocator of this GPU recorded; `error` says what is not in it."""
+    def _read_history(self, profile: Profile, snapshot: dict[str, Any]) -> History:
+        """Return the history recorded by this GPU's allocator; set `error` if the history is incomplete."""
         here = f"cuda:{self._gpu}"
         traces = enumerate(snapshot["device_traces"])
-        took = [number for number, entries in traces if any(one["action"] == Action.ALLOC for one in entries)]
-        others = [number for number in took if number != self._gpu]
-        if others:
-            names = " and ".join(f"cuda:{number}" for number in others)
+        allocating_gpus = [
+            number for number, entries in traces if any(entry["action"] == Action.ALLOC for entry in entries)
+        ]
+        other_gpus = [number for number in allocating_gpus if number != self._gpu]
+        if other_gpus:
+            names = " and ".join(f"cuda:{number}" for number in other_gpus)
             self.error = self.error or MemprofError(
-                f"the program has tensors on {names}, and one GPU is measured, {here}", value=f"cuda:{others[0]}",
-                hint=f"CUDA_VISIBLE_DEVICES={others[0]} shows a program that GPU alone, as cuda:0",
+                f"the program has tensors on {names}, and one GPU is measured, {here}", value=f"cuda:{other_gpus[0]}",
+                hint=f"CUDA_VISIBLE_DEVICES={other_gpus[0]} shows a program that GPU alone, as cuda:0",
             )  # fmt: skip
-        history = read_history(snapshot, self._gpu, [one for one in profile.memory if one.device == here])
+        history = read_history(snapshot, self._gpu, [entry for entry in profile.memory if entry.device == here])
         if self.error is None:
-            difference = largest_difference(history, self._readings, self._before_bytes)
-            missing = history.missing(live_blocks(snapshot, self._gpu), self._before)
+            difference = largest_difference(history, self._counter_samples, self._initial_bytes)
+            missing = history.missing(live_blocks(snapshot, self._gpu), self._initial_blocks)
             self.error = cuda.why_incomplete(history, difference, missing)
         return history
 
@@ -185,19 +188,19 @@ class MeasuredDevice(Watch):
         return self._phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase, to which what happens from here on belongs."""
+        """Begin a phase, to which events belong from now on."""
         self._phase = Phase(kind, step, micro_batch)
         self._marks.begin_phase(self._phase)
 
-    num_events = None  # not counted before the run has ended: torch's profiler has them
+    num_events = None  # counted by torch's profiler, after the run
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the GPU now; 0 on the CPU, where torch does not say."""
+        """Bytes allocated on the GPU now; 0 on the CPU, where torch has no counter."""
         return torch.cuda.memory_allocated(self._gpu) if self.name == "cuda" else 0
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` has this role; of one that is spread over ranks, this rank's part."""
+        """Give `tensor`, or its shard on this rank, the role and name of `owner`."""
         tensor = unwrapped(tensor)
         if tensor.is_meta or not tensor.numel():
             return
@@ -211,21 +214,21 @@ class MeasuredDevice(Watch):
         self._marks.claims.append(claim)
 
     def claim_input(self, tensor: torch.Tensor) -> None:
-        """`tensor` was given to a model; merge.py sees whether a module made it."""
+        """Record that `tensor` was given to a model; merge.py checks whether a module made the tensor."""
         if tensor.layout is torch.strided and not autograd.is_functorch_wrapped_tensor(tensor):
             self.claim(tensor, Owner(Role.INPUT, ""))
 
-    def _module_event(self, kind: EventKind, module: int) -> None:
-        if self.name == "cpu" and self.modules.table[module].role in _READ_AT:
+    def _on_module_event(self, kind: EventKind, module: int) -> None:
+        if self.name == "cpu" and self.modules.table[module].role in _SAMPLED_ROLES:
             self._marks.reading()
         self._marks.marks.append(Mark(time.time_ns(), kind, module))
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Notes where each module's forward is defined as well: what takes the place of the line that allocated."""
+        """Return a wrapper that also notes the source line of each module's `forward`."""
         wrapped = super().wrap_module_call(original)
         table, module_sources, note_sources = self.modules.table, self._module_sources, self._note_sources
 
-        # The profiler takes a module's name from the local `self` of this function.
+        # The profiler reads a module's name from the local `self` of this function.
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(module_sources) < len(table) or not module_sources:
                 note_sources()
@@ -245,35 +248,35 @@ class MeasuredDevice(Watch):
     def _read_cuda(self) -> Counters:
         gpu, used = self._gpu, None
         if self.error is None:  # CUDA repeats an error at every call
-            with self._noting_errors():
-                if not torch.cuda.is_current_stream_capturing():  # a graph cannot be made of what waits for the GPU
+            with self._record_errors():
+                if not torch.cuda.is_current_stream_capturing():  # CUDA graph capture forbids synchronization
                     torch.cuda.synchronize(gpu)
                 used = None if self._outside is None else self._outside.used_bytes()
                 begin_ns = time.time_ns()
                 requested = self._peaks.requested_bytes(gpu)
-                self._readings.append(CounterSample(begin_ns, time.time_ns(), requested))
+                self._counter_samples.append(CounterSample(begin_ns, time.time_ns(), requested))
                 allocated, reserved = torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)
                 return allocated, self._peaks.take(gpu), reserved, used, resident_bytes()
         return *_NO_COUNTERS, resident_bytes()
 
 
-def _other_profilers() -> Iterator[Patch]:
-    """Refuse what begins a profiler of the program's own: it would end memprof's, and all that was seen with it."""
+def _refuse_other_profilers() -> Iterator[Patch]:
+    """Yield patches that refuse the program's own profiler, which would end memprof's profiler."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _one_profiler("the program starts torch's profiler itself")
+        raise _make_profiler_error("the program starts torch's profiler itself")
 
     for name in ("_prepare_profiler", "_enable_profiler"):
         yield autograd_profiler, name, refuse
 
 
-def _one_profiler(what: str) -> MemprofError:
-    why = "one profiler at a time can record, and a measured run is recorded by it"
-    return MemprofError(what, value=why, hint="take one of the two out, or simulate: leave out --device")
+def _make_profiler_error(problem: str) -> MemprofError:
+    reason = "one profiler at a time can record, and a measured run is recorded by it"
+    return MemprofError(problem, value=reason, hint="take one of the two out, or simulate: leave out --device")
 
 
 def resident_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not tell."""
+    """Return the resident bytes of this process; None where the system has no such count."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE
     except (OSError, IndexError, ValueError):

@@ -1,6 +1,6 @@
-"""Marks made while a measured run goes on: phases, modules, owners and samples, each with its time.
+"""Marks made during a measured run: phases, modules, owners and samples, each with its time.
 
-Noting is appending to a list: what a run costs more for being measured is mostly the profiler's.
+A mark is an append to a list: most overhead of a measured run is the profiler's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memprof.trace.events import EventKind, Owner, Phase
 
 
 class Mark(NamedTuple):
-    """A phase begins, or a module's forward begins or ends."""
+    """Begin of a phase, or begin or end of a module's forward."""
 
     time_ns: int
     kind: EventKind
@@ -24,30 +24,30 @@ class Mark(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """The storage that is now at an address has a role."""
+    """Role of the storage that is at an address at this time."""
 
     time_ns: int
     address: int
     owner: Owner
     shape: tuple[int, ...]
     dtype: str
-    on_host: bool  # it stays in host memory whatever the device (an optimizer's step count)
+    on_host: bool  # the tensor stays in host memory on any device (an optimizer's step count)
 
 
 class Gone(NamedTuple):
-    """A storage in host memory was seen at an address, and was gone later."""
+    """Storage in host memory that was seen at an address, and freed later."""
 
     seen_ns: int
     gone_ns: int
     address: int
 
 
-# What the device and the process held, as in `Sample`: allocated, its peak, reserved, used of the device, resident.
+# Bytes as in `Sample`: allocated, peak allocated, reserved, used on the device, resident.
 Counters = tuple[int | None, int | None, int | None, int | None, int | None]
 
 
 class Marks:
-    """All of one run; `read` reads the device's counters, and the time is added here."""
+    """All marks of one run; `read` reads the device's counters, and `Marks` adds the time."""
 
     def __init__(self, read: Callable[[], Counters]) -> None:
         self._read = read
@@ -58,19 +58,19 @@ class Marks:
         self.readings: list[tuple[int, Counters]] = []  # each with its time, in nanoseconds
 
     def begin_phase(self, phase: Phase) -> None:
-        """Begin `phase`, to which what happens from here on belongs."""
+        """Begin `phase`, to which events belong from now on."""
         self.reading()
         self.phases.append(phase)
         self.marks.append(Mark(time.time_ns(), EventKind.PHASE, len(self.phases) - 1))
 
     def watch(self, storage: torch.UntypedStorage) -> None:
-        """Note when `storage` is gone: if another thread lets go of it, the profiler does not see that."""
+        """Record when `storage` is freed: the profiler does not see a free by another thread."""
         seen_ns, address, gone = time.time_ns(), storage.data_ptr(), self.gone
         # torch keeps the Python object of a storage for as long as the storage itself.
         weakref.finalize(storage, lambda: gone.append(Gone(seen_ns, time.time_ns(), address))).atexit = False
 
     def reading(self) -> None:
-        """Read the counters."""
-        # Its time is that of its end: what it synchronised with has happened.
+        """Read the counters and append them with the time."""
+        # The time is taken after the read: the GPU work that the read waited for is done.
         values = self._read()
         self.readings.append((time.time_ns(), values))

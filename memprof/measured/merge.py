@@ -1,8 +1,8 @@
-"""Marks and allocations of a measured run, put in order of time: the Trace.
+"""Merge of a measured run's marks and allocations, in order of time, into the Trace.
 
-Allocations on the CPU are the profiler's. It is told of nothing in threads that the program starts, so that a free may
-be missing: a life ends at the latest when its address is handed out again, or when a storage that was watched is gone.
-Those on a GPU are the allocator's own history, which misses nothing, with the profiler's operators laid over it.
+Allocations on the CPU come from the profiler, which does not see threads that the program starts, so a free may be
+missing: a lifetime ends at the latest when the address is reused, or when a watched storage is freed. Allocations on a
+GPU come from the allocator's complete history, combined with the profiler's operators.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from memprof.trace.events import (
     is_gpu,
 )
 
-# Of what happened in the same nanosecond.
+# Order of events in the same nanosecond.
 _RELEASE_ORDER, _FREE_ORDER, _RETIRE_ORDER, _MARK_ORDER, _ALLOC_ORDER = range(5)
-_FIRST_AWAITED = 1 << 20  # numbers of streams from here on are none of the program's
+_FIRST_AWAITED = 1 << 20  # first number of streams that the program does not have
 
 
 @dataclass(slots=True)
 class Recorded:
-    """All of one run, in order of time."""
+    """All allocations of one run, in order of time."""
 
     allocations: list[Allocation] = field(default_factory=list)
     forward: list[tuple[int, int]] = field(default_factory=list)  # as `Profile.forward`
@@ -47,25 +47,29 @@ class Recorded:
 
 
 def collect_allocations(profile: Profile, history: History | None = None, gone: Iterable[Gone] = ()) -> Recorded:
-    """Make the allocations of a run; `gone` are storages in host memory that were watched."""
-    allocations = _of_profile(profile, gone, without=None if history is None else "cuda")
+    """Return the allocations of a run; `gone` are watched storages in host memory that were freed."""
+    allocations = _allocations_of_profile(profile, gone, excluded_device=None if history is None else "cuda")
     retired = []
     if history is not None:
         allocations += history.allocations
         retired = history.retired
     allocations.sort(key=lambda allocation: allocation.time_ns)
     for allocation in allocations:
-        _describe(allocation, profile.uses.get(allocation.address, ()), profile.end_ns)
+        _set_shape_and_dtype(allocation, profile.uses.get(allocation.address, ()), profile.end_ns)
     return Recorded(allocations, profile.forward, retired)
 
 
-def _of_profile(profile: Profile, gone: Iterable[Gone], without: str | None) -> list[Allocation]:
+def _allocations_of_profile(profile: Profile, gone: Iterable[Gone], excluded_device: str | None) -> list[Allocation]:
     found: list[Allocation] = []
     alive: dict[tuple[str, int], Allocation] = {}
-    # At one time, what is gone comes before what takes its address.
-    steps: list[tuple[int, int, MemoryEvent | Gone]] = [(one.gone_ns, 0, one) for one in gone]
-    steps += [(one.time_ns, 1, one) for one in profile.memory if without is None or not one.device.startswith(without)]
-    for time_ns, _, one in sorted(steps, key=lambda step: step[:2]):
+    # At one time, a free comes before an allocation at the same address.
+    changes: list[tuple[int, int, MemoryEvent | Gone]] = [(one.gone_ns, 0, one) for one in gone]
+    changes += [
+        (one.time_ns, 1, one)
+        for one in profile.memory
+        if excluded_device is None or not one.device.startswith(excluded_device)
+    ]
+    for time_ns, _, one in sorted(changes, key=lambda change: change[:2]):
         key = ("cpu", one.address) if isinstance(one, Gone) else (one.device, one.address)
         before = alive.get(key)
         if before is not None and not (isinstance(one, Gone) and before.time_ns > one.seen_ns):
@@ -77,8 +81,8 @@ def _of_profile(profile: Profile, gone: Iterable[Gone], without: str | None) -> 
     return found
 
 
-def _describe(allocation: Allocation, uses: Iterable[TensorInput], end_ns: int) -> None:
-    """Shape and dtype, from the first use of the memory that covers it, or else from the first."""
+def _set_shape_and_dtype(allocation: Allocation, uses: Iterable[TensorInput], end_ns: int) -> None:
+    """Set shape and dtype from the first use of all bytes, or else the dtype from the first use."""
     end = end_ns if allocation.freed_ns is None else allocation.freed_ns
     first = None
     for use in uses:
@@ -92,7 +96,7 @@ def _describe(allocation: Allocation, uses: Iterable[TensorInput], end_ns: int) 
 
 
 class _Merge:
-    """Walks the run once, in order of time."""
+    """Merge of one run, in one pass in order of time."""
 
     def __init__(
         self, trace: Trace, marks: Marks, recorded: Recorded, sources: list[int], cublas: CublasWorkspace | None
@@ -106,22 +110,22 @@ class _Merge:
         self._lines = {line: index for index, line in enumerate(trace.sources)}
         self._phase = NONE
         self._modules: list[int] = []
-        # The driver's name of a stream -> its number in the trace; pools: the allocator's.
+        # The driver's stream handle -> number in the trace; the allocator's pool id -> number in the trace.
         self._streams = {DEFAULT_STREAM: 0}
         self._pools = {DEFAULT_POOL: 0}
         self._current = {EventKind.STREAM: 0, EventKind.POOL: 0}
-        # Storage -> the stream that stands for whatever its memory waits for, which no recording names.
-        self._awaited: dict[int, int] = {}
+        # Storage -> stream number for the unrecorded streams that the storage's memory waits for.
+        self._awaited_streams: dict[int, int] = {}
 
     def run(self) -> None:
         recorded, marks, events = self._recorded, self._marks, self.trace.events
-        claims = self._claims()
+        claims = self._find_claims()
         times: list[int] = []
         pending = sorted((time_ns, number) for number, time_ns in recorded.forward)
         places: dict[int, tuple[int, int]] = {}
         position = 0
         index_of: dict[int, int] = {}
-        for time_ns, kind, number in self._order():
+        for time_ns, kind, number in self._sort_events():
             while position < len(pending) and pending[position][0] <= time_ns:
                 places[pending[position][1]] = (len(events), self._modules[-1] if self._modules else NONE)
                 position += 1
@@ -143,14 +147,14 @@ class _Merge:
                 if not item.num_bytes or self._phase == NONE:
                     continue
                 self._switch_stream_and_pool(item)
-                index_of[number] = self._storage(item, places, claims.get(number, ()))
+                index_of[number] = self._append_storage(item, places, claims.get(number, ()))
                 events.append(Event(EventKind.ALLOC, index_of[number]))
             elif number not in index_of:
                 continue
             elif kind == _FREE_ORDER:
-                self._free(recorded.allocations[number], index_of[number])
+                self._append_free(recorded.allocations[number], index_of[number])
             else:
-                self._release(index_of[number])
+                self._append_release(index_of[number])
             times += [time_ns] * (len(events) - len(times))
         self.trace.ops, self.trace.sources = list(self._ops), list(self._lines)
         begin = times[0] if times else 0
@@ -159,8 +163,8 @@ class _Merge:
             event = bisect.bisect_right(times, time_ns) - 1
             self.trace.samples.append(Sample(event, (time_ns - begin) / 1e9, *counters))
 
-    def _order(self) -> list[tuple[int, int, int]]:
-        """Time, kind and number of all that happened, in order."""
+    def _sort_events(self) -> list[tuple[int, int, int]]:
+        """Return time, kind and number of all events, in order."""
         recorded, marks = self._recorded, self._marks
         order = [(mark.time_ns, _MARK_ORDER, number) for number, mark in enumerate(marks.marks)]
         order += [(time_ns, _RETIRE_ORDER, number) for number, (time_ns, _) in enumerate(recorded.retired)]
@@ -173,7 +177,7 @@ class _Merge:
         return sorted(order)
 
     def _switch_stream_and_pool(self, item: Allocation) -> None:
-        """Note that the next allocations are on the stream and from the pool of `item`."""
+        """Append changes of stream and pool, if any, to those of `item`."""
         if not is_gpu(item.device):
             return
         stream = self._streams.setdefault(item.stream, len(self._streams))
@@ -183,23 +187,23 @@ class _Merge:
                 self._current[kind] = number
                 self.trace.events.append(Event(kind, number))
 
-    def _free(self, item: Allocation, storage: int) -> None:
-        """Free it; if its memory is not free at once, a stream of its own is what it waits for."""
+    def _append_free(self, item: Allocation, storage: int) -> None:
+        """Append a free; memory that is not reusable at once waits for a stream of its own."""
         trace = self.trace
         if item.released_ns is not None:
-            self._awaited[storage] = _FIRST_AWAITED + len(self._awaited)
+            self._awaited_streams[storage] = _FIRST_AWAITED + len(self._awaited_streams)
             trace.events.append(Event(EventKind.USE, len(trace.uses)))
-            trace.uses.append(Use(storage, self._awaited[storage]))
+            trace.uses.append(Use(storage, self._awaited_streams[storage]))
         trace.events.append(Event(EventKind.FREE, storage))
 
-    def _release(self, storage: int) -> None:
+    def _append_release(self, storage: int) -> None:
         trace = self.trace
         trace.events.append(Event(EventKind.WAIT, len(trace.waits)))
-        done = StreamEvent(trace.device, self._awaited[storage], len(trace.events))
+        done = StreamEvent(trace.device, self._awaited_streams[storage], len(trace.events))
         trace.waits.append(Wait(by_host=True, done=(done,)))
 
-    def _claims(self) -> dict[int, list[Claim]]:
-        """Number of an allocation -> what it was claimed to be."""
+    def _find_claims(self) -> dict[int, list[Claim]]:
+        """Return the claims of each allocation, by the allocation's number."""
         by_address: dict[int, list[int]] = defaultdict(list)
         for number, allocation in enumerate(self._recorded.allocations):
             by_address[allocation.address].append(number)
@@ -212,7 +216,9 @@ class _Merge:
                     break
         return found
 
-    def _storage(self, item: Allocation, places: dict[int, tuple[int, int]], claims: list[Claim] | tuple[()]) -> int:
+    def _append_storage(
+        self, item: Allocation, places: dict[int, tuple[int, int]], claims: list[Claim] | tuple[()]
+    ) -> int:
         trace = self.trace
         index = len(trace.storages)
         module = self._modules[-1] if self._modules else NONE
@@ -224,10 +230,10 @@ class _Merge:
             # A backward operator belongs to the module whose forward it differentiates.
             forward_event, module = places[item.origin.sequence]
             source = self._module_sources[module] if module != NONE else NONE
-        # Measured on the CPU, all that the program does is on the device in question.
+        # In a run measured on the CPU, all tensors count as on the measured device.
         device = trace.device if is_gpu(item.device) or not is_gpu(trace.device) else HOST
         shape, dtype = item.shape, item.dtype
-        if self._modules:  # what a module makes and another model is given is no input
+        if self._modules:  # a tensor that a module makes is not an input
             claims = [claim for claim in claims if claim.owner.role is not Role.INPUT]
         if claims:
             claim = next((one for one in claims if one.owner.name), claims[0])
@@ -237,7 +243,7 @@ class _Merge:
                 device = HOST
         if shape is None:
             shape = (item.num_bytes,)
-        # What a handle keeps for good is no operator's result, of which something would become.
+        # Memory that a handle keeps until the end of the process is not an operator's result.
         workspace = None
         if self._cublas is not None and item.dtype is None and item.freed_ns is None and not claims:
             workspace = self._cublas.name(item.origin.op, item.num_bytes)
@@ -253,8 +259,8 @@ def merge(
 ) -> None:
     """Fill `trace`, which has its device, modules and sources, with events, storages, owners and samples.
 
-    `sources` has for each module of the trace the line of its forward, as an index of the trace's sources; `cublas` is
-    by what the workspaces of cuBLAS are known.
+    `sources` has for each module of the trace the line of its forward, as an index of the trace's sources; `cublas`
+    identifies the workspaces of cuBLAS.
     """
     trace.phases = list(marks.phases)
     _Merge(trace, marks, recorded, sources, cublas).run()

@@ -1,9 +1,9 @@
-"""Operators that torch's profiler saw in a run, and what was allocated and freed inside them.
+"""Operators that torch's profiler recorded in a run, and the allocations and frees inside them.
 
-The profiler's tree of events (torch/csrc/profiler/collection.h) has an `Allocation` for every allocation and free in
-the threads that it watches, with address and bytes, below the operators that asked; and for every operator the tensors
-that it was given, with their storage's address. A GPU's allocations outside everything that was recorded are not in it:
-an event without a parent is put into the tree only if its device is the CPU.
+The profiler's tree of events (torch/csrc/profiler/collection.h) has an `Allocation` with address and bytes for every
+allocation and free in the profiled threads, below the allocating operators; every operator has its input tensors, with
+their storage's address. GPU allocations outside all recorded events are missing: an event without a parent is put into
+the tree only if its device is the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Inside another operator these allocate on its behalf, or not at all.
+# Inside another operator, these operators allocate for the outer operator, or not at all.
 _FACTORIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -30,11 +30,11 @@ _ENGINE = "autograd::engine::evaluate_function"
 
 
 class OperatorOrigin(NamedTuple):
-    """The place in the program where memory was allocated or freed."""
+    """Operator and source line where memory was allocated or freed."""
 
-    op: str = ""  # the operator that it is for, as in `aten.mm`; empty outside operators
+    op: str = ""  # allocating operator, as in `aten.mm`; empty outside operators
     op_end_ns: int = 0  # when that operator returned; 0 outside operators
-    sequence: int = -1  # of the autograd node that is being differentiated; -1 outside backward passes
+    sequence: int = -1  # sequence number of the running autograd node; -1 outside backward passes
     # `file:line function` of the innermost line outside torch; None if no stacks were recorded.
     source: str | None = None
 
@@ -48,12 +48,12 @@ class MemoryEvent(NamedTuple):
     time_ns: int
     device: str
     address: int
-    num_bytes: int  # of its block; negative: it was freed
+    num_bytes: int  # bytes of the block; negative for a free
     origin: OperatorOrigin
 
 
 class TensorInput(NamedTuple):
-    """An operator was given a tensor."""
+    """Tensor that was an operator's input."""
 
     time_ns: int
     shape: tuple[int, ...]
@@ -63,17 +63,17 @@ class TensorInput(NamedTuple):
 
 @dataclass(slots=True)
 class Profile:
-    """All that the profiler saw of one run."""
+    """All events that the profiler recorded in one run."""
 
     memory: list[MemoryEvent] = field(default_factory=list)  # in order of time
-    uses: dict[int, list[TensorInput]] = field(default_factory=dict)  # of the storage at an address
+    uses: dict[int, list[TensorInput]] = field(default_factory=dict)  # inputs by storage address
     # Sequence number and time of operators that autograd differentiates, ascending by number.
     forward: list[tuple[int, int]] = field(default_factory=list)
     end_ns: int = 0  # when the run ended
 
 
 def read_events(tree: list[Any], end_ns: int) -> Profile:
-    """Read what the profiler saw until `end_ns`, of `kineto_results.experimental_event_tree()`."""
+    """Return the profiler's events until `end_ns`, from `kineto_results.experimental_event_tree()`."""
     memory: list[MemoryEvent] = []
     uses: dict[int, list[TensorInput]] = defaultdict(list)
     forward: list[tuple[int, int]] = []
@@ -82,12 +82,12 @@ def read_events(tree: list[Any], end_ns: int) -> Profile:
         node, ops, sequence, source = stack.pop()
         kind = node.typed[0].name
         if kind == "Allocation":
-            fields, origin = node.extra_fields, _origin(ops, sequence, source)
+            fields, origin = node.extra_fields, _find_origin(ops, sequence, source)
             memory.append(MemoryEvent(node.start_time_ns, str(fields.device), fields.ptr, fields.alloc_size, origin))
             continue
         if kind.startswith("Py"):
             caller = node.extra_fields.caller
-            if _is_program(caller.file_name):
+            if _is_program_file(caller.file_name):
                 source = f"{caller.file_name}:{caller.line_number} {caller.function_name}"
         if kind == "TorchOp":
             fields = node.extra_fields
@@ -97,7 +97,7 @@ def read_events(tree: list[Any], end_ns: int) -> Profile:
                 if fields.sequence_number >= 0 and sequence == -1:
                     forward.append((fields.sequence_number, node.start_time_ns))
                 for value in fields.inputs:
-                    _note_uses(value, node.start_time_ns, uses)
+                    _append_uses(value, node.start_time_ns, uses)
                 ops = (*ops, node)
         stack += [(child, ops, sequence, source) for child in reversed(node.children)]
     memory.sort(key=lambda seen: seen.time_ns)
@@ -105,33 +105,33 @@ def read_events(tree: list[Any], end_ns: int) -> Profile:
 
 
 def ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the last time of each sequence number, in their order.
+    """Return the last time of each sequence number, ascending by number.
 
-    An operator has the number that the next autograd node will take, so that those before the one that makes it (and
-    make none) have the same.
+    An operator has the number that the next autograd node gets, so that operators without a node before the node's
+    operator have the same number.
     """
     return sorted(dict(sorted(pairs)).items())
 
 
-def _origin(ops: tuple[Any, ...], sequence: int, source: str | None) -> OperatorOrigin:
-    """The innermost operator that computes something; the outermost if none does."""
+def _find_origin(ops: tuple[Any, ...], sequence: int, source: str | None) -> OperatorOrigin:
+    """Return the origin with the innermost operator that computes something, else with the outermost operator."""
     if not ops:
         return OperatorOrigin(sequence=sequence, source=source)
     op = next((op for op in reversed(ops) if op.name not in _FACTORIES), ops[0])
     return OperatorOrigin(op.name.replace("::", "."), op.end_time_ns, sequence, source)
 
 
-def _is_program(file_name: str) -> bool:
-    """The profiler names files from below the folder that they were imported from."""
+def _is_program_file(file_name: str) -> bool:
+    """Return whether a file belongs to the program; the profiler names files relative to the folder of their import."""
     if file_name.startswith("memprof/workload/"):
         return True
     return not file_name.startswith(("torch/", "memprof/", "<frozen", "<string>", "contextlib.py", "functools.py"))
 
 
-def _note_uses(value: Any, time_ns: int, uses: dict[int, list[TensorInput]]) -> None:
+def _append_uses(value: Any, time_ns: int, uses: dict[int, list[TensorInput]]) -> None:
     if isinstance(value, list):
         for part in value:
-            _note_uses(part, time_ns, uses)
+            _append_uses(part, time_ns, uses)
     elif hasattr(value, "storage_data_ptr") and value.storage_data_ptr:
         dtype, shape = value.dtype, tuple(value.sizes)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -140,14 +140,14 @@ def _note_uses(value: Any, time_ns: int, uses: dict[int, list[TensorInput]]) -> 
 
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep what the profiler's library writes, past Python, when it starts and stops: nothing goes to stderr inside."""
+    """Context manager: discard stderr, to which the profiler's C++ library writes at start and stop."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    saved_stderr = os.dup(2)
     try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, 2)
+        os.close(null_device)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)

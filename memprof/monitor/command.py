@@ -1,7 +1,8 @@
-"""The watched command: started as a shell would start it, and left alone.
+"""The watched command, started as a shell would start the command.
 
-It has our standard input, output and error, and our process group, so that keys pressed on the terminal reach it
-(Ctrl-C, Ctrl-\\, Ctrl-Z). What is sent to memprof alone is sent on. Its exit code becomes ours.
+The command has memprof's standard input, output and error and process group, so that keys pressed on the terminal reach
+the command (Ctrl-C, Ctrl-\\, Ctrl-Z). Signals sent to memprof alone are forwarded. The command's exit code becomes
+memprof's.
 """
 
 from __future__ import annotations
@@ -17,63 +18,64 @@ from collections.abc import Mapping, Sequence
 from memprof.device.processes import own_peak_bytes
 from memprof.errors import MemprofError
 
-# siginfo's si_code is this or below if a process sent the signal, and above if the kernel did (a terminal's keys).
-_FROM_A_PROCESS = 0
-_SENT_ON = ("SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+# siginfo's si_code: at most 0 if a process sent the signal, above 0 if the kernel did (a terminal's keys).
+_MAX_PROCESS_SI_CODE = 0
+_FORWARDED_SIGNALS = ("SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class CommandError(MemprofError):
-    """The command cannot be started; the exit codes are those of a shell."""
+    """Error: the command cannot be started; the exit codes are those of a shell."""
 
     exit_code = 127
 
 
 class NotExecutableError(CommandError):
-    """It is there and is no program."""
+    """Error: the command exists and is not executable."""
 
     exit_code = 126
 
 
 class Signals:
-    """Signals that end a program, held back and taken one by one: a context manager.
+    """Context manager: block the signals that end a program, and receive them one by one.
 
-    A signal that memprof was started to ignore (nohup, a job in the background) stays ignored, here and in the command.
+    A signal that memprof was started to ignore (nohup, a job in the background) stays ignored, in memprof and the
+    command.
     """
 
     def __init__(self) -> None:
-        names = [*_SENT_ON, "SIGTSTP", "SIGCHLD"]
+        names = [*_FORWARDED_SIGNALS, "SIGTSTP", "SIGCHLD"]
         numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-        self._taken = {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
-        self._taken.add(signal.SIGCHLD)
-        self._before: dict[int, object] = {}
-        self._mask: set[int | signal.Signals] | None = None  # what was blocked before `hold`
+        self._signals = {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+        self._signals.add(signal.SIGCHLD)
+        self._previous_handlers: dict[int, object] = {}
+        self._previous_mask: set[int | signal.Signals] | None = None  # signals that were blocked before `hold`
 
     def __enter__(self) -> Signals:
-        # A handler is reset in a started program, a blocked signal is not: it is blocked only once the command runs.
-        for number in self._taken - {signal.SIGCHLD}:
-            self._before[number] = signal.signal(number, lambda *_: None)
+        # A started program inherits blocked signals but not handlers: signals are blocked only once the command runs.
+        for number in self._signals - {signal.SIGCHLD}:
+            self._previous_handlers[number] = signal.signal(number, lambda *_: None)
         return self
 
     def hold(self) -> None:
-        """Hold signals from now on, until `wait` takes them."""
-        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, self._taken))
+        """Block the signals from now on; `wait` receives them."""
+        self._previous_mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, self._signals))
 
     def wait(self, seconds: float) -> signal.struct_siginfo | None:
-        """The next signal, or None after `seconds`."""
-        return signal.sigtimedwait(self._taken, max(seconds, 0.0))
+        """Return the next signal, or None after `seconds`."""
+        return signal.sigtimedwait(self._signals, max(seconds, 0.0))
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if self._mask is not None:
-            while kind is None and signal.sigtimedwait(self._taken, 0) is not None:
-                pass  # those that came too late for the command
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, before in self._before.items():
+        if self._previous_mask is not None:
+            while kind is None and signal.sigtimedwait(self._signals, 0) is not None:
+                pass  # signals after the command's end
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
+        for number, before in self._previous_handlers.items():
             signal.signal(number, before)  # type: ignore[arg-type]
 
 
 class RunningCommand:
-    """A command that runs; `environment` has variables beside our own.
-    Raises CommandError: there is no such program, or it cannot be run."""
+    """A running command; `environment` has variables in addition to memprof's own. Raises CommandError if there is no
+    such program, or the program cannot be run."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.text = shlex.join(arguments)
@@ -89,12 +91,12 @@ class RunningCommand:
 
     @property
     def exit_code(self) -> int | None:
-        """Return its exit code: None while it runs; 128 + n if signal n has killed it."""
+        """Return the command's exit code: None while the command runs; 128 + n if signal n has killed the command."""
         code = self._process.poll()
         return 128 - code if code is not None and code < 0 else code
 
     def ending(self) -> str:
-        """Return how it ended, in a few words."""
+        """Return how the command ended, in a few words."""
         code = self._process.poll()
         if code is None or code >= 0:
             return "still runs" if code is None else f"ended with exit code {code}"
@@ -102,21 +104,22 @@ class RunningCommand:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        why = "; if nobody did, the kernel may have run out of memory (see dmesg)" if -code == signal.SIGKILL else ""
-        return f"was killed by {name}{why}"
+        note = "; if nobody did, the kernel may have run out of memory (see dmesg)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{note}"
 
     def peak_resident_bytes(self) -> int:
-        """The most that the largest of its processes had, once it has ended; 0 where that is not known."""
+        """Return the peak resident bytes of the command's largest process, after its end; 0 where the peak is not
+        known."""
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
-        # Until it becomes another program, a started process counts our pages as its own. Not our own ru_maxrss: that
-        # has the pages of whoever started us in the same way.
-        ours = own_peak_bytes()
-        return peak if ours is not None and peak > ours else 0
+        # Until exec, a started process counts memprof's pages as its own. memprof's own ru_maxrss is not used: it
+        # includes the parent's pages in the same way.
+        own_peak = own_peak_bytes()
+        return peak if own_peak is not None and peak > own_peak else 0
 
     def pass_on(self, information: signal.struct_siginfo) -> None:
-        """Send a signal on that a process sent to us; what the terminal sends, the command has got itself."""
+        """Forward a signal that a process sent to memprof; the command itself receives the terminal's signals."""
         number = information.si_signo
-        if information.si_code <= _FROM_A_PROCESS and number not in (signal.SIGCHLD, signal.SIGTSTP):
+        if information.si_code <= _MAX_PROCESS_SI_CODE and number not in (signal.SIGCHLD, signal.SIGTSTP):
             self._process.send_signal(number)
 
 

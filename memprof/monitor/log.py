@@ -1,4 +1,4 @@
-"""The log of a watched command: CSV, each line written whole and at once, so that another program can follow it."""
+"""Log of a watched command: CSV, each line written whole and at once, so that programs can follow the file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FORM = FileKind("log", "--log", lambda begin, end: begin.startswith(b"time,elaps
 
 
 class Log:
-    """A CSV file that is begun anew, if one is given. It never raises: `note` says in one line what is wrong."""
+    """CSV file, truncated at the begin, or no file. Methods never raise: `note` describes errors in one line."""
 
     def __init__(self, file: Path | None, header: Sequence[str]) -> None:
         self._file = file
         self._descriptor = -1
-        self._missed = 0
+        self._num_missing_lines = 0
         self._error = ""
         if file is not None:
             try:
@@ -31,34 +31,34 @@ class Log:
             self._header: Sequence[str] | None = header
 
     def write(self, row: Sequence[object]) -> None:
-        """Append a line; where a disk is full, the next one is tried again."""
+        """Append a line; after an error (disk full), the next line is tried again."""
         if self._descriptor < 0:
             return
         lines = [row] if self._header is None else [self._header, row]
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(lines)
         try:
-            self._append(text.getvalue().encode())
+            self._write_all(text.getvalue().encode())
         except OSError as error:
-            self._missed += 1
+            self._num_missing_lines += 1
             self._error = error.strerror or str(error)
         else:
             self._header = None
 
-    def _append(self, data: bytes) -> None:
+    def _write_all(self, data: bytes) -> None:
         before = os.lseek(self._descriptor, 0, os.SEEK_CUR) if self._regular else 0
         written = 0
         try:
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
         except OSError:
-            if self._regular and written:  # half a line is worse than none
+            if self._regular and written:  # remove a partly written line
                 os.ftruncate(self._descriptor, before)
                 os.lseek(self._descriptor, before, os.SEEK_SET)
             raise
 
     def close(self) -> None:
-        """Close the file; some file systems say only now that it is not whole."""
+        """Close the file; some file systems report write errors only on close."""
         if self._descriptor >= 0:
             try:
                 os.close(self._descriptor)
@@ -68,8 +68,9 @@ class Log:
 
     @property
     def note(self) -> str:
-        """Return what is wrong; empty if nothing is."""
+        """Return a line on the error; empty if there was no error."""
         if not self._error:
             return ""
-        lines = f"; {self._missed} {'line is' if self._missed == 1 else 'lines are'} missing" if self._missed else ""
+        num_lines = self._num_missing_lines
+        lines = f"; {num_lines} {'line is' if num_lines == 1 else 'lines are'} missing" if num_lines else ""
         return f"log {self._file}: {self._error.lower()}{lines}"

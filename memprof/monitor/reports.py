@@ -1,4 +1,4 @@
-"""Reports of the probe inside the command's processes: received by a thread, kept by process until the next sample."""
+"""Reports of the probes in the command's processes: received by a thread, kept per process until the next sample."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from memprof.monitor.probe import python_path
 from memprof.monitor.probe.sitecustomize import INTERVAL, SOCKET
 from memprof.monitor.sample import Allocator
 
-_LARGEST = 1 << 16
-_LONGEST_FOLDER = 80
+_MAX_MESSAGE_BYTES = 1 << 16
+_MAX_FOLDER_BYTES = 80
 _END = b"end"
 
 
 @dataclass(slots=True)
 class _Counter:
-    """One cumulative counter: current value, the highest that it says, and the highest since the last sample."""
+    """One counter: current value, reported cumulative peak, peak since the last sample, highest value."""
 
     current: int = 0
     cumulative_peak: int = 0
@@ -31,14 +31,15 @@ class _Counter:
     highest: int = 0
 
     def add(self, current: int, cumulative_peak: int) -> None:
-        """Add a reading. A cumulative peak that has fallen was reset by the program, and says what was since."""
+        """Add a report. A lower cumulative peak than before means a reset by the program, and is the peak since that
+        reset."""
         new_peak = cumulative_peak if cumulative_peak != self.cumulative_peak else 0
         self.interval_peak = max(self.interval_peak, current, new_peak)
         self.highest = max(self.highest, current, cumulative_peak)
         self.current, self.cumulative_peak = current, cumulative_peak
 
     def next_interval(self) -> None:
-        """Begin the next interval: its peak starts at what is live now."""
+        """Begin the next interval, whose peak starts at the current value."""
         self.interval_peak = self.current
 
 
@@ -54,13 +55,13 @@ class _Device:
 
 @dataclass(slots=True)
 class Reporter:
-    """One process that has initialised CUDA."""
+    """One process that has initialized CUDA."""
 
     started: float
     rank: int | None
     devices: dict[int, _Device] = field(default_factory=dict)
-    heard: bool = True  # since the last sample
-    error: str = ""  # why its allocator can be read no more
+    heard: bool = True  # whether a message came since the last sample
+    error: str = ""  # why the allocator cannot be read any more
 
     def allocators(self) -> tuple[Allocator, ...]:
         """Return the allocators as of the last message."""
@@ -84,7 +85,7 @@ class Reporter:
         )
 
     def add(self, message: dict[str, Any]) -> None:
-        """Take a message in."""
+        """Add a message of the probe."""
         self.heard = True
         self.error = str(message.get("error", ""))
         for index, counters in message["devices"].items():
@@ -97,7 +98,7 @@ class Reporter:
             device.num_ooms = counters["num_ooms"]
 
     def next_interval(self) -> None:
-        """Begin the next interval, once the sample is taken."""
+        """Begin the next interval, after a sample."""
         self.heard = False
         for device in self.devices.values():
             device.allocated.next_interval()
@@ -105,7 +106,7 @@ class Reporter:
 
 
 class Reports:
-    """Listens to the probes of one command: a context manager."""
+    """Context manager: receive the reports of one command's probes."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
@@ -118,20 +119,20 @@ class Reports:
         self._folder = ""
         self._socket: socket.socket | None = None
         try:
-            # The address of a socket holds 107 bytes.
-            short = len(os.fsencode(tempfile.gettempdir())) < _LONGEST_FOLDER
-            self._folder = tempfile.mkdtemp(prefix="memprof-", dir=None if short else "/tmp")
-            listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            listening.bind(self._address)
-            self._socket = listening
+            # A Unix socket's address has at most 107 bytes.
+            is_short = len(os.fsencode(tempfile.gettempdir())) < _MAX_FOLDER_BYTES
+            self._folder = tempfile.mkdtemp(prefix="memprof-", dir=None if is_short else "/tmp")
+            receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            receiver.bind(self._address)
+            self._socket = receiver
         except (OSError, AttributeError) as error:
             self._note = f"allocator statistics cannot be received: {error}"
         return self
 
     def listen(self) -> None:
-        """Begin to take messages in. A thread begins here, with the signals that are blocked now."""
+        """Start the receiving thread, which inherits the currently blocked signals."""
         if self._socket is not None:
-            self._thread = threading.Thread(target=self._listen, args=(self._socket,), daemon=True)
+            self._thread = threading.Thread(target=self._receive_messages, args=(self._socket,), daemon=True)
             self._thread.start()
 
     def __exit__(self, *exc: object) -> None:
@@ -145,21 +146,21 @@ class Reports:
         return os.path.join(self._folder, "reports")
 
     def notes(self) -> list[str]:
-        """Why nothing can be heard, or an allocator cannot be read; empty if all is well."""
+        """Return errors that prevent reports, or reads of an allocator, one line each; empty without errors."""
         with self._lock:
             errors = sorted({reporter.error for reporter in self._reporters.values() if reporter.error})
         found = [f"the command's allocator cannot be read: {error}" for error in errors]
         return [self._note, *found] if self._note else found
 
     def environment(self) -> dict[str, str]:
-        """Return what the command's environment must have, beside what it is started with."""
+        """Return the variables that the command's environment needs for the probe."""
         if self._socket is None:
             return {}
         path = python_path(os.environ.get("PYTHONPATH"))
         return {"PYTHONPATH": path, SOCKET: self._address, INTERVAL: str(self._interval)}
 
     def drain(self) -> None:
-        """Return when everything that was sent until now has been taken in, and stop listening."""
+        """Wait until all messages sent so far are received, and stop listening."""
         if self._socket is None or self._thread is None or not self._thread.is_alive():
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
@@ -167,7 +168,8 @@ class Reports:
         self._thread.join()
 
     def collect(self) -> dict[int, tuple[bool, int | None, tuple[Allocator, ...]]]:
-        """By pid: whether it was heard of since the last call, its rank, and its allocators; begins a new interval."""
+        """Return by pid: whether a report came since the last call, the rank, and the allocators; begin
+        a new interval."""
         found = {}
         with self._lock:
             for pid, reporter in self._reporters.items():
@@ -175,18 +177,18 @@ class Reports:
                 reporter.next_interval()
         return found
 
-    def _listen(self, listening: socket.socket) -> None:
+    def _receive_messages(self, receiver: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while (data := listening.recv(_LARGEST)) != _END:
+            while (data := receiver.recv(_MAX_MESSAGE_BYTES)) != _END:
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not from a probe
-                    self._take(json.loads(data))
+                    self._add_message(json.loads(data))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _add_message(self, message: dict[str, Any]) -> None:
         pid, started = int(message["pid"]), float(message["started"])
         rank = message.get("rank")
         with self._lock:
             reporter = self._reporters.get(pid)
-            if reporter is None or reporter.started != started:  # the number may be used again, or the program replaced
+            if reporter is None or reporter.started != started:  # a reused pid, or a new program after exec
                 reporter = Reporter(started, int(rank) if rank and rank.isdecimal() else None)
                 self._reporters[pid] = reporter
             reporter.add(message)

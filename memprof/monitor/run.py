@@ -1,4 +1,4 @@
-"""Watching: start the command, take a sample every interval, show and log it, until the command ends."""
+"""Watch loop of `memprof monitor`: start the command; sample, show and log every interval until the command ends."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from memprof.monitor.sample import MonitorSample, Peaks, WatchedProcess, csv_hea
 
 
 class View(Protocol):
-    """A view of the samples (`memprof.report.terminal.monitor`)."""
+    """View of the samples (`memprof.report.terminal.monitor`)."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Show a sample."""
 
     def pause(self) -> None:
-        """The terminal is about to be given away (Ctrl-Z)."""
+        """Leave the terminal to other programs (Ctrl-Z)."""
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """Close the view with its last word."""
+        """Close the view and show the outcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorOutcome:
-    """The end of a watched command."""
+    """End of a watched command."""
 
-    # The command's own, 128 + n if signal n killed it; without one 0, 1 if there was no GPU to watch, or a signal's.
+    # The command's exit code, 128 + n if signal n killed it; without a command 0, 1 without a GPU, or the signal's.
     exit_code: int
-    command: str  # as a shell would take it; empty without one
+    command: str  # as a shell command line; empty without a command
     ending: str
     elapsed: float  # seconds
     peaks: Peaks
-    notes: tuple[str, ...]  # what could not be seen or written at the end, one line each
+    notes: tuple[str, ...]  # data that could not be read or written at the end, one line each
 
 
 def monitor(
@@ -54,10 +54,10 @@ def monitor(
     once: bool = False,
     open_nvml: Callable[[], Nvml] = Nvml,
 ) -> MonitorOutcome:
-    """Watch the GPUs, and a command if there is one, until it ends, or until a signal without one.
+    """Watch the GPUs and the command, if any, until the command ends; without a command, until a signal.
 
-    Every `interval` seconds a sample is shown, and written into the CSV file `log`; with `once` there is one. Raises
-    CommandError: the command cannot be started.
+    Every `interval` seconds a sample is shown, and written into the CSV file `log`; with `once` there is one sample.
+    Raises CommandError if the command cannot be started.
     """
     with ExitStack() as stack:
         reports = stack.enter_context(Reports(interval)) if arguments else None
@@ -68,7 +68,7 @@ def monitor(
         signals.hold()
         if reports is not None:
             reports.listen()
-        watch = _CommandWatch(stack.enter_context(open_nvml()), reports, command)
+        watch = _Sampler(stack.enter_context(open_nvml()), reports, command)
         first = watch.sample()
         gpus = [gpu.index for gpu in first.gpus]
         peaks = Peaks()
@@ -84,10 +84,10 @@ def monitor(
         record(first)
         stopped_by = 0
         if not once and (command is not None or first.gpus):
-            stopped_by = _loop(watch, command, signals, view, interval, record)
+            stopped_by = _record_until_end(watch, command, signals, view, interval, record)
         if reports is not None:
             reports.drain()
-            # What the command's last messages say of its peaks; it is gone, and its memory with it.
+            # A last sample with the peaks in the command's last messages; the command has ended.
             record(watch.sample())
             peaks.resident_bytes = max(peaks.resident_bytes, command.peak_resident_bytes() if command else 0)
         file.close()
@@ -100,64 +100,64 @@ def monitor(
     return outcome
 
 
-def _loop(
-    watch: _CommandWatch,
+def _record_until_end(
+    watch: _Sampler,
     command: RunningCommand | None,
     signals: Signals,
     view: View,
     interval: float,
     record: Callable[..., None],
 ) -> int:
-    """Record samples until the command has ended, or a signal came without one; return that signal."""
+    """Record samples until the command ends, or without a command until a signal; return that signal, or 0."""
     received = 0
 
-    def handle(information: signal.struct_siginfo) -> bool:
+    def handle(signal_info: signal.struct_siginfo) -> bool:
         nonlocal received
-        if information.si_signo == signal.SIGTSTP:
+        if signal_info.si_signo == signal.SIGTSTP:
             view.pause()
-            os.kill(os.getpid(), signal.SIGSTOP)  # it returns when continued
+            os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
             return True
         if command is not None:
-            command.pass_on(information)
+            command.pass_on(signal_info)
             return command.exit_code is not None
-        if information.si_signo != signal.SIGCHLD:
-            received = information.si_signo
+        if signal_info.si_signo != signal.SIGCHLD:
+            received = signal_info.si_signo
         return bool(received)
 
     due = now() + interval
     while True:
-        # Asked before each wait: of a command that ended before signals were held back, none comes.
+        # Checked before each wait: a command that ended before signals were blocked sends no SIGCHLD.
         if command is None or command.exit_code is None:
-            while (left := due - now()) > 0:
-                information = signals.wait(left)
-                if information is not None and handle(information):
+            while (remaining := due - now()) > 0:
+                signal_info = signals.wait(remaining)
+                if signal_info is not None and handle(signal_info):
                     break
         if received or (command is not None and command.exit_code is not None):
             return received
         record(watch.sample())
-        # At the beat of the first sample; a beat that was missed is left out.
+        # Samples are at multiples of the interval from the first sample; a missed time is skipped.
         due += interval
         if due < now():
             due = now() + interval
 
 
-class _CommandWatch:
-    """Puts samples together."""
+class _Sampler:
+    """Collector of samples of the GPUs and the command."""
 
     def __init__(self, nvml: Nvml, reports: Reports | None, command: RunningCommand | None) -> None:
         self._nvml = nvml
         self._reports = reports
         self._tree = ProcessTree(command.pid) if command is not None else None
-        self._began = now()
+        self._start_time = now()
         self._names: dict[int, str] = {}
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the beginning."""
-        return now() - self._began
+        """Return the seconds since the start."""
+        return now() - self._start_time
 
     def sample(self) -> MonitorSample:
-        """Return a sample of everything as of now."""
+        """Return a sample as of now."""
         reading = self._nvml.read()
         notes = [*reading.notes, *(note for gpu in reading.gpus for note in gpu.notes)]
         if self._reports is not None:
@@ -167,15 +167,15 @@ class _CommandWatch:
     def _processes(self) -> tuple[WatchedProcess, ...]:
         if self._tree is None or self._reports is None:
             return ()
-        told = self._reports.collect()
+        reports_by_pid = self._reports.collect()
         running = {process.pid: process for process in self._tree.read()}
         self._names |= {process.pid: process.name for process in running.values()}
         watched = []
-        # Those that have ended since the last sample and were heard of in between count once more.
-        for pid in sorted(running.keys() | {pid for pid, (heard, *_) in told.items() if heard}):
+        # Processes that sent a report and ended since the last sample count once more.
+        for pid in sorted(running.keys() | {pid for pid, (heard, *_) in reports_by_pid.items() if heard}):
             process = running.get(pid)
             name, resident = self._names.get(pid, f"process {pid}"), process.resident_bytes if process else 0
-            _, rank, allocators = told.get(pid, (False, None, ()))
+            _, rank, allocators = reports_by_pid.get(pid, (False, None, ()))
             peak = process.peak_resident_bytes if process else None
             watched.append(WatchedProcess(pid, name, resident, peak, rank, allocators))
         return tuple(watched)

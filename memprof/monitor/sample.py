@@ -1,9 +1,8 @@
-"""A sample of the GPUs and of a watched command at one moment. Plain data; all amounts are bytes.
+"""Sample of the GPUs and of a watched command at one moment. Plain data; all amounts are bytes.
 
-Allocated and reserved are those of torch's CUDA caching allocator (`torch.cuda.memory_stats`). Its counters have a
-highest value since the program began, or reset them, but none for the last second: where it rose, it is the highest of
-that second, exactly; where it did not, the second's highest lies below it, and `interval_peak` is the highest of ten
-readings.
+Allocated and reserved are counters of torch's CUDA caching allocator (`torch.cuda.memory_stats`). A counter has a peak
+since the program began or reset the peak, but no peak per sample: where the peak rose since the last sample,
+`interval_peak` is exact; where the peak did not rise, `interval_peak` is the highest of ten readings.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from memprof.trace.json_values import JsonValue
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """One process's CUDA allocator on one device."""
+    """CUDA allocator of one process on one device."""
 
     device: int  # CUDA's ordinal in that process
     name: str  # of the GPU; empty if torch does not say
     uuid: str  # of the GPU; empty if torch does not say
     total_bytes: int  # of the GPU; 0 if torch does not say
-    requested_bytes: int | None  # of living tensors, as requested; None on releases that do not count it
-    allocated_bytes: int  # of their blocks
+    requested_bytes: int | None  # requested bytes of live tensors; None where torch does not count them
+    allocated_bytes: int  # bytes of live blocks
     reserved_bytes: int  # held from the driver
     interval_peak_allocated_bytes: int  # the highest since the last sample
     interval_peak_reserved_bytes: int  # the highest since the last sample
     max_allocated_bytes: int  # the highest since the process began
     max_reserved_bytes: int  # the highest since the process began
-    num_alloc_retries: int = 0  # times that the GPU was full, and giving the cache back was enough
+    num_alloc_retries: int = 0  # allocations that succeeded after cached segments were released
     num_ooms: int = 0  # out-of-memory errors
 
 
@@ -41,21 +40,21 @@ class WatchedProcess:
 
     pid: int
     name: str
-    resident_bytes: int  # host memory, pages shared with other processes counted in full; 0 once it has ended
-    peak_resident_bytes: int | None  # the highest of that so far
-    rank: int | None = None  # of a distributed run (RANK), None if it has none or has not initialised CUDA
-    allocators: tuple[Allocator, ...] = ()  # of the devices that it has used
+    resident_bytes: int  # host memory, with shared pages in full; 0 after the process has ended
+    peak_resident_bytes: int | None  # the highest resident bytes so far
+    rank: int | None = None  # rank in a distributed run (RANK); None without a rank or before CUDA is initialized
+    allocators: tuple[Allocator, ...] = ()  # allocators of the devices that the process has used
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorSample(JsonValue):
-    """One moment."""
+    """State of the GPUs and the command at one moment."""
 
     time: float  # seconds since the epoch
     elapsed: float  # seconds since memprof began to watch
     gpus: tuple[NvmlGpu, ...] = ()
     processes: tuple[WatchedProcess, ...] = ()
-    notes: tuple[str, ...] = ()  # what cannot be seen, one line each
+    notes: tuple[str, ...] = ()  # data that cannot be read, one line each
 
     @property
     def allocators(self) -> tuple[Allocator, ...]:
@@ -64,11 +63,11 @@ class MonitorSample(JsonValue):
 
     @property
     def resident_bytes(self) -> int:
-        """Return the resident bytes of all processes together."""
+        """Return the sum of the resident bytes of all processes."""
         return sum(process.resident_bytes for process in self.processes)
 
     def total(self, name: str) -> int | None:
-        """A field of `Allocator` over all allocators; None if there is none."""
+        """Return the sum of the field `name` of `Allocator` over all allocators; None if there is no allocator."""
         return sum(getattr(allocator, name) for allocator in self.allocators) if self.allocators else None
 
     def by_command(self, gpu: NvmlGpu) -> int | None:
@@ -80,9 +79,9 @@ class MonitorSample(JsonValue):
 
 @dataclass(slots=True)
 class Peaks:
-    """The highest of a whole run: of the sum over all processes, of which each adds its own highest of the second.
+    """Peaks over a whole run, of sums over all processes; each process adds its own peak of the interval.
 
-    For one process that is exact; for several it is what they need if they reach their highest at the same moment.
+    For one process the peak is exact; for several, it assumes that the processes reach their peaks at the same time.
     """
 
     allocated_bytes: int | None = None
@@ -91,9 +90,9 @@ class Peaks:
     gpus: dict[int, int] = field(default_factory=dict)  # used bytes by NVML's index
 
     def add(self, sample: MonitorSample) -> None:
-        """Take a sample in."""
-        self.allocated_bytes = _highest(self.allocated_bytes, sample.total("interval_peak_allocated_bytes"))
-        self.reserved_bytes = _highest(self.reserved_bytes, sample.total("interval_peak_reserved_bytes"))
+        """Update the peaks from a sample."""
+        self.allocated_bytes = _max_known(self.allocated_bytes, sample.total("interval_peak_allocated_bytes"))
+        self.reserved_bytes = _max_known(self.reserved_bytes, sample.total("interval_peak_reserved_bytes"))
         if len(sample.processes) == 1:
             self.resident_bytes = max(self.resident_bytes, sample.processes[0].peak_resident_bytes or 0)
         self.resident_bytes = max(self.resident_bytes, sample.resident_bytes)
@@ -102,17 +101,17 @@ class Peaks:
                 self.gpus[gpu.index] = max(self.gpus.get(gpu.index, 0), gpu.used_bytes)
 
 
-def _highest(one: int | None, other: int | None) -> int | None:
+def _max_known(one: int | None, other: int | None) -> int | None:
     return max((amount for amount in (one, other) if amount is not None), default=None)
 
 
 def csv_header(gpu_indices: Iterable[int]) -> list[str]:
-    """The columns of a log for these GPUs."""
+    """Return the columns of a log for these GPUs."""
     return list(_columns(MonitorSample(0.0, 0.0), Peaks(), gpu_indices))
 
 
 def csv_row(sample: MonitorSample, peaks: Peaks, gpu_indices: Iterable[int]) -> list[object]:
-    """The values of those columns; what is not known is empty."""
+    """Return the values of the log's columns; empty strings for unknown values."""
     return ["" if value is None else value for value in _columns(sample, peaks, gpu_indices).values()]
 
 

@@ -1,6 +1,7 @@
-"""The probe in the Pythons that a program starts: `sitecustomize.py`, found by way of PYTHONPATH. It stands alone.
+"""Probe in the Python processes that a program starts: `sitecustomize.py`, found through PYTHONPATH.
 
-`memprof monitor` has it tell what the CUDA allocator holds; the virtual GPU, that no other process has a GPU.
+For `memprof monitor`, the probe reports the CUDA allocator's memory; for the virtual GPU, the probe refuses GPU use in
+other processes.
 """
 
 import os
@@ -9,5 +10,5 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def python_path(path: str | None) -> str:
-    """A PYTHONPATH with the probe before `path`; an empty entry would mean the working directory."""
+    """Return a PYTHONPATH with the probe before `path`; an empty entry would mean the working directory."""
     return os.pathsep.join([FOLDER, path]) if path else FOLDER

@@ -1,9 +1,9 @@
-"""In a process that a program on the virtual GPU has started: there is a GPU, and nobody can use it.
+"""Refusal of CUDA in a process that a program on the virtual GPU has started.
 
-The process knows nothing of the virtual GPU. On a machine without a GPU it would choose the CPU and do for real,
-unseen, what the program does on the GPU; on a machine with one it would use that. So it is told that there is a GPU,
-as it would be, and its first use is an error, which is told to the run that started it. A process that leaves CUDA
-alone is none the wiser. This stands alone, as sitecustomize.py does.
+Such a process has no virtual GPU. On a machine without a GPU the process would use the CPU, unseen, for work that
+belongs on the GPU; on a machine with a GPU, that GPU. So torch.cuda reports a GPU, and the first use of CUDA raises an
+error, which is reported to the run. A process that does not use CUDA is unaffected. Like sitecustomize.py, this file
+imports nothing of memprof.
 """
 
 import json
@@ -23,45 +23,45 @@ HINT = (
 
 
 def refuse(cuda: "Any", file: str, error: "Callable[[str], Exception]" = RuntimeError) -> None:
-    """Have `torch.cuda` (`cuda`) show a GPU, and raise `error` where it is used, as long as the run's `file` is there.
+    """Patch `cuda` (torch.cuda) to report a GPU, and to raise `error` on use, as long as the run's `file` exists.
 
-    `error` makes the error, of what it is to say.
+    `error` makes the exception from the message.
     """
     bindings = sys.modules["torch"]._C
 
-    def unless_over(name: str, value: "Any", owner: "Any" = cuda) -> None:
+    def patch_during_run(name: str, value: "Any", owner: "Any" = cuda) -> None:
         original = getattr(owner, name, None)
         if original is not None:
             setattr(owner, name, lambda: value() if os.path.exists(file) else original())
 
-    def use() -> None:
-        problem = f"not yet: {_line()} {WHAT}"
+    def refuse_use() -> None:
+        problem = f"not yet: {_find_program_line()} {WHAT}"
         report_refusal(file, problem, HINT)
         raise error(problem)
 
-    # What Python and C++ both call before they touch the GPU.
-    unless_over("_lazy_init", use)
-    unless_over("is_available", lambda: True)
-    unless_over("device_count", lambda: 1)
-    unless_over("is_initialized", lambda: False)
-    unless_over("_accelerator_getAccelerator", lambda: bindings.device("cuda"), bindings)
+    # Functions that Python and C++ call before any GPU use.
+    patch_during_run("_lazy_init", refuse_use)
+    patch_during_run("is_available", lambda: True)
+    patch_during_run("device_count", lambda: 1)
+    patch_during_run("is_initialized", lambda: False)
+    patch_during_run("_accelerator_getAccelerator", lambda: bindings.device("cuda"), bindings)
 
 
 def report_refusal(file: str, problem: str, hint: "str | None") -> None:
-    """Tell the run that this process was refused something."""
+    """Report to the run, in `file`, that an operation in this process was refused."""
     try:
-        # Not with "a", which would make the file of a run that is over.
-        opened = os.open(file, os.O_WRONLY | os.O_APPEND)
+        # Not with "a", which would create the file after the run's end.
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
     except OSError:
         return
     try:
-        os.write(opened, json.dumps([problem, hint]).encode() + b"\n")
+        os.write(descriptor, json.dumps([problem, hint]).encode() + b"\n")
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
-def _line() -> str:
-    """The line that runs now: `file:line function`, outside torch and memprof."""
+def _find_program_line() -> str:
+    """Return `file:line function` of the line that runs now, outside torch and memprof."""
     torch = os.path.dirname(sys.modules["torch"].__file__ or "")
     memprof = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     frame: Any = sys._getframe(1)

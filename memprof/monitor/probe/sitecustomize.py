@@ -1,20 +1,21 @@
-"""Runs in every Python that a command of `memprof monitor` starts, and tells memprof what its CUDA allocator holds.
+"""Probe in every Python that a command of `memprof monitor` starts: sends the CUDA allocator's counters to memprof.
 
-Also in those that a program on the virtual GPU starts: there it has no_gpu.py say that nobody can use the GPU, and
-memprof, if that can be imported, stand in for what the program imports there too.
+Also in each Python that a program on the virtual GPU starts: there the probe refuses CUDA (no_gpu.py), and installs
+memprof's stubs of packages, if memprof can be imported.
 
-Python imports a module of this name at start; memprof puts this folder at the head of PYTHONPATH. It must not be
-noticed:
+Python imports a module of this name at start; memprof puts this folder at the head of PYTHONPATH. The probe must not
+disturb the program:
 
-* it imports nothing that Python has not, and never torch: it waits until the program imports `torch.cuda`, and asks
-  torch to call it when the program initialises CUDA, as torch itself defers what needs CUDA (`torch.cuda._lazy_call`).
+* it imports only standard modules, never torch: it waits until the program imports `torch.cuda`, and registers a
+  callback for the program's initialization of CUDA, as torch itself defers CUDA calls (`torch.cuda._lazy_call`).
   Until then there is no thread, no file and no socket;
 * then a daemon thread reads `torch.cuda.memory_stats_as_nested_dict`, counters of the allocator, and never resets them:
   ten times a second at most, and sends them only when they have changed, in a datagram that never waits;
-* a process that is forked has no such thread, and tells nothing, until it starts a Python of its own;
-* a `sitecustomize` that it hides is run, and its folder leaves sys.path. PYTHONPATH stays, for processes started here.
+* a forked process has no such thread and sends nothing, until the process starts a Python of its own;
+* a `sitecustomize` hidden by the probe is run, and the probe's folder leaves sys.path. PYTHONPATH
+  stays, for child processes.
 
-It stands alone and may run in another, older Python than memprof.
+The file imports nothing of memprof and may run in another, older Python than memprof.
 """
 
 import os
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
 SOCKET = "MEMPROF_MONITOR_SOCKET"
 INTERVAL = "MEMPROF_MONITOR_INTERVAL"
 REFUSALS = "MEMPROF_REFUSALS"  # a file of the run that started this process
-STUBS = "MEMPROF_STUBS"  # packages that the run stands in for, where they are not installed
-# What a Python that was told to ignore its environment (-I, -E) finds there all the same, once the probe is in it.
+STUBS = "MEMPROF_STUBS"  # packages that the run replaces by stubs
+# The PYTHON* variables of a Python that ignores its environment (-I, -E), restored once the probe runs.
 HIDDEN = "MEMPROF_HIDDEN"
 SEPARATOR = "\x1f"
-_LONGEST_ERROR = 200
+_MAX_ERROR_LENGTH = 200
 _FOLDER = os.path.dirname(__file__)
 _STUBS = "memprof.stubs.finder"
 
 
-class _BeforeTorchCuda:
-    """Finds nothing itself: waits for the import of `torch.cuda`, and has `then(module)` called when it is done."""
+class _TorchCudaImportHook:
+    """Import hook that waits for the import of `torch.cuda`, and then calls `then(module)`."""
 
     def __init__(self, then: "Callable[[Any], None]") -> None:
         self._then = then
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        """Return what the other finders find of `torch.cuda`; None for all else."""
+        """Return the other finders' spec of `torch.cuda`; None for all other modules."""
         if name != "torch.cuda":
             return None
         spec = None
@@ -62,7 +63,7 @@ class _BeforeTorchCuda:
             return spec
 
         def exec_module(module: "ModuleType") -> None:
-            # The loader belongs to this module alone, and is as it was before the module can look at it.
+            # The loader belongs to this module alone, and is restored before the module can see it.
             del loader.exec_module
             execute(module)
             if self in sys.meta_path:
@@ -73,8 +74,8 @@ class _BeforeTorchCuda:
         return spec
 
 
-class _Stubs:
-    """Finds what no other finder does: once a package that is replaced by a stub is imported, memprof's finder does.
+class _StubFinder:
+    """Finder of last resort: on the import of a stubbed package, installs memprof's finder.
 
     A process that multiprocessing starts anew imports the program before it does its own part.
     """
@@ -83,7 +84,7 @@ class _Stubs:
         self._packages = packages
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        """Return None for all but these packages."""
+        """Return memprof's spec for stubbed packages, None for all other modules."""
         if name.partition(".")[0] not in self._packages:
             return None
         sys.meta_path.remove(self)
@@ -96,15 +97,15 @@ class _Stubs:
         return finder.find_spec(name, path, target)
 
 
-def _watch(cuda: "Any") -> None:
-    """Start when CUDA is initialised; on releases that cannot defer, start and wait."""
+def _start_on_cuda_init(cuda: "Any") -> None:
+    """Start the sender when CUDA is initialized; on releases that cannot defer, start at once and wait."""
     try:
-        cuda._lazy_call(lambda: _start(cuda))
-    except Exception:  # whatever it is, the program is not to fail of it
-        _start(cuda)
+        cuda._lazy_call(lambda: _start_sender(cuda))
+    except Exception:  # no error of the probe may end the program
+        _start_sender(cuda)
 
 
-def _start(cuda: "Any") -> None:
+def _start_sender(cuda: "Any") -> None:
     try:
         import atexit
         import threading
@@ -117,7 +118,7 @@ def _start(cuda: "Any") -> None:
 
 
 class _Sender:
-    """Reads the allocator's counters and sends them to memprof."""
+    """Sender of the allocator's counters to memprof."""
 
     def __init__(self, cuda: "Any", address: str) -> None:
         import json
@@ -125,12 +126,12 @@ class _Sender:
         import threading
         import time
 
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._cuda = cuda
         self._pid = os.getpid()
         self._encode = json.dumps
         self._sleep = time.sleep
-        self._pause = min(max(float(os.environ.get(INTERVAL, "1")) / 10, 0.01), 0.1)
+        self._interval = min(max(float(os.environ.get(INTERVAL, "1")) / 10, 0.01), 0.1)
         self._last: dict[int, Any] | None = None
         self._devices: dict[int, Any] = {}
         self._num_devices = -1
@@ -141,41 +142,41 @@ class _Sender:
         self._socket.setblocking(False)
 
     def run(self) -> None:
-        """The thread: until memprof has gone."""
+        """Send changed counters until memprof has gone; runs in a thread."""
         try:
-            while self._tell():
-                self._sleep(self._pause)
-        except Exception as error:  # torch refuses: an allocator of the program's own may have no counters
-            self._give_up(error)
+            while self._send_changes():
+                self._sleep(self._interval)
+        except Exception as error:  # an allocator of the program's own may have no counters
+            self._send_error(error)
         self._socket.close()
 
-    def _give_up(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST_ERROR]
+    def _send_error(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_ERROR_LENGTH]
         try:
             self._send(devices={}, gpus={}, error=text)
         except Exception:  # memprof has gone, or the program is at its end
             return
 
     def finish(self) -> None:
-        """Send at the program's end what the last tenth of a second did to the peaks."""
+        """Send the last counters at the program's end."""
         try:
             if os.getpid() == self._pid:
-                self._tell()
+                self._send_changes()
         except Exception:
             pass
         # Python would warn of a socket that is left open.
         self._socket.close()
 
-    def _tell(self) -> bool:
-        """Send what has changed; whether to go on."""
-        # At the end the thread may be halfway: its older counters must not be sent after the newest.
-        with self._turn:
-            counters = self._read()
+    def _send_changes(self) -> bool:
+        """Send changed counters; return whether memprof still receives."""
+        # At the end the thread may be sending: older counters must not be sent after the newest.
+        with self._lock:
+            counters = self._read_counters()
             if counters is None or counters == self._last:
                 return True
             try:
                 self._send(devices=counters, gpus=self._devices)
-            except BlockingIOError:  # memprof is behind: the counters are cumulative, the next message says as much
+            except BlockingIOError:  # memprof is behind: counters are cumulative, so the next message is enough
                 return True
             except OSError:
                 return False
@@ -185,7 +186,7 @@ class _Sender:
     def _send(self, **message: "Any") -> None:
         self._socket.sendto(self._encode(dict(self._identity, **message)).encode(), self._address)
 
-    def _read(self) -> "dict[int, Any] | None":
+    def _read_counters(self) -> "dict[int, Any] | None":
         cuda = self._cuda
         if not cuda.is_initialized():
             return None
@@ -206,10 +207,10 @@ class _Sender:
             counters[device]["num_alloc_retries"] = stats.get("num_alloc_retries", 0)
             counters[device]["num_ooms"] = stats.get("num_ooms", 0)
             if device not in self._devices:
-                self._devices[device] = self._describe(device)
+                self._devices[device] = self._describe_gpu(device)
         return counters
 
-    def _describe(self, device: int) -> "dict[str, Any]":
+    def _describe_gpu(self, device: int) -> "dict[str, Any]":
         try:
             found = self._cuda.get_device_properties(device)
             return {"name": found.name, "uuid": str(getattr(found, "uuid", "")), "total_bytes": found.total_memory}
@@ -217,8 +218,8 @@ class _Sender:
             return {}
 
 
-def _refuse(cuda: "Any") -> None:
-    """Write a refusal, without memprof, which may not be importable here."""
+def _refuse_cuda(cuda: "Any") -> None:
+    """Refuse CUDA with no_gpu.py, run by path because memprof may not be importable here."""
     import runpy
 
     runpy.run_path(os.path.join(_FOLDER, "no_gpu.py"), run_name="memprof.monitor.probe.no_gpu")["refuse"](
@@ -226,7 +227,7 @@ def _refuse(cuda: "Any") -> None:
     )
 
 
-def _begin() -> None:
+def _install() -> None:
     sys.path[:] = [folder for folder in sys.path if folder != _FOLDER]
     hidden = os.environ.pop(HIDDEN, None)
     if hidden is not None:
@@ -237,25 +238,27 @@ def _begin() -> None:
             os.environ[name] = value
     packages = os.environ.get(STUBS)
     if packages:
-        sys.meta_path.append(_Stubs(packages.split()))
-    asked = [then for name, then in ((SOCKET, _watch), (REFUSALS, _refuse)) if os.environ.get(name)]
-    if not asked:
+        sys.meta_path.append(_StubFinder(packages.split()))
+    callbacks = [
+        then for name, then in ((SOCKET, _start_on_cuda_init), (REFUSALS, _refuse_cuda)) if os.environ.get(name)
+    ]
+    if not callbacks:
         return
 
-    def imported(cuda: "Any") -> None:
-        for then in asked:
+    def run_callbacks(cuda: "Any") -> None:
+        for then in callbacks:
             then(cuda)
 
     loaded = sys.modules.get("torch.cuda")
     if loaded is not None:  # a .pth file has imported it
-        imported(loaded)
+        run_callbacks(loaded)
     else:
-        sys.meta_path.insert(0, _BeforeTorchCuda(imported))
+        sys.meta_path.insert(0, _TorchCudaImportHook(run_callbacks))
 
 
-# Only where Python imports it at its start, and not where a tool looks at it as a part of memprof.
+# Only where Python imports this file at its start, not where a tool imports it as a part of memprof.
 if __name__ == "sitecustomize":
-    _begin()
-    # The one that this hides, if there is one, takes its place; if not, `site` hears what it would have heard.
+    _install()
+    # The hidden sitecustomize, if any, takes this module's place; if there is none, `site` gets the usual ImportError.
     del sys.modules["sitecustomize"]
     __import__("sitecustomize")
