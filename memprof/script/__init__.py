@@ -1,4 +1,4 @@
-"""Scripts: the user's own program, found, run as `__main__`, and stopped when enough was seen."""
+"""Scripts: the user's own program, located, run as `__main__`, and stopped according to a rule."""
 
 from memprof.script.program import Program
 from memprof.script.stop import EndReason, ScriptOutcome, StopRule

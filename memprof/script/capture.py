@@ -32,30 +32,30 @@ from memprof.watch.program_code import is_program
 
 
 class _StopRecord:
-    """The record at the moment the script was stopped: what its clean-up does then is not part of the run."""
+    """Record of the moment when the script was stopped: the script's clean-up is not part of the run."""
 
     def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule, channel: Channel | None) -> None:
         self._device = device
         self._rule = rule
         self._channel = channel
-        self._held: list[int] = []  # bytes on the GPU at the end of each training step
-        self._due: float | None = None  # when the steps that were requested had ended
+        self._live_bytes: list[int] = []  # bytes on the GPU at the end of each training step
+        self._requested_end: float | None = None  # time at which the requested steps had ended
         self._events: int | None = None
         self._storages = 0
-        self._refused: Failure | None = None
-        self._positions: list[Position] = []  # in the program's loops, at ever fewer of its steps
-        # Training steps that the program makes in all, where it was stopped before.
+        self._failure: Failure | None = None
+        self._positions: list[Position] = []  # positions in the program's loops, at ever fewer steps
+        # Total training steps of the program, where it was stopped before its end.
         self.planned_steps: int | None = None
 
     @property
     def stopped(self) -> bool:
-        """Return whether it was, after its steps."""
+        """Return whether the script was stopped after its steps."""
         return self._events is not None
 
     def step(self, optimizer: object) -> None:
-        """See an optimizer make a step."""
+        """Record a step of `optimizer`, and stop the script if the rule says so."""
         completed = self._device.phases.completed
-        self._held += [self._device.held_bytes] * (completed - len(self._held))
+        self._live_bytes += [self._device.held_bytes] * (completed - len(self._live_bytes))
         if self._rule.steps is None:
             return
         if not self._positions or completed >= 2 * self._positions[-1].step:
@@ -63,43 +63,43 @@ class _StopRecord:
         if completed < self._rule.steps:
             return
         now = time.monotonic()
-        self._due = now if self._due is None else self._due
-        progress = RunProgress(completed, self._held, self._device.num_events, now - self._due)
+        self._requested_end = now if self._requested_end is None else self._requested_end
+        progress = RunProgress(completed, self._live_bytes, self._device.num_events, now - self._requested_end)
         try:
-            with self.noted():
+            with self.note_stop():
                 self._rule.after_step(progress, bool if self._channel is None else self._channel.agrees)
         except StopRun:
             self.planned_steps = planned_steps(self._positions, position(completed, sys._getframe(1)))
             raise
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note that the run ends where the script is stopped inside."""
+    def note_stop(self) -> Iterator[None]:
+        """Context manager: note the run's end if the body stops the script."""
         try:
             yield
         except StopRun as stop:
             if self._events is None and stop.why is EndReason.STEPS:
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
-                self._refused = self._device.refused if isinstance(self._device, VirtualGpu) else None
+                self._failure = self._device.refused if isinstance(self._device, VirtualGpu) else None
             raise
 
-    def noting(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
-        """Return `stop`, which then notes that the run ends."""
+    def wrap_stop(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
+        """Return a replacement for `stop` that also notes the run's end."""
 
-        def noted_stop(why: str) -> NoReturn:
-            with self.noted():
+        def stop_and_note(why: str) -> NoReturn:
+            with self.note_stop():
                 stop(why)
             raise AssertionError
 
-        return noted_stop
+        return stop_and_note
 
-    def cut(self, trace: Trace) -> None:
-        """Take away what came after."""
+    def truncate(self, trace: Trace) -> None:
+        """Remove all events and storages after the stop from `trace`."""
         events, storages = self._events, self._storages
         if events is None or trace.source != "simulated":
             return
-        trace.failure = self._refused
+        trace.failure = self._failure
         del trace.events[events:], trace.storages[storages:]
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < storages}
         trace.refused = [index for index in trace.refused if index < storages]
@@ -118,24 +118,24 @@ def capture_script(
     start: ProcessStart | None = None,
     channel: Channel | None = None,
 ) -> tuple[Trace, ScriptOutcome]:
-    """Run `program` on `device` until `rule` stops it, it ends, or it raises.
+    """Run `program` on `device` until `rule` stops the program, or the program ends or raises.
 
     Args:
-        device: what it finds as "cuda", or is measured on.
-        before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
-        worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
-        start: the process of the program that is run, if it was requested before.
-        channel: to the other ranks that run together with this one; it stops the script where they have ended.
+        device: the program's "cuda" device, or the device on which the run is measured.
+        before_forward: called with each model and the optimizers before an outermost call of the model.
+        worst_batch: feed the largest batch of each data loader first, and in all batches of the first two steps.
+        start: the process of the program to run, if it was resolved before.
+        channel: connection to the other ranks; stops the script where these have ended.
     """
     if isinstance(device, VirtualGpu):
         device.instead_of_another = "memprof run has made it: run this script with plain python instead"
-    seen = _StopRecord(device, rule, channel)
+    stop_record = _StopRecord(device, rule, channel)
     if channel is not None:
-        channel.stop = seen.noting(channel.stop)
-    device.phases.on_step = seen.step
+        channel.stop = stop_record.wrap_stop(channel.stop)
+    device.phases.on_step = stop_record.step
     device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
-    # What memprof has imported lives for good: the program's own garbage is found as fast as without it.
-    is_frozen = gc.get_freeze_count() > 0  # by whoever called this: it stays so
+    # memprof's imports stay live: frozen, they do not slow down the collection of the program's garbage.
+    is_frozen = gc.get_freeze_count() > 0  # frozen by the caller, who unfreezes
     gc.collect()
     if not is_frozen:
         gc.freeze()
@@ -150,10 +150,12 @@ def capture_script(
                 patches.set_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.building()
             outcome = _run(program, device, rule, handlers, start)
-            told = None if channel is None else channel.told
-            if seen.stopped or told is not None:  # whatever a program does that goes on after that
-                why = EndReason.STEPS if seen.stopped or told is None else EndReason(told)
-                outcome = ScriptOutcome(why, 0, kept=(outcome.kept, outcome.error), planned_steps=seen.planned_steps)
+            peer_reason = None if channel is None else channel.told
+            if stop_record.stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
+                why = EndReason.STEPS if stop_record.stopped or peer_reason is None else EndReason(peer_reason)
+                outcome = ScriptOutcome(
+                    why, 0, kept=(outcome.kept, outcome.error), planned_steps=stop_record.planned_steps
+                )
             error = outcome.error
         finally:
             patches.undo()
@@ -167,28 +169,29 @@ def capture_script(
     trace = device.trace
     if outcome.ended is EndReason.ERROR and trace.failure is not None and trace.failure.kind in NOT_SIMULATED:
         outcome = dataclasses.replace(outcome, ended=EndReason.NOT_SIMULATED)
-    full = is_caused_by_oom(error)
+    ran_out_of_memory = is_caused_by_oom(error)
     if isinstance(device, MeasuredDevice) and isinstance(error, (Exception, KeyboardInterrupt)):
         trace.failure = measured_failure(error, device.phase_of(error))
-        full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
-    seen.cut(trace)
-    if outcome.ended is EndReason.PEER:  # what that was is known once all have ended
+        ran_out_of_memory = trace.failure.kind is FailureKind.OUT_OF_MEMORY
+    stop_record.truncate(trace)
+    if outcome.ended is EndReason.PEER:  # the cause is known once all ranks have ended
         trace.failure = make_refusal("", None, None, trace.phases[-1])._replace(kind=FailureKind.OTHER_RANK)
-    elif outcome.ended is EndReason.INTERRUPTED and trace.failure is None:  # while it waited for another rank
+    elif outcome.ended is EndReason.INTERRUPTED and trace.failure is None:  # interrupted while waiting for another rank
         trace.failure = make_refusal("", None, None, trace.phases[-1])._replace(
             kind=FailureKind.INTERRUPTED, error=KeyboardInterrupt.__name__
         )
-    if outcome.ended is EndReason.EXIT and _was_last_refused(trace):
-        # Its own handler caught that, and it gave up.
+    if outcome.ended is EndReason.EXIT and _has_last_allocation_failed(trace):
+        # The program caught the out-of-memory error and exited.
         trace.refused.pop()
-        trace.ended_out_of_memory = full = True
-    if full:
+        trace.ended_out_of_memory = ran_out_of_memory = True
+    if ran_out_of_memory:
         outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, kept=outcome.kept)
     return trace, outcome
 
 
 def resolve_process(program: Program, place: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
-    """Return the process of `program` that is run, as its launcher says; UsageError: none such, or too few GPUs."""
+    """Return the process of `program` to run, as its launcher defines; raise UsageError for an unknown rank, or too few
+    GPUs."""
     if not program.has_launcher:
         return program.start(place)
     with VirtualGpu(gpu, gpus=place.gpus or 1, extensions=extensions()):
@@ -202,7 +205,7 @@ def _run(
     handlers: ExitHandlers,
     start: ProcessStart | None,
 ) -> ScriptOutcome:
-    """Run `program` until it ends, or until a thread of its own ends of what memprof raised."""
+    """Run `program` to its end, or until a thread of the program ends with an error of memprof."""
     if isinstance(device, MeasuredDevice):
         return program.run(rule, handlers, start)
     with stopping_from_threads() as stop:
@@ -215,8 +218,8 @@ def _run(
     return ScriptOutcome(EndReason.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
 
 
-def _was_last_refused(trace: Trace) -> bool:
-    """Return whether the last that was asked of the GPU was refused."""
+def _has_last_allocation_failed(trace: Trace) -> bool:
+    """Return whether the last GPU allocation failed."""
     for kind, ref in reversed(trace.events):
         if kind is EventKind.ALLOC and is_gpu(trace.storages[ref].device):
             return bool(trace.refused) and trace.refused[-1] == ref

@@ -1,8 +1,8 @@
-"""The exchange of ranks that run together: who contributes what, who waits for whom, and what can never come.
+"""Exchange between ranks that run together: contributions to collectives, waits, and detection of deadlocks.
 
-Plain rules without processes or time: `hear` is told what a rank says, and answers go out by `reply`. A rank waits at
-few places only (for a collective, a message, a key of a store, the others' steps), so that a deadlock is seen at once:
-nobody runs, and nobody can go on.
+Plain rules without processes or time: `hear` gets a rank's message, and answers go out by `reply`. A rank waits only in
+few places (for a collective, a message, a key of a store, the others' steps), so a deadlock is detected at once: no
+rank runs, and no rank can go on.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from memprof.trace.events import short_source
 from memprof.units import format_ranges
 from memprof.virtual.peers.channel import CollectiveCall, Payload
 
-PEER = "another rank"  # why a rank is stopped that has done nothing wrong itself
-STEPS = "steps"  # why all are stopped that have shown enough
-_ALIKE = "on GPUs this hangs or mixes up data: have all ranks of a group make the same calls in the same order"
-_HANGS = "on GPUs this hangs: have every rank of a group call it, or leave the group out that does not"
-_UNEVEN = (
+PEER = "another rank"  # reason to stop a rank without an error of its own
+STEPS = "steps"  # reason to stop all ranks after enough steps
+_DIFFERENT_CALLS_HINT = (
+    "on GPUs this hangs or mixes up data: have all ranks of a group make the same calls in the same order"
+)
+_MISSING_CALL_HINT = "on GPUs this hangs: have every rank of a group call it, or leave the group out that does not"
+_UNEVEN_CALLS_HINT = (
     "on GPUs this hangs: have every rank of a group call it as often; give all as many batches (drop_last), or train "
     "inside model.join()"
 )
 
 
 class _Waiting(NamedTuple):
-    """The event a rank waits for: `collect` a place, `receive` (source, tag, call), a `store`'s key, or a `step`."""
+    """Event that a rank waits for: `collect` a place, `receive` (source, tag, call), a `store`'s key, or a `step`."""
 
     what: str
     of: Any
@@ -36,9 +38,9 @@ class _Waiting(NamedTuple):
 
 
 class Exchange:
-    """The meeting of `ranks`. `reply` sends one an answer: a word (`go`, or `stop` with why), and what it requested.
+    """Meeting point of `ranks`. `reply` sends a rank an answer: a word (`go`, or `stop` with a reason) and data.
 
-    Each word that a rank may say has a method of its own (`_hear_call`, ...), hence their number.
+    Each kind of message has a method of its own (`_hear_call`, ...): hence the number of methods.
     """
 
     def __init__(self, ranks: Sequence[int], reply: Callable[[int, str, Any], None]) -> None:
@@ -46,52 +48,52 @@ class Exchange:
         self._ranks = tuple(ranks)
         self.running = set(ranks)
         self.waiting: dict[int, _Waiting] = {}
-        self.ended: dict[int, str] = {}  # how a rank is no longer there, as the end of a sentence
-        self.why: str | None = None  # why all are to end; None: they are not
-        self.problem: MemprofError | None = None  # what was found wrong between ranks
+        self.ended: dict[int, str] = {}  # how a rank has ended, as the end of a sentence
+        self.why: str | None = None  # reason to stop all ranks; None: they go on
+        self.problem: MemprofError | None = None  # error between ranks
         self._slots: dict[Any, dict[int, tuple[CollectiveCall, Payload]]] = defaultdict(dict)
-        self._taken: dict[Any, set[int]] = defaultdict(set)
+        self._collected_by: dict[Any, set[int]] = defaultdict(set)
         # By group, sender, receiver and tag.
-        self._mail: dict[tuple[Any, int, int, int], deque[tuple[CollectiveCall, Payload]]] = defaultdict(deque)
-        self._last: dict[int, CollectiveCall] = {}
-        self._keys: dict[str, bytes] = {}
+        self._messages: dict[tuple[Any, int, int, int], deque[tuple[CollectiveCall, Payload]]] = defaultdict(deque)
+        self._last_calls: dict[int, CollectiveCall] = {}
+        self._store: dict[str, bytes] = {}
 
     def hear(self, rank: int, what: str, *said: Any) -> None:
-        """Hear what a rank says; who can go on is told to."""
+        """Process the message `what` of a rank, and let waiting ranks go on where they can."""
         if self.why is not None:
             if what in ("collect", "receive", "store", "step"):
                 self._reply(rank, "stop", self.why)
             return
         getattr(self, f"_hear_{what}")(rank, *said)
-        self._let_ready_ranks_go()
+        self._resume_ready_ranks()
 
     def leave(self, rank: int, how: str) -> None:
-        """Note that a rank is no longer there: it has ended, by itself or not."""
+        """Record that a rank has ended, by itself or not."""
         self.running.discard(rank)
         self.waiting.pop(rank, None)
         self.ended[rank] = how
         if self.why is None:
-            self._let_ready_ranks_go()
+            self._resume_ready_ranks()
 
     def stop(self, why: str) -> None:
-        """End all: those that wait are told now, others when they ask."""
+        """Stop all ranks: waiting ranks now, other ranks at their next message."""
         self.why = self.why or why
         for rank in list(self.waiting):
-            self._let_go_on(rank, self.why, "stop")
+            self._resume(rank, self.why, "stop")
 
     def fail(self, problem: str, hint: str) -> None:
-        """End all, for something is wrong between ranks."""
+        """Stop all ranks because of an error between ranks."""
         if self.problem is None:
             self.problem = MemprofError(problem, hint=hint)
         self.stop(PEER)
 
     def go_on(self) -> None:
-        """Let those that wait for the others' steps make another."""
+        """Let the ranks that wait for the others' steps make another step."""
         for rank in [rank for rank, waiting in self.waiting.items() if waiting.what == "step"]:
-            self._let_go_on(rank, False)
+            self._resume(rank, False)
 
     def overdue(self, rank: int, seconds: float) -> None:
-        """End all, for a rank has waited for so long while others still run."""
+        """Stop all ranks because one has waited `seconds` while others still run."""
         others = "rank" + "s" * (len(self.running) > 1)
         self.fail(
             f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._waiting_text(rank)}, and {others} "
@@ -102,46 +104,46 @@ class Exchange:
     def _hear_call(self, rank: int, call: CollectiveCall, payload: Payload) -> None:
         slot = self._slots[call.place]
         slot[rank] = call, payload
-        self._last[rank] = call
+        self._last_calls[rank] = call
         if self._is_full(call):
-            self._check(slot)
+            self._compare_calls(slot)
 
     def _hear_collect(self, rank: int, place: Any) -> None:
         call, _ = self._slots[place][rank]
-        self._wait(rank, _Waiting("collect", place, call, call.line))
+        self._add_waiting(rank, _Waiting("collect", place, call, call.line))
 
     def _hear_send(self, rank: int, to: int, tag: int, call: CollectiveCall, payload: Payload) -> None:
-        self._mail[call.place[:2], rank, to, tag].append((call, payload))
-        self._last[rank] = call
+        self._messages[call.place[:2], rank, to, tag].append((call, payload))
+        self._last_calls[rank] = call
 
     def _hear_receive(self, rank: int, source: int | None, tag: int, call: CollectiveCall) -> None:
-        self._last[rank] = call
-        self._wait(rank, _Waiting("receive", (source, tag), call, call.line))
+        self._last_calls[rank] = call
+        self._add_waiting(rank, _Waiting("receive", (source, tag), call, call.line))
 
     def _hear_store(self, rank: int, operation: str, arguments: tuple[Any, ...], line: str) -> None:
-        keys, (key, *values) = self._keys, arguments
+        keys, (key, *values) = self._store, arguments
         if operation == "get" and key not in keys:
-            self._wait(rank, _Waiting("store", key, None, line))
+            self._add_waiting(rank, _Waiting("store", key, None, line))
             return
-        self._reply(rank, "go", _operate(keys, operation, key, *values))
+        self._reply(rank, "go", _apply_store_operation(keys, operation, key, *values))
 
     def _hear_step(self, rank: int, enough: bool) -> None:
-        self._wait(rank, _Waiting("step", enough, None, ""))
+        self._add_waiting(rank, _Waiting("step", enough, None, ""))
 
-    def _wait(self, rank: int, waiting: _Waiting) -> None:
+    def _add_waiting(self, rank: int, waiting: _Waiting) -> None:
         self.running.discard(rank)
         self.waiting[rank] = waiting
 
-    def _let_go_on(self, rank: int, answer: Any, word: str = "go") -> None:
+    def _resume(self, rank: int, answer: Any, word: str = "go") -> None:
         del self.waiting[rank]
         self.running.add(rank)
         self._reply(rank, word, answer)
 
-    def _let_ready_ranks_go(self) -> None:
-        """Let those go on that can; if nobody runs then, steps are agreed on, or nothing will ever come."""
+    def _resume_ready_ranks(self) -> None:
+        """Let the ranks go on that can; if no rank runs then, agree on steps, or report a deadlock."""
         for rank, waiting in list(self.waiting.items()):
             if self.why is None and waiting.what != "step":
-                self._try(rank, waiting)
+                self._try_to_resume(rank, waiting)
         if self.why is not None or self.running or not self.waiting:
             return
         steps = {rank: waiting.of for rank, waiting in self.waiting.items() if waiting.what == "step"}
@@ -152,36 +154,36 @@ class Exchange:
         else:
             for slot in list(self._slots.values()):
                 if self.why is None:
-                    self._check(slot)
+                    self._compare_calls(slot)
             if self.why is None:
-                self._deadlock()
+                self._fail_for_deadlock()
 
-    def _try(self, rank: int, waiting: _Waiting) -> None:
+    def _try_to_resume(self, rank: int, waiting: _Waiting) -> None:
         if waiting.what == "collect":
             if self._is_full(waiting.call):
                 slot = self._slots[waiting.of]
-                taken = self._taken[waiting.of]
+                taken = self._collected_by[waiting.of]
                 taken.add(rank)
-                self._let_go_on(rank, {number: payload for number, (_, payload) in slot.items()})
+                self._resume(rank, {number: payload for number, (_, payload) in slot.items()})
                 if len(taken) == len(slot):
-                    del self._slots[waiting.of], self._taken[waiting.of]
+                    del self._slots[waiting.of], self._collected_by[waiting.of]
         elif waiting.what == "receive":
             self._try_receive(rank, waiting)
-        elif waiting.of in self._keys:
-            self._let_go_on(rank, self._keys[waiting.of])
+        elif waiting.of in self._store:
+            self._resume(rank, self._store[waiting.of])
 
     def _try_receive(self, rank: int, waiting: _Waiting) -> None:
         source, tag = waiting.of
         call = waiting.call
         assert call is not None
         for sender in call.ranks if source is None else (source,):
-            mail = self._mail.get((call.place[:2], sender, rank, tag))
-            if mail:
-                sent, payload = mail.popleft()
+            messages = self._messages.get((call.place[:2], sender, rank, tag))
+            if messages:
+                sent, payload = messages.popleft()
                 if (sent.dtype, sent.gives) == (call.dtype, call.takes):
-                    self._let_go_on(rank, (sender, payload))
+                    self._resume(rank, (sender, payload))
                 else:
-                    self._differ(sender, sent, rank, call)
+                    self._fail_for_different_calls(sender, sent, rank, call)
                 return
 
     def _is_full(self, call: CollectiveCall | None) -> bool:
@@ -191,45 +193,51 @@ class Exchange:
     def _simulated_ranks(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._ranks]
 
-    def _check(self, slot: dict[int, tuple[CollectiveCall, Payload]]) -> None:
-        """Compare the calls once all are there that will be: so what is said does not depend on who came first."""
+    def _compare_calls(self, slot: dict[int, tuple[CollectiveCall, Payload]]) -> None:
+        """Compare the calls once all ranks' calls are there, so that the message does not depend on the order of
+        arrival."""
         lowest = min(slot)
         call = slot[lowest][0]
         for rank in sorted(slot):
             if slot[rank][0].key != call.key:
-                self._differ(lowest, call, rank, slot[rank][0])
+                self._fail_for_different_calls(lowest, call, rank, slot[rank][0])
                 return
         for at, giver in enumerate(call.ranks):
             for to, taker in enumerate(call.ranks):
                 if giver in slot and taker in slot and call.gives:
                     gives, takes = slot[giver][0], slot[taker][0]
                     if gives.gives[to] != takes.takes[at]:
-                        self._differ(giver, gives, taker, takes, f"{gives.gives[to]:,} against {takes.takes[at]:,}")
+                        self._fail_for_different_calls(
+                            giver, gives, taker, takes, f"{gives.gives[to]:,} against {takes.takes[at]:,}"
+                        )
                         return
 
-    def _differ(self, one: int, call: CollectiveCall, other: int, another: CollectiveCall, sizes: str = "") -> None:
+    def _fail_for_different_calls(
+        self, one: int, call: CollectiveCall, other: int, another: CollectiveCall, sizes: str = ""
+    ) -> None:
         (one, call), (other, another) = sorted([(one, call), (other, another)], key=lambda pair: pair[0])
         elements = f" ({sizes} elements)" if sizes else ""
         self.fail(
-            f"rank {one} calls {_text(call)}, and rank {other} {_text(another)}: these do not go together{elements}",
-            _ALIKE,
+            f"rank {one} calls {_format_call(call)}, and rank {other} {_format_call(another)}: "
+            f"these do not go together{elements}",
+            _DIFFERENT_CALLS_HINT,
         )
 
-    def _deadlock(self) -> None:
-        """Name the lowest rank whose others are elsewhere, and where these are."""
+    def _fail_for_deadlock(self) -> None:
+        """Report the lowest rank that waits for ranks elsewhere, and the places of these."""
         for rank in sorted(self.waiting):
-            missing = self._missing(rank)
+            missing = self._find_missing_ranks(rank)
             if missing:
                 absent = [self._absence_text(one) for one in missing[:3]]
                 more = f", and {len(missing) - 3} more" if len(missing) > 3 else ""
                 uneven = any(one in self.ended for one in missing)
                 self.fail(
                     f"rank {rank} waits for ever in {self._waiting_text(rank)}: {', '.join(absent)}{more}",
-                    _UNEVEN if uneven else _HANGS,
+                    _UNEVEN_CALLS_HINT if uneven else _MISSING_CALL_HINT,
                 )
                 return
 
-    def _missing(self, rank: int) -> list[int]:
+    def _find_missing_ranks(self, rank: int) -> list[int]:
         waiting = self.waiting[rank]
         if waiting.what == "collect":
             return [one for one in self._simulated_ranks(waiting.of[1]) if one not in self._slots[waiting.of]]
@@ -237,25 +245,25 @@ class Exchange:
         return [source] if source is not None else [one for one in self._ranks if one != rank]
 
     def _absence_text(self, rank: int) -> str:
-        last = self._last.get(rank)
+        last = self._last_calls.get(rank)
         if rank in self.ended:
-            after = f", after {_text(last)}" if last else " without a call"
+            after = f", after {_format_call(last)}" if last else " without a call"
             return f"rank {rank} {self.ended[rank]}{after}"
         return f"rank {rank} waits in {self._waiting_text(rank)}"
 
     def _waiting_text(self, rank: int) -> str:
         waiting = self.waiting[rank]
         if waiting.call is not None:
-            return _text(waiting.call)
+            return _format_call(waiting.call)
         return f"a store for {waiting.of!r} at {short_source(waiting.line)}"
 
 
-def _text(call: CollectiveCall) -> str:
+def _format_call(call: CollectiveCall) -> str:
     return f"{call.text} at {short_source(call.line)}"
 
 
-def _operate(keys: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:
-    """Do an operation on a store, whose keys begin with its name."""
+def _apply_store_operation(keys: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:
+    """Do an operation on a store whose keys begin with the store's name."""
     held = keys.get(key)
     if operation == "get":
         return held

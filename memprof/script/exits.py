@@ -1,4 +1,4 @@
-"""Handlers that the program registers with `atexit`: run at its own end, where its GPU still is, as they would be."""
+"""The program's `atexit` handlers, run at the program's end, when the GPU still exists."""
 
 from __future__ import annotations
 
@@ -18,53 +18,54 @@ _INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platli
 
 
 class ExitHandlers:
-    """Handlers that the program, or a library of its own, registers; `is_program` tells their code.
+    """Handlers that the program, or an installed library, registers; `is_program` recognizes such code.
 
-    What Python's own modules register is for this process, which has more to do: weakref's handler, run once, would be
-    the end of all finalizers.
+    Handlers of Python's own modules are left to this process, which goes on: weakref's handler would end all
+    finalizers.
     """
 
     def __init__(self, is_program: Callable[[CodeType], bool]) -> None:
         self._is_program = is_program
         self._handlers: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        self._dropped = False
+        self._skips_handlers = False
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patches (owner, name, replacement) that see them registered."""
-        original, forget = atexit.register, atexit.unregister
+        """Yield the patches (owner, name, replacement) that intercept registrations."""
+        original, original_unregister = atexit.register, atexit.unregister
 
         def register(function: Callable[..., Any], /, *args: Any, **options: Any) -> Callable[..., Any]:
-            if not self._is_own(sys._getframe(1).f_code):
+            if not self._is_program_code(sys._getframe(1).f_code):
                 return original(function, *args, **options)
             self._handlers.append((function, args, options))
             return function
 
         def unregister(function: Callable[..., Any], /) -> None:
             self._handlers = [handler for handler in self._handlers if handler[0] != function]
-            forget(function)
+            original_unregister(function)
 
         yield atexit, "register", register
         yield atexit, "unregister", unregister
 
     def drop(self) -> None:
-        """Run none: the program leaves by `os._exit`."""
+        """Run no handlers: the program exits by `os._exit`."""
         self._handlers.clear()
-        self._dropped = True
+        self._skips_handlers = True
 
     def run(self) -> SystemExit | None:
-        """Run them, the last first, with those that they register; return the end by `os._exit` in one, if any."""
-        self._dropped = False
+        """Run the handlers, the last first, also those registered meanwhile; return the SystemExit of an `os._exit`, if
+        any."""
+        self._skips_handlers = False
         while self._handlers:
             function, args, options = self._handlers.pop()
             try:
                 function(*args, **options)
             except BaseException as error:
-                if self._dropped and isinstance(error, SystemExit):
+                if self._skips_handlers and isinstance(error, SystemExit):
                     return error
                 print(f"Exception ignored in atexit callback: {function!r}", file=sys.stderr)  # noqa: T201
                 traceback.print_exc()
         return None
 
-    def _is_own(self, code: CodeType) -> bool:
+    def _is_program_code(self, code: CodeType) -> bool:
         file = code.co_filename
         return self._is_program(code) and (file.startswith(_INSTALLED) or not file.startswith(_STDLIB))

@@ -1,7 +1,7 @@
-"""Launchers (torchrun, accelerate, deepspeed): of what they start, one process is run in this process instead.
+"""Launchers (torchrun, accelerate, deepspeed): one of their processes is run in this process instead.
 
-A launcher's child would know nothing of the GPU that the run has. What its arguments mean is asked of the launcher's
-own parser where it is installed, on the GPUs that the run has: `--nproc_per_node gpu` is so many.
+A launcher's child process would not see the run's virtual GPU. The launcher's own parser, where installed, reads the
+arguments, on the run's GPUs: `--nproc_per_node gpu` means their number.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class ProcessSelection:
-    """The process that is run of all those of a program, and what it is given."""
+    """The process to run of all processes of a program, and the GPUs and machines of the program."""
 
-    rank: int | None = None  # None: the first, or what the environment says
+    rank: int | None = None  # None: the first, or RANK of the environment
     gpus: int | None = None  # on each machine; None: as many as the launcher starts processes there
     nodes: int | None = None  # machines; None: as many as the launcher takes, or one
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """One process: the program as `python` takes it, the variables of its environment, and its place among others."""
+    """One process: the program as `python` takes it, environment variables, rank, and number of processes."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,44 +42,45 @@ class ProcessStart:
     rank: int = 0
     gpus: int = 1  # on each machine
     nodes: int = 1
-    # Processes of the whole program, as far as that is said before it runs: else as many as there are GPUs.
+    # Processes of the whole program, if known before the run; else the number of GPUs.
     size: int = 1
 
 
-# Given its arguments, says what it starts; raises UsageError (no Python program, launcher not installed, fewer GPUs or
-# ranks than that takes), and SystemExit of the launcher's own parser.
+# Returns the process that a launcher's arguments start; raises UsageError (no Python program, launcher not installed,
+# too few GPUs or ranks), and SystemExit of the launcher's own parser.
 Launcher = Callable[[Sequence[str], ProcessSelection], ProcessStart]
-# Variables that say how many GPUs a process of several finds, the first that is there.
-_GPUS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+# Variables with the number of GPUs of a process; the first that is set counts.
+_COUNT_VARIABLES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
-# Variables that a launcher tells each process, and that scripts and init_process_group read.
-_TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Variables that a launcher sets in each process, and that scripts and init_process_group read.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torch/distributed/rendezvous.py, _env_error.
-_EXPECTED = re.compile(rf"environment variable ({'|'.join(_TOLD)}) expected, but not set")
+_MISSING_VARIABLE = re.compile(rf"environment variable ({'|'.join(_RANK_VARIABLES)}) expected, but not set")
 
 
 def find_missing_variable(error: BaseException | None) -> str:
-    """Return the variable of a launcher's for whose lack `error` was raised; empty if it was not."""
-    if isinstance(error, KeyError) and error.args and error.args[0] in _TOLD:
+    """Return the launcher's variable whose absence raised `error`; empty for other errors."""
+    if isinstance(error, KeyError) and error.args and error.args[0] in _RANK_VARIABLES:
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-        of_environment = type(os.environ).__getitem__.__code__  # another dict may have such keys too
-        return str(error.args[0]) if codes and codes[-1] is of_environment else ""
-    found = _EXPECTED.search(str(error)) if isinstance(error, ValueError) else None
+        environ_getitem = type(os.environ).__getitem__.__code__  # another dict may have such keys too
+        return str(error.args[0]) if codes and codes[-1] is environ_getitem else ""
+    found = _MISSING_VARIABLE.search(str(error)) if isinstance(error, ValueError) else None
     return found[1] if found else ""
 
 
 def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: ProcessSelection) -> ProcessStart:
-    """Return a program that no launcher starts, by RANK and WORLD_SIZE of the environment; UsageError: no such rank."""
-    given = [int(os.environ[one]) for one in _GPUS if os.environ.get(one, "").isdigit()]
-    gpus = place.gpus or (given[0] if given else 1)
-    nodes = place.nodes or (-(-given[-1] // gpus) if given and place.gpus is None else 1)
-    size = given[-1] if given else gpus * nodes
+    """Return the start of a program without launcher, by RANK and WORLD_SIZE of the environment; UsageError: no such
+    rank."""
+    counts = [int(os.environ[one]) for one in _COUNT_VARIABLES if os.environ.get(one, "").isdigit()]
+    gpus = place.gpus or (counts[0] if counts else 1)
+    nodes = place.nodes or (-(-counts[-1] // gpus) if counts and place.gpus is None else 1)
+    size = counts[-1] if counts else gpus * nodes
     if place.rank is None:
         text = os.environ.get("RANK", "")
         return ProcessStart(name, arguments, is_module, {}, int(text) if text.isdigit() else 0, gpus, nodes, size)
     _check_rank(place.rank, size)
-    environment = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank % gpus)} if given else {}
+    environment = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank % gpus)} if counts else {}
     return ProcessStart(name, arguments, is_module, environment, place.rank, gpus, nodes, size)
 
 
@@ -89,16 +90,16 @@ def _check_rank(rank: int, size: int) -> None:
 
 
 class _StartedProcess:
-    """Process `place` of those a launcher starts on each machine; UsageError: too few GPUs, or no such rank."""
+    """Process `place` of those that a launcher starts on each machine; UsageError: too few GPUs, or no such rank."""
 
     def __init__(self, launcher: str, place: ProcessSelection, processes: Sequence[int]) -> None:
-        most = max(processes, default=0)
+        max_processes = max(processes, default=0)
         if min(processes, default=0) < 1:
             hint = "at least one process on each machine"
-            raise UsageError(f"{launcher} is to start nothing", value=f"{most} processes", hint=hint)
-        if place.gpus is not None and most > place.gpus:
-            problem = f"{launcher} is to start {most} processes on a machine with {place.gpus} of the GPUs"
-            raise UsageError(problem, value=f"--gpus {place.gpus}", hint=f"--gpus {most}, or leave it out")
+            raise UsageError(f"{launcher} is to start nothing", value=f"{max_processes} processes", hint=hint)
+        if place.gpus is not None and max_processes > place.gpus:
+            problem = f"{launcher} is to start {max_processes} processes on a machine with {place.gpus} of the GPUs"
+            raise UsageError(problem, value=f"--gpus {place.gpus}", hint=f"--gpus {max_processes}, or leave it out")
         if place.nodes is not None and place.nodes != len(processes):
             raise UsageError(
                 f"{launcher} is to start processes on {len(processes)} machines",
@@ -108,7 +109,7 @@ class _StartedProcess:
         self.size = sum(processes)
         self.rank = place.rank or 0
         _check_rank(self.rank, self.size)
-        self.gpus, self.nodes = place.gpus or most, len(processes)
+        self.gpus, self.nodes = place.gpus or max_processes, len(processes)
         self.local_rank, self.node = self.rank, 0
         while self.local_rank >= processes[self.node]:
             self.local_rank -= processes[self.node]
@@ -126,7 +127,7 @@ class _StartedProcess:
 
 
 def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tuple[Launcher, Sequence[str]] | None:
-    """Return the launcher that a module or command (bare, or in a bin folder) is, and its arguments, or None."""
+    """Return the launcher that a module or command (bare, or in a bin folder) is, with its arguments, or None."""
     if is_module:
         words = _MODULES.get(name)
     else:
@@ -141,17 +142,19 @@ def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tu
     return launcher, arguments[1:] if first else arguments
 
 
-def _torchrun(arguments: Sequence[str], place: ProcessSelection, module: str = "torch.distributed.run") -> ProcessStart:
+def _start_torchrun(
+    arguments: Sequence[str], place: ProcessSelection, module: str = "torch.distributed.run"
+) -> ProcessStart:
     run = importlib.import_module("torch.distributed.run")
     args = importlib.import_module(module).parse_args(list(arguments))
-    processes = _number("--nproc-per-node", args.nproc_per_node, run.determine_local_world_size)
-    nodes = _number("--nnodes", args.nnodes, lambda text: run.parse_min_max_nnodes(text)[1])
+    processes = _parse_number("--nproc-per-node", args.nproc_per_node, run.determine_local_world_size)
+    nodes = _parse_number("--nnodes", args.nnodes, lambda text: run.parse_min_max_nnodes(text)[1])
     started = _StartedProcess("torch.distributed.run", place, [processes] * nodes)
     local_rank = () if run.get_use_env(args) else (f"--local-rank={started.local_rank}",)
-    return started.start(args, _variables_of_torch(args, started), *local_rank)
+    return started.start(args, _make_torch_variables(args, started), *local_rank)
 
 
-def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
+def _parse_number(flag: str, text: str, read: Callable[[str], int]) -> int:
     try:
         return read(text)
     except (ValueError, RuntimeError) as error:
@@ -159,8 +162,9 @@ def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
         raise UsageError(problem, value=f"{flag} {text}", hint="a number, as torchrun --help has it") from error
 
 
-def _variables_of_torch(args: Any, started: _StartedProcess) -> dict[str, str]:
-    """Return those of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
+def _make_torch_variables(args: Any, started: _StartedProcess) -> dict[str, str]:
+    """Return one worker's variables (torch/distributed/elastic/agent/server/local_elastic_agent.py,
+    `_start_workers`)."""
     values = {
         **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
         "LOCAL_RANK": started.local_rank,
@@ -180,7 +184,7 @@ def _variables_of_torch(args: Any, started: _StartedProcess) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _accelerate(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
+def _start_accelerate(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
     try:
         launch = importlib.import_module("accelerate.commands.launch")
         utils = importlib.import_module("accelerate.utils.launch")
@@ -189,20 +193,20 @@ def _accelerate(arguments: Sequence[str], place: ProcessSelection) -> ProcessSta
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(arguments)))
     nodes = args.num_machines or 1
     started = _StartedProcess("accelerate launch", place, [max(args.num_processes // nodes, 1)] * nodes)
-    own_kind = args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu
-    if not own_kind and started.size > 1 and not args.cpu:
-        args.multi_gpu = own_kind = True  # as on a machine that has these GPUs
-    if not own_kind or args.cpu:
+    is_distributed = args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu
+    if not is_distributed and started.size > 1 and not args.cpu:
+        args.multi_gpu = is_distributed = True  # as on a machine that has these GPUs
+    if not is_distributed or args.cpu:
         return started.start(args, utils.prepare_simple_launcher_cmd_env(args)[1])
-    # accelerate has torch's launcher start these.
+    # accelerate starts these processes through torch's launcher.
     own = utils.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else utils.prepare_multi_gpu_env(args)
     of_torch = importlib.import_module("torch.distributed.run").get_args_parser().parse_args([args.training_script])
     of_torch.master_port = args.main_process_port or of_torch.master_port
-    return started.start(args, own | _variables_of_torch(of_torch, started))
+    return started.start(args, own | _make_torch_variables(of_torch, started))
 
 
-def _deepspeed(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
-    """Return what `deepspeed` is to start, by its arguments (deepspeed/launcher/runner.py of 0.17)."""
+def _start_deepspeed(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
+    """Return the process that `deepspeed` starts, by its arguments (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
         parser.add_argument(flag, default="")
@@ -214,18 +218,18 @@ def _deepspeed(arguments: Sequence[str], place: ProcessSelection) -> ProcessStar
     parser.add_argument("--num_nodes", default="1")
     parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1)
     parser.add_argument("--master_addr", default="")
-    _deepspeed_both(parser)
+    _add_common_arguments(parser)
     args = parser.parse_args(list(arguments))
     # NAME[:SLOT[,SLOT ...]][@...]: a name alone is all GPUs of the machine, of which there is one.
     included = args.include or args.i
     slots = [len(node.partition(":")[2].split(",")) for node in included.split("@") if included]
     nodes = abs(int(args.num_nodes.rpartition(":")[2]))
-    on_each = args.num_gpus if args.num_gpus > 0 else place.gpus or 1
-    return _deepspeed_start(args, _StartedProcess("deepspeed", place, slots or [on_each] * nodes))
+    gpus_per_node = args.num_gpus if args.num_gpus > 0 else place.gpus or 1
+    return _make_deepspeed_start(args, _StartedProcess("deepspeed", place, slots or [gpus_per_node] * nodes))
 
 
-def _deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
-    """Return what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
+def _start_deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
+    """Return the process that `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
         parser.add_argument(flag, type=int)
@@ -235,17 +239,17 @@ def _deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> Proces
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--world_info", required=True)
     parser.add_argument("--master_addr", default="127.0.0.1")
-    _deepspeed_both(parser)
+    _add_common_arguments(parser)
     args = parser.parse_args(list(arguments))
     try:
         gpus = json.loads(base64.urlsafe_b64decode(args.world_info))
         processes = list(map(len, gpus.values()))
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError("--world_info cannot be read", value=args.world_info, hint="it is base64 of JSON") from error
-    return _deepspeed_start(args, _StartedProcess("deepspeed.launcher.launch", place, processes))
+    return _make_deepspeed_start(args, _StartedProcess("deepspeed.launcher.launch", place, processes))
 
 
-def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master_port", default="29500")
     for flag in ("--module", "--no_python", "--no_local_rank"):
         parser.add_argument(flag, action="store_true")
@@ -253,7 +257,7 @@ def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
 
-def _deepspeed_start(args: argparse.Namespace, started: _StartedProcess) -> ProcessStart:
+def _make_deepspeed_start(args: argparse.Namespace, started: _StartedProcess) -> ProcessStart:
     environment = {
         "RANK": str(started.rank),
         "LOCAL_RANK": str(started.local_rank),
@@ -267,19 +271,19 @@ def _deepspeed_start(args: argparse.Namespace, started: _StartedProcess) -> Proc
     return started.start(args, environment, *(() if args.no_local_rank else (f"--local_rank={started.local_rank}",)))
 
 
-# Name of a command -> the launcher, and the first argument that makes it one.
+# Name of a command -> the launcher, and the first argument that selects the launcher.
 _COMMANDS: dict[str, tuple[Launcher, str]] = {
-    "torchrun": (_torchrun, ""),
-    "accelerate": (_accelerate, "launch"),
-    "accelerate-launch": (_accelerate, ""),
-    "deepspeed": (_deepspeed, ""),
+    "torchrun": (_start_torchrun, ""),
+    "accelerate": (_start_accelerate, "launch"),
+    "accelerate-launch": (_start_accelerate, ""),
+    "deepspeed": (_start_deepspeed, ""),
 }
 _MODULES: dict[str, tuple[Launcher, str]] = {
-    "torch.distributed.run": (_torchrun, ""),
-    "torch.distributed.launch": (functools.partial(_torchrun, module="torch.distributed.launch"), ""),
-    "accelerate.commands.launch": (_accelerate, ""),
-    "accelerate.commands.accelerate_cli": (_accelerate, "launch"),
-    "deepspeed": (_deepspeed, ""),
-    "deepspeed.launcher.runner": (_deepspeed, ""),
-    "deepspeed.launcher.launch": (_deepspeed_node, ""),
+    "torch.distributed.run": (_start_torchrun, ""),
+    "torch.distributed.launch": (functools.partial(_start_torchrun, module="torch.distributed.launch"), ""),
+    "accelerate.commands.launch": (_start_accelerate, ""),
+    "accelerate.commands.accelerate_cli": (_start_accelerate, "launch"),
+    "deepspeed": (_start_deepspeed, ""),
+    "deepspeed.launcher.runner": (_start_deepspeed, ""),
+    "deepspeed.launcher.launch": (_start_deepspeed_node, ""),
 }

@@ -1,8 +1,8 @@
-"""Training steps that a program will make, counted by the loops around its optimizer's step.
+"""Number of training steps that a program will make, computed from the loops around its optimizer's step.
 
-Only what the source says and its variables hold is used: `for` over something that has a length, and counters that are
-compared with a limit by the head of a `while` or by an `if` that leaves the loop. Where a loop has neither, nothing is
-known. No loop is gone through for this: an iterator would be used up.
+Only the source code and its variables' values are used: `for` over an object with a length, and counters that the head
+of a `while`, or an `if` that leaves the loop, compares with a limit. The number is unknown for other loops. No iterator
+is advanced, because that would consume it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from memprof.watch.program_code import is_program
 
 _Loop = ast.For | ast.AsyncFor | ast.While
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Names of functions that give what they are given one by one, and of progress bars, which do too.
-_PASSED_ON = frozenset({"enumerate", "reversed", "sorted", "list", "tuple", "iter", "tqdm"})
-# Of what leaves a loop where it holds: the side of the counter, and how far beyond the limit it has to come.
-_COUNTERS = {
+# Names of functions and progress bars that yield the items of their argument.
+_ITERATING_FUNCTIONS = frozenset({"enumerate", "reversed", "sorted", "list", "tuple", "iter", "tqdm"})
+# Comparison that ends a loop -> side of the counter, and distance beyond the limit at which the comparison is true.
+_END_COMPARISONS = {
     ast.Lt: ("right", 1), ast.LtE: ("right", 0), ast.Gt: ("left", 1), ast.GtE: ("left", 0), ast.Eq: ("left", 0),
 }  # fmt: skip
 _OPPOSITE: Mapping[type, type] = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
@@ -39,16 +39,16 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One way in which a loop ends."""
+    """One condition that ends a loop."""
 
-    total: int | None  # rounds in all, or the value of a counter; None: not known
-    done: int | None = None  # rounds that are over, or the counter's value now; None: not known
-    is_counter: bool = False  # it holds only where `done` is seen to grow, for a variable may count anything
+    total: int | None  # total rounds, or the counter's limit; None: unknown
+    done: int | None = None  # rounds done, or the counter's current value; None: unknown
+    is_counter: bool = False  # counts only if `done` grows between steps, because a variable may count anything
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop that a training step was made in: file and line, and the ways in which it ends."""
+    """Loop around a training step: file and line, and the conditions that end the loop."""
 
     place: tuple[str, int]
     bounds: tuple[Bound, ...] = ()
@@ -56,26 +56,27 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A program's position: the number of the training step that ended, and the loops around it, outermost first."""
+    """Position in a program: the number of the training step that ended, and the loops around it, outermost first."""
 
     step: int
     loops: tuple[Loop, ...]
 
 
 def position(step: int, frame: FrameType | None) -> Position:
-    """Read the loops around the line that `frame` is at, and around those that called it."""
+    """Return the position at `frame`: the loops around its current line, and around the lines of its callers."""
     loops: list[Loop] = []
-    while frame is not None and frame.f_code.co_filename != program.__file__:  # what runs the program is not its own
+    while frame is not None and frame.f_code.co_filename != program.__file__:  # memprof's frames are not the program's
         if is_program(frame.f_code):
-            loops[:0] = _loops_of(frame)
+            loops[:0] = _find_loops_around(frame)
         frame = frame.f_back
     return Position(step, tuple(loops))
 
 
 def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
-    """Estimate how many training steps the program makes in all, at most; None where its loops do not tell.
+    """Return an upper estimate of the program's total training steps; None if the loops do not determine a total.
 
-    `earlier` are positions at the ends of steps before, `now` the last. One step per round is the most.
+    `earlier` are positions at the ends of earlier steps, `now` the last position. At most one step per round is
+    assumed.
     """
     places = [loop.place for loop in now.loops]
     same = (one for one in earlier if places and [loop.place for loop in one.loops] == places)
@@ -86,17 +87,17 @@ def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
     totals = [bound.total for _, bound in bounds if bound.total]
     if len(totals) < len(bounds):
         return None
-    begun, _ = _share(totals, [done for done, _ in bounds])
-    gone, round_now = _share(totals, [bound.done for _, bound in bounds])
-    if gone > begun:
-        left = max(1 - gone - round_now, 0)
-        return now.step + round(left * (now.step - before.step) / (gone - begun))
+    earlier_fraction, _ = _compute_fractions(totals, [done for done, _ in bounds])
+    done_fraction, round_now = _compute_fractions(totals, [bound.done for _, bound in bounds])
+    if done_fraction > earlier_fraction:
+        remaining = max(1 - done_fraction - round_now, 0)
+        return now.step + round(remaining * (now.step - before.step) / (done_fraction - earlier_fraction))
     rounds = math.prod(totals)
     return rounds if rounds >= now.step else None
 
 
 def _earliest_bound(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
-    """Return what was over earlier, and the bound that ends a loop first; one that is not known where none is."""
+    """Return the earlier progress and the bound that ends a loop first; an unknown bound if there is none."""
     known = [
         (early.done, bound)
         for early, bound in zip(then.bounds, loop.bounds, strict=True)
@@ -105,26 +106,27 @@ def _earliest_bound(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
     return min(known, key=lambda one: (one[1].total or 0) - (one[1].done or 0), default=(None, Bound(None)))
 
 
-def _share(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, float]:
-    """Return what part of all rounds is over, as far inwards as that is known; and the part of this round."""
+def _compute_fractions(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, float]:
+    """Return the fraction of all rounds that is done, down to the innermost known loop, and the fraction
+    of this round."""
     share, part = 0.0, 1.0
-    for total, over in zip(totals, done, strict=True):
-        if over is None:
+    for total, num_done in zip(totals, done, strict=True):
+        if num_done is None:
             return share, 0.0
         part /= total
-        share += over * part
+        share += num_done * part
     return share, part
 
 
-def _loops_of(frame: FrameType) -> Iterator[Loop]:
-    """Yield the loops around the line that `frame` is at, in its own function."""
+def _find_loops_around(frame: FrameType) -> Iterator[Loop]:
+    """Yield the loops around the current line of `frame`, within the frame's function."""
     code = frame.f_code
     if code.co_name == "<lambda>":
         return
     linecache.checkcache(code.co_filename)  # another file may have had this name
-    loops = _loops_in("".join(linecache.getlines(code.co_filename, frame.f_globals)))
+    loops = _parse_loops("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     if loops is None or code.co_name in ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>"):
-        yield Loop((code.co_filename, frame.f_lineno))  # one that nothing is known of
+        yield Loop((code.co_filename, frame.f_lineno))  # a loop without known bounds
         return
     variables: Mapping[str, Any] | None = None
     here = (code.co_name, 0 if code.co_name == "<module>" else code.co_firstlineno)
@@ -132,12 +134,13 @@ def _loops_of(frame: FrameType) -> Iterator[Loop]:
         if function == here and first <= frame.f_lineno <= last:
             if variables is None:
                 variables = ChainMap(local_variables(frame), frame.f_globals)
-            yield Loop((code.co_filename, node.lineno), tuple(_bounds(node, variables)))
+            yield Loop((code.co_filename, node.lineno), tuple(_find_bounds(node, variables)))
 
 
 @functools.lru_cache(maxsize=16)
-def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
-    """Return a file's loops, outer first: name and line of the function around each, itself, its lines; or None."""
+def _parse_loops(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
+    """Return a file's loops, outer first: (name, line) of the enclosing function, loop, first and last
+    line; or None."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -156,127 +159,129 @@ def _loops_in(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] 
     return tuple(found) if tree.body else None
 
 
-def _bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
+def _find_bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
     if isinstance(loop, ast.While):
-        yield from _counters(loop.test, variables, leaves=False)
+        yield from _find_counters(loop.test, variables, leaves=False)
     else:
-        yield Bound(_rounds(loop.iter, variables), _rounds_over(loop.target, loop.iter, variables))
+        yield Bound(_count_rounds(loop.iter, variables), _count_done_rounds(loop.target, loop.iter, variables))
     for test in _tests_to_leave(loop.body, is_inner=False):
-        yield from _counters(test, variables, leaves=True)
+        yield from _find_counters(test, variables, leaves=True)
 
 
 def _tests_to_leave(body: Sequence[ast.stmt], *, is_inner: bool) -> Iterator[ast.expr]:
-    """Yield conditions of each `if` that leaves the loop with this body: by `break`, or inside by `return`."""
+    """Yield the condition of each `if` that leaves the loop with this body: by `break`, or in inner
+    loops by `return`."""
     for node in body:
         if isinstance(node, _Function | ast.ClassDef):
             continue
-        if isinstance(node, ast.If):  # what is in it may never be reached
-            if any(_leaves(one, is_inner=is_inner) for one in node.body):
+        if isinstance(node, ast.If):  # the inner statements may never run
+            if any(_leaves_loop(one, is_inner=is_inner) for one in node.body):
                 yield node.test
         else:
             yield from _tests_to_leave(getattr(node, "body", ()), is_inner=is_inner or isinstance(node, _Loop))
 
 
-def _leaves(node: ast.stmt, *, is_inner: bool) -> bool:
+def _leaves_loop(node: ast.stmt, *, is_inner: bool) -> bool:
     is_exit = (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name_of(node.value) in ("exit", "quit")
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in ("exit", "quit")
     )
     return is_exit or isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not is_inner)
 
 
-def _counters(test: ast.expr, variables: Mapping[str, Any], *, leaves: bool) -> Iterator[Bound]:
-    """Yield counters and limits of a condition at which a loop is left, or (`leaves` is False) goes on."""
-    # One of several is enough: to leave where it is `or`, to go on no longer where it is `and`.
+def _find_counters(test: ast.expr, variables: Mapping[str, Any], *, leaves: bool) -> Iterator[Bound]:
+    """Yield bounds for counters and limits in a condition that ends a loop, or (`leaves` is False)
+    continues the loop."""
+    # Each part of an `or` is enough to leave the loop, each part of an `and` to end the loop's condition.
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if leaves else ast.And):
         for part in test.values:
-            yield from _counters(part, variables, leaves=leaves)
+            yield from _find_counters(part, variables, leaves=leaves)
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return
-    how: type | None = type(test.ops[0]) if leaves else _OPPOSITE.get(type(test.ops[0]))
-    if how not in _COUNTERS:
+    comparison: type | None = type(test.ops[0]) if leaves else _OPPOSITE.get(type(test.ops[0]))
+    if comparison not in _END_COMPARISONS:
         return
-    side, beyond = _COUNTERS[how]
-    left, right = _value(test.left, variables), _value(test.comparators[0], variables)
-    done, limit = (left, right) if side == "left" else (right, left)
+    side, excess = _END_COMPARISONS[comparison]
+    left_value, right = _evaluate(test.left, variables), _evaluate(test.comparators[0], variables)
+    done, limit = (left_value, right) if side == "left" else (right, left_value)
     # One bound for each condition, so that two readings of one loop have the same.
     is_known = _is_count(done) and _is_count(limit)
-    yield Bound(limit + beyond, done, True) if is_known else Bound(None, is_counter=True)
+    yield Bound(limit + excess, done, True) if is_known else Bound(None, is_counter=True)
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _name_of(call: ast.Call) -> str:
+def _called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """Return what an expression gives, without a call into the program but for lengths; None if that is not known."""
+def _evaluate(node: ast.expr, variables: Mapping[str, Any]) -> Any:
+    """Return the value of an expression, None if unknown; the only calls into the program are for lengths."""
     match node:
         case ast.Constant():
             return node.value
         case ast.Name():
             return variables.get(node.id)
         case ast.Attribute():
-            return inspect.getattr_static(_value(node.value, variables), node.attr, None)
+            return inspect.getattr_static(_evaluate(node.value, variables), node.attr, None)
         case ast.Subscript(slice=ast.Constant(value=key)):
-            whole = _value(node.value, variables)
+            whole = _evaluate(node.value, variables)
             return whole.get(key) if type(whole) is dict else None
         case ast.BinOp() if type(node.op) in _ARITHMETIC:
-            left, right = _value(node.left, variables), _value(node.right, variables)
-            if not (_is_count(left) and _is_count(right)) or (isinstance(node.op, ast.FloorDiv) and not right):
+            left_value, right = _evaluate(node.left, variables), _evaluate(node.right, variables)
+            if not (_is_count(left_value) and _is_count(right)) or (isinstance(node.op, ast.FloorDiv) and not right):
                 return None
-            return _ARITHMETIC[type(node.op)](left, right)
-        case ast.Call(args=[only], keywords=[]) if _name_of(node) == "len":
-            return _rounds(only, variables)
-        case ast.Call(args=[only], keywords=[]) if _name_of(node) == "int":
-            value = _value(only, variables)
+            return _ARITHMETIC[type(node.op)](left_value, right)
+        case ast.Call(args=[only], keywords=[]) if _called_name(node) == "len":
+            return _count_rounds(only, variables)
+        case ast.Call(args=[only], keywords=[]) if _called_name(node) == "int":
+            value = _evaluate(only, variables)
             return int(value) if isinstance(value, int | float) and abs(value) < 1e18 else None
     return None
 
 
-def _range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
-    """Return what `range(...)`, `trange(...)` or a progress bar around it gives; None if it is another expression."""
+def _evaluate_range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
+    """Return the range of `range(...)`, `trange(...)` or a progress bar around these; None for other expressions."""
     if not isinstance(node, ast.Call):
-        return _value(node, variables) if isinstance(_value(node, variables), range) else None
-    if _name_of(node) in ("tqdm", "list") and node.args:
-        return _range(node.args[0], variables)
-    given = [_value(one, variables) for one in node.args[:3]]
-    if _name_of(node) not in ("range", "trange") or not given or not all(map(_is_count, given)):
+        return _evaluate(node, variables) if isinstance(_evaluate(node, variables), range) else None
+    if _called_name(node) in ("tqdm", "list") and node.args:
+        return _evaluate_range(node.args[0], variables)
+    given = [_evaluate(one, variables) for one in node.args[:3]]
+    if _called_name(node) not in ("range", "trange") or not given or not all(map(_is_count, given)):
         return None
     return range(*given) if given[2:] != [0] else None
 
 
-def _rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    counted = _range(node, variables)
-    if counted is not None:
-        return len(counted)
+def _count_rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
+    rounds_range = _evaluate_range(node, variables)
+    if rounds_range is not None:
+        return len(rounds_range)
     if isinstance(node, ast.Call):
-        if _name_of(node) in _PASSED_ON and node.args:
-            return _rounds(node.args[0], variables)
-        if _name_of(node) == "zip" and node.args:
-            each = [_rounds(one, variables) for one in node.args]
+        if _called_name(node) in _ITERATING_FUNCTIONS and node.args:
+            return _count_rounds(node.args[0], variables)
+        if _called_name(node) == "zip" and node.args:
+            each = [_count_rounds(one, variables) for one in node.args]
             return None if None in each else min(one for one in each if one is not None)
         return None
-    value = _value(node, variables)
+    value = _evaluate(node, variables)
     if not isinstance(value, Sized):
         return None
     try:
         return len(value)
-    except Exception:  # the program's own method, which may raise anything, as a stream's does
+    except Exception:  # the program's own method may raise anything
         return None
 
 
-def _rounds_over(target: ast.expr, node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    """Return how many rounds of a `for` are over, by its variable that counts them."""
-    counted = _range(node, variables)
-    if counted is not None:
-        value = _value(target, variables)
-        return counted.index(value) if _is_count(value) and value in counted else None
-    if isinstance(node, ast.Call) and _name_of(node) == "enumerate" and isinstance(target, ast.Tuple):
+def _count_done_rounds(target: ast.expr, node: ast.expr, variables: Mapping[str, Any]) -> int | None:
+    """Return how many rounds of a `for` are done, by its counting variable."""
+    rounds_range = _evaluate_range(node, variables)
+    if rounds_range is not None:
+        value = _evaluate(target, variables)
+        return rounds_range.index(value) if _is_count(value) and value in rounds_range else None
+    if isinstance(node, ast.Call) and _called_name(node) == "enumerate" and isinstance(target, ast.Tuple):
         starts = [*node.args[1:], *(one.value for one in node.keywords)]
-        first = _value(starts[0], variables) if starts else 0
-        value = _value(target.elts[0], variables)
+        first = _evaluate(starts[0], variables) if starts else 0
+        value = _evaluate(target.elts[0], variables)
         return max(value - first, 0) if _is_count(value) and _is_count(first) else None
     return None

@@ -1,4 +1,4 @@
-"""The program that is run: a file or a module, as `python file args` and `python -m module args` run it."""
+"""The program to run: a file or a module, as in `python file args` and `python -m module args`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from memprof.script.exits import ExitHandlers
     from memprof.script.launchers import ProcessSelection, ProcessStart
 
-_OWN = str(Path(__file__).resolve().parent.parent) + os.sep
-_LAUNCH = (_OWN, runpy.__file__, "<frozen runpy>")
+_MEMPROF_DIR = str(Path(__file__).resolve().parent.parent) + os.sep
+_LAUNCH_FILES = (_MEMPROF_DIR, runpy.__file__, "<frozen runpy>")
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python program and its arguments, what it finds in `sys.argv[1:]`.
+    """A Python program and its arguments, its `sys.argv[1:]`.
 
     `name` is a file, a folder or archive with a `__main__.py`, or (`is_module`) a module that can be imported.
     """
@@ -40,12 +40,12 @@ class Program:
 
     @property
     def command(self) -> list[str]:
-        """Return it as one types it after `python`."""
+        """Return the program and arguments as typed after `python`."""
         return [*(("-m",) if self.is_module else ()), self.name, *self.arguments]
 
     def check(self) -> None:
         """Raise UsageError if there is no such program."""
-        if self._launcher():
+        if self._find_launcher():
             return
         if self.is_module:
             self._check_module()
@@ -61,56 +61,56 @@ class Program:
 
     @property
     def has_launcher(self) -> bool:
-        """Return whether a launcher (torchrun, accelerate, deepspeed) starts it."""
-        return self._launcher() is not None
+        """Return whether the program is a launcher (torchrun, accelerate, deepspeed)."""
+        return self._find_launcher() is not None
 
-    def _launcher(self) -> Any:
-        from memprof.script.launchers import find_launcher  # `memprof --help` is to start without argparse
+    def _find_launcher(self) -> Any:
+        from memprof.script.launchers import find_launcher  # imported here: `memprof --help` starts without argparse
 
         return find_launcher(self.name, self.arguments, is_module=self.is_module)
 
     def _check_module(self) -> None:
         sys.path.insert(0, os.getcwd())
         try:
-            found = _spec_of(self.name)
+            found = _find_spec(self.name)
         finally:
             sys.path.pop(0)
         if found is None:
             raise UsageError("no such module", value=self.name, hint="-m takes a name as `python -m` does")
-        inside = found.submodule_search_locations
-        if inside is not None and PathFinder.find_spec(f"{self.name}.__main__", inside) is None:
+        search_locations = found.submodule_search_locations
+        if search_locations is not None and PathFinder.find_spec(f"{self.name}.__main__", search_locations) is None:
             raise UsageError(
                 "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
             )
 
     def start(self, place: ProcessSelection | None = None) -> ProcessStart | ScriptOutcome:
-        """Return the one process of the program that is run, or how a launcher's own parser ended (`--help`).
+        """Return the one process of the program to run, or the outcome of a launcher's own parser (`--help`).
 
         Raises UsageError where there is no such process, or too few GPUs for it.
         """
         from memprof.script import launchers
 
         place = place or launchers.ProcessSelection()
-        launcher = self._launcher()
+        launcher = self._find_launcher()
         if launcher is None:
             return launchers.start_by_hand(self.name, self.arguments, self.is_module, place)
-        ask, arguments = launcher
+        resolve, arguments = launcher
         try:
-            found: ProcessStart = ask(arguments, place)
+            found: ProcessStart = resolve(arguments, place)
             Program(found.name, found.arguments, found.is_module).check()
             return found
         except UsageError:
             raise
         except BaseException as error:
-            return _ended_by(error)
+            return _make_outcome(error)
 
     def run(
         self, rule: StopRule, handlers: ExitHandlers | None = None, start: ProcessStart | None = None
     ) -> ScriptOutcome:
-        """Run it in this process to its end, or until `rule` stops it; nothing that it raises comes through.
+        """Run the program in this process to its end, or until `rule` stops it; all exceptions become outcomes.
 
-        Its own `handlers` for its end are run then; None: they are left to this process. `start` is the process that is
-        run, if it was requested before.
+        The program's exit `handlers` run at its end; None leaves them to this process. `start` is the process to run,
+        if it was resolved before.
         """
         environment = dict(os.environ)
         try:
@@ -126,7 +126,7 @@ class Program:
             os.environ.update(found.environment)
             return Program(found.name, found.arguments, found.is_module)._run(rule, handlers)
         except BaseException as error:
-            return _ended_by(error)
+            return _make_outcome(error)
         finally:
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]
@@ -143,29 +143,29 @@ class Program:
                         left = runpy.run_path(self.name, run_name="__main__")
                 outcome = ScriptOutcome(EndReason.EXIT, 0, kept=left)
             except BaseException as error:
-                outcome = _ended_by(error)
-            left_at_end = None if handlers is None else handlers.run()
-            if left_at_end is not None and outcome.ended is EndReason.EXIT:
-                outcome = _ended_by(left_at_end)
+                outcome = _make_outcome(error)
+            exit_in_handler = None if handlers is None else handlers.run()
+            if exit_in_handler is not None and outcome.ended is EndReason.EXIT:
+                outcome = _make_outcome(exit_in_handler)
             if os.getpid() != process:
                 _end_fork(outcome)
         return outcome
 
     @contextlib.contextmanager
     def _set_up_main(self, handlers: ExitHandlers | None) -> Iterator[None]:
-        """Set `sys.argv`, `sys.path` and the ways out of a process as the program is to find them."""
+        """Context manager: set `sys.argv`, `sys.path` and `os._exit` as the program expects them."""
         argv, path, leave = sys.argv, sys.path[:], os._exit
         process = os.getpid()
 
         def exit_now(status: int) -> NoReturn:
-            # In a thread nothing can be raised that ends the process: the parent of it says so (cli/child.py).
+            # No exception in a thread ends the process: its parent process reports the exit (cli/child.py).
             if os.getpid() != process or threading.current_thread() is not threading.main_thread():
                 leave(status)
             if handlers is not None:
                 handlers.drop()
             raise SystemExit(status)
 
-        sys.argv = ["-m" if self.is_module else self.name, *self.arguments]  # while packages around it are imported
+        sys.argv = ["-m" if self.is_module else self.name, *self.arguments]  # "-m" while parent packages are imported
         folder = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
         sys.path.insert(0, folder)
         try:
@@ -177,7 +177,8 @@ class Program:
 
 
 def _end_fork(outcome: ScriptOutcome) -> NoReturn:
-    """End a process that the program has forked where the program ends in it, as Python would, without a report."""
+    """End a process that the program has forked where the program ends in that process, as Python would, without a
+    report."""
     if outcome.error is not None:
         print_error(outcome.error)
     for stream in (sys.stdout, sys.stderr):
@@ -186,33 +187,37 @@ def _end_fork(outcome: ScriptOutcome) -> NoReturn:
     os._exit(outcome.exit_code)
 
 
-def _spec_of(name: str) -> ModuleSpec | None:
-    """Return where the module `name` is. The packages around it are not imported, as importlib.util.find_spec would:
-    they are the program's, which is to find its GPU and arguments."""
+def _find_spec(name: str) -> ModuleSpec | None:
+    """Return the spec of the module `name`, None if not found. Unlike importlib.util.find_spec, this does not import
+    parent packages: these are program code, which must run with its GPU and arguments."""
     first, *parts = name.split(".")
     try:
         found = importlib.util.find_spec(first)
     except (ImportError, ValueError, AttributeError):
         return None
     for number, part in enumerate(parts, 1):
-        inside = None if found is None else found.submodule_search_locations
-        found = None if inside is None or not part else PathFinder.find_spec(".".join((first, *parts[:number])), inside)
+        search_locations = None if found is None else found.submodule_search_locations
+        found = (
+            None
+            if search_locations is None or not part
+            else PathFinder.find_spec(".".join((first, *parts[:number])), search_locations)
+        )
     return found
 
 
-def _ended_by(error: BaseException) -> ScriptOutcome:
-    stop = _stop_behind(error)
+def _make_outcome(error: BaseException) -> ScriptOutcome:
+    stop = _find_stop(error)
     if stop is not None:
         return ScriptOutcome(stop.why, 0, kept=error)
     if isinstance(error, SystemExit):
-        return ScriptOutcome(EndReason.EXIT, _exit_code(error), kept=error)
+        return ScriptOutcome(EndReason.EXIT, _get_exit_code(error), kept=error)
     if isinstance(error, KeyboardInterrupt):
         return ScriptOutcome(EndReason.INTERRUPTED, 130, error)
     return ScriptOutcome(EndReason.NOT_SIMULATED if isinstance(error, MemprofError) else EndReason.ERROR, 1, error)
 
 
-def _stop_behind(error: BaseException) -> StopRun | None:
-    """Return the stop that `error` is, or that was on its way when the program's own clean-up raised `error`."""
+def _find_stop(error: BaseException) -> StopRun | None:
+    """Return the StopRun that `error` is, or that was being handled when the program's clean-up raised `error`."""
     seen: set[int] = set()
     step: BaseException | None = error
     while step is not None and id(step) not in seen:
@@ -223,8 +228,8 @@ def _stop_behind(error: BaseException) -> StopRun | None:
     return None
 
 
-def _exit_code(end: SystemExit) -> int:
-    """Return the code that the interpreter would: a message goes to stderr and is 1."""
+def _get_exit_code(end: SystemExit) -> int:
+    """Return the exit code as the interpreter would: a message goes to stderr, with code 1."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -240,7 +245,7 @@ def print_error(error: BaseException) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the program's own traceback, without the frames of what ran it."""
+    """Return the program's own traceback, without memprof's frames."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     pending, seen = [shown], set()
     while pending:
@@ -249,7 +254,7 @@ def error_text(error: BaseException) -> str:
             continue
         seen.add(id(one))
         one.stack = traceback.StackSummary.from_list(
-            [frame for frame in one.stack if not frame.filename.startswith(_LAUNCH)]
+            [frame for frame in one.stack if not frame.filename.startswith(_LAUNCH_FILES)]
         )
         pending += [other for other in (one.__cause__, one.__context__) if other is not None]
         pending += list(one.exceptions or ()) if hasattr(one, "exceptions") else []

@@ -1,8 +1,8 @@
-"""The processes of ranks that run together: forked here, each in a group of its own, and none of them left behind.
+"""Processes of ranks that run together: forked here, each in a process group of its own, with clean-up at the end.
 
-They are forked once torch is imported, so that what it takes is there once, and each has a line to this process, in
-which they meet (exchange.py). A process that is told to end has some seconds for it, and is killed then, with all that
-it has started; if this process ends, so do they.
+The processes are forked after torch is imported, so that torch's memory is shared, and each has a connection to this
+process, where the ranks exchange messages (exchange.py). A process that is stopped has some seconds to end, and is then
+killed with its children; if this process ends, the ranks' processes end too.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from memprof.virtual.subprocesses import refusal_file_prefix
 # Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp).
 LONGEST_WAIT = 600.0
-_OWN_ERROR = 3.0  # seconds that a rank which runs has to come to the error of another, or to hear of it
-_GRACE = 20.0  # seconds that a rank has to end when it is told to
-# Of host memory that a small rank takes for itself: the proportional set size of 16 of `fsdp2` of
-# tests/programs/parallel.py less that of 2, under torch 2.13.
+_ERROR_SECONDS = 3.0  # seconds for a running rank to react to another rank's error
+_EXIT_SECONDS = 20.0  # seconds for a rank to end after a stop
+# Host memory of a small rank: the proportional set size of 16 ranks of `fsdp2` of
+# tests/programs/parallel.py minus that of 2 ranks, per rank, under torch 2.13.
 RANK_BYTES = 106 << 20
-_IDLE = 1.0  # seconds of a processor that ranks use while they wait
-# Seconds that what a rank has started has to end once it is gone: so long Python's own process takes that unlinks what
-# is left in shared memory.
-_TIDIES = 2.0
+_IDLE_CPU_SECONDS = 1.0  # seconds of a processor that ranks use while they wait
+# Seconds for a rank's children to end after the rank: as long as Python's resource tracker takes to unlink
+# shared memory.
+_CLEANUP_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
-_INTERRUPTED = 130
+_INTERRUPTED_CODE = 130
 
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """The result of a process; its fields can be pickled."""
+    """Result of a rank's process; the fields can be pickled."""
 
     ended: EndReason
     exit_code: int
     result: Any = None
     said: str = ""  # a traceback, where it failed
-    # What memprof has to say: class, problem, value and hint.
+    # memprof's error: class, problem, value and hint.
     error: tuple[type[MemprofError], str, Any, str | None] | None = None
 
 
 def check_memory(number: int) -> None:
-    """Raise UsageError if so many processes do not fit this machine."""
+    """Raise UsageError if `number` processes do not fit this machine's host memory."""
     free = available_bytes()
     if free is not None and number * RANK_BYTES > free:
         raise UsageError(
@@ -72,22 +72,22 @@ def check_memory(number: int) -> None:
 
 
 class _Process:
-    """The process of one rank."""
+    """Process of one rank."""
 
     def __init__(self, rank: int, pid: int, line: Connection) -> None:
         self.rank, self.pid, self.line = rank, pid, line
         self.ran: RankResult | None = None
-        self.status: int | None = None  # how it ended, as `waitpid` has it; None: it has not been seen to
+        self.status: int | None = None  # status by `waitpid`; None: running
 
     def has_ended(self, *, wait: bool = False) -> bool:
-        """Return whether it is gone; its line may be open in a process that it has forked."""
+        """Return whether the process has ended; its connection may still be open in a forked child."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
             self.status = status if pid else None
         return self.status is not None
 
     def signal(self, number: int) -> None:
-        """Send a signal to it and all that it has started."""
+        """Send a signal to the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -100,36 +100,36 @@ def run_together(
     longest_wait: float = LONGEST_WAIT,
     step_wait: float = LONGEST_WAIT,
 ) -> tuple[dict[int, RankResult], MemprofError | None]:
-    """Run `body` in a process for each of `ranks`, which may talk to each other.
+    """Run `body` in a process for each of `ranks`, which can exchange messages.
 
     Args:
-        ranks: the numbers of those that run.
+        ranks: the ranks to run.
         size: ranks of the whole program.
-        body: what a process does, given its line to the others.
-        longest_wait: seconds that one may wait for another that runs.
-        step_wait: seconds after which one that has shown enough makes another step, for that which the others need.
+        body: function of a process, called with the channel to the others.
+        longest_wait: seconds that a rank may wait for another that runs.
+        step_wait: seconds after which a rank that waits at its last step makes another, which others may need.
 
     Returns:
-        What each released, and what was found wrong between them.
+        The result of each rank, and the error between ranks, if any.
     """
     processes: list[_Process] = []
-    ending = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         for rank in ranks:
-            ours, theirs = Pipe()
+            own_end, child_end = Pipe()
             sys.stdout.flush()
             sys.stderr.flush()
             with _block_sigterm():
                 pid = os.fork()
                 if pid == 0:
-                    for other in [one.line for one in processes] + [ours]:
+                    for other in [one.line for one in processes] + [own_end]:
                         other.close()
-                    _run_child(theirs, rank, ranks, size, body)
-                processes.append(_Process(rank, pid, ours))
-            theirs.close()
-            with contextlib.suppress(OSError):  # it may have done so itself, or be gone
+                    _run_child(child_end, rank, ranks, size, body)
+                processes.append(_Process(rank, pid, own_end))
+            child_end.close()
+            with contextlib.suppress(OSError):  # the child may have set its group, or have ended
                 os.setpgid(pid, pid)
-        return _serve(processes, longest_wait, step_wait)
+        return _exchange_until_end(processes, longest_wait, step_wait)
     finally:
         for process in processes:
             if not process.has_ended():
@@ -137,19 +137,20 @@ def run_together(
                 process.has_ended(wait=True)
             process.signal(signal.SIGTERM)
             process.line.close()
-        end = time.monotonic() + _TIDIES
-        while _any_lives({process.pid for process in processes}) and time.monotonic() < end:
+        end = time.monotonic() + _CLEANUP_SECONDS
+        while _has_live_process({process.pid for process in processes}) and time.monotonic() < end:
             time.sleep(0.02)
         for process in processes:
             process.signal(signal.SIGKILL)
             for left in Path(tempfile.gettempdir()).glob(f"{refusal_file_prefix(process.pid)}*"):
                 left.unlink(missing_ok=True)
-        signal.signal(signal.SIGTERM, ending)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 @contextlib.contextmanager
 def _block_sigterm() -> Iterator[None]:
-    """Let SIGTERM wait: what its handler raises in a function that runs at each fork, as logging's do, is lost."""
+    """Context manager: block SIGTERM. An exception of its handler in a function that runs at fork (logging's) would be
+    lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -168,12 +169,12 @@ def _run_child(
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         random.seed()
-        torch.set_num_threads(1)  # as torchrun has it; a pool of threads is not inherited
+        torch.set_num_threads(1)  # as torchrun sets it; a thread pool does not survive a fork
         channel = Channel(line, rank, ranks, size)
         channel.stop = _stop
 
         def end(number: int, frame: Any) -> NoReturn:
-            if os.getpid() != process:  # of the program's own, forked
+            if os.getpid() != process:  # a child that the program has forked
                 os._exit(128 + number)
             channel.told = PEER
             _stop(PEER)
@@ -181,15 +182,15 @@ def _run_child(
         signal.signal(signal.SIGTERM, end)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         ran = body(channel)
-        if os.getpid() == process:  # and no child that the program has forked
+        if os.getpid() == process:  # not in a child that the program has forked
             code = 0
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            for stream in (sys.stdout, sys.stderr):  # what it says next is its last word
+            for stream in (sys.stdout, sys.stderr):  # before the last message
                 with contextlib.suppress(Exception):
                     stream.flush()
             channel.tell("ended", ran)
-    except KeyboardInterrupt:  # before its program has begun, or after
-        code = _INTERRUPTED
+    except KeyboardInterrupt:  # before the program has begun, or after its end
+        code = _INTERRUPTED_CODE
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
@@ -203,7 +204,7 @@ def _stop(why: str) -> NoReturn:
     raise StopRun(EndReason(why))
 
 
-def _serve(
+def _exchange_until_end(
     processes: Sequence[_Process], longest_wait: float, step_wait: float
 ) -> tuple[dict[int, RankResult], MemprofError | None]:
     by_rank = {process.rank: process for process in processes}
@@ -215,27 +216,27 @@ def _serve(
         with contextlib.suppress(OSError):
             by_rank[rank].line.send_bytes(pickle.dumps((word, answer)))
 
-    quiet = _IdleTimer(processes)
+    idle_timer = _IdleTimer(processes)
     exchange = Exchange([process.rank for process in processes], reply)
-    deadlines = _deadlines(exchange, living)
+    deadlines = _signal_overdue(exchange, living)
     while living:
         try:
             for line in wait(list(living), timeout=1.0):
                 assert isinstance(line, Connection)
                 process = living[line]
-                quiet.over()
+                idle_timer.restart()
                 try:
-                    what, *said = pickle.loads(line.recv_bytes())
+                    kind, *said = pickle.loads(line.recv_bytes())
                 except (OSError, EOFError):
                     del living[line]
                     _handle_death(process, exchange)
                     continue
-                if what == "ended":
+                if kind == "ended":
                     del living[line]
                     process.ran = said[0]
                     _handle_end(process, said[0], exchange)
                 else:
-                    exchange.hear(process.rank, what, *said)
+                    exchange.hear(process.rank, kind, *said)
                     if process.rank in exchange.waiting:
                         since[process.rank] = time.monotonic()
             for line, process in list(living.items()):
@@ -250,7 +251,7 @@ def _serve(
                     exchange.go_on()
                 elif waiting.what != "step" and time.monotonic() - begun > longest_wait:
                     exchange.overdue(rank, longest_wait)
-            if exchange.why is None and quiet.lasts(longest_wait):
+            if exchange.why is None and idle_timer.is_idle_for(longest_wait):
                 exchange.fail(
                     f"no rank has done anything for {longest_wait / 60:.0f} minutes",
                     "see what they wait for: what other processes of the program would send does not come",
@@ -263,7 +264,7 @@ def _serve(
     return {process.rank: process.ran for process in processes if process.ran is not None}, exchange.problem
 
 
-def _any_lives(groups: Set[int]) -> bool:
+def _has_live_process(groups: Set[int]) -> bool:
     """Return whether any process of these groups runs; False where that cannot be known."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
@@ -274,31 +275,31 @@ def _any_lives(groups: Set[int]) -> bool:
 
 
 class _IdleTimer:
-    """Since when nobody has said or computed anything: ranks may wait for what is not seen here, such as a queue."""
+    """Timer of the time without messages and computation: ranks may wait for events not seen here, such as a queue."""
 
     def __init__(self, processes: Sequence[_Process]) -> None:
         self._processes = processes
         self._seconds = 0.0
         self._since = time.monotonic()
 
-    def over(self) -> None:
-        """Restart the wait: a rank has sent something."""
+    def restart(self) -> None:
+        """Restart the timer: a rank has sent a message."""
         self._since = time.monotonic()
 
-    def lasts(self, seconds: float) -> bool:
-        """Return whether it has lasted for so long."""
+    def is_idle_for(self, seconds: float) -> bool:
+        """Return whether the ranks have been idle for `seconds`."""
         if time.monotonic() - self._since < seconds:
             return False
-        used = sum(_processor_seconds(process.pid) for process in self._processes)
-        if used > self._seconds + _IDLE:
+        used = sum(_get_cpu_seconds(process.pid) for process in self._processes)
+        if used > self._seconds + _IDLE_CPU_SECONDS:
             self._seconds = used
-            self.over()
+            self.restart()
             return False
         return True
 
 
-def _processor_seconds(pid: int) -> float:
-    """Return what a process has used; 0 where that cannot be known."""
+def _get_cpu_seconds(pid: int) -> float:
+    """Return the processor seconds that a process has used; 0 where they are not known."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -307,12 +308,12 @@ def _processor_seconds(pid: int) -> float:
         return 0.0
 
 
-def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterator[None]:
-    """Tell those that do not hear that all are to end, and then kill them."""
+def _signal_overdue(exchange: Exchange, living: dict[Connection, _Process]) -> Iterator[None]:
+    """Signal the ranks that do not react to a stop, first SIGTERM, then SIGKILL; a generator, advanced periodically."""
     while exchange.why is None:
         yield
     is_wrong = exchange.problem or exchange.why == PEER
-    for number, seconds in ((signal.SIGTERM, _OWN_ERROR), (signal.SIGKILL, _GRACE)):
+    for number, seconds in ((signal.SIGTERM, _ERROR_SECONDS), (signal.SIGKILL, _EXIT_SECONDS)):
         end = time.monotonic() + (seconds if is_wrong else LONGEST_WAIT)
         while time.monotonic() < end:
             yield
@@ -333,13 +334,14 @@ def _handle_end(process: _Process, ran: RankResult, exchange: Exchange) -> None:
 def _handle_death(process: _Process, exchange: Exchange) -> None:
     process.has_ended(wait=True)
     code = os.waitstatus_to_exitcode(process.status or 0)
-    if code == _INTERRUPTED:
+    if code == _INTERRUPTED_CODE:
         exchange.stop(EndReason.INTERRUPTED.value)
     name = signal.Signals(-code).name if code < 0 else ""
-    how = f"was killed by {name}" if name else f"ended without a word, with exit code {code}"
+    ending_text = f"was killed by {name}" if name else f"ended without a word, with exit code {code}"
     if exchange.why is None:
         hint = "the kernel kills what takes the memory of others: run fewer ranks (--ranks 0,1), or one alone (--rank)"
         exchange.fail(
-            f"rank {process.rank} {how}", hint if name == "SIGKILL" else "run it alone: --rank " + str(process.rank)
+            f"rank {process.rank} {ending_text}",
+            hint if name == "SIGKILL" else "run it alone: --rank " + str(process.rank),
         )
-    exchange.leave(process.rank, how)
+    exchange.leave(process.rank, ending_text)

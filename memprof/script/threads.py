@@ -1,8 +1,8 @@
-"""Threads of the program's own: one that ends of what memprof raised ends the run.
+"""Threads of the program: a thread that ends with an error of memprof ends the run.
 
-It may train, and have shown enough; be refused memory, or what cannot be simulated; or be one that does not see the
-virtual GPU (threads that torch starts, or that were there before). The thread is gone then, and the program waits for
-what it was to make, or goes on without.
+The thread may have reached the last step of the run, have had an allocation refused or an operation that cannot be
+simulated, or not see the virtual GPU (threads that torch starts, or that were there before). Without the thread the
+program would wait for its result, or go on without.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from memprof.patching import Patch
 from memprof.script.stop import StopRun
 from memprof.watch.failure import KernelError, TracingError, is_caused_by_oom, is_missing_gpu_error
 
-_NOTE = (
+_OTHER_THREAD_NOTE = (
     "memprof: raised in {thread}, which does not see the virtual GPU: only threads that the program starts do.\n"
     "  hint:  have the thread make host tensors, and move them to the GPU where the program trains"
 )
 
 
 class ThreadWatch:
-    """Notes the first thread that ends of what memprof raised, and calls `stop`, which ends the program."""
+    """Watch for the first thread that ends with an error of memprof; calls `stop`, which ends the program."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
-        self.error: BaseException | None = None  # what that thread raised
+        self.error: BaseException | None = None  # the thread's exception
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patches (owner, name, replacement) that see threads die."""
+        """Yield the patches (owner, name, replacement) that see exceptions end threads."""
         original = threading.excepthook
 
-        def thread_died(args: threading.ExceptHookArgs) -> None:
+        def on_thread_error(args: threading.ExceptHookArgs) -> None:
             error = args.exc_value
             if isinstance(error, StopRun):
                 self._stop()
-            elif error is None or not _ends_the_run(error):
+            elif error is None or not _is_memprof_error(error):
                 original(args)
             elif self.error is None:
                 if is_missing_gpu_error(error):
                     thread = "another thread" if args.thread is None else f"thread {args.thread.name!r}"
-                    error.add_note(_NOTE.format(thread=thread))
+                    error.add_note(_OTHER_THREAD_NOTE.format(thread=thread))
                 self.error = error
                 self._stop()
 
-        yield threading, "excepthook", thread_died
+        yield threading, "excepthook", on_thread_error
 
 
-def _ends_the_run(error: BaseException) -> bool:
+def _is_memprof_error(error: BaseException) -> bool:
     refused = isinstance(error, (MemprofError, KernelError, TracingError))
     return refused or is_missing_gpu_error(error) or is_caused_by_oom(error)
