@@ -1,6 +1,6 @@
-"""Replacing attributes of others' modules and classes, and putting every one of them back.
+"""Replacement of attributes of other packages' modules and classes, and their restoration.
 
-`PatchSet` is the one way in which memprof does so; `Extension` is the form of each group of patches.
+`PatchSet` makes all patches of memprof; `Extension` is the form of each group of patches.
 """
 
 from __future__ import annotations
@@ -21,52 +21,53 @@ from typing import Any
 Patch = tuple[Any, str, Any]  # owner, name of the attribute, replacement
 
 _MISSING = object()
-# Name -> modules that were seen not to have it: thousands, and looking again at each run's ends would cost more than
-# all else that is done there.
-_WITHOUT: defaultdict[str, set[str]] = defaultdict(set)
+# Name -> modules without that name: thousands, and a new search at each run's begin and end would cost more than
+# all other work there.
+_MODULES_WITHOUT_NAME: defaultdict[str, set[str]] = defaultdict(set)
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """A finder for the front of `sys.meta_path`: modules are found by the others, and followed by what was added."""
+    """Import hook for the front of `sys.meta_path`: other finders find the modules; callbacks run after a module's
+    execution."""
 
     def __init__(self) -> None:
-        self._then: dict[str, list[Callable[[ModuleType], None]]] = {}
-        self._looking = False
+        self._callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
+        self._is_searching = False
 
-    def add(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        """Call `then` with the module `name` once it has run for the first time."""
-        self._then.setdefault(name, []).append(then)
+    def add(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        """Call `callback` with the module `name` once the module has first been executed."""
+        self._callbacks.setdefault(name, []).append(callback)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec that the other finders give, whose module calls the hook once it has run."""
-        if name not in self._then or self._looking:
+        """Return the other finders' spec, with a loader that runs the callbacks after the module's execution."""
+        if name not in self._callbacks or self._is_searching:
             return None
-        self._looking = True
+        self._is_searching = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._looking = False
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                for then in self._then[name]:
-                    then(module)
+                for callback in self._callbacks[name]:
+                    callback(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 class PatchSet:
-    """A context manager: attributes that are replaced inside, and put back, in reverse order, when it is left.
+    """Context manager: replaces attributes, and restores them in reverse order on exit.
 
-    Every one of them is put back, also if another cannot be.
+    All attributes are restored, even if the restoration of one fails.
     """
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._modules: set[str] = set()  # those that had been imported before anything was replaced
+        self._modules: set[str] = set()  # modules imported before the first patch
         self._hook: ImportHook | None = None
 
     def __enter__(self) -> PatchSet:
@@ -82,12 +83,12 @@ class PatchSet:
         setattr(owner, name, value)
 
     def set_all(self, patches: Iterable[Patch]) -> None:
-        """Replace these, one after the other: each is made when those before it are in place."""
+        """Apply `patches` one after the other; a lazy iterable sees the earlier patches in place."""
         for owner, name, value in patches:
             self.set(owner, name, value)
 
     def on_import(self, name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> None:
-        """Set `patches` of the module `name`: at once if it has been imported, else as soon as it has run."""
+        """Apply the patches of the module `name`: at once if the module has been imported, else after its execution."""
         if name in sys.modules:
             self.set_all(patches(sys.modules[name]))
             return
@@ -98,23 +99,23 @@ class PatchSet:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore inside what was replaced; afterwards all is as it is now."""
-        with contextlib.ExitStack() as back:  # one that cannot be put back keeps no other from it
+        """Context manager: restore the originals in the body, then reinstate the current patches."""
+        with contextlib.ExitStack() as restorations:  # one that cannot be put back keeps no other from it
             for owner, name, before, _ in reversed(self._undo):
-                back.callback(_put, owner, name, vars(owner).get(name, _MISSING))
-                _put(owner, name, before)
+                restorations.callback(_restore, owner, name, vars(owner).get(name, _MISSING))
+                _restore(owner, name, before)
             yield
 
     def undo(self, but_below: str = "") -> None:
-        """Put everything back, also in modules that were imported meanwhile and took a replacement for the original;
-        those whose file lies below the folder `but_below` keep what they took."""
+        """Restore all originals, also in modules that were imported since the first patch and refer to a replacement,
+        except modules with a file below the folder `but_below`."""
         hook, self._hook = self._hook, None
-        if hook in sys.meta_path:  # unless the program took it out
+        if hook in sys.meta_path:  # unless the program has removed the hook
             sys.meta_path.remove(hook)
         undo, self._undo = self._undo, []
-        with contextlib.ExitStack() as back:  # one that cannot be put back keeps no other from it
+        with contextlib.ExitStack() as restorations:  # one that cannot be put back keeps no other from it
             for owner, name, before, _ in undo:
-                back.callback(_put, owner, name, before)
+                restorations.callback(_restore, owner, name, before)
             originals: dict[int, Any] = {}
             for _, _, before, value in undo:
                 if callable(value) and before is not _MISSING and getattr(value, "__module__", None) != "builtins":
@@ -129,7 +130,7 @@ class PatchSet:
                         vars(module)[name] = originals[id(value)]
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
+def _restore(owner: Any, name: str, value: Any) -> None:
     if value is not _MISSING:
         setattr(owner, name, value)
     elif name in vars(owner):
@@ -138,17 +139,18 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def bound_everywhere(name: str, original: Any, replacement: Any) -> Iterator[None]:
-    """Bind `name` to `replacement` inside, wherever it is `original` (`from safetensors import safe_open`).
+    """Context manager: bind `name` to `replacement` in each module where it is `original` (`from safetensors import
+    safe_open`).
 
-    A module that is imported inside takes the replacement; it is given the original afterwards.
+    A module that is imported in the body gets the replacement, and the original afterwards.
     """
-    without = _WITHOUT[name]
-    changed = _rebind(sys.modules.keys() - without, name, original, replacement)
-    without |= sys.modules.keys() - changed
+    modules_without_name = _MODULES_WITHOUT_NAME[name]
+    changed = _rebind(sys.modules.keys() - modules_without_name, name, original, replacement)
+    modules_without_name |= sys.modules.keys() - changed
     try:
         yield
     finally:
-        _rebind(changed | (sys.modules.keys() - without), name, replacement, original)
+        _rebind(changed | (sys.modules.keys() - modules_without_name), name, replacement, original)
 
 
 def _rebind(modules: set[str], name: str, old: Any, new: Any) -> set[str]:
@@ -162,28 +164,28 @@ def _rebind(modules: set[str], name: str, old: Any, new: Any) -> set[str]:
 
 
 class Extension:
-    """A part of what is put in place for a run, and taken away after it. One is made for each run.
+    """A group of patches and other changes for the length of a run. One instance is made for each run.
 
-    `context` is what all of them are given of the run (memprof/virtual/install_context.py).
+    `context` has the run's objects that extensions use (memprof/virtual/install_context.py).
     """
 
-    imports: tuple[str, ...] = ()  # modules of others that the program may import
-    environment: Mapping[str, str] = {}  # variables that Pythons find which the program starts
+    imports: tuple[str, ...] = ()  # other packages' modules that the program may import
+    environment: Mapping[str, str] = {}  # environment variables of the Python processes that the program starts
 
     def patches(self, context: Any) -> Iterator[Patch]:
-        """Give the patches (owner, name, replacement) that are in place from the beginning of the run on."""
+        """Yield the patches (owner, name, replacement) that are in place from the begin of the run."""
         yield from ()
 
     def patches_of(self, module: ModuleType, context: Any) -> Iterator[Patch]:
-        """Give those that are set once `module`, one of `imports`, has been imported."""
+        """Yield the patches that are applied once `module`, one of `imports`, has been imported."""
         yield from ()
 
     def around(self, context: Any) -> AbstractContextManager[object]:
-        """Return what is entered for the length of the run."""
+        """Return a context manager that is entered for the length of the run."""
         return contextlib.nullcontext()
 
     def leave_in_child(self) -> None:
-        """Take back, in a process that was forked in the run, what is neither a patch nor in memory alone."""
+        """Undo, in a process forked during the run, changes other than patches and memory."""
 
 
 @functools.cache

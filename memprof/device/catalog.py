@@ -1,9 +1,9 @@
-"""GPUs: what CUDA reports of them and what their makers publish, for predicting without one.
+"""Catalog of GPUs: values reported by CUDA and published by the makers, for predictions without a GPU.
 
-The capacity is the one that CUDA reports (`cudaDeviceProp.totalGlobalMem`; torch's "GPU 0 has a total capacity of"),
-not the size on the box: the driver and ECC keep a part, so an "80 GB" H100 has 79.1 GiB. It moves by up to 3% between
-driver versions, recent ones keeping more: the catalog has about the least figure that was seen on Linux, so that what
-is predicted to fit does. Nothing is read before the first call.
+The capacity is the value that CUDA reports (`cudaDeviceProp.totalGlobalMem`; torch's "GPU 0 has a total capacity of"),
+not the advertised size: the driver and ECC reserve a part, so an "80 GB" H100 has 79.1 GiB. The capacity varies by up
+to 3% between driver versions, and recent drivers reserve more: the catalog has about the lowest value seen on Linux, so
+that a run predicted to fit does fit. Nothing is read before the first call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ DTYPES = ("float32", "tf32", "float16", "bfloat16", "int8", "float8")
 class Gpu:
     """One GPU model."""
 
-    key: str  # the name within memprof, such as "h100-80gb".
-    name: str  # what `torch.cuda.get_device_properties(0).name` says.
+    key: str  # memprof's name, such as "h100-80gb".
+    name: str  # the name by `torch.cuda.get_device_properties(0).name`.
     total_bytes: int  # the capacity that CUDA reports, in bytes.
     compute_capability: tuple[int, int]  # major and minor.
     num_sms: int  # streaming multiprocessors (compute units on AMD).
@@ -44,16 +44,16 @@ class Gpu:
     # "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from a sibling GPU
     # (`note` says how), "given" for `custom_gpu`.
     capacity_kind: str
-    sources: tuple[str, ...]  # where the figures came from.
+    sources: tuple[str, ...]  # sources of the figures.
     aliases: tuple[str, ...] = ()  # other names that `find_gpu` accepts.
-    note: str = ""  # what to know about the figures; empty if nothing.
+    note: str = ""  # a remark on the figures; may be empty.
     # peak of all NVLinks of a GPU that a switch or a mesh joins to the machine's others, in one direction, in bytes
     # per second: half of what data sheets have, which add both. None without.
     nvlink_bandwidth: int | None = None
 
     @property
     def context_bytes(self) -> int:
-        """Return the bytes that a process has there beside torch's allocator: CUDA's context and libraries."""
+        """Return the bytes of a process on the GPU besides torch's allocator: CUDA's context and libraries."""
         return context_bytes_of(self.compute_capability)
 
     @property
@@ -65,12 +65,12 @@ class Gpu:
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
     """Return all GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
-    # Imported here: they take most of the time that importing this file would.
+    # Imported here, because these imports would take most of this file's import time.
     import tomllib
     from importlib import resources
 
     text = resources.files("memprof.device").joinpath("gpus.toml").read_text(encoding="utf-8")
-    return tuple(_gpu(key, table) for key, table in tomllib.loads(text).items())
+    return tuple(_make_gpu(key, table) for key, table in tomllib.loads(text).items())
 
 
 def find_gpu(name: str) -> Gpu:
@@ -78,23 +78,23 @@ def find_gpu(name: str) -> Gpu:
 
     Case, spaces, underscores, hyphens and a leading "NVIDIA", "AMD", "Tesla", "Quadro" or "GeForce" do not matter.
     """
-    gpu = _by_folded_name().get(_fold(name))
+    gpu = _index_by_folded_name().get(_fold_name(name))
     if gpu is None:
         raise unknown_name("GPU", name, [gpu.key for gpu in list_gpus()], see=SEE)
     return gpu
 
 
 def custom_gpu(total_bytes: int) -> Gpu:
-    """Return a GPU with this capacity in bytes (above 0, else UsageError), in all else like an A100 80GB SXM."""
+    """Return a GPU with this capacity in bytes (above 0, else UsageError), otherwise like an A100 80GB SXM."""
     if total_bytes <= 0:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     model = find_gpu("a100-80gb")
-    on_the_box = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
-    sold = [gpu for gpu in list_gpus() if on_the_box.search(" ".join((gpu.key, *gpu.aliases)))]
-    least = min(sold, key=lambda gpu: gpu.total_bytes, default=None)
+    size_pattern = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
+    matching_gpus = [gpu for gpu in list_gpus() if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
+    least = min(matching_gpus, key=lambda gpu: gpu.total_bytes, default=None)
     less = ""
     if least is not None:
-        less = f"a GPU sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
+        less = f"a GPU matching_gpus with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
     return replace(
         model,
         key="custom",
@@ -107,17 +107,17 @@ def custom_gpu(total_bytes: int) -> Gpu:
     )
 
 
-def _fold(name: str) -> str:
-    # Repeated, since a name such as "NVIDIA GeForce RTX 4090" has two of them.
+def _fold_name(name: str) -> str:
+    # Repeated, since a name such as "NVIDIA GeForce RTX 4090" has two such words.
     return re.sub(r"^(?:(?:nvidia|geforce|amd|tesla|quadro)(?=.))+", "", re.sub(r"[\s_-]+", "", name).lower())
 
 
-def _gpu(key: str, table: Mapping[str, Any]) -> Gpu:
+def _make_gpu(key: str, table: Mapping[str, Any]) -> Gpu:
     major, minor = table["compute_capability"]
     return Gpu(
         key=key,
         name=table["name"],
-        total_bytes=_capacity(key, table),
+        total_bytes=_read_capacity(key, table),
         compute_capability=(major, minor),
         num_sms=table["num_sms"],
         memory_bandwidth=round(table["memory_gb_per_s"] * 10**9),
@@ -132,16 +132,17 @@ def _gpu(key: str, table: Mapping[str, Any]) -> Gpu:
     )
 
 
-def _capacity(key: str, table: Mapping[str, Any]) -> int:
-    """Return bytes of the one of three fields that the source gave: exact, torch's "total_memory=…MB", or GiB."""
+def _read_capacity(key: str, table: Mapping[str, Any]) -> int:
+    """Return the capacity in bytes, from the one field that the source gave: bytes, torch's
+    "total_memory=…MB", or GiB."""
     units = {"bytes": 1, "mib": MIB, "gib": GIB}
-    given: list[float] = [table[name] * unit for name, unit in units.items() if name in table]
-    if len(given) != 1:
+    values: list[float] = [table[name] * unit for name, unit in units.items() if name in table]
+    if len(values) != 1:
         raise ValueError(f"gpus.toml: {key} must have exactly one of bytes, mib and gib")
-    return round(given[0])
+    return round(values[0])
 
 
 @cache
-def _by_folded_name() -> dict[str, Gpu]:
-    # Reversed: the first that has a name keeps it.
-    return {_fold(name): gpu for gpu in reversed(list_gpus()) for name in (gpu.key, gpu.name, *gpu.aliases)}
+def _index_by_folded_name() -> dict[str, Gpu]:
+    # Reversed: the first GPU with a name keeps the name.
+    return {_fold_name(name): gpu for gpu in reversed(list_gpus()) for name in (gpu.key, gpu.name, *gpu.aliases)}

@@ -1,7 +1,7 @@
-"""Memory of a process on a GPU beside torch's allocator: CUDA's context, kernels and libraries' own memory.
+"""Memory of a process on a GPU besides torch's allocator: CUDA's context, kernels and libraries' own memory.
 
-It is part of device used, never of reserved. It differs by GPU, driver and what the program calls; the sizes here are
-of drivers that load a kernel when it is first called, as they do since CUDA 11.7.
+This memory is part of device memory used, never of reserved. It differs by GPU, driver and called functions; the sizes
+here are for drivers that load a kernel at its first call, as drivers do since CUDA 11.7.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ LARGEST_CONTEXT_BYTES = 1343 << 20
 
 
 def context_bytes_of(compute_capability: tuple[int, int]) -> int:
-    """Return the bytes on a GPU of this compute capability: measured there, or else what was on another."""
+    """Return the context's bytes on a GPU of this compute capability: measured there, or else on another GPU."""
     return _IN_TRAINING.get(compute_capability, CONTEXT_BYTES)

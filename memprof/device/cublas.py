@@ -1,4 +1,4 @@
-"""The workspaces that torch's handles of cuBLAS take from the allocator."""
+"""Workspaces that torch's cuBLAS handles allocate from the caching allocator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 KIB = 1 << 10
 MIB = 1 << 20
 
-WORKSPACE = "cublas workspace"  # as a trace calls them
+WORKSPACE = "cublas workspace"  # names in a trace
 LT_WORKSPACE = "cublaslt workspace"
 # The operators that cuBLAS runs.
 PRODUCTS = (
@@ -19,10 +19,11 @@ PRODUCTS = (
 
 @dataclass(frozen=True)
 class CublasWorkspace:
-    """The workspace of torch's cuBLAS handles, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """Workspace of torch's cuBLAS handles, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
 
-    Until torch 2.14 a handle keeps its workspace for good, one per thread and stream: the autograd thread's first
-    matrix product takes a second one. From 2.15 on it is taken and freed around every call.
+    Until torch 2.14 a handle keeps its workspace until the end of the process, one per thread and stream: the autograd
+    thread's first matrix product allocates a second workspace. From 2.15 on each call allocates and frees the
+    workspace.
     """
 
     num_bytes: int
@@ -41,7 +42,8 @@ class CublasWorkspace:
         return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, permanent)
 
     def name(self, op: str, num_bytes: int) -> str | None:
-        """Return which workspace an operator's memory that no tensor shows is, by its size; None: neither."""
+        """Return the name of the workspace that an operator's memory without tensor is, by its size; None for other
+        memory."""
         if op.removeprefix("aten.") not in PRODUCTS:
             return None
         return {self.num_bytes: WORKSPACE, self.lt_num_bytes: LT_WORKSPACE}.get(num_bytes)

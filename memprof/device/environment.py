@@ -1,6 +1,6 @@
-"""The environment of a run: releases, driver, and the variables that change what memory it takes.
+"""Environment of a run: releases, driver, and the variables that affect memory use.
 
-It records and never sets, and imports no torch: a release is read from the installed package's own metadata.
+The module only reads, and imports no torch: a release is read from the installed package's metadata.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The software and hardware that a run happened on. None or absent: not there, or not known."""
+    """Software and hardware of a run. None or absent: not there, or not known."""
 
     torch_version: str | None  # such as "2.13.0+cu130".
-    torch_cuda: str | None  # the CUDA that torch was built for, None of a build for the CPU (or for ROCm: `torch_hip`).
+    torch_cuda: str | None  # CUDA release of torch's build, None for a CPU build (or ROCm: `torch_hip`).
     torch_hip: str | None
     driver_version: str | None  # of NVIDIA's kernel module.
     driver_cuda: str | None  # the newest CUDA that the driver runs.
-    variables: dict[str, str]  # those of VARIABLES that are set.
-    notes: tuple[str, ...]  # what does not fit together, one line each.
+    variables: dict[str, str]  # the set variables of VARIABLES.
+    notes: tuple[str, ...]  # mismatches, one line each.
 
 
 def read_environment(gpus: NvmlSample | None = None, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment of this process; without `gpus` the driver is looked for in /proc alone.
+    """Return the environment of this process; without `gpus` the driver is read from /proc alone.
 
-    `variables` stand in for `os.environ`.
+    `variables` replace `os.environ`.
     """
     reading = gpus or NvmlSample()
     environ = os.environ if variables is None else variables
-    torch = _torch()
-    driver = reading.driver_version or _loaded_driver()
+    torch = _read_torch_version()
+    driver = reading.driver_version or _read_loaded_driver()
     set_here = {name: environ[name] for name in VARIABLES if name in environ}
     return Environment(
         torch_version=torch.get("__version__"),
@@ -64,15 +64,17 @@ def read_environment(gpus: NvmlSample | None = None, variables: Mapping[str, str
         driver_version=driver,
         driver_cuda=reading.cuda_version,
         variables=set_here,
-        notes=tuple(_notes(torch.get("cuda"), driver, reading, set_here)),
+        notes=tuple(_find_mismatches(torch.get("cuda"), driver, reading, set_here)),
     )
 
 
-def _notes(torch_cuda: str | None, driver: str | None, reading: NvmlSample, variables: Mapping[str, str]) -> list[str]:
+def _find_mismatches(
+    torch_cuda: str | None, driver: str | None, reading: NvmlSample, variables: Mapping[str, str]
+) -> list[str]:
     notes = []
     if torch_cuda and driver is None:
         notes.append(f"torch is built for CUDA {torch_cuda}, and there is no NVIDIA driver here")
-    elif torch_cuda and reading.cuda_version and _major(torch_cuda) > _major(reading.cuda_version):
+    elif torch_cuda and reading.cuda_version and _parse_major(torch_cuda) > _parse_major(reading.cuda_version):
         notes.append(f"torch is built for CUDA {torch_cuda}, and the driver runs CUDA {reading.cuda_version} at most")
     elif not torch_cuda and reading.gpus:
         notes.append("there is a GPU, and the installed torch is built without CUDA")
@@ -84,13 +86,13 @@ def _notes(torch_cuda: str | None, driver: str | None, reading: NvmlSample, vari
     return notes
 
 
-def _major(version: str) -> int:
+def _parse_major(version: str) -> int:
     head = version.partition(".")[0]
     return int(head) if head.isdecimal() else 0
 
 
-def _torch() -> dict[str, str]:
-    """Return the constants of the installed torch/version.py, which name the build as metadata may not."""
+def _read_torch_version() -> dict[str, str]:
+    """Return the constants of the installed torch/version.py, which name the build where metadata may not."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -109,14 +111,14 @@ def _torch() -> dict[str, str]:
 
 
 def installed_release(name: str) -> str | None:
-    """Return the release of an installed package; None if it is not installed."""
+    """Return the release of an installed package; None if the package is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _loaded_driver() -> str | None:
+def _read_loaded_driver() -> str | None:
     """Return the release of the loaded kernel module, without NVML."""
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip() or None

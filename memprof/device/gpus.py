@@ -1,4 +1,4 @@
-"""GPUs, their processes and their memory, as plain data: what `device/nvml.py` reads. All amounts are bytes."""
+"""Plain data on GPUs, their processes and their memory, as read by `device/nvml.py`. All amounts are bytes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """One process with a context on a GPU. `used_bytes` is None where the driver does not say."""
+    """One process with a context on a GPU. `used_bytes` is None where the driver does not report it."""
 
     pid: int
     name: str
     used_bytes: int | None
-    kind: str  # "compute" or "graphics"; one that is both is compute.
+    kind: str  # "compute" or "graphics"; a process of both kinds is "compute".
     gpu_instance: int | None = None  # Of a sliced GPU (MIG).
 
 
@@ -31,15 +31,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """One GPU. An amount that NVML does not give is None; `notes` says why if it is one of memory."""
+    """One GPU. An amount that NVML does not report is None; for memory, `notes` has the reason."""
 
-    # NVML's, in the order of the PCI bus; CUDA's ordinal may differ (CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER).
+    # NVML's index, in the order of the PCI bus; CUDA's ordinal may differ (CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER).
     index: int
     name: str  # as `torch.cuda.get_device_properties(i).name`.
-    uuid: str = ""  # "GPU-...", what names the GPU for good.
+    uuid: str = ""  # "GPU-...", the permanent id of the GPU.
     total_bytes: int | None = None  # all memory; `used`, `free` and `reserved` sum to it.
     used_bytes: int | None = None  # in use by all processes and their contexts, what nvidia-smi shows.
-    free_bytes: int | None = None  # what can still be had.
+    free_bytes: int | None = None  # available memory.
     # kept by driver and firmware; None if the driver is too old to tell it from `used_bytes`.
     reserved_bytes: int | None = None
     utilisation_percent: int | None = None  # share of the last sample period in which a kernel ran.
@@ -47,18 +47,18 @@ class NvmlGpu:
     power_watts: float | None = None
     compute_capability: tuple[int, int] | None = None  # major and minor.
     slices: tuple[Slice, ...] = ()  # MIG devices, if the GPU is sliced.
-    processes: tuple[GpuProcess, ...] = ()  # those that NVML lists, largest first.
+    processes: tuple[GpuProcess, ...] = ()  # NVML's processes, largest first.
     notes: tuple[str, ...] = ()  # one line for each thing that could not be read.
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return what CUDA reports as the GPU's capacity: what the driver keeps is not in it."""
+        """Return the capacity that CUDA reports: total memory without the driver's reserved part."""
         return None if self.total_bytes is None else self.total_bytes - (self.reserved_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlSample:
-    """All GPUs at one moment. Without any, `notes` says why."""
+    """All GPUs at one moment. If there are none, `notes` has the reason."""
 
     gpus: tuple[NvmlGpu, ...] = ()
     driver_version: str | None = None
@@ -68,10 +68,10 @@ class NvmlSample:
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """The use of one GPU's memory, and the processes that use it. Amounts are None if they cannot be read."""
+    """Memory use of one GPU, and the processes that use the GPU. Amounts are None if they cannot be read."""
 
     total_bytes: int | None
     used_bytes: int | None  # by all processes
-    by_process: tuple[GpuProcess, ...] = ()  # those that NVML lists, largest first; of a slice, those on it
-    own_bytes: int | None = None  # what this process uses, None if NVML does not list it
-    note: str = ""  # why something is None; empty if nothing is
+    by_process: tuple[GpuProcess, ...] = ()  # NVML's processes on the GPU or slice, largest first
+    own_bytes: int | None = None  # bytes of this process, None if NVML does not list the process
+    note: str = ""  # reason for a None; may be empty

@@ -1,4 +1,4 @@
-"""The computer itself, as a device to measure on: its processor's name and its memory. Records, never sets."""
+"""The computer as a device to measure on: processor name and memory. Read-only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def processor_name() -> str:
-    """Return the processor as the system calls it."""
+    """Return the system's name of the processor."""
     for key, value in lines_of(_CPUINFO):
         if key in ("model name", "Model", "Hardware") and value:
             return value
@@ -19,8 +19,8 @@ def processor_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Return physical memory; None where the system does not tell."""
-    total = _meminfo("MemTotal")
+    """Return physical memory in bytes; None where the system does not report it."""
+    total = _read_meminfo("MemTotal")
     if total is not None:
         return total
     try:
@@ -30,11 +30,11 @@ def memory_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return memory that programs may take now without swapping; None where the system does not tell."""
-    return _meminfo("MemAvailable")
+    """Return the bytes that programs can allocate now without swapping; None where the system does not report them."""
+    return _read_meminfo("MemAvailable")
 
 
-def _meminfo(key: str) -> int | None:
+def _read_meminfo(key: str) -> int | None:
     try:
         return next((int(value.split()[0]) * 1024 for name, value in lines_of(_MEMINFO) if name == key), None)
     except (IndexError, ValueError):
@@ -42,7 +42,7 @@ def _meminfo(key: str) -> int | None:
 
 
 def lines_of(file: Path) -> list[tuple[str, str]]:
-    """Return names and values of a file of the kernel's; none where there is no such file."""
+    """Return names and values of a kernel file such as /proc/meminfo; an empty list where there is no such file."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:

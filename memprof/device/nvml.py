@@ -1,6 +1,6 @@
-"""The NVIDIA GPUs of this machine, their memory and who uses it: through NVML, as nvidia-smi.
+"""The NVIDIA GPUs of this machine, their memory and the processes that use it, through NVML, as in nvidia-smi.
 
-Nothing here raises. What NVML refuses is None, and `notes` has a line that says why: no driver, no permission, a slice
+Nothing here raises. A refused value is None, and `notes` has a line with the reason: no driver, no permission, a slice
 of a GPU, a GPU that is lost. This is the only file that imports pynvml.
 
     >>> from memprof.device.nvml import read_gpus
@@ -22,7 +22,7 @@ from typing import Any
 from memprof.device.gpus import GpuProcess, GpuUsage, NvmlGpu, NvmlSample, Slice
 from memprof.device.processes import process_name
 
-_NO_INSTANCE = 0xFFFFFFFF  # what NVML gives as the instance of a process on a GPU that is not sliced
+_NO_INSTANCE = 0xFFFFFFFF  # NVML's instance of a process on a GPU without slices
 
 
 def read_gpus() -> NvmlSample:
@@ -32,7 +32,7 @@ def read_gpus() -> NvmlSample:
 
 
 def read_gpu_usage(gpu: int | str) -> GpuUsage:
-    """Return how much of a GPU is used now, by whom, and by this process.
+    """Return the current memory use of a GPU: in total, by process, and by this process.
 
     Args:
         GPU: NVML's index, or better the UUID of the GPU or slice, with or without its "GPU-" or "MIG-", which is
@@ -44,11 +44,11 @@ def read_gpu_usage(gpu: int | str) -> GpuUsage:
 
 
 class Nvml:
-    """NVML held open, for reading again and again: a context manager."""
+    """Context manager: NVML, opened once for repeated reads."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
-        self._why_not = ""
+        self._unavailable_reason = ""
 
     def __enter__(self) -> Nvml:
         self._open()
@@ -58,47 +58,49 @@ class Nvml:
         self._close()
 
     def read(self) -> NvmlSample:
-        """Return all GPUs now. A driver that went away is looked for again at the next call."""
+        """Return all GPUs now. After the driver has gone, the next call looks for a driver again."""
         if self._nvml is None:
             self._open()
         if self._nvml is None:
-            return NvmlSample(notes=(self._why_not,))
-        asked = _NvmlCaller(self._nvml)
-        count = asked("nvmlDeviceGetCount")
+            return NvmlSample(notes=(self._unavailable_reason,))
+        nvml_call = _NvmlCaller(self._nvml)
+        count = nvml_call("nvmlDeviceGetCount")
         if count is None:
             self._close()
-            return NvmlSample(notes=(f"NVML does not list the GPUs: {asked.refusal}",))
-        cuda = asked("nvmlSystemGetCudaDriverVersion")
+            return NvmlSample(notes=(f"NVML does not list the GPUs: {nvml_call.refusal}",))
+        cuda = nvml_call("nvmlSystemGetCudaDriverVersion")
         return NvmlSample(
-            gpus=tuple(self._gpu(index) for index in range(count)),
-            driver_version=asked("nvmlSystemGetDriverVersion"),
+            gpus=tuple(self._read_gpu(index) for index in range(count)),
+            driver_version=nvml_call("nvmlSystemGetDriverVersion"),
             cuda_version=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
             notes=() if count else ("the driver lists no GPU",),
         )
 
     def use(self, gpu: int | str) -> GpuUsage:
-        """Return what `read_gpu_usage` does."""
+        """Return the use of one GPU; see `read_gpu_usage`."""
         reading = self.read()
         if not reading.gpus:
             return GpuUsage(None, None, note="; ".join(reading.notes))
         for found in reading.gpus:
             if found.index == gpu or (isinstance(gpu, str) and _same_uuid(found.uuid, gpu)):
-                return _use(found, found.total_bytes, found.used_bytes, found.processes)
+                return _make_usage(found, found.total_bytes, found.used_bytes, found.processes)
             for piece in found.slices:
                 if isinstance(gpu, str) and _same_uuid(piece.uuid, gpu):
-                    on_it = tuple(process for process in found.processes if process.gpu_instance == piece.gpu_instance)
-                    return _use(found, piece.total_bytes, piece.used_bytes, on_it)
+                    slice_processes = tuple(
+                        process for process in found.processes if process.gpu_instance == piece.gpu_instance
+                    )
+                    return _make_usage(found, piece.total_bytes, piece.used_bytes, slice_processes)
         return GpuUsage(None, None, note=f"NVML lists no GPU {gpu}: it has {len(reading.gpus)}")
 
     def _open(self) -> None:
-        module = _pynvml()
+        module = _import_pynvml()
         if module is None:
-            self._why_not = "GPUs cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
+            self._unavailable_reason = "GPUs cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
             return
-        asked = _NvmlCaller(module)
-        asked("nvmlInit")
-        if asked.refusal:
-            self._why_not = f"GPUs cannot be seen: {_hint(module, asked)}"
+        nvml_call = _NvmlCaller(module)
+        nvml_call("nvmlInit")
+        if nvml_call.refusal:
+            self._unavailable_reason = f"GPUs cannot be seen: {_explain_refusal(module, nvml_call)}"
             return
         self._nvml = module
 
@@ -107,45 +109,45 @@ class Nvml:
             _NvmlCaller(self._nvml)("nvmlShutdown")
             self._nvml = None
 
-    def _gpu(self, index: int) -> NvmlGpu:
-        asked = _NvmlCaller(self._nvml)
-        handle = asked("nvmlDeviceGetHandleByIndex", index)
+    def _read_gpu(self, index: int) -> NvmlGpu:
+        nvml_call = _NvmlCaller(self._nvml)
+        handle = nvml_call("nvmlDeviceGetHandleByIndex", index)
         if handle is None:
-            return NvmlGpu(index, f"GPU {index}", notes=(f"GPU {index} cannot be read: {asked.refusal}",))
-        name = _text(asked("nvmlDeviceGetName", handle)) or f"GPU {index}"
+            return NvmlGpu(index, f"GPU {index}", notes=(f"GPU {index} cannot be read: {nvml_call.refusal}",))
+        name = _decode(nvml_call("nvmlDeviceGetName", handle)) or f"GPU {index}"
         notes: list[str] = []
-        if _is_lost(self._nvml, asked):
-            return NvmlGpu(index, name, notes=(f"GPU {index} cannot be read: {asked.refusal}",))
-        mode = asked("nvmlDeviceGetMigMode", handle)
-        slices = self._slices(handle) if mode and mode[0] else ()
-        memory = self._memory(handle)
+        if _is_lost(self._nvml, nvml_call):
+            return NvmlGpu(index, name, notes=(f"GPU {index} cannot be read: {nvml_call.refusal}",))
+        mode = nvml_call("nvmlDeviceGetMigMode", handle)
+        slices = self._read_slices(handle) if mode and mode[0] else ()
+        memory = self._read_memory(handle)
         if memory.note and not slices:
             notes.append(f"memory of GPU {index} cannot be read: {memory.note}")
         elif memory.note:
             notes.append(f"GPU {index} is sliced (MIG), and its memory as a whole cannot be read: {memory.note}")
-        processes, why = self._processes(handle, sliced=bool(slices))
+        processes, why = self._read_processes(handle, sliced=bool(slices))
         if why:
             notes.append(f"processes on GPU {index} cannot be listed: {why}")
-        elif not processes and memory.used and memory.used > _UNEXPLAINED:
+        elif not processes and memory.used and memory.used > _MAX_DRIVER_BYTES:
             notes.append(
                 f"GPU {index} is in use, and no process is listed: those of other containers and of other users "
                 "may be hidden"
             )
-        utilisation = asked("nvmlDeviceGetUtilizationRates", handle)
-        power = asked("nvmlDeviceGetPowerUsage", handle)
-        capability = asked("nvmlDeviceGetCudaComputeCapability", handle)
-        if _is_lost(self._nvml, asked):
-            notes = [f"GPU {index} cannot be read: {asked.refusal}"]
+        utilisation = nvml_call("nvmlDeviceGetUtilizationRates", handle)
+        power = nvml_call("nvmlDeviceGetPowerUsage", handle)
+        capability = nvml_call("nvmlDeviceGetCudaComputeCapability", handle)
+        if _is_lost(self._nvml, nvml_call):
+            notes = [f"GPU {index} cannot be read: {nvml_call.refusal}"]
         return NvmlGpu(
             index=index,
             name=name,
-            uuid=_text(asked("nvmlDeviceGetUUID", handle)),
+            uuid=_decode(nvml_call("nvmlDeviceGetUUID", handle)),
             total_bytes=memory.total,
             used_bytes=memory.used,
             free_bytes=memory.free,
             reserved_bytes=memory.reserved,
             utilisation_percent=None if utilisation is None else int(utilisation.gpu),
-            temperature_celsius=asked("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU),
+            temperature_celsius=nvml_call("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU),
             power_watts=None if power is None else power / 1000,
             compute_capability=None if capability is None else (capability[0], capability[1]),
             slices=slices,
@@ -153,75 +155,76 @@ class Nvml:
             notes=tuple(notes),
         )
 
-    def _memory(self, handle: Any) -> _Memory:
-        asked = _NvmlCaller(self._nvml)
-        # Version 2 tells what the driver keeps from what is used; drivers before 510 do not have it.
+    def _read_memory(self, handle: Any) -> _Memory:
+        nvml_call = _NvmlCaller(self._nvml)
+        # Version 2 separates the driver's reserved memory from used memory; drivers before 510 do not have version 2.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
-        found = None if version is None else asked("nvmlDeviceGetMemoryInfo", handle, version)
+        found = None if version is None else nvml_call("nvmlDeviceGetMemoryInfo", handle, version)
         if found is not None:
             total, used, free, reserved = (int(n) for n in (found.total, found.used, found.free, found.reserved))
             if reserved and used + free == total:
                 used -= reserved  # the reference says in one place that `used` includes it, and in another not
             return _Memory(total, used, free, reserved)
-        asked = _NvmlCaller(self._nvml)
-        found = asked("nvmlDeviceGetMemoryInfo", handle)
+        nvml_call = _NvmlCaller(self._nvml)
+        found = nvml_call("nvmlDeviceGetMemoryInfo", handle)
         if found is None:
-            return _Memory(note=asked.refusal)
+            return _Memory(note=nvml_call.refusal)
         return _Memory(int(found.total), int(found.used), int(found.free))
 
-    def _slices(self, handle: Any) -> tuple[Slice, ...]:
-        asked = _NvmlCaller(self._nvml)
+    def _read_slices(self, handle: Any) -> tuple[Slice, ...]:
+        nvml_call = _NvmlCaller(self._nvml)
         slices = []
-        for index in range(asked("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+        for index in range(nvml_call("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
             # Places without a slice answer "not found".
-            piece = asked("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
+            piece = nvml_call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
             if piece is not None:
-                memory = self._memory(piece)
-                name = _text(asked("nvmlDeviceGetName", piece)) or f"slice {index}"
-                uuid = _text(asked("nvmlDeviceGetUUID", piece))
-                instance = asked("nvmlDeviceGetGpuInstanceId", piece)
+                memory = self._read_memory(piece)
+                name = _decode(nvml_call("nvmlDeviceGetName", piece)) or f"slice {index}"
+                uuid = _decode(nvml_call("nvmlDeviceGetUUID", piece))
+                instance = nvml_call("nvmlDeviceGetGpuInstanceId", piece)
                 slices.append(Slice(index, name, uuid, instance, memory.total, memory.used, memory.free))
         return tuple(slices)
 
-    def _processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[GpuProcess, ...], str]:
-        asked = _NvmlCaller(self._nvml)
+    def _read_processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[GpuProcess, ...], str]:
+        nvml_call = _NvmlCaller(self._nvml)
         found: dict[tuple[int, int | None], GpuProcess] = {}
         for kind, call in (
             ("compute", "nvmlDeviceGetComputeRunningProcesses"),
             ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
         ):
-            before = asked.refusal
-            listed = asked(call, handle)
-            if listed is None and asked.code is None:  # a driver from before 510 has the second version alone
-                asked.refusal = before
-                listed = asked(f"{call}_v2", handle)
+            before = nvml_call.refusal
+            listed = nvml_call(call, handle)
+            if listed is None and nvml_call.code is None:  # a driver before 510 has only the second version
+                nvml_call.refusal = before
+                listed = nvml_call(f"{call}_v2", handle)
             if kind == "graphics":
-                # GPUs without a display refuse this, and nothing is missing then.
-                asked.refusal = before
+                # GPUs without a display refuse this call, and have no graphics processes.
+                nvml_call.refusal = before
             for process in listed or ():
                 instance = getattr(process, "gpuInstanceId", _NO_INSTANCE)
                 key = (process.pid, instance if sliced and instance != _NO_INSTANCE else None)
                 if key not in found:
                     # Both lists give the process's whole use of the GPU.
-                    name = self._name(process.pid)
+                    name = self._process_name(process.pid)
                     found[key] = GpuProcess(process.pid, name, process.usedGpuMemory, kind, key[1])
         largest_first = sorted(found.values(), key=lambda process: (-(process.used_bytes or 0), process.pid))
-        return tuple(largest_first), asked.refusal
+        return tuple(largest_first), nvml_call.refusal
 
-    def _name(self, pid: int) -> str:
-        """Return NVML's name, made clearer by /proc if that is the same process and not another container's."""
-        asked = _NvmlCaller(self._nvml)
-        told = os.path.basename(_text(asked("nvmlSystemGetProcessName", pid)).partition(" ")[0])
+    def _process_name(self, pid: int) -> str:
+        """Return NVML's process name, or a clearer one by /proc if both name the same process, not
+        another container's."""
+        nvml_call = _NvmlCaller(self._nvml)
+        nvml_name = os.path.basename(_decode(nvml_call("nvmlSystemGetProcessName", pid)).partition(" ")[0])
         name = process_name(pid)
-        if name is None or (told and name.split()[0] != told):
-            return told or f"process {pid}"
+        if name is None or (nvml_name and name.split()[0] != nvml_name):
+            return nvml_name or f"process {pid}"
         return name
 
 
-def _pynvml() -> ModuleType | None:
+def _import_pynvml() -> ModuleType | None:
     try:
         with warnings.catch_warnings():
-            # The abandoned package of the same name warns when it is imported.
+            # The abandoned package pynvml warns on import.
             warnings.simplefilter("ignore")
             import pynvml
     except ImportError:
@@ -229,7 +232,7 @@ def _pynvml() -> ModuleType | None:
     return pynvml  # type: ignore[no-any-return, unused-ignore]
 
 
-_UNEXPLAINED = 1 << 30  # a driver without any process keeps less than this
+_MAX_DRIVER_BYTES = 1 << 30  # a driver without processes reserves less
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,8 @@ class _Memory:
 
 @dataclass(slots=True)
 class _NvmlCaller:
-    """Calls NVML by name: None for what it refuses, and `refusal` says in a few words why the last one was."""
+    """Caller of NVML functions by name: returns None for refused calls; `refusal` is the reason for the
+    last refusal."""
 
     nvml: Any
     refusal: str = ""
@@ -259,27 +263,27 @@ class _NvmlCaller:
         except self.nvml.NVMLError as error:
             self.refusal, self.code = str(error).rstrip("."), error.value
         except Exception as error:
-            # NVMLLibraryMismatchError is none of NVML's own; names need not be UTF-8; the driver may be half installed.
+            # NVMLLibraryMismatchError is not an NVMLError; names need not be UTF-8; the driver may be half installed.
             self.refusal, self.code = f"{type(error).__name__}: {error}".splitlines()[0], None
         return None
 
 
-def _is_lost(nvml: Any, asked: _NvmlCaller) -> bool:
-    return asked.code in (nvml.NVML_ERROR_GPU_IS_LOST, getattr(nvml, "NVML_ERROR_RESET_REQUIRED", 16))
+def _is_lost(nvml: Any, nvml_call: _NvmlCaller) -> bool:
+    return nvml_call.code in (nvml.NVML_ERROR_GPU_IS_LOST, getattr(nvml, "NVML_ERROR_RESET_REQUIRED", 16))
 
 
-def _hint(nvml: Any, asked: _NvmlCaller) -> str:
-    """Return why NVML cannot be opened, in words that say what to do."""
+def _explain_refusal(nvml: Any, nvml_call: _NvmlCaller) -> str:
+    """Return why NVML cannot be opened, with a hint."""
     known = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is installed and not loaded",
         nvml.NVML_ERROR_NO_PERMISSION: "no permission to talk to the NVIDIA driver (/dev/nvidiactl)",
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while loaded: restart the machine",
     }
-    return known.get(asked.code, asked.refusal)
+    return known.get(nvml_call.code, nvml_call.refusal)
 
 
-def _text(value: Any) -> str:
+def _decode(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
@@ -289,7 +293,7 @@ def _same_uuid(one: str, other: str) -> bool:
     )
 
 
-def _use(gpu: NvmlGpu, total: int | None, used: int | None, processes: tuple[GpuProcess, ...]) -> GpuUsage:
+def _make_usage(gpu: NvmlGpu, total: int | None, used: int | None, processes: tuple[GpuProcess, ...]) -> GpuUsage:
     own = [process for process in processes if process.pid == os.getpid()]
     notes = list(gpu.notes)
     if not own:

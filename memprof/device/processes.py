@@ -1,6 +1,6 @@
-"""Processes of this machine, as Linux shows them in /proc: names, resident memory, and who descends from whom.
+"""Processes of this machine, as Linux shows them in /proc: names, resident memory, and descendants.
 
-Nothing here raises: a process may end between two reads, and another user's may be hidden.
+Nothing here raises: a process may end between two reads, and another user's process may be hidden.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ _ZOMBIE = b"Z"
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process that runs."""
+    """One running process."""
 
     pid: int
-    name: str  # its program and script, such as "python train.py"
-    resident_bytes: int  # pages in memory now, those shared with other processes counted in full (VmRSS)
-    peak_resident_bytes: int | None  # the most that they have been (VmHWM), None if the kernel does not say
+    name: str  # program and script, such as "python train.py"
+    resident_bytes: int  # bytes in memory now, with shared pages in full (VmRSS)
+    peak_resident_bytes: int | None  # peak of `resident_bytes` (VmHWM), None if the kernel does not report it
 
 
 def process_name(pid: int) -> str | None:
-    """Return program and script of a process ("python train.py", "Xorg"), None if it is gone or hidden."""
+    """Return program and script of a process ("python train.py", "Xorg"), None if the process has ended
+    or is hidden."""
     try:
         arguments = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
         words = [word.decode(errors="replace") for word in arguments if word]
-        if not words:  # a kernel thread, or a process on its way out
+        if not words:  # a kernel thread, or an ending process
             return (PROC / str(pid) / "comm").read_text(errors="replace").strip() or None
     except OSError:
         return None
     name = os.path.basename(words[0])
     if name.startswith(("python", "pypy")):
-        name = " ".join([name, *_script(words[1:])])
-    return _one_line(name)
+        name = " ".join([name, *_find_script(words[1:])])
+    return _clean_name(name)
 
 
-def _script(arguments: list[str]) -> list[str]:
-    """Return what Python runs: the script's file name, or the module of -m."""
+def _find_script(arguments: list[str]) -> list[str]:
+    """Return the program that Python runs: the script's file name, or the module of -m."""
     takes_value = False
     for number, argument in enumerate(arguments):
         if takes_value:
@@ -59,23 +60,23 @@ def _script(arguments: list[str]) -> list[str]:
     return []
 
 
-def _one_line(text: str) -> str:
-    """Replace control characters, which would spoil a terminal, and cut what is too long."""
+def _clean_name(text: str) -> str:
+    """Replace control characters, which would disturb a terminal, and truncate long text."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…"
 
 
 class ProcessTree:
-    """A process and all that descend from it, also those whose parent has ended since they were first seen."""
+    """A process and its descendants, also descendants whose parent has ended since they were first seen."""
 
     def __init__(self, root: int) -> None:
         self._root = root
-        # Start by pid, of all that were seen to descend from the root: both together name a process for good.
+        # Pid -> start time of each known descendant of the root: pid and start together identify a process.
         self._known: dict[int, int] = {}
 
     def read(self) -> tuple[Process, ...]:
-        """Return those that run now, by pid; empty where there is no /proc."""
-        running = _running()
+        """Return the running processes of the tree, by pid; empty where there is no /proc."""
+        running = _read_parents_and_starts()
         starts = {pid: started for pid, (_, started) in running.items()}
         found = {pid for pid, started in self._known.items() if starts.get(pid) == started}
         if self._root in starts:
@@ -83,17 +84,17 @@ class ProcessTree:
         children: dict[int, list[int]] = {}
         for pid, (parent, _) in running.items():
             children.setdefault(parent, []).append(pid)
-        waiting = list(found)
-        while waiting:
-            for pid in children.get(waiting.pop(), ()):
+        pending = list(found)
+        while pending:
+            for pid in children.get(pending.pop(), ()):
                 if pid not in found:
                     found.add(pid)
-                    waiting.append(pid)
+                    pending.append(pid)
         self._known = {pid: starts[pid] for pid in found}
-        return tuple(process for pid in sorted(found) if (process := _read(pid)) is not None)
+        return tuple(process for pid in sorted(found) if (process := _read_process(pid)) is not None)
 
 
-def _running() -> dict[int, tuple[int, int]]:
+def _read_parents_and_starts() -> dict[int, tuple[int, int]]:
     """Return parent and start (clock ticks since boot), by pid, of every process that has not ended."""
     found = {}
     for stat in PROC.glob("[0-9]*/stat"):
@@ -106,12 +107,12 @@ def _running() -> dict[int, tuple[int, int]]:
 
 
 def own_peak_bytes() -> int | None:
-    """Return the most that this program has been resident; None where the kernel does not say."""
-    process = _read(os.getpid())
+    """Return the peak resident bytes of this process; None where the kernel does not report it."""
+    process = _read_process(os.getpid())
     return None if process is None else process.peak_resident_bytes
 
 
-def _read(pid: int) -> Process | None:
+def _read_process(pid: int) -> Process | None:
     status = dict(lines_of(PROC / str(pid) / "status"))
     if not status:
         return None

@@ -12,24 +12,24 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def hide_gpus() -> None:
-    """Let CUDA see no GPU in this process, nor in those that it starts, from before CUDA's first call.
+    """Hide all GPUs from CUDA in this process and its children; call before CUDA's first use.
 
-    For commands that simulate alone: where torch sees a GPU, autograd has threads for it that outlive no fork
-    (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp), so that simulated runs could not be made side by side.
+    For commands that only simulate: where torch sees a GPU, autograd has GPU threads that do not survive a fork
+    (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp), so that simulated runs could not run in parallel.
     """
     if read_gpus().gpus:
         os.environ[VARIABLE] = ""
 
 
 def first_visible(gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
-    """Return which of NVML's GPUs CUDA calls the first; None where none is visible, or a slice (MIG) of one.
+    """Return the GPU of NVML's that is CUDA's first; None where no GPU is visible, or the first is a slice (MIG).
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
-    asked = os.environ.get(VARIABLE)
-    if asked is None:
+    visible = os.environ.get(VARIABLE)
+    if visible is None:
         return gpus[0] if gpus else None
-    name = asked.partition(",")[0].strip()
+    name = visible.partition(",")[0].strip()
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
     return next((gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)), None)

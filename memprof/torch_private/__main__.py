@@ -1,4 +1,5 @@
-"""Prints what the installed torch lacks, as JSON for `memprof doctor --env`: name -> what memprof does without it."""
+"""Prints the private names that the installed torch lacks, as JSON for `memprof doctor --env`: name -> behaviour
+without."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from memprof.torch_private.names import PrivateName, bind
 
-# Asked for each operator.
+# Called for each operator.
 current_autograd_node: Callable[[], Any] = bind("torch._C:_current_autograd_node")
 current_graph_task_id: Callable[[], int] = bind("torch._C:_current_graph_task_id")
 get_sequence_nr: Callable[[], int] = bind("torch._C:_autograd._get_sequence_nr")

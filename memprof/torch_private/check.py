@@ -1,4 +1,4 @@
-"""A check of the private names that the installed torch lacks, and whether memprof runs without them."""
+"""Check which private names the installed torch lacks, and whether memprof runs without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pkgutil
 
 from memprof.torch_private.names import PRIVATE_NAMES, PrivateName, refusal
 
-for _file in pkgutil.iter_modules([os.path.dirname(__file__)]):  # importing one lists its names
+for _file in pkgutil.iter_modules([os.path.dirname(__file__)]):  # importing a file registers its names
     if _file.name not in ("__main__", "check"):
         importlib.import_module(f"{__package__}.{_file.name}")
 
@@ -26,8 +26,7 @@ def expected_names() -> list[PrivateName]:
 
 
 def refuse_missing() -> None:
-    """Refuse a torch that lacks a name without which memprof cannot run; import none of its modules for the others.
-    Raises MemprofError: it does."""
+    """Raise MemprofError if torch lacks a name that memprof needs; torch's modules of other names are not imported."""
     missing = [name for name in expected_names() if not name.without and not name.exists()]
     if missing:
         raise refusal(missing)

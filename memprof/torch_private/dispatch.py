@@ -1,4 +1,4 @@
-"""Private names of the dispatcher: modes of functions and of operators, keys, and kernels by key."""
+"""Private names of the dispatcher: modes for functions and for operators, dispatch keys, and kernels by key."""
 
 from __future__ import annotations
 

@@ -35,16 +35,16 @@ InvalidCxxCompiler = PrivateName("torch._inductor.exc:InvalidCxxCompiler", witho
 
 # -- kernels of C++, which `memprof verify` compiles together ------------------------------------------------------
 
-_one_by_one = partial(PrivateName, without="`memprof verify` compiles kernels one at a time")
-cpp_pybinding = _one_by_one("torch._inductor.async_compile:AsyncCompile.cpp_pybinding")
-load_pybinding_async = _one_by_one("torch._inductor.codecache:CppPythonBindingsCodeCache.load_pybinding_async")
-LambdaFuture = _one_by_one("torch._inductor.codecache:LambdaFuture")
-worker_compile_cpp = _one_by_one("torch._inductor.codecache:_worker_compile_cpp")
-get_system = _one_by_one("torch._inductor.codecache:CacheBase.get_system")
-torch_key = _one_by_one("torch._inductor.codecache:torch_key")
-CppBuilder = _one_by_one("torch._inductor.cpp_builder:CppBuilder")
+_compilation_name = partial(PrivateName, without="`memprof verify` compiles kernels one at a time")
+cpp_pybinding = _compilation_name("torch._inductor.async_compile:AsyncCompile.cpp_pybinding")
+load_pybinding_async = _compilation_name("torch._inductor.codecache:CppPythonBindingsCodeCache.load_pybinding_async")
+LambdaFuture = _compilation_name("torch._inductor.codecache:LambdaFuture")
+worker_compile_cpp = _compilation_name("torch._inductor.codecache:_worker_compile_cpp")
+get_system = _compilation_name("torch._inductor.codecache:CacheBase.get_system")
+torch_key = _compilation_name("torch._inductor.codecache:torch_key")
+CppBuilder = _compilation_name("torch._inductor.cpp_builder:CppBuilder")
 
-# What compiling imports in the course of it.
+# Modules that a compilation imports.
 MODULES = tuple(
     map(
         partial(PrivateName, without="`memprof verify` does not import it before it starts threads and processes"),

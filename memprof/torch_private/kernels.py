@@ -1,4 +1,4 @@
-"""Private names of functions in C++ that kernels stand for or call, and of what chooses between kernels."""
+"""Private names of C++ functions that kernels replace or call, and of functions that choose between kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ get_cudnn_enabled: Callable[[], bool] = bind("torch._C:_get_cudnn_enabled")
 get_cudnn_allow_tf32: Callable[[], bool] = bind("torch._C:_get_cudnn_allow_tf32")
 get_sdp_priority_order: Callable[[], list[int]] = bind("torch._C:_get_sdp_priority_order")
 
-# Looked up when they are used: whether there is one decides, or they are replaced.
+# Looked up on each use: the names may be absent, or replaced by patches.
 addmm_dtype = PrivateName(
     "torch._decomp.decompositions:addmm_dtype",
     without="addmm of two dtypes runs by memprof's own meta kernel",

@@ -1,4 +1,4 @@
-"""Private names: where each is, which releases of torch have it, and what is done without it."""
+"""Private names of torch: module, releases that have the name, and memprof's behaviour without the name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from memprof.errors import MemprofError
 
-PRIVATE_NAMES: list[PrivateName] = []  # those of the files that have been imported
+PRIVATE_NAMES: list[PrivateName] = []  # names of all imported files
 
 
 class PrivateName:
@@ -17,10 +17,10 @@ class PrivateName:
     Args:
         path: module and name in it, as entry points are written: "torch._C:_autograd._get_sequence_nr". Without a name,
             the module itself.
-        without: what memprof does where torch lacks it. Empty: it refuses that torch; then `path` is of a module that
-            `import torch` imports, or that whatever is watched needs.
-        since: the first release that has it; empty: all that memprof supports.
-        build: "CUDA" or "distributed": only a torch that is built with it has the name.
+        without: memprof's behaviour where torch lacks the name. Empty: memprof refuses that torch; then `path` is in a
+            module that `import torch` imports, or that every watched program needs.
+        since: the first release with the name; empty: all releases that memprof supports.
+        build: "CUDA" or "distributed": only a torch built with that has the name.
     """
 
     def __init__(self, path: str, *, without: str = "", since: str = "", build: str = "") -> None:
@@ -36,56 +36,56 @@ class PrivateName:
         return f"{self.module}.{self.attribute}" if self.attribute else self.module
 
     def get(self, *default: Any) -> Any:
-        """Return what it names now, or `default` if one is given and torch lacks it.
+        """Return the current value of the name, or `default` if given and torch lacks the name.
 
-        Raises ImportError: torch lacks the module; AttributeError: the module lacks the name.
+        Raises ImportError if torch lacks the module; AttributeError if the module lacks the name.
         """
         try:
-            found = self._imported()
+            value = self._import_module()
             for part in self._parts:
-                found = getattr(found, part)
+                value = getattr(value, part)
         except (ImportError, AttributeError):
             if default:
                 return default[0]
             raise
-        return found
+        return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what it names now."""
+        """Call the current value of the name."""
         return self.get()(*args, **kwargs)
 
     def exists(self) -> bool:
-        """Return whether the installed torch has it, importing its module."""
+        """Return whether the installed torch has the name; imports the name's module."""
         return self.get(self) is not self
 
     def is_imported(self) -> bool:
-        """Return whether the module has been imported, by whomever."""
+        """Return whether the name's module has been imported."""
         return self.module in sys.modules
 
     def patch(self, replacement: Any) -> tuple[Any, str, Any]:
-        """Return the patch (owner, name, replacement) of it. The owner must be there, and the name need not."""
-        owner = self._imported()
+        """Return the patch (owner, name, replacement) for the name. The owner must exist, the name need not."""
+        owner = self._import_module()
         *path, name = self._parts
         for part in path:
             owner = getattr(owner, part)
         return owner, name, replacement
 
-    def _imported(self) -> Any:
+    def _import_module(self) -> Any:
         return sys.modules.get(self.module) or importlib.import_module(self.module)
 
 
 def bind(path: str, *, without: str = "", since: str = "") -> Any:
-    """Return what a private name names, for good: for what is called often and is never replaced.
+    """Return the value of a private name, looked up once: for functions that are called often and never replaced.
 
-    `path` is as PrivateName's, of a module that `import torch` imports. Of a name that torch lacks: None if memprof
-    does without, else what refuses this torch when it is used.
+    `path` is as in PrivateName, in a module that `import torch` imports. For a name that torch lacks: None if `without`
+    is given, else an object that raises MemprofError on use.
     """
     name = PrivateName(path, without=without, since=since)
-    return name.get(None if without else _Missing(name))
+    return name.get(None if without else _MissingName(name))
 
 
-class _Missing:
-    """Stands for a name that memprof cannot do without, so that files in which it is bound can be imported."""
+class _MissingName:
+    """Placeholder for a missing name that memprof needs, so that files which bind the name can still be imported."""
 
     def __init__(self, name: PrivateName) -> None:
         self._name = name
@@ -97,7 +97,7 @@ class _Missing:
 
 
 def refusal(missing: list[PrivateName]) -> MemprofError:
-    """Return the error for a torch that lacks these."""
+    """Return the error for a torch that lacks the names `missing`."""
     import torch
 
     others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -1,4 +1,4 @@
-"""Private names of nested containers, and of what maps a function over their leaves."""
+"""Private names of functions on nested containers: flatten, unflatten, and map over leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of tensors, storages and modules: how they are counted, swapped, printed, pickled and stored."""
+"""Private names of tensors, storages and modules: for counting, swapping, printing, pickling and saving."""
 
 from __future__ import annotations
 

@@ -126,7 +126,9 @@ def test_present_gpus(memprof, monkeypatch):
     odd = NvmlGpu(1, "NVIDIA Z9", total_bytes=10 << 30, used_bytes=0)
     lost = NvmlGpu(2, "GPU 2", notes=("GPU 2 cannot be read: GPU is lost",))
     monkeypatch.setattr("memprof.device.nvml.read_gpus", lambda: NvmlSample((mine, odd, lost), "570.1", "12.8"))
-    monkeypatch.setattr("memprof.device.environment._torch", lambda: {"__version__": "2.13.0+cu130", "cuda": "13.0"})
+    monkeypatch.setattr(
+        "memprof.device.environment._read_torch_version", lambda: {"__version__": "2.13.0+cu130", "cuda": "13.0"}
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     head, *lines = memprof("gpus", "--present").stdout.splitlines()
     assert head == "driver 570.1, CUDA 12.8 at most; torch 2.13.0+cu130"

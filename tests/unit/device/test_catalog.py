@@ -92,11 +92,11 @@ def test_a_derived_capacity_says_how(key: str) -> None:
 
 
 def test_names_lead_to_one_gpu() -> None:
-    from memprof.device.catalog import _fold
+    from memprof.device.catalog import _fold_name
 
     owners: dict[str, str] = {}
     for gpu in list_gpus():
-        for name in {_fold(name) for name in (gpu.key, gpu.name, *gpu.aliases)}:
+        for name in {_fold_name(name) for name in (gpu.key, gpu.name, *gpu.aliases)}:
             assert owners.setdefault(name, gpu.key) == gpu.key, name
             assert find_gpu(name) is gpu
 

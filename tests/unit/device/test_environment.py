@@ -67,6 +67,8 @@ def test_what_does_not_fit_together(variables, said):
     ],
 )
 def test_build_and_driver(monkeypatch, cuda, reading, said):
-    monkeypatch.setattr("memprof.device.environment._torch", lambda: {"__version__": "2.13.0", "cuda": cuda})
-    monkeypatch.setattr("memprof.device.environment._loaded_driver", lambda: None)
+    monkeypatch.setattr(
+        "memprof.device.environment._read_torch_version", lambda: {"__version__": "2.13.0", "cuda": cuda}
+    )
+    monkeypatch.setattr("memprof.device.environment._read_loaded_driver", lambda: None)
     assert read_environment(reading, {}).notes == (() if said is None else (said,))
