@@ -1,4 +1,4 @@
-"""Adapters: small trained matrices beside a frozen model, put there by PEFT itself."""
+"""Adapters: small trained matrices added to a frozen model by PEFT."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from memprof.workload.models import ModelSource
 from memprof.workload.packed_layers import KERNELS
 from memprof.workload.quantization import import_quietly
 
-ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer but the head
+ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer except the head
 
 _TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 def require_peft() -> None:
-    """Import PEFT before a virtual GPU is there to watch; raise UsageError if it is missing, or does not fit."""
+    """Import PEFT before a virtual GPU records operators; raise UsageError if PEFT is missing or incompatible."""
     try:
         import_quietly("peft")
     except ImportError as error:
@@ -31,19 +31,18 @@ def require_peft() -> None:
         ) from None
 
 
-_NAMED = f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"
+_TARGETS_EXAMPLE = f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"
 
 
 def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
-    """Return `model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
+    """Return `model`, frozen, in PEFT's wrapper: each target gets two matrices of rank `spec.lora_rank`.
 
-    PEFT keeps them in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The scale
-    is twice the rank, as is usual; it changes no memory. A model of bitsandbytes is prepared as PEFT does first: what
-    is not quantized becomes float32. Checkpointing, which PEFT switches on then, is left to
+    PEFT keeps the matrices in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The
+    scale is twice the rank, as is usual; it does not affect memory. A model of bitsandbytes is prepared as PEFT does
+    first: parameters that are not quantized become float32. PEFT then would switch on checkpointing, which is left to
     `--activation-checkpointing`.
 
-    Raises:
-        UsageError: PEFT does not know which modules to adapt, or the model has none of the names.
+    Raises UsageError if PEFT does not know which modules to adapt, or the model has none of the names.
     """
     import peft
 
@@ -63,28 +62,28 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         from peft.tuners.lora.gptq import GPTQLoraLinear
 
         adapter_of: dict[str, Any] = {"gptq": GPTQLoraLinear, "awq": AwqLoraLinear}
-        config._register_custom_module({kind: adapter_of[method] for (method, _), kind in KERNELS.items()})
-    with translate_peft_errors(_NAMED):
+        config._register_custom_module({layer: adapter_of[method] for (method, _), layer in KERNELS.items()})
+    with translate_peft_errors(_TARGETS_EXAMPLE):
         return peft.get_peft_model(model, config)
 
 
 def check_known(spec: TargetSpec, source: ModelSource) -> None:
-    """Raise UsageError, before the model is built, if none are named and PEFT knows no targets for the architecture."""
+    """Raise UsageError before the model is built, if no targets are named and PEFT knows none for the architecture."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    kind = (source.config or {}).get("model_type")
-    if spec.lora_targets is not None or kind is None or kind in KNOWN:
+    model_type = (source.config or {}).get("model_type")
+    if spec.lora_targets is not None or model_type is None or model_type in KNOWN:
         return
     import peft
 
     empty = nn.Module()
-    empty.config = {"model_type": kind}  # type: ignore[assignment]
-    with translate_peft_errors(_NAMED):
+    empty.config = {"model_type": model_type}  # type: ignore[assignment]
+    with translate_peft_errors(_TARGETS_EXAMPLE):
         peft.get_peft_model(empty, peft.LoraConfig())
 
 
 def target_modules(names: str | None) -> str | list[str] | None:
-    """Return what PEFT calls the modules of these names (with commas); None: those it knows for the architecture."""
+    """Return PEFT's value for the module names (with commas); None: PEFT's targets for the architecture."""
     if names is None:
         return None
     found = [name.strip() for name in names.split(",")]
@@ -93,10 +92,11 @@ def target_modules(names: str | None) -> str | list[str] | None:
 
 @contextlib.contextmanager
 def translate_peft_errors(example: str) -> Iterator[None]:
-    """Raise UsageError for PEFT's own errors on adapting a model; `example` says how modules are named."""
+    """Context manager: raise UsageError for PEFT's errors on adapting a model; `example` is a hint on
+    naming modules."""
     try:
         with warnings.catch_warnings():
-            # Of GPT-2 it says that its weights are transposed, and that it has allowed for it.
+            # PEFT warns that GPT-2's weights are transposed, and handles that itself.
             warnings.simplefilter("ignore")
             yield
     except (ValueError, TypeError) as error:
@@ -106,7 +106,7 @@ def translate_peft_errors(example: str) -> Iterator[None]:
 
 
 def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.Parameter]:
-    """Return the parameters that `patterns` (with commas) name; raise UsageError(`refusal`) if one names none."""
+    """Return the parameters that `patterns` (with commas) name; raise UsageError(`refusal`) if a pattern names none."""
     parameters = dict(model.named_parameters())
     chosen: dict[str, None] = {}
     for pattern in map(str.strip, patterns.split(",")):
@@ -121,9 +121,9 @@ def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.P
 
 
 def enable_input_gradients(model: nn.Module) -> None:
-    """Have the frozen embedding's output ask for a gradient, as transformers 5 does itself, where it does not yet.
+    """Make the frozen embedding's output require a gradient, as transformers 5 does, where it does not yet.
 
-    Reentrant checkpointing (transformers' default before release 5) would else see no input to differentiate.
+    Reentrant checkpointing (transformers' default before release 5) needs an input that requires a gradient.
     """
     enable = getattr(model, "enable_input_require_grads", None)
     if enable is not None and not getattr(model, "_require_grads_hooks", None):

@@ -1,6 +1,7 @@
-"""Code of others that makes models: beside their configuration (`auto_map`), on the hub or in a folder, or a factory.
+"""Third-party code that builds models: referenced by a configuration (`auto_map`), on the hub or in a folder, or a
+factory.
 
-Loading such a model runs that code, with all that its user may do: memprof does so only where it was requested.
+Loading such a model runs that code with the user's permissions: memprof does so only on request.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from memprof.patching import PatchSet
 
 def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
     """Return the code that a configuration names for its class, such as `modeling_x.XForCausalLM`, or None."""
-    named = config.get("auto_map")
-    if not isinstance(named, Mapping):
+    auto_map = config.get("auto_map")
+    if not isinstance(auto_map, Mapping):
         return None
-    models = {key: value for key, value in named.items() if key.startswith("AutoModel") and isinstance(value, str)}
+    models = {key: value for key, value in auto_map.items() if key.startswith("AutoModel") and isinstance(value, str)}
     same = [value for value in models.values() if value.rpartition(".")[2] == architecture]
     return next(iter([*same, *models.values()]), None)
 
 
 @contextlib.contextmanager
 def forbid_exit(what: str) -> Iterator[None]:
-    """Raise UsageError where code of others ends the process: its exit code 0 would be read as "it fits"."""
+    """Context manager: raise UsageError where third-party code ends the process: exit code 0 would be read as "it
+    fits"."""
     leave, process = os._exit, os.getpid()
 
     def exit_now(status: int) -> NoReturn:
@@ -45,7 +47,7 @@ def forbid_exit(what: str) -> Iterator[None]:
 
 
 def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
-    """Return a sentence on running this code; raise UsageError if that was not requested."""
+    """Return a note on running this code; raise UsageError if running it was not requested."""
     if not trusted:
         raise UsageError(
             "the model's class is code of its own, which is not run unasked",
@@ -56,21 +58,23 @@ def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
 
 
 def load_classes(config: Mapping[str, Any], reference: str, where: str, *, offline: bool) -> tuple[Any, Any]:
-    """Run a model's own code for the classes of configuration and model; raise UsageError if that fails."""
+    """Run a model's own code and return the classes of configuration and model; raise UsageError if that fails."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     def load(name: str) -> Any:
         return get_class_from_dynamic_module(name, where, local_files_only=offline)
 
-    named = config["auto_map"].get("AutoConfig")
+    config_reference = config["auto_map"].get("AutoConfig")
     try:
         with forbid_exit("the model's own code"):
-            config_class = load(named) if named else type(AutoConfig.for_model(config["model_type"]))
+            config_class = (
+                load(config_reference) if config_reference else type(AutoConfig.for_model(config["model_type"]))
+            )
             return config_class, load(reference)
     except UsageError:
         raise
-    except Exception as error:  # whatever the code does
+    except Exception as error:  # the code may raise anything
         raise UsageError(
             "the model's own code cannot be loaded",
             value=f"{reference} of {where}: {type(error).__name__}: {first_line(error)}",

@@ -1,4 +1,4 @@
-"""The device that a workload runs on, be it a virtual GPU or a measuring one."""
+"""The device that a workload runs on: a virtual GPU or a measured device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from memprof.trace.events import Owner, PhaseKind
 
 
 class Device(Protocol):
-    """A device that is told what is being done on it."""
+    """Device that records the phases, models and tensors of a workload."""
 
-    name: str  # where its tensors are, for torch: "cuda" or "cpu"
+    name: str  # torch's name of the device: "cuda" or "cpu"
 
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
-        """Return a context in which what runs is this phase."""
+        """Return a context manager whose body runs as this phase."""
 
     def adopt(self, root: nn.Module) -> None:
-        """Take `root` as the model of this run."""
+        """Record `root` as a model of this run."""
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """Give `tensor` this role."""
+        """Give `tensor` the role and name of `owner`."""
 
     def assume(self, sentence: str) -> None:
-        """Note what the run rests on."""
+        """Add an assumption of the run."""

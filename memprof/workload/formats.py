@@ -1,7 +1,7 @@
-"""Formats of a checkpoint's weights: `quantization_config` of a config.json, or what --quantize asks for.
+"""Formats of a checkpoint's weights: `quantization_config` of a config.json, or the format of --quantize.
 
-What is in a configuration is obeyed or refused by name, never ignored. This file needs no torch; stored_weights.py
-builds what is named here.
+Entries of a configuration are followed or refused by name, never ignored. This file needs no torch; stored_weights.py
+builds models with these formats.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, GGUF_FORMATS, STORED_FORMATS, TargetSpec, check_quantized
 
-GROUP = 128  # rows of a weight that share a scale, and the side of a float8 block, where no checkpoint says otherwise
+GROUP = 128  # default of rows that share a scale, and of the side of a float8 block
 
-# Entries that say how the weights were found, or name kernels of older releases; they change no bytes.
-_METADATA = {
+# Entries on how the weights were computed, or on kernels of older releases; they do not affect memory.
+_IGNORED_ENTRIES = {
     "quant_method", "damp_percent", "dataset", "tokenizer", "true_sequential", "static_groups", "model_seqlen",
     "model_name_or_path", "model_file_base_name", "meta", "quantizer", "pad_token_id", "batch_size",
     "cache_block_outputs", "module_name_preceding_first_block", "use_exllama", "disable_exllama", "exllama_config",
@@ -27,10 +27,10 @@ _METADATA = {
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """The format of a model's weights."""
+    """Storage format of a model's weights."""
 
     name: str  # as --quantize spells it
-    config: Mapping[str, Any]  # as `quantization_config` has it; of a GGUF, which has none, its type alone
+    config: Mapping[str, Any]  # entries of `quantization_config`; only the method for GGUF, which has none
     from_checkpoint: bool = False
 
     @property
@@ -40,7 +40,7 @@ class WeightFormat:
 
 
 def requested_format(spec: TargetSpec) -> WeightFormat | None:
-    """Return the format that --quantize names, with the values that published checkpoints have."""
+    """Return the format that --quantize names, with the values of published checkpoints."""
     name = spec.quantize
     if name is None:
         return None
@@ -60,25 +60,25 @@ def requested_format(spec: TargetSpec) -> WeightFormat | None:
 
 
 def checkpoint_format(config: Mapping[str, Any], where: str) -> WeightFormat | None:
-    """Return the format in a config.json's `quantization_config`, if any; UsageError names what is not simulated."""
-    said = config.get("quantization_config")
-    if not said:
+    """Return the format in a config.json's `quantization_config`, if any; the UsageError names unsupported entries."""
+    entries = config.get("quantization_config")
+    if not entries:
         return None
-    method = said.get("quant_method") or ("bitsandbytes" if _BITS.intersection(said) else None)
+    method = entries.get("quant_method") or ("bitsandbytes" if _BITS.intersection(entries) else None)
     reader = _READERS.get(str(method))
     if reader is None:
-        raise _refused(f"{method or 'no quant_method'} ({where})")
+        raise _make_unsupported_error(f"{method or 'no quant_method'} ({where})")
     problems: list[str] = []
-    name = reader(said, config, problems)
-    unknown = [key for key in said if key not in _METADATA | _OBEYED[str(method)]]
-    problems += [f"{key} {said[key]!r}" for key in unknown if said[key] not in (None, False, [], {}, "")]
+    name = reader(entries, config, problems)
+    unknown = [key for key in entries if key not in _IGNORED_ENTRIES | _SUPPORTED_ENTRIES[str(method)]]
+    problems += [f"{key} {entries[key]!r}" for key in unknown if entries[key] not in (None, False, [], {}, "")]
     if problems:
-        raise _refused(f"{method} with {', '.join(problems)} ({where})")
-    return WeightFormat(name, {**said, "quant_method": method}, from_checkpoint=True)
+        raise _make_unsupported_error(f"{method} with {', '.join(problems)} ({where})")
+    return WeightFormat(name, {**entries, "quant_method": method}, from_checkpoint=True)
 
 
 def check_use(stored: WeightFormat, spec: TargetSpec) -> None:
-    """Raise UsageError if a checkpoint's format does not go with `spec`, which checks its own --quantize itself."""
+    """Raise UsageError if a checkpoint's format is incompatible with `spec`, which has checked its own --quantize."""
     if not stored.from_checkpoint:
         return
     if spec.quantize is not None:
@@ -92,7 +92,7 @@ def check_use(stored: WeightFormat, spec: TargetSpec) -> None:
     check_quantized(stored.name, spec)
 
 
-def _refused(value: str) -> UsageError:
+def _make_unsupported_error(value: str) -> UsageError:
     return UsageError(
         "the checkpoint's weights are stored in a way that is not simulated",
         value=value,
@@ -104,36 +104,36 @@ def _refused(value: str) -> UsageError:
 _BITS = frozenset({"load_in_4bit", "load_in_8bit"})
 
 
-def _bitsandbytes(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
-    if said.get("load_in_4bit"):
-        kind = str(said.get("bnb_4bit_quant_type", "fp4"))
+def _read_bitsandbytes(entries: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    if entries.get("load_in_4bit"):
+        kind = str(entries.get("bnb_4bit_quant_type", "fp4"))
         if kind not in BITSANDBYTES_FORMATS:
             problems.append(f"bnb_4bit_quant_type {kind!r}")
         return kind
-    if not said.get("load_in_8bit"):
+    if not entries.get("load_in_8bit"):
         problems.append("neither load_in_4bit nor load_in_8bit")
     return "int8"
 
 
-_LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}  # in a file
-_BITS_OF = {"gptq": (4, 8), "awq": (4,)}
-_KERNELS = {"gptq": ("marlin", "triton"), "awq": ("marlin", "gemm")}  # of GPTQModel, those that are known here
+_LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}  # layouts in a file
+_SUPPORTED_BITS = {"gptq": (4, 8), "awq": (4,)}
+_KERNELS = {"gptq": ("marlin", "triton"), "awq": ("marlin", "gemm")}  # supported kernels of GPTQModel
 
 
-def _packed(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
-    method = said["quant_method"]
-    formats, bits = _LAYOUTS[method], said.get("bits", 4 if method == "awq" else None)
-    if method == "gptq" and not said.get("sym", True):
+def _read_packed(entries: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    method = entries["quant_method"]
+    formats, bits = _LAYOUTS[method], entries.get("bits", 4 if method == "awq" else None)
+    if method == "gptq" and not entries.get("sym", True):
         problems.append("sym False")
-    if bits not in _BITS_OF[method]:
+    if bits not in _SUPPORTED_BITS[method]:
         problems.append(f"bits {bits!r}")
-    group = said.get("group_size", GROUP)
+    group = entries.get("group_size", GROUP)
     if not isinstance(group, int) or (group != -1 and group not in (32, 64, 128)):
         problems.append(f"group_size {group!r}")
-    layout = said.get("checkpoint_format") or said.get("format") or said.get("version") or formats[0]
+    layout = entries.get("checkpoint_format") or entries.get("format") or entries.get("version") or formats[0]
     if str(layout).lower() not in formats:
         problems.append(f"format {layout!r}")
-    kernel = said.get("backend") or "auto"
+    kernel = entries.get("backend") or "auto"
     if kernel not in ("auto", "auto_trainable", "autoawq", *_KERNELS[method]):
         problems.append(f"backend {kernel!r}")
     if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
@@ -141,12 +141,12 @@ def _packed(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[s
     return f"{method}-int{bits}"
 
 
-def _fp8(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
-    if said.get("fmt", "e4m3") != "e4m3":
-        problems.append(f"fmt {said['fmt']!r}")
-    if said.get("expert_dtype", "fp8") != "fp8":
-        problems.append(f"expert_dtype {said['expert_dtype']!r}")
-    block = said.get("weight_block_size", [GROUP, GROUP])
+def _read_fp8(entries: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    if entries.get("fmt", "e4m3") != "e4m3":
+        problems.append(f"fmt {entries['fmt']!r}")
+    if entries.get("expert_dtype", "fp8") != "fp8":
+        problems.append(f"expert_dtype {entries['expert_dtype']!r}")
+    block = entries.get("weight_block_size", [GROUP, GROUP])
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block)
     ):
@@ -154,17 +154,18 @@ def _fp8(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]
     return "fp8"
 
 
-def _mxfp4(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+def _read_mxfp4(entries: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
     if config.get("model_type") != "gpt_oss":
         problems.append(f"model_type {config.get('model_type')!r} (transformers has MXFP4 for gpt_oss)")
     return "mxfp4"
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], str]] = {
-    "bitsandbytes": _bitsandbytes, "gptq": _packed, "awq": _packed, "fp8": _fp8, "mxfp4": _mxfp4,
+    "bitsandbytes": _read_bitsandbytes, "gptq": _read_packed, "awq": _read_packed, "fp8": _read_fp8,
+    "mxfp4": _read_mxfp4,
 }  # fmt: skip
-# Method -> its entries that are followed.
-_OBEYED: dict[str, set[str]] = {
+# Method -> entries that are followed.
+_SUPPORTED_ENTRIES: dict[str, set[str]] = {
     "bitsandbytes": {
         *_BITS, "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type",
         "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",

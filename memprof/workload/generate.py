@@ -1,8 +1,8 @@
-"""Generation: a prompt, then one token after another through the model's own KV cache, or its state.
+"""Generation: a prompt, then one token after another with the model's own KV cache or state.
 
-A decode step differs from the one before only in the length of the cache, and what it needs grows with that length. So
-the first steps and the last ones are run, and the cache is made as long as it would have become in between. A state
-(Mamba's, RWKV's) has one size.
+Decode steps differ only in the length of the cache, and memory grows with that length. So only the first and the last
+steps are run, and the cache is extended by the length of the steps in between. A state (Mamba's, RWKV's) has a fixed
+size.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from memprof.errors import UsageError
 from memprof.trace.events import Owner, PhaseKind, Role
 from memprof.workload.device import Device
 
-EDGE_STEPS = 3  # decode steps run on each side of such a point
+EDGE_STEPS = 3  # decode steps run before and after skipped steps
 _STATES = ("cache_params", "state")
-# What models call what they keep, in what they return as in what they are given; `generate` looks for the same.
+# Names of caches and states in models' outputs and arguments; transformers' `generate` uses the same names.
 _CACHES = ("past_key_values", *_STATES)
 
 
@@ -27,15 +27,15 @@ def generate(
 ) -> None:
     """Run a prompt and `new_tokens` greedy tokens, as `model.generate` calls the model.
 
-    `base` is the model itself, `model` that or an adapter's wrapper of it; `at` counts step and micro-batch from 1.
-    Raises UsageError: the model has no KV cache to decode with.
+    `base` is the model itself, `model` the same or an adapter's wrapper; `at` is (step, micro-batch), from 1. Raises
+    UsageError if the model has no KV cache to decode with.
     """
     arguments: dict[str, Any] = {"use_cache": True}
     parameters = inspect.signature(base.forward).parameters
     if "use_cache" not in parameters:
         raise UsageError("--new-tokens needs a model that decodes", value=type(base).__name__)
     if "logits_to_keep" in parameters:
-        # generate() asks for the last position's logits alone.
+        # generate() requests only the last position's logits.
         arguments["logits_to_keep"] = 1
     name = next((name for name in _CACHES if name in parameters), _CACHES[0])
     with device.phase(PhaseKind.FORWARD, *at):
@@ -46,7 +46,7 @@ def generate(
     if cache is None:
         raise UsageError("--new-tokens needs a model with a KV cache", value=type(base).__name__)
     with device.phase(PhaseKind.DECODE, *at):
-        # The prompt's forward has given the first token.
+        # The prompt's forward has produced the first token.
         done, since_jump = 1, 0
         while done < new_tokens:
             outputs = model(input_ids=token, **{name: cache}, **arguments)
@@ -54,20 +54,21 @@ def generate(
             cache = getattr(outputs, name)
             del outputs
             done, since_jump = done + 1, since_jump + 1
-            jump = _alike_steps(cache, new_tokens - done)
+            jump = _count_similar_steps(cache, new_tokens - done)
             if since_jump < 2 * EDGE_STEPS or jump <= 0:
                 continue
             if name in _STATES:
                 device.assume("Decode steps that are alike were not all run: what the model keeps has one size.")
-            elif _grow(device, cache, jump):
+            elif _extend_cache(device, cache, jump):
                 device.assume("Decode steps that differ in the length of the KV cache alone were not all run.")
             else:
                 continue
             done, since_jump = done + jump, 0
 
 
-def _alike_steps(cache: Any, remaining: int) -> int:
-    """Count steps from here on that differ in the cache's length alone: up to the last ones, or a full window."""
+def _count_similar_steps(cache: Any, remaining: int) -> int:
+    """Return the number of steps from here that differ only in the cache's length: up to the last steps, or a full
+    window."""
     layers = getattr(cache, "layers", None) or ()
     until_full = [
         layer.sliding_window - layer.cumulative_length
@@ -77,8 +78,8 @@ def _alike_steps(cache: Any, remaining: int) -> int:
     return min([remaining, *(steps for steps in until_full if steps > -EDGE_STEPS)]) - EDGE_STEPS
 
 
-def _grow(device: Device, cache: Any, length: int) -> bool:
-    """Lengthen `cache` by `length` tokens; False if it is of a kind whose growth is not known."""
+def _extend_cache(device: Device, cache: Any, length: int) -> bool:
+    """Extend `cache` by `length` tokens; return False for a kind of cache with unknown growth."""
     layers = getattr(cache, "layers", None)
     if not layers or any(type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer") for layer in layers):
         return False
@@ -90,7 +91,7 @@ def _grow(device: Device, cache: Any, length: int) -> bool:
             old = getattr(layer, name)
             batch, heads, now, size = old.shape
             longer = now + length
-            # A full window is the tail of one token more: the step's own, which it is cut from.
+            # A full window is a view of a tensor with one more token, the step's own.
             new = old.new_empty(batch, heads, longer if window is None else min(longer, window), size)
             device.claim(new, Owner(Role.KV_CACHE, f"layer {index} {name}"))
             setattr(layer, name, new if window is None else new[:, :, -window + 1 :])

@@ -1,4 +1,4 @@
-"""Batches: what each kind of model is fed, with the shapes of a real run and labels that use every position."""
+"""Batches for each kind of model, with the shapes of a real run and labels that use every position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = dict[str, Any]
 
 
 class Feeder:
-    """Makes the batches of one run."""
+    """Maker of the batches of one run."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Feeder:
     ) -> None:
         self.model = model
         self.batch_size = batch_size
-        self.assumptions: list[str] = []  # a sentence may stand there more than once
+        self.assumptions: list[str] = []  # may have duplicates
         self.takes_tokens = source.task != "image-classification"  # whether a batch has samples of `context_length`
         self.sequence_lengths: list[int] = []  # tokens per sequence in each batch so far, if lengths vary
         if lengths is not None:
@@ -42,33 +42,33 @@ class Feeder:
                     value=source.name,
                     hint="leave it out; a model of one's own says in memprof_inputs what it is fed",
                 )
-            self.host_batch: Callable[[], Batch] = self._padded_tokens
+            self.host_batch: Callable[[], Batch] = self._make_padded_tokens
             return
         self.context_length = context_length or min(2048, source.max_positions or 2048)
         makers: dict[str, Callable[[], Batch]] = {
-            "causal-lm": self._tokens,
-            "masked-lm": self._tokens,
-            "seq2seq-lm": self._tokens,
-            "image-classification": self._images,
-            "speech-seq2seq": self._speech_batch,
-            "other": self._batch_by_signature,
+            "causal-lm": self._make_tokens,
+            "masked-lm": self._make_tokens,
+            "seq2seq-lm": self._make_tokens,
+            "image-classification": self._make_images,
+            "speech-seq2seq": self._make_speech_batch,
+            "other": self._make_batch_by_signature,
         }
         if source.task == "other":
             self.takes_tokens = "input_ids" in inspect.signature(model.forward).parameters
             text = getattr(model.config, "text_config", None)  # of a model with a text tower
             positions = getattr(text, "max_position_embeddings", None)
             self.context_length = min(self.context_length, positions or self.context_length)
-        # Makes a batch in host memory, as a data loader gives it.
-        self.host_batch = makers.get(source.task) or self._custom()
+        # Function that returns a batch in host memory, as a data loader does.
+        self.host_batch = makers.get(source.task) or self._find_custom_maker()
         if context_length is None and self.takes_tokens and source.task != "speech-seq2seq":
-            told = f"Context length {self.context_length:,} (no --context-length was given)."
-            self.assumptions.insert(0, told)
+            note = f"Context length {self.context_length:,} (no --context-length was given)."
+            self.assumptions.insert(0, note)
         self._dataset: Batch = {}
 
     def build_dataset(self, batches: int) -> None:
-        """Make so many batches and hold them in host memory, a tensor [batches, ...] for each input.
+        """Make `batches` batches and keep them in host memory, a tensor [batches, ...] for each input.
 
-        Each step's batch is then a copy of one, as a DataLoader makes it.
+        Each step's batch is then a copy of one batch, as in a DataLoader.
         """
         example = self.host_batch()
         self._dataset = {
@@ -78,24 +78,25 @@ class Feeder:
         }
         self.assumptions.append(f"{batches:,} batches are held in host memory, made before training.")
 
-    def _tokens(self) -> Batch:
-        """Make input_ids and labels, int64 (batch, length); every position is predicted, none is padding."""
+    def _make_tokens(self) -> Batch:
+        """Return input_ids and labels, int64 (batch, length), without padding; every position is predicted."""
         ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    def _padded_tokens(self) -> Batch:
-        """Make input_ids, attention_mask and labels, int64 (batch, longest), padded on the right, without label."""
+    def _make_padded_tokens(self) -> Batch:
+        """Return input_ids, attention_mask and labels, int64 (batch, longest), padded on the right with
+        ignored labels."""
         lengths, longest = next(self._batches)
         self.sequence_lengths.append(longest)
         ids = torch.zeros(len(lengths), longest, dtype=torch.int64)
         mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
-    def _images(self) -> Batch:
-        """Make pixel_values, float (batch, channels, height, width), and one label per image."""
-        return {"pixel_values": self._pixels(), "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
+    def _make_images(self) -> Batch:
+        """Return pixel_values, float (batch, channels, height, width), and one label per image."""
+        return {"pixel_values": self._make_pixels(), "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
 
-    def _pixels(self) -> torch.Tensor:
+    def _make_pixels(self) -> torch.Tensor:
         config: Any = self.model.config
         config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", 224)
@@ -103,8 +104,8 @@ class Feeder:
         channels = getattr(config, "num_channels", 3)
         return torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
 
-    def _batch_by_signature(self) -> Batch:
-        """Make what forward takes of tokens, images and sound, and labels whose shape the name of the class says."""
+    def _make_batch_by_signature(self) -> Batch:
+        """Return the tokens, images and sound that `forward` takes, and labels with a shape by the class's name."""
         names, count = inspect.signature(self.model.forward).parameters, self.batch_size
         ids = torch.zeros(count, self.context_length, dtype=torch.int64)
         batch: Batch = {}
@@ -113,7 +114,7 @@ class Feeder:
             if "decoder_input_ids" in names and getattr(self.model.config, "is_encoder_decoder", False):
                 batch["decoder_input_ids"] = ids.clone()
         if "pixel_values" in names:
-            batch["pixel_values"] = self._pixels()
+            batch["pixel_values"] = self._make_pixels()
             self.assumptions.append(f"Images of {tuple(batch['pixel_values'].shape[1:])}.")
         if "input_values" in names:
             batch["input_values"] = torch.zeros(count, _SOUND_SAMPLES, dtype=_parameter_dtype(self.model))
@@ -133,8 +134,8 @@ class Feeder:
             batch["labels"] = torch.zeros(count, *batch["pixel_values"].shape[2:], dtype=torch.int64)
         return batch
 
-    def _speech_batch(self) -> Batch:
-        """Make input_features, float (batch, mel bins, frames), and labels (batch, length)."""
+    def _make_speech_batch(self) -> Batch:
+        """Return input_features, float (batch, mel bins, frames), and labels (batch, length)."""
         config: Any = self.model.config
         frames = 2 * config.max_source_positions
         length = min(self.context_length, config.max_target_positions)
@@ -143,7 +144,7 @@ class Feeder:
         self.assumptions.append(f"Audio of {frames:,} frames and labels of {length:,} tokens per sample.")
         return {"input_features": features, "labels": labels}
 
-    def _custom(self) -> Callable[[], Batch]:
+    def _find_custom_maker(self) -> Callable[[], Batch]:
         model: Any = self.model
         if hasattr(model, "memprof_inputs"):
             return lambda: dict(model.memprof_inputs(self.batch_size, self.context_length))
@@ -156,11 +157,11 @@ class Feeder:
         if isinstance(first, nn.Embedding):
             self.assumptions.append(f"Input {names[0]!r}: token ids ({self.batch_size}, {self.context_length}).")
 
-            def tokens() -> Batch:
+            def make_token_batch() -> Batch:
                 ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
                 return {names[0]: ids, **({label_name: ids.clone()} if label_name else {})}
 
-            return tokens
+            return make_token_batch
         if isinstance(first, nn.Conv2d):
             self.takes_tokens = False
             shape: tuple[int, ...] = (self.batch_size, first.in_channels, 224, 224)

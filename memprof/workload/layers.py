@@ -13,14 +13,14 @@ from memprof.errors import UsageError
 def find_layers(model: nn.Module, fix: str) -> list[tuple[str, nn.Module]]:
     """Return name and module of each layer (of lists of blocks of one class); raise UsageError if there is none."""
     found: list[tuple[str, nn.Module]] = []
-    inside: list[str] = []
+    list_names: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(outer + ".") for outer in inside):
+        if any(name.startswith(outer + ".") for outer in list_names):
             continue
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
             kinds = {type(child) for child in module}
             if len(kinds) == 1 and any(True for child in module for _ in child.parameters()):
-                inside.append(name)
+                list_names.append(name)
                 found += [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
     if not found:
         raise UsageError(
@@ -35,9 +35,9 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def drop_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer without its key-value cache: a layer that runs twice would fill it twice.
+    """Return the arguments of a layer without the key-value cache, which a layer that runs twice would fill twice.
 
-    A cache is known by its name, or, where it is given by position, by what it can do (`get_seq_length`).
+    A cache is recognized by its parameter name, or by its method `get_seq_length`.
     """
     args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
     kwargs = {
@@ -49,8 +49,10 @@ def drop_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 
 def find_modules(model: nn.Module, patterns: str, fix: str) -> list[tuple[str, nn.Module]]:
-    """Return the name and module of what `patterns` (with commas) name, by full name or by its last part.
-    Raises UsageError: a pattern names nothing, or one module is inside another."""
+    """Return name and module for all modules that `patterns` (with commas) match, by full name or its last part.
+
+    Raises UsageError if a pattern matches no module, or one module is inside another.
+    """
     found: dict[str, nn.Module] = {}
     for pattern in (part.strip() for part in patterns.split(",")):
         matches = {

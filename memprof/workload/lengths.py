@@ -1,8 +1,8 @@
-"""Samples whose lengths vary, and the batches that a data loader makes of them.
+"""Samples of varying lengths, and the batches that a data loader makes of these samples.
 
     lognormal:MEAN,SIGMA   lengths with this mean in tokens, whose natural logarithm has this standard deviation
-    alpaca                 those of Stanford Alpaca's 52,002 prompts with their answers
-    FILE                   those of a dataset: whole numbers in a text file, or a list of them in JSON
+    alpaca                 lengths of Stanford Alpaca's 52,002 prompts with their answers
+    FILE                   lengths of a dataset: whole numbers in a text file, or a JSON list of whole numbers
     [N, N, ...]            the same without a file
 
     after each, `,bucket=N`: N batches at a time are made of samples sorted by length, longest first, as a Trainer's
@@ -40,11 +40,11 @@ _ALPACA = (
 
 
 class Lengths(NamedTuple):
-    """The lengths that `--lengths` asks for."""
+    """Sample lengths and batching that `--lengths` describes."""
 
     draw: Callable[[random.Random], Iterator[int]]  # lengths of samples, without end
     bucket: int = 1  # batches that are sorted together
-    multiple: int = 1  # what a batch is padded to a multiple of
+    multiple: int = 1  # batch lengths are padded to a multiple of this
 
     def batches(self, batch_size: int, longest: int) -> Iterator[tuple[list[int], int]]:
         """Yield batches without end: lengths of samples, cut at `longest`, and the batch's length with padding."""
@@ -60,21 +60,24 @@ class Lengths(NamedTuple):
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Return what `text`, as above, asks for; raise UsageError if it is not written so, or names no such file."""
-    text, options = _options(text)
+    """Return the lengths that `text` describes; raise UsageError if `text` is invalid, or names no readable file."""
+    text, options = _split_options(text)
     if text == _ALPACA_NAME:
-        return Lengths(_alpaca, **options)
+        return Lengths(_draw_alpaca, **options)
     if text.startswith(_LOGNORMAL):
-        return Lengths(_lognormal(text), **options)
-    return Lengths(_dataset_draw(_parse(text, text[:40]) if text.startswith("[") else _read(Path(text))), **options)
+        return Lengths(_make_lognormal(text), **options)
+    return Lengths(
+        _make_dataset_draw(_parse_lengths(text, text[:40]) if text.startswith("[") else _read_lengths(Path(text))),
+        **options,
+    )
 
 
 def is_distribution(text: str) -> bool:
-    """Return whether `text` asks for lengths that are drawn, of any number of samples."""
+    """Return whether `text` describes a distribution, from which any number of lengths can be drawn."""
     return text.startswith(_LOGNORMAL) or text.partition(",")[0] == _ALPACA_NAME
 
 
-def _options(text: str) -> tuple[str, dict[str, int]]:
+def _split_options(text: str) -> tuple[str, dict[str, int]]:
     options: dict[str, int] = {}
     while found := re.fullmatch(r"(.*),\s*(bucket|multiple)=(\d{1,6})", text, re.DOTALL):
         text, name, number = found.groups()
@@ -84,7 +87,7 @@ def _options(text: str) -> tuple[str, dict[str, int]]:
     return text, options
 
 
-def _lognormal(text: str) -> Callable[[random.Random], Iterator[int]]:
+def _make_lognormal(text: str) -> Callable[[random.Random], Iterator[int]]:
     try:
         mean, sigma = (float(part) for part in text.removeprefix(_LOGNORMAL).split(","))
     except ValueError:
@@ -100,7 +103,7 @@ def _lognormal(text: str) -> Callable[[random.Random], Iterator[int]]:
     return draw
 
 
-def _alpaca(generator: random.Random) -> Iterator[int]:
+def _draw_alpaca(generator: random.Random) -> Iterator[int]:
     while True:
         sample = generator.uniform(1, _ALPACA[-1][1])
         place = bisect_left(_ALPACA, sample, key=lambda point: point[1])
@@ -108,7 +111,7 @@ def _alpaca(generator: random.Random) -> Iterator[int]:
         yield round(shorter + (longer - shorter) * (sample - below) / (above - below))
 
 
-def _dataset_draw(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
+def _make_dataset_draw(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
     def draw(generator: random.Random) -> Iterator[int]:
         while True:
             yield from generator.sample(lengths, len(lengths))
@@ -116,16 +119,16 @@ def _dataset_draw(lengths: list[int]) -> Callable[[random.Random], Iterator[int]
     return draw
 
 
-def _read(path: Path) -> list[int]:
+def _read_lengths(path: Path) -> list[int]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text"
         raise UsageError(f"--lengths cannot be read: {reason}", value=str(path), hint=_HINT) from None
-    return _parse(text, str(path))
+    return _parse_lengths(text, str(path))
 
 
-def _parse(text: str, source: str) -> list[int]:
+def _parse_lengths(text: str, source: str) -> list[int]:
     try:
         found = (
             json.loads(text)

@@ -1,8 +1,8 @@
-"""The loss of a training step: the number that `backward()` is called on.
+"""Loss of a training step: the scalar on which `backward()` is called.
 
-A model of transformers that is given labels computes its loss inside `forward`; `compute_loss` finds it there. A model
-of another kind returns its outputs, of which `compute_loss` makes one. The last stage of a pipeline is given logits:
-`logits_loss_function` gives what transformers' `forward` would have computed of them.
+A model of transformers computes its loss inside `forward` if the batch has labels; `compute_loss` returns that loss.
+For other models `compute_loss` computes a loss from the outputs. The last stage of a pipeline has logits:
+`logits_loss_function` returns the function that transformers' `forward` would apply.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length
 def compute_loss(
     outputs: Any, batch: dict[str, Any], source: ModelSource, assume: Callable[[str], None]
 ) -> torch.Tensor:
-    """Return the scalar to differentiate: the model's own loss if `outputs` has one; `assume` is told of another.
+    """Return the scalar to differentiate: the model's loss if `outputs` has one; `assume` gets a note on any other
+    loss.
 
-    Raises UsageError where nothing that the model returns requires a gradient.
+    Raises UsageError where no output of the model requires a gradient.
     """
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, dict):
         loss = outputs.get("loss")
     if isinstance(loss, torch.Tensor):
         return loss
-    tensors = _tensors(outputs)
+    tensors = _collect_tensors(outputs)
     scalar = next((t for t in tensors if t.dim() == 0 and t.requires_grad), None)
     if scalar is not None:
         return scalar
@@ -58,11 +59,11 @@ def logits_loss_function(model: Any) -> Callable[[torch.Tensor, torch.Tensor], t
     return loss
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _collect_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors(part)]
+        return [tensor for part in value for tensor in _collect_tensors(part)]
     return []

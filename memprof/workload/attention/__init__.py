@@ -1,4 +1,4 @@
-"""Kinds of attention that transformers does not have, put into its causal language models: `--attention`."""
+"""Attention kinds that transformers does not have, installed into its causal language models: `--attention`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.spec import OWN_ATTENTIONS, Mode, TargetSpec
 
-_FLEXIBLE = ("sliding", "block-sparse")
+_FLEX_KINDS = ("sliding", "block-sparse")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_ABOUT = {
+_NOTES = {
     "nsa": "Attention: native sparse attention, whose projections of keys and values are three times the model's; on "
     "the virtual GPU its three attentions allocate as fused kernels do.",
     "nsa-eager": "Attention: native sparse attention with every score in memory.",
@@ -23,13 +23,14 @@ _ABOUT = {
 
 
 def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> list[str]:
-    """Return sentences on the attention of `spec` in the model `name`; raise UsageError if it does not go with that."""
+    """Return notes on the attention of `spec` in the model `name`; raise UsageError if the model cannot have that
+    attention."""
     kind = spec.attention
     if kind not in OWN_ATTENTIONS:
         return []
     if task != "causal-lm":
         raise UsageError(f"--attention {kind} is for causal language models", value=name, hint="leave it out")
-    if kind in _FLEXIBLE and spec.mode is Mode.TRAIN and spec.device == "cpu":
+    if kind in _FLEX_KINDS and spec.mode is Mode.TRAIN and spec.device == "cpu":
         hint = "leave out --device, or add --mode inference"
         raise UsageError("flex_attention has no backward on a CPU", value=f"--attention {kind}", hint=hint)
     dropout = next((key for key in _DROPOUTS if config.get(key)), None)
@@ -43,28 +44,30 @@ def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> 
     if kind.startswith("nsa") and (spec.quantize is not None or "quantization_config" in config):
         problem = "native sparse attention has projections of its own, which no quantized checkpoint has"
         raise UsageError(problem, value=name, hint="leave out --quantize")
-    return [_ABOUT[kind]]
+    return [_NOTES[kind]]
 
 
 def register(kind: str) -> None:
-    """Tell transformers of the kind, so that its models find it by this name."""
+    """Register the attention `kind` with transformers, so that models find it by this name."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     from memprof.workload.attention import linear, masked, nsa
 
     def no_mask(*args: Any, **kwargs: Any) -> None:
-        """Make no mask: each of these is causal by itself; padding stands on the right, where nobody looks."""
+        """Return None: each of these attentions is causal without a mask, and padding on the right is
+        not attended to."""
 
-    flexible = kind in _FLEXIBLE
+    is_flex = kind in _FLEX_KINDS
     eager = functools.partial(nsa.attention, eager=True)
     functions: dict[str, Any] = {"nsa": nsa.attention, "nsa-eager": eager, "linear": linear.attention}
-    AttentionInterface.register(kind, functools.partial(masked.attention, kind) if flexible else functions[kind])
-    AttentionMaskInterface.register(kind, functools.partial(masked.mask_of_model, kind) if flexible else no_mask)
+    AttentionInterface.register(kind, functools.partial(masked.attention, kind) if is_flex else functions[kind])
+    AttentionMaskInterface.register(kind, functools.partial(masked.mask_of_model, kind) if is_flex else no_mask)
 
 
 def adapt(model: Any, kind: str) -> None:
-    """Put what `kind` needs into a model's attention layers; raise UsageError if they cannot be exchanged."""
+    """Install the parts of attention `kind` into a model's attention layers; raise UsageError if they cannot be
+    replaced."""
     can = getattr(type(model), "_can_set_attn_implementation", None)
     named = [one for one in model.named_modules() if type(one[1]).__name__.endswith("Attention")]
     layers = [(name, layer) for name, layer in named if hasattr(layer, "layer_idx")]

@@ -1,14 +1,13 @@
-"""Attention of each query to some of the keys, as operators of their own: what a fused kernel computes, and allocates.
+"""Attention of each query to a subset of keys, as custom operators with the results and allocations of fused kernels.
 
 A fused kernel reads queries, keys and values, and writes the output and a float32 logsumexp of each query's scores; the
-backward computes the scores again. Here the same is computed in plain PyTorch, some queries at a time, in pieces of
-`WORKSPACE_BYTES`, a few at once, that a kernel holds in registers and shared memory. What is kept from forward to
-backward is the kernel's: query, key, value, output, logsumexp and chosen blocks (as flash-linear-attention's kernels
-keep them, fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual GPU, each operator is one kernel without
-workspace.
+backward recomputes the scores. The operators compute the same in plain PyTorch, some queries at a time, with
+temporaries of `WORKSPACE_BYTES`, which a kernel has in registers and shared memory. Tensors kept from forward to
+backward are the kernel's: query, key, value, output, logsumexp and chosen blocks (as in flash-linear-attention,
+fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual GPU, each operator is one kernel without workspace.
 
-Shapes: batch B, heads of queries H, heads of keys K (H = K x G), queries T, keys S, width D. A query's position is its
-row plus `offset`, for after a cache there are fewer queries than keys.
+Shapes: batch B, query heads H, key heads K (H = K x G), queries T, keys S, width D. A query's position is its row plus
+`offset`, because after a cache there are fewer queries than keys.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from memprof.units import MIB
 from memprof.workload.quantization import import_quietly
 
-# Of one set of scores, or of gathered keys and values, where they are computed in plain PyTorch.
+# Size limit of a set of scores, or of gathered keys and values, in plain PyTorch.
 WORKSPACE_BYTES = 64 * MIB
 
 
@@ -64,21 +63,21 @@ def attend(
     stride: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the forward of `Attend`."""
-    output, lse = _outputs(query, value)
+    output, lse = _make_outputs(query, value)
     shared = key.shape[1]
-    for rows, keys, values, seen, _ in _parts(query, key, value, blocks, offset, length, stride, window):
-        scores = _products(_grouped(query[:, :, rows], shared), keys) * scale
+    for rows, keys, values, seen, _ in _iterate_parts(query, key, value, blocks, offset, length, stride, window):
+        scores = _multiply_keys(_group_heads(query[:, :, rows], shared), keys) * scale
         scores = scores.masked_fill(~seen, -math.inf)
         each = scores.logsumexp(-1)
         weights = (scores - each.masked_fill(each == -math.inf, 0).unsqueeze(-1)).exp()
-        output[:, :, rows] = _mixed(weights, values).flatten(1, 2).to(output.dtype)
+        output[:, :, rows] = _weight_values(weights, values).flatten(1, 2).to(output.dtype)
         lse[:, :, rows] = each.flatten(1, 2)
     return output, lse
 
 
 @attend.register_fake
 def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *pattern: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(query, value)
+    return _make_outputs(query, value)
 
 
 @torch.library.custom_op("memprof::attend_backward", mutates_args=())
@@ -86,26 +85,29 @@ def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, output: Tensor, lse: Tensor,
     scale: float, offset: int, length: int, stride: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, and what a kernel makes first: the sum of gradient x output."""
+    """Return the gradients of query, key and value, and the kernel's temporary: the sum over D of gradient x output."""
     own = lse.dtype
     delta = (gradient.to(own) * output.to(own)).sum(-1)
-    of_query = torch.empty_like(query)
-    of_key, of_value = (torch.zeros(x.shape, dtype=own, device=x.device) for x in (key, value))
+    query_gradient = torch.empty_like(query)
+    key_gradient, value_gradient = (torch.zeros(x.shape, dtype=own, device=x.device) for x in (key, value))
     shared = key.shape[1]
-    for rows, keys, values, seen, places in _parts(query, key, value, blocks, offset, length, stride, window):
-        asking, given = (_grouped(x[:, :, rows], shared) for x in (query, gradient))
-        each = _grouped(lse[:, :, rows].unsqueeze(-1), shared)
-        scores = (_products(asking, keys) * scale).masked_fill(~seen, -math.inf)
+    for rows, keys, values, seen, places in _iterate_parts(query, key, value, blocks, offset, length, stride, window):
+        queries, output_gradients = (_group_heads(x[:, :, rows], shared) for x in (query, gradient))
+        each = _group_heads(lse[:, :, rows].unsqueeze(-1), shared)
+        scores = (_multiply_keys(queries, keys) * scale).masked_fill(~seen, -math.inf)
         weights = (scores - each.masked_fill(each == -math.inf, 0)).exp()
-        inner = _products(given, values) - _grouped(delta[:, :, rows].unsqueeze(-1), shared)
-        of_scores = weights * inner * scale
-        of_query[:, :, rows] = _mixed(of_scores, keys).flatten(1, 2).to(query.dtype)
-        for total, left, right in ((of_key, of_scores, asking), (of_value, weights, given)):
+        inner = _multiply_keys(output_gradients, values) - _group_heads(delta[:, :, rows].unsqueeze(-1), shared)
+        score_gradient = weights * inner * scale
+        query_gradient[:, :, rows] = _weight_values(score_gradient, keys).flatten(1, 2).to(query.dtype)
+        for total, left, right in (
+            (key_gradient, score_gradient, queries),
+            (value_gradient, weights, output_gradients),
+        ):
             if isinstance(places, slice):
                 total[:, :, places] += torch.einsum("bkgtl,bkgtd->bkld", left, right.to(own))
             else:
                 total.index_put_(places, torch.einsum("bkgtl,bkgtd->bktld", left, right.to(own)), accumulate=True)
-    return of_query, of_key.to(key.dtype), of_value.to(value.dtype), delta
+    return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), delta
 
 
 @attend_backward.register_fake
@@ -121,21 +123,21 @@ def choose_blocks(
     query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
     block: int, count: int,
 ) -> Tensor:  # fmt: skip
-    """Return the `count` blocks of `block` tokens that each query looks at, (B, K, T, count) int32; -1 where there are
-    fewer.
+    """Return the `count` blocks of `block` tokens that each query attends to, (B, K, T, count) int32; -1 for missing
+    blocks.
 
-    A block's score is what its compressed keys (B, K, S, D; `length` tokens each, one every `stride`) get of the
-    query's softmax (its logsumexp is `lse`), summed over the heads that share keys: each as often as strides of it lie
-    in the block (equations 9 and 10 of arXiv 2502.11089, whose indices begin at 1). The first block, the query's own
-    and the one before it are always among them.
+    A block's score is the sum of its compressed keys' weights (B, K, S, D; `length` tokens each, one every `stride`) in
+    the query's softmax (with logsumexp `lse`), over the heads that share keys; each key counts once for each of its
+    strides in the block (equations 9 and 10 of arXiv 2502.11089, with indices from 1). The first block, the query's own
+    block and the block before are always chosen.
     """
     shared, device = key.shape[1], query.device
-    chosen = _chosen_blocks(query, key, tokens, block, count)
+    chosen = _make_chosen_blocks(query, key, tokens, block, count)
     parts, width = block // stride, chosen.shape[-1]
     numbers = torch.arange(-(-tokens // block), device=device)
-    for rows, keys, _, seen, _ in _parts(query, key, key, None, offset, length, stride, 0):
-        scores = (_products(_grouped(query[:, :, rows], shared), keys) * scale).masked_fill(~seen, -math.inf)
-        each = _grouped(lse[:, :, rows].unsqueeze(-1), shared)
+    for rows, keys, _, seen, _ in _iterate_parts(query, key, key, None, offset, length, stride, 0):
+        scores = (_multiply_keys(_group_heads(query[:, :, rows], shared), keys) * scale).masked_fill(~seen, -math.inf)
+        each = _group_heads(lse[:, :, rows].unsqueeze(-1), shared)
         weights = (scores - each.masked_fill(each == -math.inf, 0)).exp().sum(2)
         padded = torch.nn.functional.pad(weights, (length // stride - 1, len(numbers) * parts - weights.shape[-1]))
         overlapping = padded.unfold(-1, length // stride, 1).sum(-1)
@@ -150,43 +152,45 @@ def choose_blocks(
 
 @choose_blocks.register_fake
 def _choose_blocks_fake(query: Tensor, key: Tensor, lse: Tensor, tokens: int, *pattern: Any) -> Tensor:
-    return _chosen_blocks(query, key, tokens, *pattern[-2:])
+    return _make_chosen_blocks(query, key, tokens, *pattern[-2:])
 
 
-def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the output, laid out as what a model makes of it, (B, T, H, D), and logsumexp."""
+def _make_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an empty output, with the memory layout of (B, T, H, D) as models use it, and an empty logsumexp."""
     batch, heads, tokens, _ = query.shape
     own = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty(batch, heads, tokens, dtype=own)
 
 
-def _chosen_blocks(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> Tensor:
+def _make_chosen_blocks(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> Tensor:
     shape = (*key.shape[:2], query.shape[2], min(count, -(-tokens // block)))
     return query.new_empty(shape, dtype=torch.int32)
 
 
-def _grouped(x: Tensor, shared: int) -> Tensor:
+def _group_heads(x: Tensor, shared: int) -> Tensor:
     """Return (B, H, ...) as (B, K, G, ...)."""
     return x.unflatten(1, (shared, -1))
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply (B, K, G, t, D) by keys (B, K, L, D), or each query's own (B, K, t, L, D), to (B, K, G, t, L)."""
+def _multiply_keys(left: Tensor, right: Tensor) -> Tensor:
+    """Return products of (B, K, G, t, D) with keys (B, K, L, D), or each query's keys (B, K, t, L, D), as (B, K, G, t,
+    L)."""
     own = torch.promote_types(left.dtype, torch.float32)
     form = "bkgtd,bkld->bkgtl" if right.dim() == 4 else "bkgtd,bktld->bkgtl"
     return torch.einsum(form, left.to(own), right.to(own))
 
 
-def _mixed(weights: Tensor, values: Tensor) -> Tensor:
+def _weight_values(weights: Tensor, values: Tensor) -> Tensor:
     form = "bkgtl,bkld->bkgtd" if values.dim() == 4 else "bkgtl,bktld->bkgtd"
     return torch.einsum(form, weights, values.to(weights.dtype))
 
 
-def _parts(
+def _iterate_parts(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, offset: int, length: int, stride: int, window: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Any]]:
-    """Yield rows of queries, keys and values for them, which they see (B or 1, K or 1, 1, t, L), and their places."""
+    """Yield rows of queries, their keys and values, the visibility mask (B or 1, K or 1, 1, t, L), and
+    key positions."""
     (batch, heads, tokens, width), (shared, num_keys) = query.shape, key.shape[1:3]
     each = 4 * batch * heads * (window or num_keys)
     if blocks is not None:
@@ -217,7 +221,8 @@ def _forward_formula(
     query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
     **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Count both products of a forward, by shapes: with chosen keys and those of a window; half of compressed ones."""
+    """Return the FLOPs of a forward's two products, by shapes: chosen keys, a window, or half of the
+    compressed keys."""
     (batch, heads, tokens, width), keys = query, key[2]
     seen = blocks[-1] * length if blocks is not None else min(window, keys) if window else keys / 2
     return int(2 * batch * heads * tokens * seen * (width + value[-1]))
@@ -226,12 +231,12 @@ def _forward_formula(
 def _backward_formula(
     gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, *pattern: Any, **kwargs: Any
 ) -> int:
-    """Count five products: the scores again, and those of the four gradients."""
+    """Return the FLOPs of a backward's five products: scores, and four for the gradients."""
     return _forward_formula(query, key, value, blocks, *pattern) * 5 // 2
 
 
 def _choice_formula(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    """Count the scores of compressed keys again."""
+    """Return the FLOPs of the scores of compressed keys."""
     return _forward_formula(query, key, key, None, 0, 0, 0, 0, 0) // 2
 
 

@@ -1,8 +1,8 @@
-"""Native sparse attention (arXiv 2502.11089): three attentions of each query, to compressed, chosen and recent tokens.
+"""Native sparse attention (arXiv 2502.11089): three attentions per query, to compressed, chosen and recent tokens.
 
-* Compression: keys and values of 32 tokens, a block every 16, become one each by an MLP that knows their place.
-* Selection: the 16 blocks of 64 tokens that got most of the compressed attention, over the heads that share keys, are
-  looked at token by token; the first, the query's own and the one before are always among them.
+* Compression: an MLP with position encoding maps keys and values of 32 tokens, a block every 16, to one each.
+* Selection: each query attends to the tokens of the 16 blocks of 64 with the highest compressed attention, over the
+  heads that share keys; the first block, the query's own and the block before are always included.
 * A window of the last 512 tokens.
 
 Gates between 0 and 1, an MLP of the layer's input, weigh the three. Each has keys and values of its own, so the layer's
@@ -28,7 +28,7 @@ WINDOW = 512
 
 
 class Compression(nn.Module):
-    """Blocks of keys or values to one each, by an MLP with position encoding inside the block."""
+    """MLP with position encoding that compresses each block of keys or values to one."""
 
     def __init__(self, width: int, **options: Any) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class Compression(nn.Module):
         self.outer = nn.Linear(width, width, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compress (B, K, S, D) to (B, K, blocks, D): blocks that are there as a whole.
+        """Compress (B, K, S, D) to (B, K, blocks, D), for complete blocks.
 
-        Blocks overlap, so each stride of tokens is multiplied once for each place that it has in a block, and no block
-        is put together.
+        Blocks overlap, so each stride of tokens is multiplied once for each of its places in a block; blocks are not
+        copied.
         """
         blocks = max(0, (x.shape[2] - LENGTH) // STRIDE + 1)
         places = LENGTH // STRIDE
@@ -55,7 +55,7 @@ class Compression(nn.Module):
 
 
 class SparseParts(nn.Module):
-    """The parts of a layer's attention beside its projections: compression of keys and of values, and gates."""
+    """Parts of a layer's attention besides its projections: compression of keys and of values, and gates."""
 
     def __init__(self, hidden: int, heads: int, width: int, **options: Any) -> None:
         super().__init__()
@@ -64,14 +64,15 @@ class SparseParts(nn.Module):
         self.gates = nn.Sequential(
             nn.Linear(hidden, width, **options), nn.SiLU(), nn.Linear(width, 3 * heads, **options), nn.Sigmoid()
         )
-        self.given: Tensor | None = None  # gates of the call that is under way
+        self.given: Tensor | None = None  # gates of the running call
 
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None,
     eager: bool = False, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend as a function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H, D).
+    """Compute attention as a function of transformers: query (B, H, T, D), key and value (B, 3K, S, D), to (B, T, H,
+    D).
 
     `eager` keeps every score in memory, and a mask for each branch.
     """
@@ -93,14 +94,14 @@ def attention(
 def three(
     query: Tensor, keys: Any, values: Any, short_key: Tensor, short_value: Tensor, scale: float, *, eager: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend to compressed, chosen and recent tokens, (B, H, T, D) each.
+    """Return attention to compressed, chosen and recent tokens, (B, H, T, D) each.
 
-    `keys` and `values` are the three branches', (B, K, S, D) each, of which the first two are compressed; `short_key`
-    and `short_value` the first's, compressed. If `eager`, scores of all queries are kept.
+    `keys` and `values` have one tensor (B, K, S, D) per branch; `short_key` and `short_value` are the first branch's,
+    compressed. `eager` keeps the scores of all queries.
     """
     tokens = keys[1].shape[2]
     offset = tokens - query.shape[2]
-    run = _dense if eager else Attend.apply
+    run = _attend_dense if eager else Attend.apply
     compressed, lse = run(query, short_key, short_value, None, scale, offset, LENGTH, STRIDE, 0)
     with torch.no_grad():
         arguments = (scale, offset, LENGTH, STRIDE, BLOCK, COUNT)
@@ -110,11 +111,11 @@ def three(
     return compressed, selected, recent
 
 
-def _dense(
+def _attend_dense(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int, length: int,
     stride: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend in plain PyTorch and under autograd: masked scores of every pair, as eager attention has them."""
+    """Compute attention in plain PyTorch with autograd: masked scores of every pair, as in eager attention."""
     at = torch.arange(query.shape[2], device=query.device)[:, None] + offset
     places = torch.arange(key.shape[2], device=query.device)
     if blocks is not None:
@@ -133,12 +134,12 @@ def _dense(
     own = torch.promote_types(query.dtype, torch.float32)
     lse = scores.detach().to(own).logsumexp(-1)
     weights = functional.softmax(scores, dim=-1, dtype=own).to(query.dtype)
-    weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0)  # a query that sees nothing
+    weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0)  # a query without visible keys
     return torch.matmul(weights, value.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
 
 def install(name: str, module: nn.Module) -> None:
-    """Give an attention layer `name` its projections for three branches; UsageError if it has none of its own."""
+    """Give the attention layer `name` projections for three branches; raise UsageError if the layer lacks its own."""
     key, value, out = (getattr(module, f"{which}_proj", None) for which in ("k", "v", "o"))
     width = getattr(module, "head_dim", None)
     norm = getattr(getattr(module, "k_norm", None), "weight", None)
@@ -155,9 +156,9 @@ def install(name: str, module: nn.Module) -> None:
         wider = nn.Linear(layer.in_features, 3 * layer.out_features, layer.bias is not None, **options)
         setattr(module, which, wider)
     module.sparse = SparseParts(key.in_features, out.in_features // width, width, **options)
-    module.register_forward_pre_hook(_gate, with_kwargs=True)
+    module.register_forward_pre_hook(_compute_gates, with_kwargs=True)
 
 
-def _gate(module: Any, args: Any, kwargs: Any) -> None:
-    """Make the gates of a call of the layer's input before its attention function is called, which does not see it."""
+def _compute_gates(module: Any, args: Any, kwargs: Any) -> None:
+    """Compute the gates from the layer's input, which the layer's attention function does not get."""
     module.sparse.given = module.sparse.gates(args[0] if args else kwargs["hidden_states"])

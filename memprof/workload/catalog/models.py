@@ -26,7 +26,7 @@ SIZES = (
     *("num_key_value_heads", "head_dim", "ffn_dim", "n_inner", "max_position_embeddings", "n_positions"),
 )
 LARGEST_SIZE = 2**31 - 1
-MOST_LAYERS = 10_000  # far above any model's; each layer is built, and a slip of the pen must not take hours
+MOST_LAYERS = 10_000  # far above any model; each layer is built, and a typing error must not take hours
 
 
 # `compare=False`: a mapping is not hashable, and the other fields tell two entries apart.
@@ -55,14 +55,14 @@ class ModelEntry:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def called(self, name: str) -> tuple[str, str]:
-        """Return how `name`, one of its names, is to be said, and the repository that it stands for.
+        """Return how `name`, one of the model's names, is displayed, and the repository that the name stands for.
 
-        An alias may be of other weights of the same shape, such as "llama-3.3-70b".
+        An alias may name other weights of the same shape, such as "llama-3.3-70b".
         """
-        folded, known = _fold(name), (self.hf_id, *(alias for alias in self.aliases if "/" in alias))
-        exact = (one for one in known if folded == _fold(one))
-        alike = (one for one in known if _fold(one.rpartition("/")[2]).startswith(folded))
-        return (self.key if folded == _fold(self.key) else name), next(iter((*exact, *alike)), self.hf_id)
+        folded, known = _fold_name(name), (self.hf_id, *(alias for alias in self.aliases if "/" in alias))
+        exact = (one for one in known if folded == _fold_name(one))
+        alike = (one for one in known if _fold_name(one.rpartition("/")[2]).startswith(folded))
+        return (self.key if folded == _fold_name(self.key) else name), next(iter((*exact, *alike)), self.hf_id)
 
     def load_config(self) -> dict[str, Any]:
         """Return the configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
@@ -77,19 +77,20 @@ def list_models() -> tuple[ModelEntry, ...]:
     """Return all published models of the catalog, in the order of the index (by family, then by size)."""
     import tomllib
 
-    return tuple(_entry(key, table) for key, table in tomllib.loads(_read_text("index.toml")).items())
+    return tuple(_make_entry(key, table) for key, table in tomllib.loads(_read_text("index.toml")).items())
 
 
 def find_model(name: str) -> ModelEntry:
-    """Return the model with this key, id or alias, folded (case, spaces, - and _); UsageError if there is none."""
-    entry = _by_folded_name().get(_fold(name))
+    """Return the model with this key, id or alias, ignoring case, spaces, - and _; raise UsageError if
+    there is none."""
+    entry = _index_by_folded_name().get(_fold_name(name))
     if entry is None:
         raise unknown_name("model", name, [entry.key for entry in list_models()], see=SEE)
     return entry
 
 
 def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return a model's config.json, by it or its folder, and its content; UsageError if it is none, or cannot be."""
+    """Return path and content of a model's config.json, given that file or its folder; raise UsageError if invalid."""
     import json
 
     file = path / "config.json" if path.is_dir() else path
@@ -106,7 +107,7 @@ def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise UsageError if one of SIZES is no positive whole number (nor a list of such), or too large."""
+    """Raise UsageError if one of SIZES is not a positive whole number (or a list of such), or is too large."""
     for key in SIZES:
         size = config.get(key)
         most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
@@ -117,8 +118,8 @@ def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def has_model(name: str) -> bool:
-    """Return whether `find_model` knows this name."""
-    return _fold(name) in _by_folded_name()
+    """Return whether `find_model` has a model with this name."""
+    return _fold_name(name) in _index_by_folded_name()
 
 
 def _read_text(name: str) -> str:
@@ -130,27 +131,27 @@ def _read_text(name: str) -> str:
 
 @cache
 def _read_config(key: str) -> dict[str, Any]:
-    """Return the configuration of a published model, not to be changed."""
+    """Return the configuration of a published model, which must not be changed."""
     import json
 
     config: dict[str, Any] = json.loads(_read_text(f"{key}.json"))
     return config
 
 
-def _fold(name: str) -> str:
+def _fold_name(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
-def _entry(key: str, table: Mapping[str, Any]) -> ModelEntry:
+def _make_entry(key: str, table: Mapping[str, Any]) -> ModelEntry:
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
     return ModelEntry(key=key, **{"max_positions": None, "vocab_size": None, **values})
 
 
 @cache
-def _by_folded_name() -> dict[str, ModelEntry]:
-    # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B". The first that has a name keeps it.
+def _index_by_folded_name() -> dict[str, ModelEntry]:
+    # The organisation may be left out: "Qwen3-4B" for "Qwen/Qwen3-4B". The first model with a name keeps the name.
     return {
-        _fold(name): entry
+        _fold_name(name): entry
         for entry in reversed(list_models())
         for name in (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases)
     }

@@ -1,4 +1,4 @@
-"""Models by size alone: "4B" is a published model where one is known by that size, else one shaped like Llama."""
+"""Models by size alone: "4B" is the published model known by that size, or else a Llama-shaped model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _INTERMEDIATE_RATIO = 3.5  # of Llama 3.1 8B and 70B
 
 @dataclass(frozen=True, slots=True)
 class _LlamaShape:
-    """The shape of a Llama: what the closed form below needs."""
+    """Shape of a Llama, from which the number of parameters is computed."""
 
     hidden: int
     layers: int
@@ -82,9 +82,9 @@ class _LlamaShape:
 
 
 def resolve_size(text: str) -> ModelEntry:
-    """Return the model for a size such as "4B" or "600M"; UsageError if it is none from SMALLEST to LARGEST.
+    """Return the model for a size such as "4B" or "600M"; raise UsageError outside SMALLEST to LARGEST.
 
-    That is the published one of PUBLISHED_SIZES, or one of the shape of Llama with a parameter count within 2%.
+    The model is the published one of PUBLISHED_SIZES, or a Llama-shaped one with a parameter count within 2%.
     """
     count = parse_count(text)
     published = PUBLISHED_SIZES.get(count)
@@ -97,7 +97,7 @@ def synthesize(count: int) -> ModelEntry:
     if not SMALLEST <= count <= LARGEST:
         hint = f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}"
         raise UsageError("cannot synthesise a model of this size", value=f"{count:,} parameters", hint=hint)
-    shape = min(_candidates(count), key=lambda candidate: _cost(candidate, count))
+    shape = min(_generate_shapes(count), key=lambda candidate: _shape_distance(candidate, count))
     size = format_count(count, ".6g")  # as the user would have typed it: 1.2B, 350M, 7B
     positions = 8192 if count >= 10**9 else 2048
     config = {
@@ -144,26 +144,27 @@ def synthesize(count: int) -> ModelEntry:
     )
 
 
-def _candidates(count: int) -> Iterator[_LlamaShape]:
-    """Yield shapes near `count`: by width, numbers of layers about the aspect, with the nearest intermediate size."""
+def _generate_shapes(count: int) -> Iterator[_LlamaShape]:
+    """Yield shapes near `count`: for each width, layer counts near the aspect ratio, with the nearest intermediate
+    size."""
     vocabulary = next(size for floor, size in _VOCABULARIES if count >= floor)
     tied = count < _UNTIED_FROM
-    aspect = _aspect(count)
+    aspect = _interpolate_aspect(count)
     # count is about 12 to 15 * hidden**2 * layers; half and twice the solution of that bracket the width.
     centre = (count * aspect / 13) ** (1 / 3)
-    for hidden, heads, head_dim in _widths(centre / 3, centre * 2):
-        kv_heads = _kv_heads(heads)
+    for hidden, heads, head_dim in _generate_widths(centre / 3, centre * 2):
+        kv_heads = _choose_kv_heads(heads)
         multiple = 256 if hidden >= 2048 else 128 if hidden >= 1024 else 64 if hidden >= 256 else 8
         for layers in range(max(1, round(hidden / aspect / 1.5)), max(1, round(hidden / aspect * 1.5)) + 1):
             empty = _LlamaShape(hidden, layers, heads, kv_heads, head_dim, 0, vocabulary, tied)
-            left = (count - empty.num_parameters) / (layers * 3 * hidden * multiple)
+            remaining = (count - empty.num_parameters) / (layers * 3 * hidden * multiple)
             # The nearest multiple, but at least one, so that there is always a candidate.
-            intermediate = multiple * max(1, round(left))
+            intermediate = multiple * max(1, round(remaining))
             yield _LlamaShape(hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary, tied)
 
 
-def _widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
-    """Yield hidden size, heads and head size of the widths from `low` to `high`, and always of the narrowest.
+def _generate_widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
+    """Yield (hidden size, heads, head size) for widths from `low` to `high`, and always for the narrowest.
 
     The head size is 128 from a width of 3072 (Llama 3.2 3B), 64 from 256 (Llama 3.2 1B), else 16.
     """
@@ -173,18 +174,19 @@ def _widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
                 yield hidden, hidden // head_dim, head_dim
 
 
-def _kv_heads(heads: int) -> int:
-    """Return heads for keys and values: 8 as in Llama 3 or 4 as in TinyLlama if that divides `heads`, else the best.
+def _choose_kv_heads(heads: int) -> int:
+    """Return the number of key heads: 8 as in Llama 3 or 4 as in TinyLlama if it divides `heads`, else the best
+    divisor.
 
-    One or two heads share nothing.
+    One or two heads share no keys.
     """
     if heads <= 2:
         return heads
     return next((count for count in (8, 4, 7, 6, 5, 3, 2) if count < heads and heads % count == 0), 1)
 
 
-def _aspect(count: int) -> float:
-    """Return hidden size over layers of published models of this size, interpolated on a log scale."""
+def _interpolate_aspect(count: int) -> float:
+    """Return hidden size divided by layers for published models of this size, interpolated on a log scale."""
     for (low, low_aspect), (high, high_aspect) in itertools.pairwise(_ASPECTS):
         if count <= high:
             share = max(0.0, math.log(count / low) / math.log(high / low))
@@ -192,10 +194,10 @@ def _aspect(count: int) -> float:
     return _ASPECTS[-1][1]
 
 
-def _cost(shape: _LlamaShape, count: int) -> tuple[float, int]:
-    """Return how far a shape is from what Llama would look like at `count` parameters; less is better."""
+def _shape_distance(shape: _LlamaShape, count: int) -> tuple[float, int]:
+    """Return the distance of a shape from a Llama of `count` parameters; lower is better."""
     error = abs(shape.num_parameters / count - 1)
-    aspect = abs(math.log(shape.hidden / shape.layers / _aspect(count)))
+    aspect = abs(math.log(shape.hidden / shape.layers / _interpolate_aspect(count)))
     ratio = abs(math.log(shape.intermediate / shape.hidden / _INTERMEDIATE_RATIO))
     sharing = 0.0 if shape.kv_heads in (4, 8) or shape.heads < 8 else 0.3
     # The size outweighs the looks: one per cent off costs as much as an aspect that is off by half. Beyond 1.5% a shape

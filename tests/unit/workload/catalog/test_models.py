@@ -183,12 +183,12 @@ def test_the_name_says_the_size(key: str) -> None:
 
 
 def test_names_lead_to_one_model() -> None:
-    from memprof.workload.catalog.models import _fold
+    from memprof.workload.catalog.models import _fold_name
 
     owners: dict[str, str] = {}
     for entry in list_models():
         names = (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases)
-        for name in {_fold(name) for name in names}:
+        for name in {_fold_name(name) for name in names}:
             assert owners.setdefault(name, entry.key) == entry.key, name
             assert find_model(name) is entry
 
