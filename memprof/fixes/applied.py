@@ -1,4 +1,4 @@
-"""`apply`: switch fixes on in a model, all or none, and take them back."""
+"""`apply`: switch on all of a list of fixes in a model, or none; `Applied.undo` reverts them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import nn
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import check_conflicts, find_fixes, options_by_fix
 
-# What is switched on in each model, oldest first.
+# The fixes that are on in each model, oldest first.
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that was changed, in words, and the fix that did."""
+    """The description of one change (`what`), and the name of the fix that made it."""
 
     fix: str
     what: str
@@ -34,8 +34,8 @@ class Change:
 class Applied:
     """The result of `apply`.
 
-    Its `changes` say it in words; `undo` takes it back; `results` holds what a fix made, by the fix's name (an
-    optimizer, the GradScaler of "amp-float16", the step of "micro-batch", the batches of "streamed-batches").
+    `changes` describes the changes; `undo` reverts them; `results` maps a fix's name to the object that the fix made
+    (an optimizer, the GradScaler of "amp-float16", the step of "micro-batch", the batches of "streamed-batches").
     """
 
     def __init__(self, model: nn.Module, fixes: Sequence[str], keeps_originals: bool) -> None:
@@ -60,16 +60,16 @@ class Applied:
     def undo(self) -> None:
         """Restore the model. A second call does nothing.
 
-        Where a fix changed parameters themselves (a dtype, the vocabulary) they are as they were when it was
-        applied; everywhere else what the model has learned since stays.
+        Parameters whose data a fix replaced (a dtype, the vocabulary) get the data from before the fix; all other
+        parameters keep their trained values.
 
         Raises:
-            MemprofError: another `apply` came later and is to be undone first, or originals were not kept.
+            MemprofError: a later `apply` must be undone first, or the original parameters were not kept.
         """
         model = self._model()
         if not self._on:
             return
-        # What was changed outside the model outlives it.
+        # Changes outside the model outlive the model.
         stack = [] if model is None else _applied.get(model, [])
         if stack and stack[-1] is not self:
             hint = "undo what was applied later before this"
@@ -86,7 +86,7 @@ class Applied:
         self._roll_back()
 
     def _roll_back(self) -> None:
-        """Undo everything, even where one action fails."""
+        """Run all undo actions, even if one of them fails."""
         with contextlib.ExitStack() as actions:
             for action in self._undo:
                 actions.callback(action)  # the last runs first
@@ -94,38 +94,38 @@ class Applied:
 
 
 class Changes:
-    """The record of an installer: how to take back each thing that it does, before or as it does it."""
+    """The record of the changes that one fix makes, with the action that undoes each."""
 
     def __init__(self, applied: Applied, fix: str) -> None:
         self._applied = applied
         self.fix = fix
 
     def note(self, what: str) -> None:
-        """Say what was changed."""
+        """Record the description of a change."""
         self._applied.changes.append(Change(self.fix, what))
 
     def does_not_apply(self, why: str, value: object, hint: str | None = None) -> UsageError:
-        """Return the error of a fix that cannot be switched on here; of a module, `value` is its class."""
-        return self._refused(f"does not apply: {why}", value, hint)
+        """Return the error for a fix that cannot be applied to `value`; a module is shown as its class."""
+        return self._make_error(f"does not apply: {why}", value, hint)
 
     def already_on(self, value: object, hint: str | None = None) -> UsageError:
-        """Return the error of a fix that is on already; of a module, `value` is its class."""
-        return self._refused("is already on", value, hint)
+        """Return the error for a fix that is already on in `value`; a module is shown as its class."""
+        return self._make_error("is already on", value, hint)
 
-    def _refused(self, why: str, value: object, hint: str | None) -> UsageError:
+    def _make_error(self, why: str, value: object, hint: str | None) -> UsageError:
         shown = type(value).__name__ if isinstance(value, nn.Module) else value
         return UsageError(f"{self.fix} {why}", value=shown, hint=hint)
 
     def on_undo(self, action: Callable[[], None]) -> None:
-        """Have `action` run when this is undone; the last recorded runs first."""
+        """Record an action that `Applied.undo` runs; the action recorded last runs first."""
         self._applied._undo.append(action)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Give one object an attribute of its own, or another value for it."""
+        """Set an attribute in the `vars` of an object."""
         self.set_item(vars(owner), name, value)
 
     def set_item(self, owner: dict[str, Any], key: str, value: Any) -> None:
-        """Give a dictionary a value, or another one, for a key."""
+        """Set the value of a key in a dictionary."""
         if key in owner:
             before = owner[key]
             self.on_undo(lambda: owner.__setitem__(key, before))
@@ -134,7 +134,7 @@ class Changes:
         owner[key] = value
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Give a parameter other data. The original waits in host memory if this is to be undone."""
+        """Replace the data of a parameter. If the fix is undoable, host memory keeps a copy of the original data."""
         applied = self._applied
         if applied._keeps_originals:
             device = parameter.device
@@ -150,43 +150,43 @@ class Changes:
         parameter.data = value
 
     def set_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        """Put `module` in the place of a child, which waits, its parameters in host memory, if it is to be undone."""
+        """Replace a child module. If the fix is undoable, the old child is kept, with its parameters in host memory."""
         applied, before = self._applied, parent._modules[name]
         assert before is not None
         if applied._keeps_originals:
-            homes = [(parameter, parameter.device) for parameter in before.parameters(recurse=False)]
+            devices = [(parameter, parameter.device) for parameter in before.parameters(recurse=False)]
 
             def restore() -> None:
-                for parameter, device in homes:
+                for parameter, device in devices:
                     parameter.data = parameter.data.to(device)
                 parent._modules[name] = before
 
             self.on_undo(restore)
-            for parameter, _ in homes:
+            for parameter, _ in devices:
                 parameter.data = parameter.data.to("cpu")
         else:
             applied._lost = self.fix
         parent._modules[name] = module
 
     def result(self, value: Any) -> None:
-        """Record what the user gets from this fix."""
+        """Record the object that the fix returns to the user."""
         self._applied.results[self.fix] = value
 
 
 def apply(model: nn.Module, fixes: str | Sequence[str], *, undoable: bool = True, **options: Any) -> Applied:
-    """Switch `fixes` on in `model`; all of them, or, on an error, none.
+    """Switch on all `fixes` in `model`, or, on an error, none.
 
-    `undo()` of what is returned takes them back. It is a context manager too: leaving the block undoes it.
+    `undo()` of the returned object reverts the fixes. Used as a context manager, the object undoes them at exit.
 
     Args:
-        model: the model, built; on the GPU or on its way there.
-        fixes: names, as a list or with commas. `memprof.fixes.catalog.FIXES` has them all.
-        undoable: keep in host memory what `undo` needs to restore parameters that are changed themselves.
-        options: the fixes' options.
+        model: the model, built; in GPU memory or in host memory.
+        fixes: names of fixes, as a list or separated by commas; `memprof.fixes.catalog.FIXES` has all names.
+        undoable: whether to keep copies of replaced parameters in host memory, which `undo` needs.
+        options: the options of the fixes.
 
     Raises:
-        UsageError: an unknown fix or option, a fix that does not apply to this model, one that is on already, or
-            two that do not go together. The model is as before.
+        UsageError: an unknown fix or option, a fix that does not apply to this model or is already on, or two fixes
+            that conflict. The model is unchanged.
 
     Example:
         layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
@@ -229,19 +229,19 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def at_least(least: int, name: str, value: Any, unit: str = "", hint: str | None = None) -> None:
-    """Check that the option's `value` is a whole number of `least` or more. Raises UsageError."""
+    """Raise UsageError unless the value of the option `name` is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name} must be at least {least}{unit}", value=repr(value), hint=hint)
 
 
 def in_range(name: str, value: Any, most: int, what: str = "") -> None:
-    """Raise UsageError unless the option's `value` is a whole number from 1 to `most`, which `what` explains."""
+    """Raise UsageError unless the value of the option `name` is an integer from 1 to `most`; `what` explains `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise UsageError(f"{name} is out of range", value=repr(value), hint=f"1 to {most:,}{what}")
 
 
 class ReplacedForward:
-    """A replacement of a module's forward; an object and no closure, so that a deep copy calls its own."""
+    """A replacement for a module's forward: an object, because a deep copy of a closure would call the original's."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -250,7 +250,7 @@ class ReplacedForward:
 
 
 def runs_in(module: nn.Module, kind: type[ReplacedForward]) -> bool:
-    """Return whether a forward of class `kind` replaces the module's own, here or in what it was copied from."""
+    """Return whether a `ReplacedForward` of class `kind` is in the chain of replaced forwards of `module`."""
     forward = vars(module).get("forward")
     while forward is not None:
         if isinstance(forward, kind):

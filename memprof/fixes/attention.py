@@ -21,7 +21,7 @@ _FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
     words={"doctor: attention": "attention that keeps no scores: attn_implementation='sdpa'"},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Switch it on. Raises UsageError: it is on already, or the model does not know it."""
+    """Switch the model to sdpa attention. Raises UsageError: sdpa is on already, or the model does not support it."""
     config = getattr(model, "config", None)
     switch = getattr(model, "set_attn_implementation", None)
     if config is None or switch is None:

@@ -1,4 +1,4 @@
-"""amp-bfloat16 and amp-float16: the forward under autocast, the parameters in float32."""
+"""Fixes amp-bfloat16 and amp-float16: the forward under autocast, the parameters in float32."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from memprof.fixes.optimizers import refuse_gradients
     edit="memprof.fixes.spec_edits:autocast", on=lambda spec: spec.amp == "float16",
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Switch it on, parameters in half precision as float32 masters; for float16 the result is a GradScaler for the
-    model's device. Raises UsageError: the model has no parameters, or there are gradients of another dtype."""
+    """Run the model's forward under autocast, and cast half-precision parameters to float32. The result for float16 is
+    a GradScaler for the model's device. Raises UsageError: the model has no parameters, or half-precision gradients."""
     dtype: torch.dtype = getattr(torch, changes.fix.removeprefix("amp-"))
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     if not parameters:
@@ -45,7 +45,7 @@ def install(model: nn.Module, changes: Changes) -> None:
         changes.set_data(parameter, parameter.detach().float())
     if halves:
         changes.note(f"{len(halves)} parameters became float32")
-    changes.set_attribute(model, "forward", _Autocast(model, dtype))
+    changes.set_attribute(model, "forward", _AutocastForward(model, dtype))
     scales = ""
     if dtype == torch.float16:
         changes.result(torch.amp.GradScaler(parameters[0].device.type))
@@ -53,8 +53,8 @@ def install(model: nn.Module, changes: Changes) -> None:
     changes.note(f"forward under autocast to {str(dtype).removeprefix('torch.')}{scales}")
 
 
-class _Autocast(ReplacedForward):
-    """The forward of a model under autocast, for the device that its parameters are on when it is called."""
+class _AutocastForward(ReplacedForward):
+    """The forward of a model under autocast for the device type of the model's parameters."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(model)

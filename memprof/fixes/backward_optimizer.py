@@ -1,4 +1,4 @@
-"""optimizer-in-backward: every parameter has its own optimizer, which steps as soon as the gradient is complete."""
+"""Fix optimizer-in-backward: each parameter has an optimizer, which steps as soon as the gradient is complete."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from memprof.fixes.optimizers import make_optimizer, refuse_gradients, trained_p
     ladder=80, search=60, tiers=SAME_UPDATES,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-    """Switch it on; the result is a `BackwardOptimizer`. Raises UsageError: nothing is trained, gradients exist
-    already, or the factory makes no optimizer."""
+    """Step an optimizer per parameter in the backward; the result is a `BackwardOptimizer`. Raises UsageError: the
+    model has no trained parameter, gradients exist already, or `optimizer` returns no torch optimizer."""
     parameters = trained_parameters(model, changes.fix)
     refuse_gradients(parameters, changes.fix, type(model).__name__)
     optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
     hooks = contextlib.ExitStack()
     changes.on_undo(hooks.close)
     for parameter, own in zip(parameters, optimizers, strict=True):
-        hooks.callback(parameter.register_post_accumulate_grad_hook(partial(_step, own)).remove)
+        hooks.callback(parameter.register_post_accumulate_grad_hook(partial(_step_and_free, own)).remove)
     changes.result(BackwardOptimizer(optimizers))
     changes.note(f"{len(parameters)} parameters are updated in the backward by {type(optimizers[0]).__name__}")
 
 
-def _step(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+def _step_and_free(optimizer: Optimizer, parameter: torch.Tensor) -> None:
     optimizer.step()
     parameter.grad = None
 
 
 class BackwardOptimizer:
-    """Stands for the optimizer in a training loop: `step` and `zero_grad` have nothing left to do.
+    """An optimizer for the training loop, whose `step` and `zero_grad` do nothing: the backward has done their work.
 
-    `param_groups` are those of all parameters' optimizers, so that a scheduler that writes them works.
+    `param_groups` holds the groups of all parameters' optimizers, so that a learning-rate scheduler can write them.
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
@@ -55,7 +55,7 @@ class BackwardOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of all its optimizers: one or more per parameter."""
+        """Return the parameter groups of all optimizers: one or more per parameter."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -69,6 +69,6 @@ class BackwardOptimizer:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load the states that `state_dict` gave, in its order."""
+        """Load the states that `state_dict` returned, in the same order."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)

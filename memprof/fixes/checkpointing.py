@@ -1,4 +1,4 @@
-"""activation-checkpointing: layers, every n-th of them, or modules by name keep their inputs and run again."""
+"""Fix activation-checkpointing: chosen layers or modules keep only their inputs, and run again in the backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
 from memprof.workload.layers import drop_caches, find_layers, find_modules
 
 _aten = torch.ops.aten
-# What costs most to compute again.
-_KEPT_OPERATORS = [
+# The operators whose recomputation costs most.
+_SAVED_OPERATORS = [
     getattr(_aten, name).default
     for name in (
         "mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product_flash_attention",
@@ -30,7 +30,7 @@ _KEPT_OPERATORS = [
 
 _POLICIES: dict[str, Callable[[], Any]] = {
     "full": noop_context_fn,
-    "selective": partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS),
+    "selective": partial(create_selective_checkpoint_contexts, _SAVED_OPERATORS),
 }
 
 
@@ -51,11 +51,11 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 def install(
     model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"
 ) -> None:
-    """Switch it on. Raises UsageError: it is on already; there are no layers, or no such modules; `every` is out of
-    range; an unknown policy."""
+    """Checkpoint the chosen modules. Raises UsageError: checkpointing is on already; the model has no layers, or no
+    module of that name; `every` is out of range; the policy is unknown."""
     if policy not in _POLICIES:
         raise unknown_name("policy", policy, _POLICIES)
-    # Its name in transformers today, and before.
+    # The name of the flag in transformers today, and before.
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     known = [name for name in names if hasattr(type(model), name)]
     if known and getattr(model, known[0]):
@@ -67,15 +67,15 @@ def install(
         in_range("every", every, len(layers), ", the model's layers")
         chosen = layers[every - 1 :: every]
     for name, module in chosen:
-        if runs_in(module, _Checkpointed):
+        if runs_in(module, _CheckpointedForward):
             raise changes.already_on(name)
-        changes.set_attribute(module, "forward", _Checkpointed(module, _POLICIES[policy]))
+        changes.set_attribute(module, "forward", _CheckpointedForward(module, _POLICIES[policy]))
     but = "" if policy == "full" else ", but for matrix products and attention, whose results are kept"
     changes.note(f"{len(chosen)} modules run again in the backward: {chosen[0][0]} to {chosen[-1][0]}{but}")
 
 
-class _Checkpointed(ReplacedForward):
-    """The forward of a layer, checkpointed while the model trains; a key-value cache would be filled twice."""
+class _CheckpointedForward(ReplacedForward):
+    """The forward of a layer, checkpointed in training; without the KV cache, which a second run would fill twice."""
 
     def __init__(self, module: nn.Module, contexts: Callable[[], Any]) -> None:
         super().__init__(module)
@@ -86,6 +86,6 @@ class _Checkpointed(ReplacedForward):
             return self._forward(*args, **kwargs)
         args, kwargs = drop_caches(args, kwargs)
         if self._contexts is not noop_context_fn:
-            # Only then: torch.compile cannot trace what it does not know.
+            # torch.compile cannot trace a context function that it does not know.
             kwargs["context_fn"] = self._contexts
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -31,33 +31,33 @@ class ChosenFix:
         return self.fix.name if self.value is None else f"{self.fix.name}={self.value}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For another process by name: an entry of the table has views of mappings, which cannot be pickled.
-        return _fix_by_name, (self.fix.name, self.value)
+        # Pickled by name: an entry of the table has views of mappings, which cannot be pickled.
+        return _make_chosen_fix, (self.fix.name, self.value)
 
 
-def _fix_by_name(name: str, value: str | None) -> ChosenFix:
+def _make_chosen_fix(name: str, value: str | None) -> ChosenFix:
     return ChosenFix(catalog.STEPS[name], value)
 
 
 def parse_fixes(text: str, among: Mapping[str, catalog.Fix] = catalog.FIXES) -> list[ChosenFix]:
-    """Return the fixes in "chunked-loss=2048,activation-checkpointing", in the order in which they are named.
+    """Return the fixes in text such as "chunked-loss=2048,activation-checkpointing", in the same order.
 
-    `among` are those that there are: STEPS are also those that spread a run over GPUs. Raises UsageError: an unknown
-    fix, one twice, two that do not go together, or a value that it has no use for.
+    `among` holds the known fixes by name (STEPS includes the ones that spread a run over GPUs). Raises UsageError: an
+    unknown fix, a repeated one, two fixes that conflict, or a value that the fix does not take.
     """
     fixes = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name, equals, value = part.partition("=")
         (fix,) = catalog.find_fixes([name.strip()], among)
         if equals:
-            _read(fix, value.strip())
+            _parse_value(fix, value.strip())
         fixes.append(ChosenFix(fix, value.strip() if equals else None))
     catalog.find_fixes([chosen.fix.name for chosen in fixes], among)
     return fixes
 
 
-def _read(fix: catalog.Fix, value: str) -> int | str | None:
-    """Return the value of the main option; None: it is a word for other options."""
+def _parse_value(fix: catalog.Fix, value: str) -> int | str | None:
+    """Return the value of the fix's main option; None if `value` is a key of `fix.named_values`."""
     option = fix.main_option
     if value in fix.named_values:
         return None
@@ -73,44 +73,44 @@ def _read(fix: catalog.Fix, value: str) -> int | str | None:
 
 
 def apply_options(fixes: Sequence[ChosenFix]) -> dict[str, Any]:
-    """Return the options of `memprof.apply` that the fixes' values stand for."""
+    """Return the keyword options for `memprof.apply` from the values of the chosen fixes."""
     found: dict[str, Any] = {}
     for chosen in fixes:
         if chosen.value is not None:
             named = chosen.fix.named_values.get(chosen.value)
-            found.update({chosen.fix.main_option: _read(chosen.fix, chosen.value)} if named is None else named)
+            found.update({chosen.fix.main_option: _parse_value(chosen.fix, chosen.value)} if named is None else named)
     return found
 
 
 def combined_numerics(fixes: Sequence[str]) -> catalog.Numerics:
-    """Return what several fixes together do to the numbers of a run."""
+    """Return the strongest effect on numerics among several fixes."""
     return max((catalog.STEPS[name].numerics for name in fixes), key=_NUMERICS.index, default=catalog.Numerics.EXACT)
 
 
 def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) -> TargetSpec:
-    """Return `spec` with `fix` in force; `target` is the run's, as it turned out (dtype, vocabulary), with `classes` of
-    modules.
+    """Return `spec` with the chosen fix in force; `target` describes the baseline run's model (dtype, vocabulary, and
+    `classes` of modules).
 
-    Raises UsageError: it is on already, does not go with something that is, or the mode has no use for it. What only
-    the model can tell is told when it is applied.
+    Raises UsageError: the fix is on already, conflicts with a fix that is on, or does nothing in this mode. Errors that
+    depend on the built model are raised when the fix is applied.
     """
     fix = chosen.fix
-    # Of what the mode has no use for, nothing else is said.
+    # A fix that does nothing in this mode gets no other error.
     for other in [] if fix.training_only and spec.mode is Mode.INFERENCE else catalog.in_force(spec):
         if other == fix.name:
             raise UsageError("the fix is already on", value=fix.name, hint="leave it out")
         catalog.check_conflicts(fix, {other})
-    if (said := catalog.useless_reason(fix, spec)) is not None:
-        raise useless(fix, *said)
+    if (reason := catalog.useless_reason(fix, spec)) is not None:
+        raise useless(fix, *reason)
     option = fix.main_option
     if option in fix.required and chosen.value is None:
         hint = f"write {fix.name}=VALUE: {fix.options[option]}"
         raise UsageError(f"{fix.name} needs a value", value=fix.name, hint=hint)
-    value = None if chosen.value is None else _read(fix, chosen.value)
+    value = None if chosen.value is None else _parse_value(fix, chosen.value)
     edited: TargetSpec | None = None
     if fix.alloc_conf:
-        now = spec.alloc_conf if spec.alloc_conf is not None else target.get("alloc_conf")
-        edited = spec.edit(alloc_conf=",".join(part for part in (now, fix.alloc_conf) if part))
+        current = spec.alloc_conf if spec.alloc_conf is not None else target.get("alloc_conf")
+        edited = spec.edit(alloc_conf=",".join(part for part in (current, fix.alloc_conf) if part))
     elif fix.edits and not (fix.built_so and target.get("vocab_size") is None):
         edited = spec.edit(**{name: value if new == catalog.VALUE else new for name, new in fix.edits.items()})
     elif fix.edit:

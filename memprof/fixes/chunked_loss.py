@@ -1,6 +1,6 @@
-"""chunked-loss: in a forward with labels, the head gives lazy logits, and the loss is computed chunk by chunk.
+"""Fix chunked-loss: in a forward with labels, the head returns lazy logits, and the loss is computed chunk by chunk.
 
-Two forwards are replaced: the model's, to know when labels are given, and the head's. Without labels nothing changes.
+The fix replaces the forwards of the model, to detect labels, and of the head. A call without labels is unchanged.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from memprof.fixes.head_loss import Rows
 from memprof.fixes.lazy_logits import LazyLogits, Policy
 from memprof.units import GIB, parse_gib
 
-# A product with a vocabulary of 152k has 1,177 rows then: enough for the GPU to compute, not to wait for memory (the
-# sum of weight gradients is read and written once per chunk).
+# With a vocabulary of 152k a chunk has 1,177 rows: enough for the product to be limited by arithmetic and not by memory
+# bandwidth (the sum of weight gradients is read and written once per chunk).
 CHUNK_BYTES = GIB
-# Full logits above this are chunked by threshold="auto"; or above an eighth of a smaller GPU's memory.
+# threshold="auto" chunks full logits above this size, or above an eighth of the GPU's memory if that is smaller.
 THRESHOLD_BYTES = 10 * GIB
 _LABELS = ("labels", "label", "targets", "target", "lm_labels")
 _HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "head")
@@ -53,17 +53,17 @@ def install(
     threshold: int | str = 0,
     head: str | None = None,
 ) -> None:
-    """Switch it on; see `memprof.fixes.catalog` for the options. Raises UsageError: an option is out of range; the
-    model has no linear head, or its forward takes no labels; the head has hooks, or a forward of its own, which would
-    not see what they expect."""
+    """Replace the forwards of the model and of its head; `options` above describes the parameters. Raises UsageError:
+    an option is out of range; the model has no linear head; the model's forward takes no labels; the head has hooks or
+    a replaced forward, which would get lazy logits."""
     if chunk_size is not None:
         at_least(1, "chunk_size", chunk_size, " token", "such as chunk_size=4096")
-    rows = Rows(chunk_size, _bytes("chunk_bytes", CHUNK_BYTES if chunk_bytes is None else chunk_bytes, 1))
-    limit = None if threshold == "auto" else _bytes("threshold", threshold, 0)
+    rows = Rows(chunk_size, _parse_bytes("chunk_bytes", CHUNK_BYTES if chunk_bytes is None else chunk_bytes, 1))
+    limit = None if threshold == "auto" else _parse_bytes("threshold", threshold, 0)
     name, module = find_head(model, head)
     _check_head(name, module, changes)
     assert isinstance(module, nn.Linear)
-    labels = _label_argument(model, changes)
+    labels = _find_label_argument(model, changes)
     state = _State(rows, limit)
     changes.set_attribute(module, "forward", _HeadForward(module, state))
     changes.set_attribute(model, "forward", _ModelForward(model, labels, state))
@@ -73,7 +73,7 @@ def install(
 
 @dataclass
 class _State:
-    """Shared by the two forwards of one model."""
+    """State that the two replaced forwards of one model share."""
 
     rows: Rows
     threshold: int | None
@@ -85,11 +85,12 @@ class _State:
         return Policy(self.rows, self._note_full_logits)
 
     def _note_full_logits(self, reason: str) -> None:
-        """Say it where the model's own code needs the logits; a user may well ask for them afterwards."""
+        """Warn if the model's forward itself needs the full logits; after the forward, users may request them."""
         if self.labelled:
             warnings.warn(f"chunked-loss: the model's {reason} needs the full logits: they were made", stacklevel=2)
 
-    def applies(self, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    def is_chunked(self, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Return whether this forward has labels and full logits of at least `threshold` bytes."""
         if not (self.labelled and self.labelled[-1]) or not hidden.is_floating_point():
             return False
         threshold = self.threshold
@@ -101,7 +102,7 @@ class _State:
 
 
 class _HeadForward(ReplacedForward):
-    """The head's forward."""
+    """The replaced forward of the head, which returns `LazyLogits`."""
 
     def __init__(self, head: nn.Linear, state: _State) -> None:
         super().__init__(head)
@@ -111,11 +112,11 @@ class _HeadForward(ReplacedForward):
         head = self._module
         weight: torch.Tensor = head.weight
         bias: torch.Tensor | None = head.bias
-        if not self._state.applies(input, weight):
+        if not self._state.is_chunked(input, weight):
             return self._forward(input)
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-            # As autocast casts the operands of the product that is not made here.
+            # Autocast would cast the operands of the product.
             dtype = torch.get_autocast_dtype(kind)
             input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -123,7 +124,7 @@ class _HeadForward(ReplacedForward):
 
 
 class _ModelForward(ReplacedForward):
-    """The model's forward, which says whether labels are given."""
+    """The replaced forward of the model, which records whether labels are given."""
 
     def __init__(self, model: nn.Module, labels: str | None, state: _State) -> None:
         super().__init__(model)
@@ -132,9 +133,9 @@ class _ModelForward(ReplacedForward):
         self._positions = list(inspect.signature(model.forward).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self._positions, args, strict=False)) | kwargs
+        arguments = dict(zip(self._positions, args, strict=False)) | kwargs
         names = _LABELS if self._labels is None else (self._labels,)
-        self._state.labelled.append(any(given.get(name) is not None for name in names))
+        self._state.labelled.append(any(arguments.get(name) is not None for name in names))
         try:
             return self._forward(*args, **kwargs)
         finally:
@@ -142,8 +143,8 @@ class _ModelForward(ReplacedForward):
 
 
 def find_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
-    """The module that makes logits, and its name: as the model tells, or by the names that are usual.
-    Raises UsageError: there is none."""
+    """Return the name and the module of the head: `get_output_embeddings()`, or a linear layer with a usual name.
+    Raises UsageError: the model has no head."""
     modules = dict(model.named_modules())
     if name is not None:
         if name not in modules:
@@ -151,8 +152,8 @@ def find_head(model: nn.Module, name: str | None = None) -> tuple[str, nn.Module
                 "the model has no such module", value=repr(name), hint="head= is a name of named_modules()"
             )
         return name, modules[name]
-    tell = getattr(model, "get_output_embeddings", None)
-    head = tell() if tell is not None else None
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
     if head is None:
         head = next((modules[usual] for usual in _HEADS if isinstance(modules.get(usual), nn.Linear)), None)
     if head is None:
@@ -174,20 +175,20 @@ def _check_head(name: str, head: nn.Module, changes: Changes) -> None:
         raise changes.does_not_apply("the head has hooks, which expect the full logits", found, hint)
 
 
-def _label_argument(model: nn.Module, changes: Changes) -> str | None:
-    """Return the name of the labels in the model's forward; None if it takes any keyword."""
+def _find_label_argument(model: nn.Module, changes: Changes) -> str | None:
+    """Return the name of the forward's parameter for labels; None if the forward takes any keyword."""
     parameters = inspect.signature(model.forward).parameters
     for name in _LABELS:
         if name in parameters:
             return name
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
-    called = f"{type(model).__name__}.forward({', '.join(parameters)})"
+    signature = f"{type(model).__name__}.forward({', '.join(parameters)})"
     hint = f"its forward must take one of {', '.join(_LABELS)} and call torch's cross_entropy"
-    raise changes.does_not_apply("the model computes no loss", called, hint)
+    raise changes.does_not_apply("the model computes no loss", signature, hint)
 
 
-def _bytes(name: str, value: int | str, least: int) -> int:
+def _parse_bytes(name: str, value: int | str, least: int) -> int:
     num_bytes = parse_gib(value) if isinstance(value, str) else value
     at_least(least, name, num_bytes, " bytes", "bytes, or text like '2GiB'")
     return num_bytes

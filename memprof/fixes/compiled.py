@@ -1,4 +1,4 @@
-"""compile: layers run as what torch.compile makes of them."""
+"""Fix compile: each layer runs compiled by torch.compile."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from memprof.workload.layers import find_layers
     ladder=85, outside=15, helps={"activations": 40},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Switch it on; a layer is compiled when it is first called.
+    """Replace the forward of each layer by one that is compiled at the first call.
 
-    The model as one would lose what other fixes do in it, such as a loss in chunks. Raises UsageError: nothing can
-    be compiled here; it is on already; there are no layers.
+    Layers are compiled one by one, since a graph of the whole model would lose the changes of other fixes, such as a
+    loss in chunks. Raises UsageError: Inductor cannot run; a layer is compiled already; the model has no layers.
     """
-    why_not = _missing_compiler(model)
+    why_not = _find_missing_compiler(model)
     if why_not is not None:
         raise changes.does_not_apply("Inductor cannot run here", *why_not)
     layers = find_layers(model, changes.fix)
@@ -44,13 +44,13 @@ def install(model: nn.Module, changes: Changes) -> None:
     changes.note(f"{len(layers)} layers are compiled when they are first called: {layers[0][0]} to {layers[-1][0]}")
 
 
-def _missing_compiler(model: nn.Module) -> tuple[str, str] | None:
-    """Return what Inductor lacks for where the model is, and what to do; None if nothing.
+def _find_missing_compiler(model: nn.Module) -> tuple[str, str] | None:
+    """Return the missing compiler and how to install it; None if Inductor can run on the model's device.
 
-    A virtual GPU needs Triton for the code around its kernels, a CPU a compiler of C++ for the kernels themselves.
+    A virtual GPU needs Triton for the code around kernels; a CPU needs a C++ compiler for the kernels themselves.
     """
-    where = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    if where != "cpu":
+    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if device_type != "cpu":
         has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
         return None if has_triton else ("no Triton", "pip install triton")
     if not (inductor.get_cpp_compiler.exists() and inductor.InvalidCxxCompiler.exists()):
@@ -63,16 +63,16 @@ def _missing_compiler(model: nn.Module) -> tuple[str, str] | None:
 
 
 class Compiled(ReplacedForward):
-    """The forward of a module, compiled when it is first called; a copy compiles its own."""
+    """The forward of a module, compiled at the first call; a copy of the module compiles it again."""
 
-    DERIVED = ("_compiled",)  # of what a layer has, which others of its kind may not have yet
+    DERIVED = ("_compiled",)  # attributes that two equal layers may differ in, since one was called and one was not
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._compiled: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward as torch.compile made it."""
+        """Run the compiled forward."""
         if self._compiled is None:
             self._compiled = torch.compile(self._forward)
         return self._compiled(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""8-bit-optimizer: AdamW of bitsandbytes or torchao, over what is trained."""
+"""Fix 8-bit-optimizer: AdamW8bit of bitsandbytes or torchao for the trained parameters."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from memprof.fixes.optimizers import trained_parameters
     },
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
-    """Make the optimizer, the result. Raises UsageError: neither package is installed, or nothing is trained."""
+    """Make the optimizer; the result. Raises UsageError: neither package is installed, or no parameter is trained."""
     parameters = trained_parameters(model, changes.fix)
-    package, make = _find()
+    package, make = _find_adamw8bit()
     changes.result(make(parameters, lr=learning_rate))
     changes.note(f"AdamW8bit of {package} for {len(parameters)} parameters; step it in place of the optimizer")
 
 
-def _find() -> tuple[str, Callable[..., Any]]:
+def _find_adamw8bit() -> tuple[str, Callable[..., Any]]:
     for package in ("bitsandbytes", "torchao"):
         try:
             return package, importlib.import_module(f"{package}.optim").AdamW8bit

@@ -1,4 +1,4 @@
-"""expandable-segments: the setting of torch's caching allocator, in this process."""
+"""Fix expandable-segments: the setting of torch's caching allocator, in this process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _KEY = "expandable_segments:"
     ladder=20, outside=30, search=40, tiers=EVERY_TIER, helps={"fragmentation": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Set it; what is on the GPU already stays in the segments that it has.
+    """Switch expandable segments on; memory that is reserved already stays in its segments.
 
-    torch takes a string with all settings, and one that it does not name falls back to its default, so that those that
-    are in force are named again. Raises UsageError: it is on already, torch has no CUDA here, or refuses the setting.
+    torch takes a string with all settings, and resets settings that the string omits; so the string repeats the current
+    settings. Raises UsageError: the setting is on already, torch has no CUDA device, or torch rejects the setting.
     """
-    # Older releases know one variable; the other is the general name of newer ones.
+    # Older releases of torch know the first variable only; the second is the general name in newer releases.
     line = f"export {VARIABLES[0]}={EXPANDABLE_SEGMENTS}"
     if not torch.cuda.is_available():
         hint = f"where it has one, before the program starts: {line}"
@@ -44,31 +44,31 @@ def install(model: nn.Module, changes: Changes) -> None:
         raise changes.already_on(before)
     if any(part.startswith("backend:") and part != "backend:native" for part in parts):
         raise changes.does_not_apply("the allocator is not torch's own", before, "backend:native")
-    wanted = ",".join([*(part for part in parts if not part.startswith(_KEY)), EXPANDABLE_SEGMENTS])
-    back = before if any(part.startswith(_KEY) for part in parts) else ",".join([*parts, _KEY + "False"])
-    # torch's own function, as it is now: on a virtual GPU, that one's. Its name before torch 2.10, and with a warning
-    # since, is the second.
-    own = cuda.accelerator_set_allocator_settings.get(None) or cuda.set_allocator_settings.get()
+    edited = ",".join([*(part for part in parts if not part.startswith(_KEY)), EXPANDABLE_SEGMENTS])
+    restored = before if any(part.startswith(_KEY) for part in parts) else ",".join([*parts, _KEY + "False"])
+    # torch's function, looked up now: a virtual GPU replaces it. The second name is older than torch 2.10, and
+    # deprecated since.
+    set_in_torch = cuda.accelerator_set_allocator_settings.get(None) or cuda.set_allocator_settings.get()
 
     def set_settings(text: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            own(text)
+            set_in_torch(text)
 
-    changes.on_undo(lambda: set_settings(back))
+    changes.on_undo(lambda: set_settings(restored))
     try:
-        set_settings(wanted)
+        set_settings(edited)
     except (RuntimeError, ValueError) as error:
         raise UsageError(
             "torch refuses the allocator's settings",
-            value=f"{wanted}: {first_line(error)}",
+            value=f"{edited}: {first_line(error)}",
             hint=f"before the program starts: {line}",
         ) from None
-    changes.note(f"allocator settings: {wanted}")
+    changes.note(f"allocator settings: {edited}")
 
 
 def current_settings() -> str:
-    """Return the settings in force, as text: those last set in the process, else the environment's; empty for none."""
+    """Return the settings in force, as text: set last in the process, else by environment variable; "" for none."""
     get = cuda.accelerator_get_allocator_settings.get(None)
     if get is not None:
         with contextlib.suppress(RuntimeError):
@@ -77,5 +77,5 @@ def current_settings() -> str:
 
 
 def split_settings(text: str) -> list[str]:
-    """Split a string of settings, such as "a:1,b:[c:2,d:3]": commas in brackets belong to a value."""
+    """Return the settings in a string such as "a:1,b:[c:2,d:3]"; commas in brackets belong to a value."""
     return re.findall(r"(?:\[[^\]]*\]|[^,])+", text.replace(" ", ""))

@@ -1,4 +1,4 @@
-"""fused-optimizer: the fused implementation of torch's optimizers, for one that is there or a new one."""
+"""Fix fused-optimizer: the fused implementation of torch's optimizers, for an existing optimizer or a new one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from memprof.fixes.optimizers import adamw, make_optimizer, trained_parameters
 def install(
     model: nn.Module, changes: Changes, *, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw
 ) -> None:
-    """Switch the optimizer, one that is there (which keeps its state) or is made now, to its fused implementation, and
-    return it. Raises UsageError: its class has none; it is fused already; or options of it rule that out."""
+    """Switch an existing optimizer, which keeps its state, or a new one to the fused implementation; the optimizer is
+    the result. Raises UsageError: the class has no fused implementation; it is on already; or options exclude it."""
     parameters = trained_parameters(model, changes.fix)
     made = optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, parameters)
     name = type(made).__name__
@@ -62,7 +62,7 @@ def install(
 
 
 def _place_step(state: dict[str, Any] | None, parameter: torch.Tensor, changes: Changes) -> None:
-    """Move the count of steps to the GPU for fused kernels, else to host memory (torch/optim/adam.py)."""
+    """Move the optimizer's step count to the parameter's device, where fused kernels read it (torch/optim/adam.py)."""
     step = None if state is None else state.get("step")
     if state is not None and isinstance(step, torch.Tensor) and step.device != parameter.device:
         changes.set_item(state, "step", step.to(parameter.device))

@@ -1,13 +1,13 @@
-"""Cross-entropy of a linear head, without its logits: the loss of every row, computed a few rows at a time.
+"""Cross-entropy of a linear head without full logits: the loss of every row, computed a few rows at a time.
 
 The forward keeps one number per row (the logarithm of the softmax's denominator). The backward computes each chunk of
-logits again and turns it into its gradient in place. So nothing of the size rows x vocabulary ever exists, and the
-head's input is all that is held from forward to backward.
+logits again and turns the chunk into its gradient in place. No tensor of rows x vocabulary ever exists, and only the
+head's input is kept from forward to backward.
 
-Why the logits are computed twice, and the gradients not in the forward (as torch's `F.linear_cross_entropy` and Liger
-do): in the backward the gradient of the loss is known, so that every rounding falls where it falls in the model's own
-loss. With float16 and a loss scale that decides whether small gradients survive. It also holds no gradient of weight
-and input from forward to backward, and `retain_graph` works. The price is one more product with the head's weight.
+torch's `F.linear_cross_entropy` and Liger compute the gradients in the forward instead. Here the logits are computed
+twice, because the backward knows the gradient of the loss, so that values are rounded as in the model's own loss. With
+float16 and a loss scale, this rounding decides whether small gradients survive. Gradients of weight and input need no
+memory between forward and backward, and `retain_graph` works. The cost is one more product with the head's weight.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LogitsStep:
-    """One elementwise operation between the head and the loss, with a derivative that needs at most its own result.
+    """One elementwise operation between head and loss, whose derivative needs at most the operation's result.
 
     Args:
         kind: "cast" (to `value`), "mul", "div", "add" (by `value`) or "tanh".
-        value: a dtype, a number, or a tensor of one element that asks for no gradient.
+        value: a dtype, a number, or a tensor of one element without gradient.
     """
 
     kind: str
     value: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the operation; never in place."""
+        """Return the logits after the operation, as a new tensor."""
         if self.kind == "cast":
             return x.to(self.value)
         if self.kind == "tanh":
@@ -46,7 +46,7 @@ class LogitsStep:
         return x * self.value if self.kind == "mul" else x / self.value
 
     def backward(self, grad: torch.Tensor, result: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the operand's gradient, in `dtype`, from that of the `result` (kept for "tanh" alone)."""
+        """Return the operand's gradient, in `dtype`, from `grad`, the gradient of `result` (needed for "tanh")."""
         if self.kind == "cast":
             return grad.to(dtype)
         if self.kind == "tanh":
@@ -59,15 +59,15 @@ class LogitsStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """The number of rows of logits that exist at a time: `chunk_size`, or what fits into `budget_bytes`."""
+    """The number of rows of logits that exist at a time: `chunk_size`, or as many as fit into `budget_bytes`."""
 
     chunk_size: int | None
     budget_bytes: int
 
     def of(self, rows: int, row_bytes: int) -> int:
-        """Return the rows of a chunk, for `rows` rows, of which each takes `row_bytes` while it is worked on."""
-        wanted = self.chunk_size if self.chunk_size is not None else self.budget_bytes // max(row_bytes, 1)
-        return max(1, min(wanted, rows))
+        """Return the number of rows in a chunk of `rows` rows that each take `row_bytes` in the computation."""
+        limit = self.chunk_size if self.chunk_size is not None else self.budget_bytes // max(row_bytes, 1)
+        return max(1, min(limit, rows))
 
 
 def row_losses(
@@ -88,13 +88,13 @@ def row_losses(
         weight: vocabulary x hidden size.
         bias: vocabulary, or None.
         target: rows, int64; each in [0, vocabulary) or `ignore_index`.
-        steps: what is done to the logits before the loss.
-        ignore_index: the label of rows that do not count.
+        steps: the operations on the logits before the loss.
+        ignore_index: the label of rows that the loss leaves out.
         label_smoothing: as in `F.cross_entropy`.
-        rows: the chunks.
+        rows: the number of rows in a chunk.
 
     Returns:
-        rows, in float32 (float64 for float64 logits).
+        losses: rows, in float32 (float64 for float64 logits).
     """
     result: torch.Tensor = _RowLosses.apply(
         hidden, weight, bias, target, tuple(steps), ignore_index, label_smoothing, rows
@@ -103,6 +103,8 @@ def row_losses(
 
 
 class _RowLosses(torch.autograd.Function):
+    """The cross-entropy of each row, [rows]; `row_losses` documents the arguments."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -115,25 +117,25 @@ class _RowLosses(torch.autograd.Function):
         smoothing: float,
         rows: Rows,
     ) -> torch.Tensor:
-        accumulate = _accumulation_dtype(hidden.dtype, steps)
-        size = rows.of(len(hidden), _row_bytes(weight, steps, accumulate))
+        accumulate = _get_accumulation_dtype(hidden.dtype, steps)
+        size = rows.of(len(hidden), _max_row_bytes(weight, steps, accumulate))
         ignored = target == ignore_index
         safe = target.masked_fill(ignored, 0)
         losses = torch.empty(len(hidden), dtype=accumulate, device=hidden.device)
         normalizers = torch.empty_like(losses)
-        with _no_autocast():
-            for part in _parts(len(hidden), size):
+        with _disable_autocast():
+            for part in _chunk_slices(len(hidden), size):
                 x = functional.linear(hidden[part], weight, bias)
                 for step in steps:
                     x = step.forward(x)
                 x = x.to(accumulate)
-                wanted = x.gather(1, safe[part].unsqueeze(1)).squeeze(1)
+                target_logits = x.gather(1, safe[part].unsqueeze(1)).squeeze(1)
                 mean = x.mean(1) if smoothing else None
                 largest = x.amax(1, keepdim=True)
                 normalizer = x.sub_(largest).exp_().sum(1).log_()
-                # Differences of shifted logits: the logarithm is not rounded at the size of the logits.
+                # Shifted logits are subtracted, so that the logarithm is not rounded at the size of the logits.
                 largest = largest.squeeze(1)
-                loss = normalizer - (wanted - largest)
+                loss = normalizer - (target_logits - largest)
                 if mean is not None:
                     loss = loss.mul_(1 - smoothing).add_((normalizer - (mean - largest)).mul_(smoothing))
                 losses[part] = loss
@@ -147,15 +149,15 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         hidden, weight, bias, safe, ignored, normalizers = ctx.saved_tensors
-        # Not multiplied by 0: when all rows are ignored the mean's gradient is infinite.
+        # Masked and not multiplied by 0: if all rows are ignored, the mean's gradient is infinite.
         scale = grads[0].to(normalizers.dtype).masked_fill(ignored, 0).unsqueeze(1)
         normalizers = normalizers.unsqueeze(1)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with _no_autocast():
+        with _disable_autocast():
             grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-            grad_weight = _Sum(weight, len(hidden) <= ctx.size) if needs_weight else None
+            grad_weight = _WeightGradient(weight, len(hidden) <= ctx.size) if needs_weight else None
             grad_bias = torch.zeros_like(bias, dtype=normalizers.dtype) if needs_bias and bias is not None else None
-            for part in _parts(len(hidden), ctx.size):
+            for part in _chunk_slices(len(hidden), ctx.size):
                 grad = _logits_gradient(ctx, hidden[part], weight, bias, safe[part], normalizers[part], scale[part])
                 if grad_bias is not None:
                     grad_bias.add_(grad.sum(0, dtype=grad_bias.dtype))
@@ -164,8 +166,8 @@ class _RowLosses(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight.add_product(grad, hidden[part])
                 del grad
-            of_weight = None if grad_weight is None else grad_weight.result()
-            return grad_hidden, of_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *(None,) * 5
+            total = None if grad_weight is None else grad_weight.result()
+            return grad_hidden, total, None if grad_bias is None else grad_bias.to(bias.dtype), *(None,) * 5
 
 
 def _logits_gradient(
@@ -177,10 +179,10 @@ def _logits_gradient(
     normalizers: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient of what the head gives for one chunk.
+    """Return the gradient of the head's output for one chunk, [rows x vocabulary].
 
-    The product is made here: one that is passed would be held by the caller wherever frames are evaluated for
-    torch.compile, which leaves that on after an error in a program.
+    The logits are computed here and not passed: torch.compile's frame evaluation, which stays on after an error in a
+    program, would keep an argument alive in the caller.
     """
     x = functional.linear(hidden, weight, bias)
     trail: list[tuple[LogitsStep, torch.Tensor | None, torch.dtype]] = []
@@ -207,32 +209,32 @@ def _logits_gradient(
     return grad
 
 
-class _Sum:
+class _WeightGradient:
     """The gradient of the weight, summed over chunks in float32: a single product would round it only once too."""
 
     def __init__(self, weight: torch.Tensor, single: bool) -> None:
         self._weight = weight
         self._accumulates = weight.dtype in _HALF and not single
-        self._sum: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
         if not single:
             dtype = torch.float32 if self._accumulates else weight.dtype
-            self._sum = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+            self._total = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
 
     def add_product(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-        if self._sum is None:
-            self._sum = grad.t().mm(hidden)
+        if self._total is None:
+            self._total = grad.t().mm(hidden)
         elif not self._accumulates:
-            self._sum.addmm_(grad.t(), hidden)
+            self._total.addmm_(grad.t(), hidden)
         elif grad.is_cuda and _MIXED_PRODUCT:
-            torch.addmm(self._sum, grad.t(), hidden, out_dtype=torch.float32, out=self._sum)  # type: ignore[call-overload]
+            torch.addmm(self._total, grad.t(), hidden, out_dtype=torch.float32, out=self._total)  # type: ignore[call-overload]
         else:
-            self._sum.addmm_(grad.t().to(torch.float32), hidden.to(torch.float32))
+            self._total.addmm_(grad.t().to(torch.float32), hidden.to(torch.float32))
 
     def result(self) -> torch.Tensor:
-        """Return it in the dtype of the weight; zeros where there was no row."""
-        if self._sum is None:
+        """Return the summed gradient in the dtype of the weight; zeros if there was no row."""
+        if self._total is None:
             return torch.zeros_like(self._weight)
-        return self._sum.to(self._weight.dtype)
+        return self._total.to(self._weight.dtype)
 
 
 # Products of half precision into float32, on CUDA alone (torch >= 2.8).
@@ -240,8 +242,8 @@ _MIXED_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 @contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Switch autocast off inside: what is computed here has its dtype already."""
+def _disable_autocast() -> Iterator[None]:
+    """Context manager: switch autocast off, since all operands have the right dtype already."""
     with contextlib.ExitStack() as stack:
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):
@@ -249,21 +251,21 @@ def _no_autocast() -> Iterator[None]:
         yield
 
 
-def _accumulation_dtype(dtype: torch.dtype, steps: Sequence[LogitsStep]) -> torch.dtype:
+def _get_accumulation_dtype(dtype: torch.dtype, steps: Sequence[LogitsStep]) -> torch.dtype:
     for step in steps:
         if step.kind == "cast":
             dtype = step.value
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _row_bytes(weight: torch.Tensor, steps: Sequence[LogitsStep], accumulate: torch.dtype) -> int:
-    """Return the bytes one row of logits takes at most: as the head gives it, after each step, in the loss's dtype."""
-    width, held = weight.element_size(), weight.element_size()
+def _max_row_bytes(weight: torch.Tensor, steps: Sequence[LogitsStep], accumulate: torch.dtype) -> int:
+    """Return the maximum bytes of one row of logits: the head's output, each step's result, the cast for the loss."""
+    width, total = weight.element_size(), weight.element_size()
     for step in steps:
         width = step.value.itemsize if step.kind == "cast" else width
-        held += width
-    return weight.shape[0] * (held + accumulate.itemsize)
+        total += width
+    return weight.shape[0] * (total + accumulate.itemsize)
 
 
-def _parts(rows: int, size: int) -> list[slice]:
+def _chunk_slices(rows: int, size: int) -> list[slice]:
     return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]

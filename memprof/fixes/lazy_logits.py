@@ -1,10 +1,10 @@
-"""Logits that are not computed until someone needs them: a tensor that remembers the head's input and weight.
+"""Logits that are not computed until an operator needs their values: a tensor with the head's input and weight.
 
 A causal language model multiplies its hidden states with the head, does a little arithmetic (a cast, a soft cap, a
-shift by one token, a change of shape) and hands the result to `cross_entropy`. `LazyLogits` stands for that product: it
-applies shape operations to the hidden states, remembers the arithmetic, and answers `cross_entropy` chunk by chunk
-(`head_loss`). Anything else that is asked of it makes the full logits, once, exactly as the head would have, so that
-every program gets its right answer. So one mechanism serves every architecture and every handwritten loss.
+shift by one token, a change of shape) and passes the result to `cross_entropy`. `LazyLogits` represents the product: it
+applies shape operations to the hidden states, records the arithmetic, and computes `cross_entropy` chunk by chunk
+(`head_loss`). Any other operator makes the full logits, once, exactly as the head would, so that every program gets a
+correct result. One mechanism serves every architecture and every handwritten loss.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Policy:
     """The settings that the lazy logits of one model share."""
 
     rows: Rows  # how many rows of logits exist at a time
-    on_materialize: Callable[[str], None]  # called when full logits are made after all, with the name of what asks
+    on_materialize: Callable[[str], None]  # called with an operator's name when the operator needs the full logits
 
 
 class LazyLogits(torch.Tensor):
-    """The product of `hidden` and a head's weight, not computed. See the module's docstring.
+    """The product of `hidden` and a head's weight, not computed: see the module's docstring.
 
     Args:
         hidden: ... x hidden size.
         weight: vocabulary x hidden size.
         bias: vocabulary, or None.
         steps: elementwise operations, in order.
-        hooks: what is to be called when the backward comes to the logits, and leaves their gradient as it is.
-        class_dim: where the vocabulary stands, -1 or 1 (as `transpose(1, 2)` leaves it).
+        hooks: functions to call when the backward reaches the logits; none of them changes the gradient.
+        class_dim: the dimension of the vocabulary: -1, or 1 after `transpose(1, 2)`.
     """
 
     _hidden: torch.Tensor
@@ -70,7 +70,7 @@ class LazyLogits(torch.Tensor):
         shape = [*hidden.shape[:-1], weight.shape[0]]
         if class_dim == 1:
             shape = [shape[0], shape[2], shape[1]]
-        # "meta": it has no memory. What Python asks of its device is answered by `_HANDLERS`.
+        # A meta tensor has no memory. `_HANDLERS` has the getters of its device.
         self: LazyLogits = tensors.make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)
         self._hidden, self._weight, self._bias, self._policy = hidden, weight, bias, policy
         self._steps, self._class_dim, self._hooks, self._full = steps, class_dim, hooks, None
@@ -79,60 +79,60 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(inspect.unwrap(func))  # a virtual GPU has one of its own around some
+        handler = _HANDLERS.get(inspect.unwrap(func))  # a virtual GPU wraps some functions
         if handler is not None and args and isinstance(args[0], LazyLogits):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         name = getattr(func, "__name__", str(func))
-        args, kwargs = tree_map(lambda part: _full(part, name), (args, kwargs))
+        args, kwargs = tree_map(lambda part: _materialize(part, name), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator that C++ alone calls, which no torch function announces."""
-        args, kwargs = tree_map(lambda part: _full(part, str(func)), (args, kwargs or {}))
+        """Run an operator that C++ code calls, without `__torch_function__`, on the full logits."""
+        args, kwargs = tree_map(lambda part: _materialize(part, str(func)), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _full(self, "pickle").__reduce_ex__(protocol)
+        return _materialize(self, "pickle").__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _full(self, "deepcopy").__deepcopy__(memo)
+        return _materialize(self, "deepcopy").__deepcopy__(memo)
 
     def materialize(self, reason: str) -> torch.Tensor:
-        """Return the full logits, made once."""
+        """Return the full logits; the first call computes them."""
         if self._full is None or (_requires_grad(self) and torch.is_grad_enabled() and not self._full.requires_grad):
             self._policy.on_materialize(reason)
             x = functional.linear(self._hidden, self._weight, self._bias)
             for step in self._steps:
                 x = step.forward(x)
-            _hook(x, self._hooks)
+            _register_hooks(x, self._hooks)
             self._full = x if self._class_dim == -1 else x.transpose(1, 2)
         return self._full
 
     def _copy_with(self, **changes: Any) -> LazyLogits:
-        """Return these logits with other arguments of the class."""
+        """Return a copy of these logits with some arguments of the class replaced."""
         names = ("hidden", "weight", "bias", "policy", "steps", "class_dim", "hooks")
         return LazyLogits(**{name: getattr(self, f"_{name}") for name in names} | changes)
 
-    def _after(self, step: LogitsStep, in_place: bool = False) -> LazyLogits:
-        """Return the logits after one more operation."""
+    def _with_step(self, step: LogitsStep, in_place: bool = False) -> LazyLogits:
+        """Return the logits after one more operation; in-place operations change `self`."""
         if not in_place:
             return self._copy_with(steps=(*self._steps, step))
         self._steps = (*self._steps, step)
         return self
 
 
-def _full(part: Any, reason: str) -> Any:
+def _materialize(part: Any, reason: str) -> Any:
     return part.materialize(reason) if isinstance(part, LazyLogits) else part
 
 
-# A handler returns NotImplemented for what it does not know; the full logits answer then.
+# A handler returns NotImplemented for arguments that it does not support; then torch gets the full logits.
 
 
-def _is_real(self: LazyLogits) -> bool:
-    """Return whether the logits exist already, or their vocabulary is not last: then everything goes to them."""
+def _is_materialized(self: LazyLogits) -> bool:
+    """Return whether handlers must leave an operator to the full logits: they exist, or the vocabulary is not last."""
     return self._full is not None or self._class_dim != -1
 
 
@@ -141,18 +141,18 @@ def _requires_grad(self: LazyLogits) -> bool:
     return any(part is not None and part.requires_grad for part in parts)
 
 
-def _on_meta(func: Any) -> Callable[..., Any]:
-    """Return a handler that calls `func` on the tensor without memory, which knows its shape and dtype."""
+def _make_meta_handler(func: Any) -> Callable[..., Any]:
+    """Return a handler that calls `func` on the meta tensor, which has the shape and dtype of the logits."""
 
-    def answer(*args: Any, **kwargs: Any) -> Any:
+    def call_on_meta(*args: Any, **kwargs: Any) -> Any:
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    return answer
+    return call_on_meta
 
 
 def _detach(self: LazyLogits) -> Any:
-    if _is_real(self):
+    if _is_materialized(self):
         return NotImplemented
     bias = None if self._bias is None else self._bias.detach()
     return self._copy_with(hidden=self._hidden.detach(), weight=self._weight.detach(), bias=bias, hooks=())
@@ -161,42 +161,47 @@ def _detach(self: LazyLogits) -> Any:
 def _reshape(self: LazyLogits, *sizes: Any, **kwargs: Any) -> Any:
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         sizes = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else ()
-    if _is_real(self) or kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+    if _is_materialized(self) or kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
-    wanted = list(sizes)
-    if wanted.count(-1) == 1:
-        known = math.prod(size for size in wanted if size != -1)
+    shape = list(sizes)
+    if shape.count(-1) == 1:
+        known = math.prod(size for size in shape if size != -1)
         if not known or self.numel() % known:
             return NotImplemented
-        wanted[wanted.index(-1)] = self.numel() // known
-    if wanted[-1] != self.shape[-1] or math.prod(wanted) != self.numel():
+        shape[shape.index(-1)] = self.numel() // known
+    if shape[-1] != self.shape[-1] or math.prod(shape) != self.numel():
         return NotImplemented
-    return self._copy_with(hidden=self._hidden.reshape(*wanted[:-1], self._hidden.shape[-1]))
+    return self._copy_with(hidden=self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
 
 
 def _flatten(self: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     dims = self.dim()
-    if _is_real(self) or end_dim % dims == dims - 1:
+    if _is_materialized(self) or end_dim % dims == dims - 1:
         return NotImplemented
     return self._copy_with(hidden=self._hidden.flatten(start_dim % dims, end_dim % dims))
 
 
 def _unsqueeze(self: LazyLogits, dim: int) -> Any:
     position = dim % (self.dim() + 1)
-    if _is_real(self) or position == self.dim():
+    if _is_materialized(self) or position == self.dim():
         return NotImplemented
     return self._copy_with(hidden=self._hidden.unsqueeze(position))
 
 
 def _squeeze(self: LazyLogits, *dims: Any) -> Any:
-    if _is_real(self) or len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % self.dim() == self.dim() - 1:
+    if (
+        _is_materialized(self)
+        or len(dims) != 1
+        or not isinstance(dims[0], int)
+        or dims[0] % self.dim() == self.dim() - 1
+    ):
         return NotImplemented
     return self._copy_with(hidden=self._hidden.squeeze(dims[0] % self.dim()))
 
 
-def _swap(self: LazyLogits, first: Any, second: Any) -> Any:
-    """Move the vocabulary to where `cross_entropy` has it for K dimensions: batch x vocabulary x tokens."""
-    if _is_real(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
+def _transpose(self: LazyLogits, first: Any, second: Any) -> Any:
+    """Move the vocabulary to dimension 1, as `cross_entropy` expects it: batch x vocabulary x tokens."""
+    if _is_materialized(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
         return NotImplemented
     return self._copy_with(class_dim=1)
 
@@ -204,18 +209,18 @@ def _swap(self: LazyLogits, first: Any, second: Any) -> Any:
 def _permute(self: LazyLogits, *dims: Any) -> Any:
     if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
         dims = tuple(dims[0])
-    return _swap(self, 1, 2) if [dim % 3 for dim in dims] == [0, 2, 1] else NotImplemented
+    return _transpose(self, 1, 2) if [dim % 3 for dim in dims] == [0, 2, 1] else NotImplemented
 
 
 def _getitem(self: LazyLogits, index: Any) -> Any:
-    if _is_real(self):
+    if _is_materialized(self):
         return NotImplemented
     parts = list(index) if isinstance(index, tuple) else [index]
     masks = [isinstance(part, _Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts]
-    taken = [0 if p is None or p is Ellipsis else p.dim() if mask else 1 for p, mask in zip(parts, masks, strict=True)]
+    dims = [0 if p is None or p is Ellipsis else p.dim() if mask else 1 for p, mask in zip(parts, masks, strict=True)]
     if any(isinstance(part, list) for part in parts) or sum(part is Ellipsis for part in parts) > 1:
         return NotImplemented
-    missing = self.dim() - sum(taken)
+    missing = self.dim() - sum(dims)
     if any(part is Ellipsis for part in parts):
         place = next(i for i, part in enumerate(parts) if part is Ellipsis)
         parts[place : place + 1] = [slice(None)] * missing
@@ -232,20 +237,20 @@ def _getitem(self: LazyLogits, index: Any) -> Any:
     return self._copy_with(hidden=hidden, weight=self._weight[begin:end], bias=bias)
 
 
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+def _make_cast(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: NotImplemented if args or kwargs else _to_dtype(self, dtype)
 
 
 def _to_dtype(self: LazyLogits, dtype: torch.dtype) -> Any:
-    if _is_real(self) or not dtype.is_floating_point:
+    if _is_materialized(self) or not dtype.is_floating_point:
         return NotImplemented
-    return self if dtype == self.dtype else self._after(LogitsStep("cast", dtype))
+    return self if dtype == self.dtype else self._with_step(LogitsStep("cast", dtype))
 
 
 def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    wanted = [*args, *(value for name, value in kwargs.items() if name in ("dtype", "device"))]
+    values = [*args, *(value for name, value in kwargs.items() if name in ("dtype", "device"))]
     dtype = self.dtype
-    for value in wanted:
+    for value in values:
         if isinstance(value, _Tensor):
             dtype, value = value.dtype, value.device
         if isinstance(value, torch.dtype):
@@ -262,41 +267,41 @@ def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return _to_dtype(self, dtype)
 
 
-def _arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> Callable[..., Any]:
+def _make_arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> Callable[..., Any]:
     def operate(self: LazyLogits, value: Any, **kwargs: Any) -> Any:
-        if _is_real(self) or kwargs or not _is_scalar(value):
+        if _is_materialized(self) or kwargs or not _is_scalar(value):
             return NotImplemented
         if isinstance(value, _Tensor):
             value = value.detach()
-        return self._after(LogitsStep(kind, -value if negate else value), in_place)
+        return self._with_step(LogitsStep(kind, -value if negate else value), in_place)
 
     return operate
 
 
 def _is_scalar(value: Any) -> bool:
-    """Return whether it is a number, or a scalar tensor without gradient: it changes neither shape nor dtype."""
+    """Return whether `value` is a number, or a tensor of no dimensions without gradient."""
     if isinstance(value, _Tensor):
         return not isinstance(value, LazyLogits) and value.dim() == 0 and not value.requires_grad
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _register_hook(self: LazyLogits, hook: Callable[[torch.Tensor], Any]) -> Any:
-    """Register hooks, as fully_shard's: they gather the parameters, and give the gradient back as it was."""
-    of = type(getattr(hook, "__self__", None)).__module__
-    if _is_real(self) or not of.startswith("torch.distributed.fsdp."):
+    """Register a hook of fully_shard, which gathers parameters and returns the gradient unchanged."""
+    module = type(getattr(hook, "__self__", None)).__module__
+    if _is_materialized(self) or not module.startswith("torch.distributed.fsdp."):
         return NotImplemented
     self._hooks = (*self._hooks, hook)
     return None
 
 
-def _hook(tensor: torch.Tensor, hooks: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
+def _register_hooks(tensor: torch.Tensor, hooks: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
     if tensor.requires_grad:
         for hook in hooks:
             tensor.register_hook(hook)
 
 
-def _tanh(in_place: bool) -> Callable[..., Any]:
-    return lambda self: NotImplemented if _is_real(self) else self._after(LogitsStep("tanh"), in_place)
+def _make_tanh(in_place: bool) -> Callable[..., Any]:
+    return lambda self: NotImplemented if _is_materialized(self) else self._with_step(LogitsStep("tanh"), in_place)
 
 
 def _cross_entropy(
@@ -327,11 +332,11 @@ def _cross_entropy(
         label_smoothing=label_smoothing,
         rows=self._policy.rows,
     )
-    _hook(losses, self._hooks)
+    _register_hooks(losses, self._hooks)
     if reduction == "none":
         return losses.to(self.dtype).view(target.shape)
     total = losses.sum()
-    # All rows ignored: 0 / 0 is nan, as torch has it, and no gradient comes of it.
+    # If all rows are ignored, 0 / 0 is nan, as in torch, and there is no gradient.
     return (total if reduction == "sum" else total / (target != ignore_index).sum()).to(self.dtype)
 
 
@@ -342,10 +347,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         for name in ("device", "is_cuda", "is_cpu", "is_meta")
     },
     _Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
-    tensors.base_of_tensor.__get__: lambda self: NotImplemented if _is_real(self) else None,  # type: ignore[union-attr]
+    tensors.base_of_tensor.__get__: lambda self: NotImplemented if _is_materialized(self) else None,  # type: ignore[union-attr]
     _Tensor.register_hook: _register_hook,
     **{
-        func: _on_meta(func)
+        func: _make_meta_handler(func)
         for func in (
             *(getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "is_sparse", "itemsize")),
             *(getattr(_Tensor, name) for name in ("size", "dim", "nelement", "__len__", "element_size")),
@@ -361,22 +366,22 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
             ("flatten", _flatten),
             ("unsqueeze", _unsqueeze),
             ("squeeze", _squeeze),
-            ("transpose", _swap),
+            ("transpose", _transpose),
             ("permute", _permute),
-            ("tanh", _tanh(False)),
-            ("tanh_", _tanh(True)),
+            ("tanh", _make_tanh(False)),
+            ("tanh_", _make_tanh(True)),
         )
     },
-    functional.tanh: _tanh(False),
+    functional.tanh: _make_tanh(False),
     _Tensor.contiguous: lambda self, *args, **kwargs: NotImplemented if args or kwargs else self,
     _Tensor.view: _reshape,
-    _Tensor.mT.__get__: lambda self: _swap(self, 1, 2),  # type: ignore[attr-defined]
+    _Tensor.mT.__get__: lambda self: _transpose(self, 1, 2),  # type: ignore[attr-defined]
     _Tensor.__getitem__: _getitem,
-    **{getattr(_Tensor, name): _cast(getattr(torch, name)) for name in ("float", "double", "half", "bfloat16")},
+    **{getattr(_Tensor, name): _make_cast(getattr(torch, name)) for name in ("float", "double", "half", "bfloat16")},
     _Tensor.to: _to,
     _Tensor.type_as: _to,
     **{
-        getattr(owner, name + mark): _arithmetic(kind, negate=name.startswith("sub"), in_place=bool(mark))
+        getattr(owner, name + mark): _make_arithmetic(kind, negate=name.startswith("sub"), in_place=bool(mark))
         for kind, names in (
             ("mul", ("mul", "multiply")),
             ("div", ("div", "divide", "true_divide")),
@@ -387,5 +392,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     },
     functional.cross_entropy: _cross_entropy,
 }
-# A virtual GPU may be there already when this is imported, with its own around some.
+# A virtual GPU that was made before this import has wrapped some functions.
 _HANDLERS = {inspect.unwrap(function): handler for function, handler in _HANDLERS.items()}

@@ -1,9 +1,8 @@
-"""micro-batch: a batch goes through forward and backward some rows at a time, and the gradients are those of the whole.
+"""Fix micro-batch: a batch goes through forward and backward some rows at a time; the gradients are the same.
 
-The loss of the whole batch is a mean over what it counts: labels, or rows where there are none. So the loss of each
-micro-batch is weighted with its share of these. A model whose loss sees one label fewer than it has positions (it
-compares each position with the next label) is recognised by the targets that its first micro-batch gives to
-cross-entropy.
+The loss of the whole batch is a mean over labels, or over rows without labels. So the loss of each micro-batch is
+weighted with its share of the labels or rows. A model that compares each position with the next label has one label
+fewer than positions in its loss; the targets of the first micro-batch's call to cross-entropy show this shift.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def install(
     ignore_index: int = -100,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> None:
-    """Make the step, a `MicroBatches`; it is the result. Raises UsageError: the model normalises over the rows of a
-    batch, or `micro_batch_size` is out of range."""
+    """Make a `MicroBatches`; the result. Raises UsageError: the model has batch normalization, `loss` is no function,
+    or `micro_batch_size` is out of range."""
     at_least(1, "micro_batch_size", micro_batch_size)
     if loss is not None and not callable(loss):
         raise UsageError("loss must be a function from outputs and batch to the loss", value=type(loss).__name__)
@@ -85,17 +84,17 @@ def install(
 
 @dataclass(eq=False)
 class MicroBatches:
-    """Forward and backward of a whole batch, some rows at a time.
+    """Forward and backward of a whole batch, `micro_batch_size` rows at a time.
 
         step = applied.results["micro-batch"]
         loss = step(**batch)  # instead of: loss = model(**batch).loss; loss.backward()
         optimizer.step()
 
-    Gradients are added to those that are there, as by any backward. What it requires: rows do not see each other, and
-    the loss is a mean over labels (those that `ignore_index` does not leave out) or over rows; a term beside it, such
-    as the balance of a router, becomes the mean of the micro-batches'. With `num_items_in_batch` in the batch the
-    losses are sums over it, and are added. Tensors whose first dimension is that of the labels (or of the first tensor)
-    are split; all else is given to every micro-batch. `scaler` may be set to a `torch.amp.GradScaler`.
+    Gradients accumulate, as in any backward. Rows must be independent of each other, and the loss must be a mean over
+    labels other than `ignore_index`, or over rows. A further term, such as a router's load balance, becomes the mean
+    over the micro-batches. With `num_items_in_batch` in the batch, the micro-batches' losses are added. Tensors with as
+    many rows as the labels (or as the first tensor) are split; every micro-batch gets all other arguments whole.
+    `scaler` may be set to a `torch.amp.GradScaler`.
     """
 
     model: nn.Module = field(repr=False)
@@ -106,10 +105,10 @@ class MicroBatches:
     scaler: torch.amp.GradScaler | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One forward and backward of each part; returns the loss of the whole, detached.
-        Raises UsageError: the batch has no rows, the model gives no loss, or what the loss counts cannot be told."""
+        """Run forward and backward of each micro-batch; return the loss of the whole batch, detached. Raises
+        UsageError: the batch has no rows, the model returns no loss, or the labels that the loss counts are unknown."""
         leaves, tree = tree_flatten((args, kwargs))
-        labels = self._labels(args, kwargs)
+        labels = self._find_labels(args, kwargs)
         first = labels if labels is not None else next((t for t in leaves if _has_rows(t)), None)
         if first is None or not first.shape[0]:
             raise UsageError("micro-batch needs a batch with rows", value=f"{len(leaves)} arguments")
@@ -123,13 +122,13 @@ class MicroBatches:
                 [leaf[part] if split else leaf for leaf, split in zip(leaves, splits, strict=True)], tree
             )
             if begin == 0:
-                with _Targets() as seen:
+                with _TargetRecorder() as recorder:
                     loss = self._forward(inputs, named)
-                counts = self._counts(labels, kwargs, first, seen.targets)
-                seen.targets.clear()
+                counts = self._count_per_row(labels, kwargs, first, recorder.targets)
+                recorder.targets.clear()
             else:
                 loss = self._forward(inputs, named)
-            loss = self._weighted(loss, counts, part)
+            loss = self._weigh_loss(loss, counts, part)
             if loss.requires_grad:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             detached = loss.detach()
@@ -148,39 +147,39 @@ class MicroBatches:
             raise UsageError("micro-batch: the model's outputs have no loss", value=type(outputs).__name__, hint=hint)
         return found
 
-    def _weighted(self, loss: torch.Tensor, counts: Any, part: slice) -> torch.Tensor:
+    def _weigh_loss(self, loss: torch.Tensor, counts: Any, part: slice) -> torch.Tensor:
         if counts is None:  # sums
             return loss
-        mine, every = counts[part].sum(), counts.sum()
-        share = torch.where(every > 0, mine.to(torch.promote_types(loss.dtype, torch.float32)) / every, 1.0)
-        # A mean over no labels is no number. If all are ignored, so is the loss of the whole batch.
-        return torch.where((mine > 0) | (every == 0), loss * share, 0.0)
+        count, total = counts[part].sum(), counts.sum()
+        share = torch.where(total > 0, count.to(torch.promote_types(loss.dtype, torch.float32)) / total, 1.0)
+        # A mean over no labels is nan. If all labels are ignored, the loss of the whole batch is nan too.
+        return torch.where((count > 0) | (total == 0), loss * share, 0.0)
 
-    def _labels(self, args: Any, kwargs: Any) -> torch.Tensor | None:
+    def _find_labels(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         named = kwargs
         if args:
-            with contextlib.suppress(TypeError, ValueError):  # no signature, or the model's own error is to come
+            with contextlib.suppress(TypeError, ValueError):  # no signature, or arguments that the model will reject
                 named = inspect.signature(self.model.forward).bind_partial(*args, **kwargs).arguments
         return next((named[name] for name in _LABELS if isinstance(named.get(name), torch.Tensor)), None)
 
-    def _counts(
+    def _count_per_row(
         self,
         labels: torch.Tensor | None,
         batch: Mapping[str, Any],
         first: torch.Tensor,
         targets: list[torch.Tensor],
     ) -> torch.Tensor | None:
-        """Return what the loss counts in each row, [rows]; None if the micro-batches' losses are simply added."""
+        """Return the number of labels that the loss counts in each row, [rows]; None if the losses are sums."""
         if batch.get("num_items_in_batch") is not None:
             return None
         if labels is None or labels.is_floating_point():
             return torch.ones(first.shape[0], dtype=torch.int64, device=first.device)
-        if labels.dim() > 1 and self._shifts(labels[: self.micro_batch_size], targets):
+        if labels.dim() > 1 and self._has_shifted_labels(labels[: self.micro_batch_size], targets):
             labels = labels[..., 1:]
         counted = labels != self.ignore_index
         return counted.flatten(1).sum(1) if counted.dim() > 1 else counted.long()
 
-    def _shifts(self, labels: torch.Tensor, targets: list[torch.Tensor]) -> bool:
+    def _has_shifted_labels(self, labels: torch.Tensor, targets: list[torch.Tensor]) -> bool:
         if self.shift_labels is not None:
             return self.shift_labels
         for target in targets:
@@ -196,8 +195,8 @@ class MicroBatches:
         )
 
 
-class _Targets(TorchFunctionMode):
-    """Keeps the targets that cross-entropy is called with."""
+class _TargetRecorder(TorchFunctionMode):
+    """A recorder of the targets that are passed to cross-entropy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""low-rank-npt and cpu-offload-npt-delta: the weight delta of NPT components never made, or kept in host memory."""
+"""Fixes low-rank-npt (NPT components make no weight delta) and cpu-offload-npt-delta (host memory keeps the delta)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from memprof.workload.npt import NptComponent
     ladder=30, search=20, tiers=EVERY_TIER, helps={"weight-delta-per-token": 10, "doctor: weight delta": 10},
 )  # fmt: skip
 def install_low_rank(model: nn.Module, changes: Changes) -> None:
-    """Switch all components to the form that makes no delta. Raises UsageError: there are none, or all have it."""
-    components = _components(model, changes)
+    """Switch all components to mode low-rank. Raises UsageError: there are no components, or all have this mode."""
+    components = _find_components(model, changes)
     chosen = [component for component in components if component.mode != "low-rank"]
     if not chosen:
         raise changes.already_on(f"{len(components)} components in mode low-rank")
@@ -42,19 +42,19 @@ def install_low_rank(model: nn.Module, changes: Changes) -> None:
     conflicts={"activation-checkpointing": "layers that run again keep no delta"}, ladder=40,
 )  # fmt: skip
 def install_offload(model: nn.Module, changes: Changes) -> None:
-    """Keep the delta of every dense component in host memory between its forward and its backward. Raises UsageError:
-    there are no components, or one in another mode, which keeps no delta."""
-    components = _components(model, changes)
+    """Keep the delta of every dense component in host memory between forward and backward. Raises UsageError: the model
+    has no components, or a component in another mode, which keeps no delta."""
+    components = _find_components(model, changes)
     for component in components:
         if component.mode != "dense":
             why, hint = "no delta is kept between forward and backward", "it is for components in mode dense"
             raise changes.does_not_apply(why, f"mode {component.mode}", hint)
     for component in components:
-        changes.set_attribute(component, "forward", _DeltaOffloaded(component))
+        changes.set_attribute(component, "forward", _DeltaOffloadingForward(component))
     changes.note(f"the weight deltas of {len(components)} NPT components wait in host memory")
 
 
-def _components(model: nn.Module, changes: Changes) -> list[NptComponent]:
+def _find_components(model: nn.Module, changes: Changes) -> list[NptComponent]:
     found = [module for module in model.modules() if isinstance(module, NptComponent)]
     if not found:
         hint = "components are those of memprof.workload.npt, put there by add_npt or --npt"
@@ -62,14 +62,14 @@ def _components(model: nn.Module, changes: Changes) -> list[NptComponent]:
     return found
 
 
-class _DeltaOffloaded(Offloaded):
-    """The forward of a component; of what autograd saves, tensors as large as the delta go to host memory."""
+class _DeltaOffloadingForward(Offloaded):
+    """The forward of a component, whose saved tensors of at least the delta's size are moved to host memory."""
 
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         states = hidden[0] if isinstance(hidden, (tuple, list)) else hidden
-        # [tokens x d_model x d_ffn]: nothing else that is saved is as large.
-        self._numbers = states.numel() * self._module.d_ffn
+        # [tokens x d_model x d_ffn]: all other saved tensors are smaller.
+        self._delta_elements = states.numel() * self._module.d_ffn
         return super().__call__(hidden, *args, **kwargs)
 
     def _stays_on_gpu(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() < self._numbers
+        return tensor.numel() < self._delta_elements

@@ -1,4 +1,4 @@
-"""cpu-offload-activations: what layers keep for the backward is copied to pinned host memory, and back when needed."""
+"""Fix cpu-offload-activations: tensors that layers save for the backward wait in pinned host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they sa
     main_option="min_bytes", training_only=True, ladder=130, outside=70, search=100, tiers=BUT_STREAMED_WEIGHTS,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
-    """Switch it on. Raises UsageError: the model has no layers, or `min_bytes` is negative."""
+    """Replace the layers' forwards. Raises UsageError: the model has no layers, or a layer is offloaded already;
+    `min_bytes` is negative."""
     at_least(0, "min_bytes", min_bytes)
     layers = find_layers(model, changes.fix)
     for name, module in layers:
@@ -34,19 +35,19 @@ def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -
 
 
 class Offloaded(ReplacedForward):
-    """The forward of a layer, under hooks that move what autograd saves.
+    """The forward of a layer under hooks that move the tensors that autograd saves to host memory.
 
-    Parameters, and views of them, stay: they are on the GPU anyway. (`torch.autograd.graph.save_on_cpu` copies those
-    too.) A tensor that several operators save is copied for each of them.
+    Parameters and views of parameters stay on the GPU (`torch.autograd.graph.save_on_cpu` copies them too). A tensor
+    that several operators save is copied for each operator.
     """
 
     def __init__(self, module: nn.Module, min_bytes: int = MIN_BYTES) -> None:
         super().__init__(module)
         self._min_bytes = min_bytes
-        self._keeps_strides = runs_in(module, Compiled)  # its code asserts them
+        self._keeps_strides = runs_in(module, Compiled)  # compiled code asserts strides
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, with what it saves moved to host memory."""
+        """Run the forward, and move the tensors that autograd saves to host memory."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):

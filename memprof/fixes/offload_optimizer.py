@@ -1,8 +1,8 @@
-"""cpu-offload-optimizer: the optimizer's state and its step in host memory, as ZeRO-Offload has it.
+"""Fix cpu-offload-optimizer: the optimizer's state and its step in host memory, as in ZeRO-Offload.
 
-Every trained parameter has a twin in (pinned) host memory. A step copies the gradients there, has the CPU update the
-twins, and copies these back. Sources: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021);
-torchao's CPUOffloadOptimizer for what users know it by.
+Every trained parameter has a copy, its twin, in pinned host memory. A step copies the gradients to host memory, updates
+the twins on the CPU, and copies the twins to the parameters. Sources: Ren et al., "ZeRO-Offload: Democratizing
+Billion-Scale Model Training" (2021); torchao's CPUOffloadOptimizer for the interface.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def install(
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = adamw,
     offload_gradients: bool = False,
 ) -> None:
-    """Make the optimizer, a `HostOptimizer`; it is the result. Raises UsageError: nothing is trained, or the function
-    makes no optimizer over the parameters that it is given."""
+    """Make a `HostOptimizer`; the result. Raises UsageError: the model has no trained parameter, or `optimizer` returns
+    no torch optimizer of the given parameters."""
     parameters = trained_parameters(model, changes.fix)
     made = HostOptimizer(parameters, optimizer)
     if offload_gradients:
@@ -66,38 +66,38 @@ def install(
 class HostOptimizer(Optimizer):
     """A torch optimizer over parameters on a GPU whose state and arithmetic are in host memory.
 
-    Groups, `state_dict` and `load_state_dict` are those of the optimizer that it stands for: checkpoints go from one to
-    the other. What a scheduler writes into the groups holds for the next step. A step waits for the gradients and does
-    not run beside anything else; the copies back are in order with what the GPU does next.
+    Groups, `state_dict` and `load_state_dict` have the inner optimizer's formats, so that checkpoints are
+    interchangeable. A scheduler may write the groups; the next step uses the new values. A step waits for the gradients
+    and does not overlap with the GPU's work; the copies to the GPU are in order with later kernels.
 
     Args:
         parameters: on any devices.
-        factory: from a list of parameters (in host memory) to the optimizer that steps there.
+        factory: a function from a list of parameters in host memory to their optimizer, the inner optimizer.
 
     Raises:
-        UsageError: `factory` makes no optimizer, or one over other parameters.
+        UsageError: `factory` returns no torch optimizer, or an optimizer of other parameters.
     """
 
     def __init__(self, parameters: list[nn.Parameter], factory: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        self.twins = [nn.Parameter(_on_host(parameter), parameter.requires_grad) for parameter in parameters]
+        self.twins = [nn.Parameter(_copy_to_host(parameter), parameter.requires_grad) for parameter in parameters]
         self.inner = make_optimizer(factory, self.twins)
-        held = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        twin_of = {id(twin): parameter for twin, parameter in zip(self.twins, parameters, strict=True)}
-        if {id(parameter) for parameter in held} != set(twin_of):
+        optimized = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        parameter_by_twin = {id(twin): parameter for twin, parameter in zip(self.twins, parameters, strict=True)}
+        if {id(parameter) for parameter in optimized} != set(parameter_by_twin):
             raise UsageError(
                 "optimizer must be made of the parameters that it is given",
-                value=f"{len(held)} of {len(parameters)}",
+                value=f"{len(optimized)} of {len(parameters)}",
                 hint="such as optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
             )
         groups = [
-            {**group, "params": [twin_of[id(parameter)] for parameter in group["params"]]}
+            {**group, "params": [parameter_by_twin[id(parameter)] for parameter in group["params"]]}
             for group in self.inner.param_groups
         ]
         super().__init__(groups, self.inner.defaults)
         self._pairs = list(zip(parameters, self.twins, strict=True))
         self._twin_by_id = {id(parameter): twin for parameter, twin in self._pairs}
-        self._seen = [_identity(parameter) for parameter in parameters]
-        self.state = _States(self.inner, self._pairs)  # type: ignore[assignment]
+        self._versions = [_get_version(parameter) for parameter in parameters]
+        self.state = _StateMapping(self.inner, self._pairs)  # type: ignore[assignment]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -109,38 +109,38 @@ class HostOptimizer(Optimizer):
         self._write_groups()
         devices = set()
         for index, (parameter, twin) in enumerate(self._pairs):
-            if _identity(parameter) != self._seen[index]:  # loaded or edited since the last step
+            if _get_version(parameter) != self._versions[index]:  # loaded or edited since the last step
                 twin.data.copy_(parameter)
             if parameter.grad is not None:
-                # Beside what `take_gradient` has put there before.
+                # Added to gradients that `take_gradient` has moved before.
                 self._add_gradient(twin, parameter.grad)
                 devices.add(parameter.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        stepped = [twin.grad is not None for twin in self.twins]
+        has_gradient = [twin.grad is not None for twin in self.twins]
         self.inner.step()
         for index, (parameter, twin) in enumerate(self._pairs):
-            if stepped[index]:
+            if has_gradient[index]:
                 parameter.copy_(twin, non_blocking=True)
                 twin.grad = None
-            self._seen[index] = _identity(parameter)
+            self._versions[index] = _get_version(parameter)
         return loss
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """Move an accumulated gradient to host memory, and free it: a hook."""
+        """Move an accumulated gradient to host memory, and free the gradient on the GPU; a hook of the parameter."""
         assert parameter.grad is not None
         self._add_gradient(self._twin_by_id[id(parameter)], parameter.grad)
         parameter.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as any optimizer does, and those that wait in host memory."""
+        """Drop the parameters' gradients, and the gradients in host memory."""
         super().zero_grad(set_to_none)
         for twin in self.twins:
             twin.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, only while this is made. Raises UsageError: later."""
+        """Add a group in `Optimizer.__init__`. Raises UsageError: the optimizer has been made."""
         if "_pairs" in vars(self):
             raise UsageError(
                 "a HostOptimizer takes no further parameters", value=f"{len(self._pairs)} it has", hint="make another"
@@ -148,13 +148,13 @@ class HostOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer it stands for; its tensors are in host memory."""
+        """Return the state of the inner optimizer, with tensors in host memory."""
         self._write_groups()
         return self.inner.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, of this or of the optimizer that it stands for."""
+        """Load the state that `state_dict` of a `HostOptimizer` or of an inner optimizer returned."""
         self.inner.load_state_dict(state_dict)
         for own, group in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update((key, value) for key, value in group.items() if key != "params")
@@ -170,13 +170,13 @@ class HostOptimizer(Optimizer):
             host = torch.empty_like(twin, memory_format=torch.preserve_format, pin_memory=gradient.is_cuda)
             twin.grad = host.copy_(gradient, non_blocking=True)
         else:
-            if gradient.is_cuda:  # the first has arrived
+            if gradient.is_cuda:  # the first gradient must have arrived
                 torch.cuda.current_stream(gradient.device).synchronize()
             twin.grad.add_(gradient.to(twin.device))
 
 
-class _States(MutableMapping[torch.Tensor, Any]):
-    """The inner optimizer's state, by the parameters on the GPU; made when it is first there, as in torch."""
+class _StateMapping(MutableMapping[torch.Tensor, Any]):
+    """A view of the inner optimizer's state with the parameters on the GPU as keys."""
 
     def __init__(self, inner: Optimizer, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         self._inner = inner
@@ -198,11 +198,11 @@ class _States(MutableMapping[torch.Tensor, Any]):
         return len(self._inner.state)
 
 
-def _on_host(parameter: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(parameter: torch.Tensor) -> torch.Tensor:
     host = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
     return host.copy_(parameter.detach())
 
 
-def _identity(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when somebody else writes into a parameter."""
+def _get_version(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return the data pointer and version of a parameter, which change when other code writes to the parameter."""
     return parameter.data_ptr(), parameter._version

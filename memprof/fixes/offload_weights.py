@@ -1,8 +1,8 @@
-"""cpu-offload-weights: layers live in host memory, and come to the GPU for their forward and their backward.
+"""Fix cpu-offload-weights: layers are kept in host memory, and copied to the GPU for their forward and backward.
 
-Each layer's forward becomes one node of autograd's graph. It keeps its inputs, runs without recording, and runs again
-in the backward with its weights fetched anew; gradients go to host memory when the layer is done. So weights and
-gradients of one layer are on the GPU at a time, and an optimizer over the model steps in host memory.
+Each layer's forward becomes one node of autograd's graph. The node keeps the layer's inputs, runs the forward without
+recording, and runs the forward again in the backward with weights that are copied again; then the gradients go to host
+memory. So the GPU has the weights and gradients of one layer at a time, and the optimizer steps in host memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from memprof.workload.layers import drop_caches, find_layers
     search=110, tiers=(Tier.STREAMED_WEIGHTS,), helps={"gradients": 20, "parameters": 20, "doctor: smaller": 70},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Move the layers to host memory. Raises UsageError: there are none; they share parameters; there are gradients."""
+    """Move the layers to host memory. Raises UsageError: the model has no layers, or layers share parameters or have
+    gradients."""
     layers = find_layers(model, changes.fix)
     counts: Counter[int] = Counter()
     for name, layer in layers:
-        if runs_in(layer, _Streamed):
+        if runs_in(layer, _StreamedForward):
             raise changes.already_on(name)
         refuse_gradients(layer.parameters(), changes.fix, None)
         counts.update(map(id, layer.parameters()))
@@ -49,22 +50,22 @@ def install(model: nn.Module, changes: Changes) -> None:
     moved = 0
     for _, layer in layers:
         for parameter in layer.parameters():
-            changes.on_undo(functools.partial(_set, parameter, parameter.device))
+            changes.on_undo(functools.partial(_move_parameter, parameter, parameter.device))
             parameter.data = parameter.data.to("cpu")
             moved += parameter.numel() * parameter.element_size()
-        changes.set_attribute(layer, "forward", _Streamed(layer))
+        changes.set_attribute(layer, "forward", _StreamedForward(layer))
     changes.note(f"{len(layers)} layers, {moved:,} bytes of weights, wait in host memory")
 
 
-def _set(parameter: nn.Parameter, device: torch.device) -> None:
+def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     parameter.data = parameter.data.to(device)
     if parameter.grad is not None:
         parameter.grad = parameter.grad.to(device)
 
 
 @contextlib.contextmanager
-def _fetched(layer: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have a layer's parameters on `device` inside; gradients that arise are added to those in host memory."""
+def _fetch_weights(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context manager: copy a layer's parameters to `device`; at exit, add new gradients to the ones in host memory."""
     parameters = list(layer.parameters())
     host = [(parameter.data, parameter.grad) for parameter in parameters]
     for parameter in parameters:
@@ -83,37 +84,37 @@ def _fetched(layer: nn.Module, device: torch.device) -> Iterator[None]:
                 parameter.grad = fresh
 
 
-class _Streamed(ReplacedForward):
-    """The forward of a layer whose weights come and go."""
+class _StreamedForward(ReplacedForward):
+    """The forward of a layer whose weights are copied to the GPU for each run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, torch.Tensor)]
         device = next((t.device for t in tensors if t.is_floating_point()), torch.device("cpu"))
         if not torch.is_grad_enabled():
-            with _fetched(self._module, device):
+            with _fetch_weights(self._module, device):
                 return self._forward(*args, **kwargs)
         if self._module.training:
             args, kwargs = drop_caches(args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         shape: list[Any] = []
-        # Some input must ask for a gradient, or autograd would not come back here for the weights'.
-        wanted = torch.zeros((), device=device, requires_grad=True)
-        outputs = _Layer.apply(wanted, self._module, self._forward, device, tree, shape, *leaves)
+        # Autograd calls the node's backward only if some input requires a gradient.
+        anchor = torch.zeros((), device=device, requires_grad=True)
+        outputs = _LayerNode.apply(anchor, self._module, self._forward, device, tree, shape, *leaves)
         return tree_unflatten(list(outputs), shape[0])
 
 
-class _Layer(torch.autograd.Function):
+class _LayerNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, wanted: Any, layer: nn.Module, forward: Any, device: Any, tree: Any, shape: list[Any], *leaves: Any
+        ctx: Any, anchor: Any, layer: nn.Module, forward: Any, device: Any, tree: Any, shape: list[Any], *leaves: Any
     ) -> Any:
-        ctx.layer, ctx.run, ctx.device, ctx.tree = layer, forward, device, tree
+        ctx.layer, ctx.forward_fn, ctx.device, ctx.tree = layer, forward, device, tree
         ctx.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.save_for_backward(*(leaves[place] for place in ctx.places))
-        ctx.random = _random_state(device)
+        ctx.random = _get_random_state(device)
         args, kwargs = tree_unflatten(list(leaves), tree)
-        with _fetched(layer, device):
+        with _fetch_weights(layer, device):
             outputs, spec = tree_flatten(forward(*args, **kwargs))
         shape.append(spec)
         return tuple(outputs)
@@ -124,13 +125,13 @@ class _Layer(torch.autograd.Function):
         inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
         for place, tensor in zip(ctx.places, inputs, strict=True):
             leaves[place] = tensor
-        # The forward has filled the cache, in evaluation with gradients: once more would be twice.
+        # In evaluation with gradients the forward has filled the KV cache: the second run must not.
         args, kwargs = drop_caches(*tree_unflatten(leaves, ctx.tree))
-        with _fetched(ctx.layer, ctx.device), torch.enable_grad():
-            now = _random_state(ctx.device)
+        with _fetch_weights(ctx.layer, ctx.device), torch.enable_grad():
+            current = _get_random_state(ctx.device)
             _set_random_state(ctx.device, ctx.random)
-            outputs = tree_flatten(ctx.run(*args, **kwargs))[0]
-            _set_random_state(ctx.device, now)
+            outputs = tree_flatten(ctx.forward_fn(*args, **kwargs))[0]
+            _set_random_state(ctx.device, current)
             pairs = [
                 (out, grad)
                 for out, grad in zip(outputs, grads, strict=True)
@@ -144,8 +145,8 @@ class _Layer(torch.autograd.Function):
         return (None,) * 6 + tuple(result)
 
 
-def _random_state(device: torch.device) -> Any:
-    """Return the state of random numbers: dropout must drop the same in both forwards."""
+def _get_random_state(device: torch.device) -> Any:
+    """Return the state of the random number generator, so that dropout drops the same values in both forwards."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

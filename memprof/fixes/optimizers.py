@@ -1,4 +1,4 @@
-"""Helpers of the fixes that make or change an optimizer."""
+"""Helpers for fixes that make or change an optimizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memprof.errors import UsageError
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """Return the optimizer that is made where the user names none: AdamW at a learning rate of 1e-4."""
+    """Return the default optimizer: AdamW at a learning rate of 1e-4."""
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 def trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
-    """Return the parameters of `model` that are trained. Raises UsageError: there are none."""
+    """Return the trained parameters of `model`. Raises UsageError: the model has no trained parameter."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError(f"{fix} does not apply: nothing is trained", value=type(model).__name__)
@@ -26,14 +26,14 @@ def trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
 
 
 def refuse_gradients(parameters: Iterable[nn.Parameter], fix: str, value: object, which: str = "already") -> None:
-    """Check that none of them has a gradient; else raise UsageError, in which `which` says what is wrong."""
+    """Raise UsageError if any of `parameters` has a gradient; `which` ends the sentence of the message."""
     if any(parameter.grad is not None for parameter in parameters):
         hint = "call model.zero_grad() first"
         raise UsageError(f"{fix} does not apply: there are gradients {which}", value=value, hint=hint)
 
 
 def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return the optimizer that a user's function makes of `parameters`. Raises UsageError: it makes none."""
+    """Return the optimizer that `factory` makes of `parameters`. Raises UsageError: `factory` makes no optimizer."""
     made = factory(parameters) if callable(factory) else None
     if not isinstance(made, Optimizer):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""bfloat16 and float16: the parameters themselves, in the lower precision."""
+"""Fixes bfloat16 and float16: the parameters in half precision."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from memprof.fixes.optimizers import refuse_gradients
 def install(model: nn.Module, changes: Changes) -> None:
     """Cast the parameters to the dtype that the fix is named after.
 
-    Buffers stay as they are (rotary frequencies in half precision would spoil positions), and so do parameters that the
-    model wants in float32 (`_keep_in_fp32_modules` of Hugging Face). Raises UsageError: all have the dtype already, or
-    there are gradients of another.
+    Buffers keep their dtype (rotary frequencies in half precision would be too coarse), and so do parameters that the
+    model keeps in float32 (`_keep_in_fp32_modules` of Hugging Face). Raises UsageError: all parameters have the dtype
+    already, or parameters to be cast have gradients.
     """
     dtype: torch.dtype = getattr(torch, changes.fix)
     lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

@@ -1,4 +1,4 @@
-"""8-bit-weights, 4-bit-weights and qlora: linear layers with the weights of bitsandbytes."""
+"""Fixes 8-bit-weights, 4-bit-weights and qlora: linear layers with bitsandbytes' quantized weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memprof.fixes.optimizers import refuse_gradients
 from memprof.fixes.trainable import DEFAULT_RANK, install_lora
 from memprof.workload.quantization import import_quietly
 
-# Activations from this size on stay in half precision: LLM.int8's own, and transformers' default.
+# Activations from this magnitude on stay in half precision: the default of LLM.int8 and of transformers.
 OUTLIER_THRESHOLD = 6.0
 _QUANT_TYPES = ("nf4", "fp4")
 
@@ -37,20 +37,21 @@ _QUANT_TYPES = ("nf4", "fp4")
     on=lambda spec: spec.adapter is None and spec.quantize == "int8",
 )  # fmt: skip
 def install_8_bit(model: nn.Module, changes: Changes) -> None:
-    """Quantize the linear layers to LLM.int8. Raises UsageError: bitsandbytes is not installed, or there are none."""
-    bnb = _bitsandbytes(changes.fix)
+    """Quantize the linear layers to LLM.int8. Raises UsageError: bitsandbytes is not installed, or the model has no
+    linear layer to quantize."""
+    bnb = _import_bitsandbytes(changes.fix)
 
     def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
         outputs, inputs = weight.shape
         layer = bnb.nn.Linear8bitLt(
             inputs, outputs, bias is not None, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD, device="meta"
         )
-        # It quantizes what comes from host memory alone, as transformers does (integrations/bitsandbytes.py).
+        # bitsandbytes quantizes weights only when they leave host memory (transformers, integrations/bitsandbytes.py).
         quantized = bnb.nn.Int8Params(weight.to("cpu"), requires_grad=False, has_fp16_weights=False)
         layer.weight = quantized.to(weight.device)
         return layer  # type: ignore[no-any-return]
 
-    _replace(model, changes, make)
+    _replace_linear_layers(model, changes, make)
 
 
 @Fix(
@@ -65,11 +66,11 @@ def install_8_bit(model: nn.Module, changes: Changes) -> None:
     helps={"doctor: weights": 20, "doctor: spilled": 10},
 )  # fmt: skip
 def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4", double_quant: bool = True) -> None:
-    """Quantize the linear layers to 4 bits; products are computed in the dtype that the weights had. Raises UsageError:
-    bitsandbytes is not installed, an option is out of range, or there is nothing to quantize."""
+    """Quantize the linear layers to 4 bits; products are computed in the weights' original dtype. Raises UsageError:
+    bitsandbytes is not installed, `quant_type` is unknown, or the model has no linear layer to quantize."""
     if quant_type not in _QUANT_TYPES:
         raise UsageError("unknown quant_type", value=repr(quant_type), hint=f"one of {', '.join(_QUANT_TYPES)}")
-    bnb = _bitsandbytes(changes.fix)
+    bnb = _import_bitsandbytes(changes.fix)
 
     def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
         outputs, inputs = weight.shape
@@ -82,7 +83,7 @@ def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4"
         ).to(weight.device)
         return layer  # type: ignore[no-any-return]
 
-    _replace(model, changes, make)
+    _replace_linear_layers(model, changes, make)
 
 
 @Fix(
@@ -109,16 +110,16 @@ def install_qlora(
     lora_rank: int = DEFAULT_RANK,
     lora_targets: str | None = None,
 ) -> None:
-    """Quantize by `install_4_bit`, then add LoRA by PEFT; norms, embedding and head keep their dtype."""
+    """Quantize the linear layers to 4 bits, then add LoRA with PEFT; norms, embedding and head keep their dtype."""
     install_4_bit(model, changes, quant_type=quant_type, double_quant=double_quant)
     install_lora(model, changes, lora_rank=lora_rank, lora_targets=lora_targets)
 
 
-def _replace(
+def _replace_linear_layers(
     model: nn.Module, changes: Changes, make: Callable[[torch.Tensor, nn.Parameter | None], nn.Module]
 ) -> None:
-    """Put what `make` gives in the place of each linear layer but the head and what shares its weight with others."""
-    kept = _head(model)
+    """Replace each linear layer by `make(weight, bias)`, except the head and layers with a shared weight."""
+    kept = _find_head_or_none(model)
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     chosen = [
         (parent, name, module)
@@ -148,7 +149,7 @@ def _replace(
     changes.note(f"{len(chosen)} linear layers: weights of {before:,} bytes became {after:,} and their scales; frozen")
 
 
-def _head(model: nn.Module) -> nn.Module | None:
+def _find_head_or_none(model: nn.Module) -> nn.Module | None:
     try:
         return find_head(model)[1]
     except UsageError:  # it has none
@@ -160,7 +161,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, conv)
 
 
-def _bitsandbytes(fix: str) -> Any:
+def _import_bitsandbytes(fix: str) -> Any:
     try:
         return import_quietly("bitsandbytes")
     except ImportError as error:

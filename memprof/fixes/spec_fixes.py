@@ -1,4 +1,4 @@
-"""The fixes that a spec names, switched on in the model that a workload has built."""
+"""The fixes in `TargetSpec.fixes`, applied to the model that a workload has built."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def apply_fixes(
     device: str = "cuda",
     place: Callable[[nn.Module], object] | None = None,
 ) -> Any:
-    """Apply `spec.fixes` to `model`, in host memory, and move it to `device`, or where `place` puts it; return the
-    optimizer, if a fix brings it. Raises UsageError: a fix does not apply to this model."""
+    """Apply `spec.fixes` to `model`, and move `model` from host memory to `device`, or call `place(model)` instead;
+    return the optimizer, if a fix makes one. Raises UsageError: a fix does not apply to this model."""
     fixes = parse_fixes(",".join(spec.fixes))
     names = [chosen.fix.name for chosen in fixes]
     options = apply_options(fixes)
@@ -35,21 +35,21 @@ def apply_fixes(
             f"{first} beside --parallel is not here", value=str(spec.parallel), hint="--fix cpu-offload-optimizer is"
         )
     if first is not None:
-        # Before the move: the layers are never on the GPU as a whole.
+        # Applied before the move, since the GPU need not have room for all layers.
         applied = apply(model, names, undoable=False, **options)
-        _move_but_layers(model, device, first)
+        _move_except_layers(model, device, first)
     else:
         model.to(device) if place is None else place(model)
         applied = apply(model, names, undoable=False, **options)
     return next((result for result in applied.results.values() if hasattr(result, "param_groups")), None)
 
 
-def _move_but_layers(model: nn.Module, device: str, fix: str) -> None:
+def _move_except_layers(model: nn.Module, device: str, fix: str) -> None:
     """Move everything to `device` except the layers' parameters."""
     layers = [layer for _, layer in find_layers(model, fix)]
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
-        if id(module) not in inside:
+        if id(module) not in in_layers:
             module._apply(lambda tensor: tensor.to(device), recurse=False)
         else:
             for name, buffer in module._buffers.items():

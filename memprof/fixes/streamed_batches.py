@@ -1,4 +1,4 @@
-"""streamed-batches: batches put together one at a time, when they are requested."""
+"""Fix streamed-batches: batches are made one at a time, when they are requested."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from memprof.torch_private.pytree import tree_map
     helps={"doctor: host memory": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int = 1) -> None:
-    """Make the batches' iterable, a `StreamedBatches`; it is the result. Raises UsageError: `dataset` is no collection
-    of samples, or `batch_size` is out of range."""
+    """Make a `StreamedBatches`; the result. Raises UsageError: `dataset` is no collection of samples, or `batch_size`
+    is out of range."""
     batches = StreamedBatches(dataset, batch_size, model)
     changes.result(batches)
     changes.note(f"{len(batches):,} batches of {batch_size} are made one at a time, from {batches.samples:,} samples")
 
 
 class StreamedBatches:
-    """The batches of a set of samples, in order: one exists at a time, where the parameters of `model` are.
+    """An iterable of batches in order, each made when it is requested, on the device of `model`'s parameters.
 
-    May be gone through again; the last may have fewer than `batch_size` samples. Of a tensor or a dictionary of
-    tensors, each row is a sample. For shuffling and workers, give the samples to a `torch.utils.data.DataLoader` of
-    your own: this is one without. Raises UsageError: `dataset` is no collection of samples, or has none; `batch_size`
-    is out of range.
+    The last batch may have fewer than `batch_size` samples, and the iterable can be used again. Each row of a tensor or
+    of a dictionary of tensors is a sample. For shuffling and workers, pass the samples to a
+    `torch.utils.data.DataLoader` instead. Raises UsageError: `dataset` is no collection of samples, or is empty;
+    `batch_size` is out of range.
     """
 
     def __init__(self, dataset: Any, batch_size: int, model: nn.Module) -> None:
         at_least(1, "batch_size", batch_size)
-        samples: Any = _rows(dataset) if isinstance(dataset, Mapping) else dataset
+        samples: Any = _make_rows(dataset) if isinstance(dataset, Mapping) else dataset
         if isinstance(samples, str) or not (
             hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, nn.Module)
         ):
@@ -70,8 +70,8 @@ class StreamedBatches:
         return part.to(parameter.device) if isinstance(part, torch.Tensor) and parameter is not None else part
 
 
-def _rows(columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Yield the rows of a dictionary of tensors, or of lists, as samples."""
+def _make_rows(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Return a dataset of the rows of a dictionary of tensors or lists."""
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise UsageError("dataset has columns of different lengths", value=", ".join(map(str, sorted(lengths))))

@@ -1,4 +1,4 @@
-"""freeze and lora: what is trained at all."""
+"""Fixes freeze and lora: fewer trained parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DEFAULT_RANK = 8
     edits={"freeze": VALUE}, on=lambda spec: spec.freeze is not None,
 )  # fmt: skip
 def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
-    """Stop the training of the parameters that the patterns name. Raises UsageError: a pattern names no parameter."""
+    """Freeze the parameters that match the patterns in `frozen`. Raises UsageError: a pattern matches no parameter."""
     chosen = named_parameters(model, frozen, "freeze: a pattern names no parameter")
-    _keep_flags(model, changes)
+    _restore_flags_on_undo(model, changes)
     for parameter in chosen:
         parameter.requires_grad_(False)
     changes.note(f"{len(chosen)} of {len(list(model.parameters()))} parameters are frozen")
@@ -44,8 +44,8 @@ def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
 def install_lora(
     model: nn.Module, changes: Changes, *, lora_rank: int = DEFAULT_RANK, lora_targets: str | None = None
 ) -> None:
-    """Freeze the model, and put trained matrices beside its linear layers, with PEFT. Raises UsageError: PEFT is not
-    installed, or does not know what to adapt; the rank is out of range."""
+    """Freeze the model, and add LoRA matrices to its linear layers with PEFT. Raises UsageError: PEFT is not installed,
+    or finds no module to adapt; the rank is out of range; the model has LoRA already."""
     try:
         peft = import_quietly("peft")
     except ImportError as error:
@@ -53,17 +53,17 @@ def install_lora(
     at_least(1, "lora_rank", lora_rank)
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UsageError("lora is already on", value=type(model).__name__)
-    _keep_flags(model, changes)
-    _keep_modules(model, changes)
+    _restore_flags_on_undo(model, changes)
+    _restore_modules_on_undo(model, changes)
     config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=target_modules(lora_targets))
     with translate_peft_errors("lora_targets='q_proj,v_proj', or 'all-linear'"):
-        # Beside the model's own layers and not around the model, so that the caller's object is the one adapted.
+        # LoraModel and not get_peft_model, so that the caller's model is adapted and not wrapped.
         peft.LoraModel(model, config, "default")
     trained = [p for p in model.parameters() if p.requires_grad]
     changes.note(f"LoRA of rank {lora_rank}: {sum(p.numel() for p in trained):,} numbers are trained")
 
 
-def _keep_flags(model: nn.Module, changes: Changes) -> None:
+def _restore_flags_on_undo(model: nn.Module, changes: Changes) -> None:
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def restore() -> None:
@@ -73,8 +73,8 @@ def _keep_flags(model: nn.Module, changes: Changes) -> None:
     changes.on_undo(restore)
 
 
-def _keep_modules(model: nn.Module, changes: Changes) -> None:
-    """Record which module stands where, and what attributes and hooks each has."""
+def _restore_modules_on_undo(model: nn.Module, changes: Changes) -> None:
+    """Record the children, attributes and hooks of each module, and restore them on undo."""
     kept = [
         (
             module,

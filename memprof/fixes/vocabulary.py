@@ -1,4 +1,4 @@
-"""vocabulary-cap: embedding and head keep the rows of their first tokens; tied weights stay tied."""
+"""Fix vocabulary-cap: embedding and head keep the rows of their first tokens; tied weights stay tied."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from memprof.fixes.chunked_loss import find_head
     helps={"logits and loss": 20, "vocabulary-larger-than-asked": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
-    """Cut the vocabulary to `vocab_size` tokens. Raises UsageError: there is no embedding or linear head, or the cap is
-    not below the vocabulary."""
-    tell = getattr(model, "get_input_embeddings", None)
-    embedding = tell() if tell is not None else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    """Cut the vocabulary to `vocab_size` tokens. Raises UsageError: the model has no embedding or linear head, or
+    `vocab_size` is out of range or cuts off the padding token."""
+    get = getattr(model, "get_input_embeddings", None)
+    embedding = get() if get is not None else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if not isinstance(embedding, nn.Embedding):
         raise changes.does_not_apply("the model has no token embedding", model)
     _, head = find_head(model)
@@ -38,7 +38,7 @@ def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
     if embedding.padding_idx is not None and embedding.padding_idx >= vocab_size:
         hint = f"at least {embedding.padding_idx + 1:,}"
         raise UsageError("vocab_size leaves no room for the padding token", value=repr(vocab_size), hint=hint)
-    # A dictionary by identity: tied weights are one parameter, cut once.
+    # A dictionary by identity, so that tied weights are cut once.
     weights = {id(p): p for p in (embedding.weight, head.weight, head.bias) if p is not None}
     for parameter in weights.values():
         parameter.grad = None

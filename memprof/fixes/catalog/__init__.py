@@ -1,8 +1,8 @@
-"""The fixes: one entry each in one table, and what is asked of it. Plain data, no torch.
+"""The table of all fixes, and look-ups in the table; no module of this package imports torch.
 
-A fix is a file of `memprof/fixes`: its entry stands above the function that changes a model, and `table.py` finds
-it there. Whatever else knows fixes (`--fix`, the ladder, the search, findings, `memprof doctor`, `memprof verify`,
-the documentation) asks here.
+A fix is a file of `memprof/fixes`, in which a `Fix` decorates the function that changes a model; `table.py` collects
+these entries. All users of fixes (`--fix`, the ladder, the search, findings, `memprof doctor`, `memprof verify`, the
+documentation) use this package.
 """
 
 from memprof.fixes.catalog.choice import (

@@ -1,4 +1,4 @@
-"""Look-ups in the table: fixes by name, by place, by what they help against, and those in force."""
+"""Look-ups in the table of fixes: by name, by place, by the problem that a fix helps against, and by spec."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from memprof.spec import Mode, TargetSpec
 
 
 def ladder(gpus: int = 1) -> list[str]:
-    """Return the fixes that a ladder tries: of those against the same bottleneck the first is taken first.
+    """Return the names of the fixes that `--ladder` tries, in order; against one bottleneck, the first is tried first.
 
-    Over several GPUs that is also how the run is spread.
+    For several GPUs the list includes the fixes that spread the run.
     """
-    return _sorted_by_place((fix.ladder, fix) for fix in (STEPS if gpus > 1 else FIXES).values())
+    return _sort_by_place((fix.ladder, fix) for fix in (STEPS if gpus > 1 else FIXES).values())
 
 
 def script_fix_names() -> list[str]:
-    """Return the fixes that can be switched on in a program that knows nothing of them, the cheaper ones first."""
-    return _sorted_by_place((fix.outside, fix) for fix in FIXES.values())
+    """Return the names of the fixes that `memprof run --fix` can switch on in an unchanged script, cheapest first."""
+    return _sort_by_place((fix.outside, fix) for fix in FIXES.values())
 
 
 def tiers() -> list[tuple[str, list[str]]]:
-    """Return the sets of `--fix auto`, and what each gives up; the first that fits when all of it is on is searched."""
+    """Return the tiers of `--fix auto`: what each gives up, and its fixes. The first tier that fits is searched."""
     members = sorted(FIXES.values(), key=lambda fix: fix.search)
     return [(tier.value, [fix.name for fix in members if tier in fix.tiers]) for tier in Tier]
 
 
 def find_helpful(problem: str) -> list[Fix]:
-    """Return the fixes recommended against a category of memory, a finding, or a case of the doctor; best first."""
+    """Return the fixes against a category of memory, a finding, or a case of the doctor; best first."""
     return sorted((fix for fix in FIXES.values() if problem in fix.helps), key=lambda fix: fix.helps[problem])
 
 
@@ -40,18 +40,18 @@ def find_helpful(problem: str) -> list[Fix]:
 EXPANDABLE_SEGMENTS: Final = find_helpful("fragmentation")[0].alloc_conf
 
 
-def _sorted_by_place(places: Iterable[tuple[int | None, Fix]]) -> list[str]:
+def _sort_by_place(places: Iterable[tuple[int | None, Fix]]) -> list[str]:
     found = [(place, fix.name) for place, fix in places if place is not None]
     return [name for _, name in sorted(found, key=lambda pair: pair[0])]
 
 
 def in_force(spec: TargetSpec) -> list[str]:
-    """Return the names of the fixes that `spec` has on already."""
+    """Return the names of the fixes that are on in `spec`."""
     return [fix.name for fix in STEPS.values() if fix.is_on(spec)]
 
 
 def useless_reason(fix: Fix, spec: TargetSpec) -> tuple[str, str] | None:
-    """Return the option with which `fix` does nothing in this run, and why; None if it may help."""
+    """Return the option that makes `fix` useless in this run, and the reason; None if `fix` may help."""
     if fix.training_only and spec.mode is Mode.INFERENCE:
         return "--mode inference", "it saves memory in training alone"
     if not fix.accumulates and spec.gradient_accumulation > 1:
@@ -64,16 +64,15 @@ def useless_reason(fix: Fix, spec: TargetSpec) -> tuple[str, str] | None:
 
 
 def conflict_reason(fix: Fix, other: str) -> str | None:
-    """Return why `fix` and `other` do not go together; None if they do."""
+    """Return the reason why `fix` and `other` conflict; None if they do not."""
     return fix.conflicts.get(other) or STEPS[other].conflicts.get(fix.name)
 
 
 def find_fixes(names: str | Sequence[str], among: Mapping[str, Fix] = FIXES) -> list[Fix]:
-    """Return the fixes of these names (a list, or one string with commas), in the order in which they are switched
-    on.
+    """Return the fixes of these names (a list, or one string with commas), in the order in which they are applied.
 
-    `among` are those that there are, with how a run is spread over GPUs or without. Raises UsageError: no name, an
-    unknown one, one twice, or two that do not go together.
+    `among` holds the known fixes by name: FIXES, or STEPS with the fixes that spread a run over GPUs. Raises
+    UsageError: no name, an unknown or repeated name, or two fixes that conflict.
     """
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
@@ -96,7 +95,7 @@ def find_fixes(names: str | Sequence[str], among: Mapping[str, Fix] = FIXES) -> 
 
 
 def check_conflicts(fix: Fix, others: set[str]) -> None:
-    """See that `fix` goes with `others`. Raises UsageError: it does not; says with which, and why."""
+    """Raise UsageError if `fix` conflicts with one of `others`."""
     for other in sorted(others):
         reason = conflict_reason(fix, other)
         if reason is not None:
@@ -106,8 +105,8 @@ def check_conflicts(fix: Fix, others: set[str]) -> None:
 
 
 def options_by_fix(chosen: Sequence[Fix], options: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return `options` sorted by the fix that takes each.
-    Raises UsageError: no chosen fix takes an option, or one lacks what it needs."""
+    """Return the options of each chosen fix, by the fix's name.
+    Raises UsageError: no chosen fix takes an option, or a required option is missing."""
     for name in options:
         if not any(name in fix.options for fix in chosen):
             owner = next((fix.name for fix in FIXES.values() if name in fix.options), None)

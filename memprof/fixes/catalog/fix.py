@@ -13,14 +13,14 @@ from memprof.spec import TargetSpec
 class Numerics(StrEnum):
     """The effect of a fix on the numbers of a run."""
 
-    # The same mathematics: it differs from the original by rounding alone, and no more than the original does.
+    # The same mathematics: results differ by rounding only, by no more than the original differs from exact results.
     EXACT = "exact"
-    APPROXIMATE = "approximate"  # numbers of lower precision: deviations that `memprof verify` shows
+    APPROXIMATE = "approximate"  # numbers of lower precision, whose deviations `memprof verify` shows
     DIFFERENT = "different"  # another model is trained: fewer weights, or a smaller vocabulary
 
 
 class Tier(StrEnum):
-    """Kinds of sets among which `--fix auto` searches, in this order, and what each gives up."""
+    """Sets of fixes that `--fix auto` searches, in this order; the value says what a set gives up."""
 
     EXACT = "the same numbers"
     CPU_OPTIMIZER = "the same numbers, the optimizer on the CPU"
@@ -33,7 +33,7 @@ class Tier(StrEnum):
 
 
 VALUE: Final = "{value}"  # in `Fix.edits`: the value of the main option
-# What several entries say.
+# Values that several entries have.
 EVERY_TIER: Final = tuple(Tier)
 BUT_STREAMED_WEIGHTS: Final = tuple(tier for tier in Tier if tier is not Tier.STREAMED_WEIGHTS)
 SAME_UPDATES: Final = (Tier.EXACT, Tier.AUTOCAST, Tier.HALF_WEIGHTS)
@@ -55,68 +55,68 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """One fix: it stands as a decorator above the function that changes a model, in a file of `memprof/fixes`.
+    """One fix: a decorator of the function that changes a model, in a file of `memprof/fixes`.
 
     Places are numbers that order fixes; the smallest comes first.
     """
 
     name: str  # as the user writes it
-    order: int  # its place among those that are switched on together
-    changes: str  # what it does, in one line
+    order: int  # place among fixes that are applied together
+    changes: str  # effect on the model, in one line
     saves: tuple[str, ...]  # the categories of memory that shrink
-    cost: str  # what is paid for it, in one line
-    numerics: Numerics  # what it does to the numbers
-    install: str = ""  # "module:function" that it stands above; the table fills it in
-    # its options, name to meaning; the defaults are those of `memprof.apply`
+    cost: str  # disadvantages, in one line
+    numerics: Numerics  # effect on the numbers of a run
+    install: str = ""  # "module:function" of the decorated function, filled in by the table
+    # meanings of options by name; the defaults are the decorated function's
     options: Mapping[str, str] = field(default_factory=dict)
-    main_option: str = ""  # the option that the value of NAME=VALUE is for; none: it takes no value
-    main_type: type[int | str] = int  # of this value: a whole number, or text in which "+" stands for a comma
-    # words that NAME=VALUE takes too, each with the options that it stands for
+    main_option: str = ""  # the option that NAME=VALUE sets; "": the fix takes no value
+    main_type: type[int | str] = int  # type of VALUE: an integer, or text in which "+" stands for a comma
+    # words that VALUE may be, each with the options that the word sets
     named_values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     required: tuple[str, ...] = ()  # options without which it cannot be applied
-    # fixes that it does not go with, each with the reason
+    # conflicting fixes by name, each with the reason
     conflicts: Mapping[str, str] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()  # what is needed beside torch: each of them, and of "one or other" either
-    training_only: bool = False  # it is of no use where nothing is trained
-    trains_another: bool = False  # what is learnt changes: it is asked only where nothing else is enough
-    accumulates: bool = True  # whether it goes with gradients that add up over micro-batches
-    for_float32: bool = False  # it is for parameters in float32
-    makes_room_first: bool = False  # it is applied before the model is moved to the GPU, which need not hold all of it
-    for_models: str = ""  # the models of `memprof verify` that it is for alone; empty: for all others
-    bench: str = ""  # the table of `memprof verify` in which deviations from lower precision stand
-    ladder: int | None = None  # its place in `--ladder`, if it is tried there
-    outside: int | None = None  # its place among those that can be switched on from outside a script, if it is one
-    search: int = 0  # its place in `--fix auto`
-    tiers: tuple[Tier, ...] = ()  # the kinds of sets of that search that it belongs to
-    ladder_against: tuple[str, ...] = ()  # categories against which it is tried beside those that it saves
-    # what it is recommended against, with its place: categories of memory, findings, cases of the doctor
+    packages: tuple[str, ...] = ()  # required packages other than torch; "one or other" requires either
+    training_only: bool = False  # the fix has no effect in inference
+    trains_another: bool = False  # the trained model changes, so that the fix is tried only if no other is enough
+    accumulates: bool = True  # the fix works with gradient accumulation
+    for_float32: bool = False  # the fix is for parameters in float32
+    makes_room_first: bool = False  # the fix is applied before the model is moved to the GPU, which may be too small
+    for_models: str = ""  # the only models of `memprof verify` for the fix; "": all others
+    bench: str = ""  # the table of `memprof verify` with the fix's deviations from lower precision
+    ladder: int | None = None  # place in `--ladder`, if the ladder tries the fix
+    outside: int | None = None  # place in `memprof run --fix`, if the fix works in an unchanged script
+    search: int = 0  # place in `--fix auto`
+    tiers: tuple[Tier, ...] = ()  # tiers of `--fix auto` that include the fix
+    ladder_against: tuple[str, ...] = ()  # categories other than `saves` against which the ladder tries the fix
+    # problems against which the fix is recommended (categories of memory, findings, doctor's cases), with its place
     helps: Mapping[str, int] = field(default_factory=dict)
-    # what the doctor says of it in a case, where that is not `changes`
+    # the doctor's description of the fix in a case, where `changes` does not fit
     words: Mapping[str, str] = field(default_factory=dict)
-    alloc_conf: str = ""  # the setting of the caching allocator that it is
-    edits: Mapping[str, object] = field(default_factory=dict)  # fields of the spec that it replaces, as data
-    # `edits` are for models that memprof builds; a model of the user's own is changed by `install`
+    alloc_conf: str = ""  # the caching allocator's setting, if the fix is one
+    edits: Mapping[str, object] = field(default_factory=dict)  # fields of the spec to replace, with their new values
+    # `edits` are only for models that memprof builds; `install` changes a user's model
     built_so: bool = False
-    # "module:function" that edits the spec where data cannot, in a module without torch. With neither, the spec names
-    # the fix in `fixes`, and it is applied to the model
+    # "module:function" that edits the spec where `edits` cannot, in a module without torch. Without both, the spec has
+    # the fix in `fixes`, and `install` changes the model
     edit: str = ""
-    # whether a spec has it in force, where neither `fixes`, `edits` nor `alloc_conf` tell
+    # whether the fix is on in a spec, where `fixes`, `edits` and `alloc_conf` do not show this
     on: Callable[[TargetSpec], bool] | None = None
-    compiles: bool = False  # it is torch.compile: how long that takes is told, and a run that compiles has it on
-    # values of the spec's fields with which it does nothing, each with the reason
+    compiles: bool = False  # the fix is torch.compile: reports show the compile time
+    # values of the spec's fields with which the fix has no effect, each with the reason
     useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
 
     def __call__(self, install: _Function) -> _Function:
-        """Return the function as it is: what stands above it is read by the table, without running the file."""
+        """Return the function unchanged: the table reads decorators from the source text, without an import."""
         return install
 
     def is_on(self, spec: TargetSpec) -> bool:
-        """Return whether `spec` has it in force."""
+        """Return whether the fix is on in `spec`."""
         if any(fix.partition("=")[0] == self.name for fix in spec.fixes):
             return True
         if self.on is not None:
             return self.on(spec)
         if self.alloc_conf:
             return self.alloc_conf.lower() in (spec.alloc_conf or "").lower()
-        said = {name: value for name, value in self.edits.items() if value != VALUE}
-        return bool(said) and all(getattr(spec, name) == value for name, value in said.items())
+        fixed = {name: value for name, value in self.edits.items() if value != VALUE}
+        return bool(fixed) and all(getattr(spec, name) == value for name, value in fixed.items())

@@ -1,4 +1,4 @@
-"""The libraries that a run needs beside torch and transformers: whether they are there, asked before all else."""
+"""Check, before a run begins, that the packages it needs besides torch and transformers are installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.errors import not_installed
 from memprof.fixes.catalog.fix import Fix
 from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
 
-# Package -> the extra of memprof that brings it.
+# Package -> the extra of memprof that installs the package.
 EXTRAS = {
     "peft": "adapters", "bitsandbytes": "quantization", "torchao": "quantization", "accelerate": "quantization",
     "pyarrow": "parquet", "plotly": "html",
@@ -17,8 +17,8 @@ EXTRAS = {
 
 
 def check_installed(spec: TargetSpec | None, fixes: Sequence[Fix] = ()) -> None:
-    """Check that what `spec` and `fixes` need is installed, importing nothing: a package may still fail to import.
-    Raises UsageError: something is missing; it names the extra to install."""
+    """Check that the packages for `spec` and `fixes` are installed, without an import: an import may still fail.
+    Raises UsageError: a package is missing; the error names the extra to install."""
     if spec is not None:
         _check_spec(spec)
     for fix in fixes:
@@ -40,7 +40,7 @@ def _check_spec(spec: TargetSpec) -> None:
 
 
 def check_package(what: str, *either: str) -> None:
-    """Check that one of these packages, which `what` needs, is installed. Raises UsageError: none is."""
+    """Raise UsageError unless one of the packages `either`, which `what` needs, is installed."""
     if not any(importlib.util.find_spec(package) for package in either):
         names = " or ".join(either)
         missing = f"{names} is not installed" if len(either) == 1 else "neither is installed"
