@@ -1,4 +1,4 @@
-"""Findings: what is wrong with a run, with bytes and evidence. One rule per file; `find_all` asks them all."""
+"""Findings: problems of a run, with bytes and evidence. Each file has a rule; `find_all` applies all rules."""
 
 from memprof.findings.finding import Context, Evidence, Finding, Severity
 
@@ -6,8 +6,8 @@ __all__ = ["Context", "Evidence", "Finding", "Severity", "find_all"]
 
 
 def find_all(context: Context, *, deciding: bool = False) -> list[Finding]:
-    """Apply all rules (if `deciding`, those by which a search is led: `rule`); errors come first, then the most
-    expensive, and those without bytes last of their kind."""
+    """Return the findings of all rules, or, if `deciding`, of the rules that guide a search (see `rule`): errors
+    first, then by bytes; findings without bytes are the last of their severity."""
     from memprof.findings.rules import ask_all  # here: who shows findings needs none of the rules
 
     return ask_all(context, deciding=deciding)

@@ -1,4 +1,4 @@
-"""Attention scores and masks that are really built: they grow with the square of the sequence."""
+"""Attention scores and masks that exist in memory: their size grows with the square of the sequence length."""
 
 from __future__ import annotations
 
@@ -67,12 +67,11 @@ def find(context: Context) -> list[Finding]:
 
 @cache_per_context
 def score_storages(context: Context) -> dict[int, str]:
-    """Return storages that are [..., queries, keys], each as "scores" or "mask".
+    """Return the storages of shape [..., queries, keys], each with the label "scores" or "mask".
 
-    That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens, or they are an
-    image. Scores are believed only where a softmax over [queries, keys] was seen, in a program with images of this size
-    or with layers of as many outputs (a softmax over prototypes) only if there are as many products of matrices, and
-    masks by their type or single head.
+    The shape alone proves nothing: features may be as many as tokens, and images have two equal sizes. Scores require a
+    softmax over [queries, keys]; in a program with images of this size, or with layers of as many outputs (a softmax
+    over prototypes), they also require as many matrix products. Masks are recognized by their dtype or single head.
     """
     trace = context.ledger.trace
     inputs = evidence.input_shapes(context)
@@ -87,7 +86,7 @@ def score_storages(context: Context) -> dict[int, str]:
         for op in trace.ops
     ]
     multiplies, draws = [op in _PRODUCTS for op in trace.ops], [op.startswith(_IMAGES) for op in trace.ops]
-    outputs = _outputs_of_layers(trace)
+    outputs = _find_layer_widths(trace)
     products = {
         math.prod(storage.shape)
         for storage in trace.storages
@@ -135,8 +134,8 @@ def score_storages(context: Context) -> dict[int, str]:
     return result
 
 
-def _outputs_of_layers(trace: Trace) -> set[int]:
-    """Return how many columns products of two matrices have, and none of a batch of matrices has, as scores are."""
+def _find_layer_widths(trace: Trace) -> set[int]:
+    """Return the numbers of columns that products of two matrices have, and that no batched product (scores) has."""
     wide = {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _LINEAR and len(storage.shape) == 2}
     return wide - {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _PRODUCTS - _LINEAR}
 

@@ -1,4 +1,4 @@
-"""Calls of a model one after the other, without a backward between them: an evaluation loop, or what may become one."""
+"""Consecutive calls of a model without a backward in between: evaluation loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def training_times(trace: Trace) -> list[int]:
 
 
 def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
-    """Return `wanted` calls of one module in a row; a backward or a step ends the row, calls of others do not."""
+    """Return the loops among the `wanted` calls: calls of one module without a backward or optimizer step in between."""
     trained = training_times(trace)
     open_loops: dict[int, list[Forward]] = {}
     result: list[list[Forward]] = []
@@ -35,8 +35,8 @@ def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]
 
 
 def made_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
-    """Return storages on the GPU that were made from event `begin` to before `end`: those without a role outside the
-    KV cache, or (`caches`) those of the cache alone, whatever their role."""
+    """Return the storages on the GPU that were made from event `begin` to before `end`: storages without a role outside
+    the KV cache, or, with `caches`, all storages of the KV cache."""
     trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories
     return [
         index

@@ -1,4 +1,4 @@
-"""Compiled code that keeps for its backward what eager code would not."""
+"""Compiled code that saves more for its backward than eager code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SETTINGS = "torch._functorch.config"
 
 @rule(116)
 def find(context: Context) -> list[Finding]:
-    """Find what calls keep beyond eager code; `num_bytes` is the difference of those live at the peak.
+    """Find graphs that save more than eager code; `num_bytes` is the difference for the calls live at the peak.
 
-    A graph's calls are counted by the results that it keeps: buffers of that line, operator and size.
+    Calls of a graph are counted by the results that the graph saves: buffers of one line, operator and size.
     """
     ledger = context.ledger
     trace = ledger.trace
@@ -62,7 +62,7 @@ def _evidence(one: CompiledSavedTensors, count: int) -> Evidence:
 
 
 def _fix(shown: Sequence[tuple[CompiledSavedTensors, int]]) -> Evidence:
-    """Return what was seen to help: the settings of the partitioner."""
+    """Return the settings of the partitioner that reduced the saved bytes in tests."""
     text = f"fix: {_SETTINGS}.activation_memory_budget below 1 has even products computed again"
     if any(one.again for one, _ in shown):
         text += f"; with {_SETTINGS}.cse = False the backward stays as it is written"

@@ -1,4 +1,4 @@
-"""An operator was given tensors on two devices: a real GPU stops there."""
+"""An operator with arguments on two devices, which raises an error on a real GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 @rule(20, decides=True)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for each line at which devices meet; equal ones of other layers and steps are counted."""
+    """Return one finding for each source line with a mismatch; repetitions in other layers and steps are counted."""
     trace = context.ledger.trace
     groups: dict[tuple[object, ...], list[DeviceMismatch]] = {}
     for mismatch in trace.mismatches:

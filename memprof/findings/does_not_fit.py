@@ -1,4 +1,4 @@
-"""The run needs more than the GPU has: where it runs out of memory, and what determines how much it needs."""
+"""A run that does not fit the GPU: where it runs out of memory, and which category needs most."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_SHARE = 0.05  # A category below this share of the peak is not worth a fix
 
 @rule(30)
 def find(context: Context) -> list[Finding]:
-    """Return the first allocation that the GPU cannot serve; `num_bytes` is what the peak lacks."""
+    """Return a finding for the first failed allocation; `num_bytes` is the memory that the peak lacks."""
     usable = context.usable_bytes
     ledger = context.ledger
     out = ledger.out_of_memory
@@ -61,12 +61,12 @@ def find(context: Context) -> list[Finding]:
 
 
 def stage_text(span: Span) -> str:
-    """Return the stage and its step: "layer 3 of step 1"."""
+    """Return the name of a stage and its step: "layer 3 of step 1"."""
     return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
 def _fixes(context: Context) -> tuple[str, ...]:
-    """Return those of the dominating category first."""
+    """Return the fixes against large categories, the largest category first."""
     ledger = context.ledger
     problems = []
     for category, num_bytes in ledger.by_category().items():

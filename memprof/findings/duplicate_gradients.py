@@ -1,4 +1,4 @@
-"""Gradients beside the buckets that DistributedDataParallel has for them."""
+"""Gradients that exist in addition to DistributedDataParallel's buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_SHOWN = 3  # kinds of gradients in the evidence
 
 @rule(86)
 def find(context: Context) -> list[Finding]:
-    """Yield a finding for each wrapper; `num_bytes`: how much lower the run's peak is without the gradients."""
+    """Return a finding for each wrapper; `num_bytes` is the reduction of the peak without the gradients."""
     trace, lives = context.ledger.trace, context.lives
     buckets = communicated(trace, "gradient bucket")
     findings = []

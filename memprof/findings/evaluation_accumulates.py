@@ -1,4 +1,4 @@
-"""An evaluation loop that keeps the outputs of its batches on the GPU: logits, for the most part."""
+"""An evaluation loop that keeps the outputs of its batches on the GPU, mostly logits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TRAINER = "transformers/trainer"
 
 @rule(60)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each module; `num_bytes` is the most that one loop left on the GPU after its last call.
+    """Return a finding for each module; `num_bytes` is the maximum that a loop left on the GPU after its last call.
 
-    Outputs of the model count, and what the program makes of them outside of every module. What modules keep for
-    themselves does not, nor a KV cache, nor what a holder goes on keeping from step to step: that is memory growth.
+    Outputs of the model count, and tensors that the program makes outside of modules. Tensors that modules keep, a KV
+    cache, and tensors that grow from training step to step (memory growth) do not count.
     """
     trace = context.ledger.trace
     found: dict[int, Finding] = {}
@@ -36,7 +36,7 @@ def find(context: Context) -> list[Finding]:
         kept = {
             holder: group
             for holder, group in groups.items()
-            if _per_call(group) >= MIN_BYTES
+            if _bytes_per_call(group) >= MIN_BYTES
             and (holder is None or (holder.limit is None and growth.holder_key(holder) not in told))
         }
         left = sum(context.lives.sum_bytes(leak.storages) for group in kept.values() for leak in group)
@@ -46,7 +46,7 @@ def find(context: Context) -> list[Finding]:
     return list(found.values())
 
 
-def _per_call(group: list[growth.LeakGroup]) -> int:
+def _bytes_per_call(group: list[growth.LeakGroup]) -> int:
     return sum(leak.per_round for leak in group)
 
 
@@ -55,7 +55,7 @@ def _finding(
 ) -> Finding:
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
-    per_call = sum(map(_per_call, kept.values()))
+    per_call = sum(map(_bytes_per_call, kept.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
         f"call, {format_bytes(left)} after the last{growth.holders_phrase(*kept)}"

@@ -1,4 +1,4 @@
-"""A model in eval mode that is called with gradients on: it keeps for a backward that never comes."""
+"""A model in eval mode that is called with gradients on, and saves tensors for a backward that never comes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WARNING_SHARE = 0.05  # of the peak: what is less is a note
 
 @rule(70)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each module; `num_bytes` is the most its calls kept at one moment, beyond their outputs.
+    """Return a finding for each module; `num_bytes` is the most bytes of saved tensors at one moment, without outputs.
 
-    Told only where it is certain: the module was in eval mode, autograd made nodes for the call, and everything that
-    the call left behind died before any backward began (or the program ended without one after two such calls).
+    A finding requires certainty: the module was in eval mode, autograd made nodes for the call, and all tensors that
+    the call saved were freed before any backward began (or the program ended without one after two such calls).
     """
     trace = context.ledger.trace
     trained = training_times(trace)
@@ -33,7 +33,7 @@ def find(context: Context) -> list[Finding]:
         kept: list[int] = []
         certain: list[list[Forward]] = []
         for loop in all_loops:
-            own = _left_behind(context, loop, trained)
+            own = _find_saved_storages(context, loop, trained)
             if own is not None:
                 kept += own
                 certain.append(loop)
@@ -43,8 +43,8 @@ def find(context: Context) -> list[Finding]:
     return findings
 
 
-def _left_behind(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
-    """Return what these calls left behind beside their outputs; None if a backward may have used it."""
+def _find_saved_storages(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
+    """Return the storages that these calls kept, except outputs; None if a backward may have used them."""
     deaths, end = context.lives.deaths, len(context.ledger.trace.events)
     kept: list[int] = []
     for forward in loop:
@@ -81,14 +81,14 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     evidence = [
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
-    evidence += _growth(context, longest, groups)
+    evidence += _growth_evidence(context, longest, groups)
     evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {at}", source=source))
     severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
 
 
 def _reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
-    """Return what is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
+    """Return the groups to report: groups whose holder keeps a graph, or that grow by at least MIN_BYTES per call."""
     return {
         holder: group
         for holder, group in groups.items()
@@ -96,12 +96,14 @@ def _reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holde
     }
 
 
-def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]) -> list[Evidence]:
-    """Return what piles up from call to call, and whose graph keeps it."""
+def _growth_evidence(
+    context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]
+) -> list[Evidence]:
+    """Return evidence of the tensors that accumulate from call to call, and of the holder of their graph."""
     trace = context.ledger.trace
     evidence = []
     for holder, group in groups.items():
-        if holder is None and (cache := _cache(context, loop)) is not None:
+        if holder is None and (cache := _cache_evidence(context, loop)) is not None:
             evidence.append(
                 Evidence("it piles up from call to call, for the KV cache keeps keys and values with their graph:")
             )
@@ -115,10 +117,10 @@ def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, l
     return evidence
 
 
-def _cache(context: Context, loop: list[Forward]) -> Evidence | None:
-    """Return the largest of the keys and values that these calls made and that are there after the last.
+def _cache_evidence(context: Context, loop: list[Forward]) -> Evidence | None:
+    """Return evidence of the largest key or value tensor that these calls made and that is live after the last call.
 
-    None if those of the last call alone are: a cache that is kept without its graph leaves no older ones.
+    None if only tensors of the last call are live: a KV cache without its graph keeps no older ones.
     """
     trace, lives = context.ledger.trace, context.lives
     there = lives.at(loop[-1].end - 1, made_storages(context, loop[0].begin, loop[-1].end, caches=True)).storages

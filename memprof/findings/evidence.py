@@ -1,4 +1,4 @@
-"""Evidence that rules share: tensors, and what a trace tells about parameters, tokens and vocabulary."""
+"""Helpers that rules share: evidence of tensors, and a trace's parameters, token shapes and vocabulary."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _POSITIONS = re.compile(r"(^|[._])(pos|pe(\.|$))|wpe|token_type|patch", re.IGNOR
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """Return a shape for a sentence: [131072 x 151936]."""
+    """Return the text of a shape: "[131072 x 151936]"."""
     return "[" + " x ".join(map(str, shape)) + "]"
 
 
 def file_and_line(source: str | None) -> str:
-    """Return where a source `file:line function` is, for a sentence; the whole path is in the evidence's `source`."""
+    """Return the short file name and line of a source "file:line function", for a sentence."""
     return "an unknown line" if source is None else short_source(source)
 
 
@@ -51,7 +51,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def module_pattern(trace: Trace, storage: Storage) -> str | None:
-    """Return path of the storage's module with layer numbers replaced by `*`; None outside modules."""
+    """Return the path of the storage's module with layer numbers replaced by `*`; None outside modules."""
     path = trace.module_path(storage)
     return None if path is None else without_numbers(path)
 
@@ -60,7 +60,7 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 
 
 def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
-    """Return fixes against these (categories, findings), best first: not in force, and of use beside what is."""
+    """Return the fixes against these problems (categories, findings) that are not on and may help, best first."""
     spec = context.spec
     on = {fix.partition("=")[0] for fix in context.fixes} & set(FIXES)
     on |= set() if spec is None else set(in_force(spec))
@@ -93,7 +93,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
 
 
 def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
-    """Return evidence that points at one storage; `num_bytes` replaces its own bytes where several are meant."""
+    """Return evidence of one storage; `num_bytes` replaces the storage's bytes where `text` describes several."""
     storage = trace.storages[index]
     return Evidence(
         text=text,
@@ -108,7 +108,7 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
 
 
 def live_evidence(tensor: LiveTensor, text: str, *, num_bytes: int) -> Evidence:
-    """Return evidence that points at equal tensors of the ledger."""
+    """Return evidence of a group of equal live tensors in the ledger."""
     shape, dtype, module = tensor.shape, tensor.dtype, tensor.module
     return Evidence(text, num_bytes, shape, dtype, module, tensor.op, tensor.source)
 
@@ -116,10 +116,10 @@ def live_evidence(tensor: LiveTensor, text: str, *, num_bytes: int) -> Evidence:
 def tensors_evidence(
     context: Context, storages: Iterable[int], moment: int, label: Callable[[int], str]
 ) -> tuple[Evidence, ...]:
-    """Return one line for each kind of tensor among `storages`, most expensive first.
+    """Return evidence of each kind of tensor among `storages`, most expensive first.
 
-    Equal tensors (of other layers, other steps) are one kind. `num_bytes` of the line is that of one tensor, and the
-    text says how many live at `moment` (an event) and at the peak.
+    Equal tensors of other layers or steps are one kind. `num_bytes` is the size of one tensor; the text has the numbers
+    of tensors that are live at `moment` (the index of an event) and at the peak.
     """
     trace, lives = context.ledger.trace, context.lives
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -135,7 +135,7 @@ def tensors_evidence(
         peak = sum(index in lives.at_peak for index in indices)
         module = module_pattern(trace, s)
         inside = f"in {module} " if module else ""
-        alive = _alive(then, peak, moment == context.ledger.peak_event)
+        alive = _format_live_counts(then, peak, moment == context.ledger.peak_event)
         text = (
             f"{label(first)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} "
             f"{inside}at {file_and_line(trace.source_line(s))}; {alive}"
@@ -144,7 +144,7 @@ def tensors_evidence(
     return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
 
 
-def _alive(then: int, at_peak: int, is_peak: bool) -> str:
+def _format_live_counts(then: int, at_peak: int, is_peak: bool) -> str:
     if is_peak:
         return f"{at_peak or 'none'} live at the peak"
     both = f"{then or 'none'} live then"
@@ -155,12 +155,12 @@ def _alive(then: int, at_peak: int, is_peak: bool) -> str:
 
 
 def computing(trace: Trace) -> list[bool]:
-    """Return for each phase whether a model computes in it, forward or backward."""
+    """Return for each phase of the trace whether it is a forward or backward."""
     return [phase.kind in _COMPUTING for phase in trace.phases]
 
 
 def is_forward(trace: Trace, storage: Storage) -> bool:
-    """Return whether the storage was made by forward code: in a forward phase, or recomputed in the backward one."""
+    """Return whether forward code made the storage: in a forward phase, or recomputed in a backward phase."""
     kind = trace.phases[storage.phase].kind
     if kind is PhaseKind.BACKWARD:
         return storage.forward_event == NONE and storage.module != NONE and storage.source != NONE
@@ -168,7 +168,7 @@ def is_forward(trace: Trace, storage: Storage) -> bool:
 
 
 def owned(trace: Trace, role: Role) -> dict[int, str]:
-    """Return the names of what has this role, by storage."""
+    """Return the names of the tensors with this role, by storage."""
     return {index: owner.name for index, owner in trace.owners.items() if owner.role is role}
 
 
@@ -178,9 +178,9 @@ def parameters(trace: Trace) -> dict[int, str]:
 
 
 def half_dtype(context: Context) -> str | None:
-    """Return the half precision that most bytes of the parameters are in; None if they are not in half precision.
+    """Return the dtype of most bytes of the parameters if it is a half precision, else None.
 
-    A trace does not record the dtypes that an operator was given, so this stands for "the model computes in half".
+    A trace does not record the dtypes of an operator's inputs; rules use the parameters' dtype as the compute dtype.
     """
     trace = context.ledger.trace
     by_dtype: dict[str, int] = defaultdict(int)
@@ -195,11 +195,11 @@ def half_dtype(context: Context) -> str | None:
 
 
 def vocabulary_tables(trace: Trace) -> dict[int, str]:
-    """Return the token embeddings and heads by storage: matrices of one row a word, by the name of the parameter.
+    """Return the names of the token embeddings and heads (matrices with one row per word), by storage.
 
-    Known by their names, or as the weight of a module that is an embedding or the head. Numbered modules (layers,
-    experts) have none: `layers.0.attn.head.weight` is a projection. A model that reads no tokens has none either, and
-    what has as many rows as the model is wide may be a projection (`time_embed`).
+    They are recognized by name, or as the weight of an embedding or head module. Excluded are numbered modules (layers,
+    experts: `layers.0.attn.head.weight` is a projection), models without token inputs, and matrices with as many rows
+    as the model is wide, which may be projections (`time_embed`).
     """
     roles = (ModuleRole.EMBEDDING, ModuleRole.HEAD)
     if not (
@@ -222,7 +222,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
 
 
 def vocabulary(context: Context) -> int | None:
-    """Return the vocabulary: as configured, else rows of the largest embedding or head, or the loss's classes."""
+    """Return the vocabulary size: as configured, else the rows of the largest embedding or head, or the loss's width."""
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace
@@ -231,10 +231,10 @@ def vocabulary(context: Context) -> int | None:
 
 @cache_per_context
 def input_shapes(context: Context) -> set[tuple[int, ...]]:
-    """Return shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
+    """Return the shapes (batch, ..., tokens) of the model's inputs, without the features of a token.
 
-    Known from the specification, from integer inputs, from float inputs [batch, tokens, features] less the last
-    dimension, and from what an embedding gave out.
+    Sources are the specification, integer inputs, float inputs [batch, tokens, features] without the last dimension,
+    and outputs of embeddings.
     """
     shapes: set[tuple[int, ...]] = set()
     if context.spec is not None and context.context_length is not None:
@@ -253,6 +253,6 @@ def input_shapes(context: Context) -> set[tuple[int, ...]]:
 
 
 def feature_maps(trace: Trace) -> set[tuple[int, ...]]:
-    """Return heights and widths of what convolutions make of images: no rows and columns of matrices."""
+    """Return the heights and widths of convolutions' outputs, which are not rows and columns of matrices."""
     convolutions = {number for number, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
     return {storage.shape[-2:] for storage in trace.storages if storage.op in convolutions and len(storage.shape) == 4}

@@ -1,8 +1,8 @@
-"""After how many training steps memory that grows runs out: predicted from the steps that were run, and replayed.
+"""Prediction of the training step in which growing memory runs out, from the recorded steps, by a replay.
 
-Steps are alike but for what they leave behind. So the state after the last step, what later steps add to it, and once
-more the events of the step that needed most go through the allocator; the first number of steps at which a request
-fails is found by bisection.
+Steps are alike except for the tensors that they leave behind. The replay allocates the state after the last step, the
+tensors that later steps leave behind, and the events of the step with the highest need once more; bisection finds the
+first step with a failed allocation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOLERANCE = 0.01  # of the predicted step: bisection ends there
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory that training steps leave behind on the GPU, and where that ends."""
+    """Memory that training steps leave behind on the GPU, and the step in which it runs out."""
 
     bytes_per_step: int  # What a step adds, as the findings have it.
     steps_seen: int  # Training steps that were run.
@@ -39,7 +39,7 @@ class Growth:
 
     @property
     def runs_out(self) -> bool:
-        """Return whether that comes before the program's own end."""
+        """Return whether memory runs out before the program ends."""
         if self.runs_out_step is None:
             return False
         return self.program_steps is None or self.program_steps >= self.runs_out_step
@@ -47,17 +47,17 @@ class Growth:
 
 @cache_per_context
 def predict_growth(context: Context) -> Growth | None:
-    """Predict when the memory that training steps leave behind runs out; None where nothing grows, the size of the GPU
-    is not known, or memory has run out already."""
+    """Return a prediction of the step in which memory runs out; None if no memory grows, the size of the GPU is not
+    known, or memory has run out already."""
     ledger, usable = context.ledger, context.usable_bytes
     if usable is None or ledger.out_of_memory is not None or ledger.trace.facts.command == "profile":
         return None
     steps = training_steps(ledger.trace, ledger.allocated)
-    leaks = _leaks(context, steps)
+    leaks = _forecast_leaks(context, steps)
     per_step = sum(leak.group.per_round for leak in leaks)
     if per_step < MIN_STEP_BYTES:
         return None
-    runs_out = _run_out(context, steps, leaks, usable)
+    runs_out = _predict_failing_step(context, steps, leaks, usable)
     program = ledger.trace.facts.program
     ended = program is None or program.ended == "exit"
     known = steps[-1].step if program is None or ended else program.planned_steps
@@ -66,21 +66,21 @@ def predict_growth(context: Context) -> Growth | None:
 
 @dataclass(frozen=True, slots=True)
 class _Forecast:
-    """A group of leaks, and what later steps add to it."""
+    """A group of leaks, and the bytes that later steps add to the group."""
 
     group: LeakGroup
     sizes: tuple[tuple[int, ...], ...]  # bytes that each step but the first has added; later steps do the same in turn
     last_step: int | None  # the step at which its holder is full; None: it has no limit
 
     def added_in(self, step: int, seen: int) -> tuple[int, ...]:
-        """Return sizes of what `step`, of which there are `seen` in the record, adds."""
+        """Return the sizes of the tensors that `step` adds; the trace has the first `seen` steps."""
         if self.last_step is not None and step > self.last_step:
             return ()
         return self.sizes[(step - seen - 1) % len(self.sizes)]
 
 
-def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
-    """Return all groups; those of a holder with a limit end when it is full."""
+def _forecast_leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
+    """Return the forecasts of all leaks; a leak ends when its holder reaches the holder's limit."""
     storages, births = context.ledger.trace.storages, context.lives.births
     ends = [step.end - 1 for step in steps]
     found = []
@@ -100,8 +100,10 @@ def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
     return found
 
 
-def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], usable: int) -> int | None:
-    """Return the number of the step in which a request fails; None: none does."""
+def _predict_failing_step(
+    context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], usable: int
+) -> int | None:
+    """Return the number of the step with the first failed allocation; None if no allocation fails."""
     seen = steps[-1].step
     per_step = sum(leak.group.per_round for leak in leaks)
     allocated = context.ledger.allocated
@@ -120,11 +122,11 @@ def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_F
     if most > MAX_STEPS or slope != per_step:
         return most
     continued = _Continuation(context, later[worst], leaks, steps[-1])
-    return _first_refused(continued, seen + 1, most + 1)
+    return _bisect_failing_step(continued, seen + 1, most + 1)
 
 
-def _first_refused(continued: _Continuation, first: int, last: int) -> int | None:
-    """Return the first step from `first` to `last` whose requests fail, to within `TOLERANCE`; None: none does."""
+def _bisect_failing_step(continued: _Continuation, first: int, last: int) -> int | None:
+    """Return the first step from `first` to `last` with a failed allocation, to within `TOLERANCE`, or None."""
     if continued.fits(last):
         return None
     fitting, refused = first - 1, last
@@ -139,7 +141,7 @@ def _first_refused(continued: _Continuation, first: int, last: int) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class _Continuation:
-    """The record, gone on with by one more step after others that only leave behind what they leave."""
+    """The trace, continued by steps that only allocate their leaks, and by one complete step."""
 
     context: Context
     template: TrainingStep  # whose events the last one has
@@ -147,7 +149,7 @@ class _Continuation:
     last: TrainingStep  # in the record
 
     def fits(self, step: int) -> bool:
-        """Return whether no request fails up to the end of `step`."""
+        """Return whether all allocations succeed up to the end of `step`."""
         run, record = self.context.ledger.run, self.context.ledger.trace
         trace = dataclasses.replace(record, events=list(record.events), storages=list(record.storages))
         like = trace.storages[self.leaks[0].group.storages[0]]
@@ -160,7 +162,7 @@ class _Continuation:
         return needs_of(trace, run.gpu, run.config, run.release).fits
 
     def _step(self, trace: Trace) -> Iterator[Event]:
-        """Return the events of the template with storages of their own, which are added to `trace`."""
+        """Yield the events of the template step, with new storages that are added to `trace`."""
         lives, template = self.context.lives, self.template
         renamed: dict[int, int] = {}
         left = self._left_by_last_step()
@@ -180,7 +182,7 @@ class _Continuation:
                 yield Event(kind, ref)
 
     def _left_by_last_step(self) -> Mapping[tuple[int, int], list[int]]:
-        """Return what the last step left for the next and does not pile up, by size and operator, oldest first."""
+        """Return the storages of the last step that are live at its end and are no leaks, by size and operator."""
         lives, trace = self.context.lives, self.context.ledger.trace
         end = len(trace.events)
         kept = {index for leak in self.leaks for index in leak.group.storages}

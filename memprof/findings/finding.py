@@ -1,4 +1,4 @@
-"""A finding; the rule that makes it, what that may look at, and how it makes itself known."""
+"""Findings, the context that rules read, and the registration of rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Severity(StrEnum):
-    """A finding's gravity."""
+    """The severity of a finding."""
 
     ERROR = "error"  # a real run dies
     WARNING = "warning"  # memory that a fix would release
@@ -27,7 +27,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One tensor or operator that shows the finding; what does not apply is None."""
+    """One tensor or operator that shows the finding; fields that do not apply are None."""
 
     text: str  # One line for people.
     num_bytes: int | None = field(default=None, metadata=json_name("bytes", last=True))
@@ -53,7 +53,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Hold what rules look at; they change nothing."""
+    """The ledger and facts of a run that rules read and do not change."""
 
     ledger: Ledger
     usable_bytes: int | None  # capacity of the GPU minus CUDA context; None if there is none to judge by
@@ -67,16 +67,16 @@ class Context:
     streams: StreamMemory | None = None  # None: the run stayed on one stream
     lives: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
 
-    # What functions that are asked `once` have answered.
+    # Results of functions with `cache_per_context`.
     known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Follow the storages' lives; by the base class's way, for the dataclass is frozen."""
+        """Compute the storages' lifetimes; `object.__setattr__`, since the dataclass is frozen."""
         object.__setattr__(self, "lives", Lifetimes(self.ledger))
 
 
 def cache_per_context(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
-    """Keep what several rules ask of a whole trace, found out when the first does. Nobody changes the answer."""
+    """Return a function that computes `of` once per context; callers must not change the result."""
 
     @functools.wraps(of)
     def answer(context: Context) -> _Answer:
@@ -95,10 +95,10 @@ DECIDING: set[int] = set()  # the places of those that lead a search over many r
 
 
 def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
-    """Make a rule known: findings that are equally bad are told in the order of `place`.
+    """Return a decorator that registers a rule; findings of equal severity and bytes are in the order of `place`.
 
-    If it `decides`, what it finds says which fix is tried next; a search asks these alone of its runs. Raises
-    ValueError: another rule has the place.
+    A search applies only rules with `decides`, whose findings determine the next fix to try. Raises ValueError: another
+    rule has the place.
     """
 
     def register(find: Rule) -> Rule:

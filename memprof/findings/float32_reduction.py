@@ -1,4 +1,4 @@
-"""Gradients that are half, and are reduced over the ranks in float32 copies."""
+"""Gradients in half precision that are copied to float32 for their reduction over the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.units import format_bytes
 
 @rule(92)
 def find(context: Context) -> list[Finding]:
-    """Find float32 copies; `num_bytes`: how much lower the peak is at half their size, or without the program's."""
+    """Return a finding for float32 copies; `num_bytes`: reduction of the peak at half size, or without the program's."""
     groups = [group for group in fsdp_groups(context) if group.dtype in HALF_DTYPES]
     trace, lives = context.ledger.trace, context.lives
     half = groups[0].dtype if groups else half_dtype(context)

@@ -1,4 +1,4 @@
-"""Memory that the allocator holds and nobody can use: what pins it, and what expandable segments would change."""
+"""Fragmentation: reserved memory that allocations cannot use, the tensors that pin it, and expandable segments."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MOST_SHOWN = 5  # kinds of segments in the evidence
 
 @rule(80)
 def find(context: Context) -> list[Finding]:
-    """Find it; `num_bytes` is the free reserved memory when the GPU refuses a request, if the run would fit without
-    it; else by how much the peak of what is reserved exceeds the peak of what is allocated.
+    """Return a finding for fragmentation; `num_bytes` is the free reserved memory at a failed allocation, if the run
+    would fit without it; else the difference between the peaks of reserved and allocated memory.
     """
     ledger = context.ledger
     run, out = ledger.run, ledger.out_of_memory
@@ -58,7 +58,7 @@ def find(context: Context) -> list[Finding]:
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
             fixes = suggest_fixes(context, "fragmentation")
         evidence.append(_expandable_evidence(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
-    evidence += _pinned(ledger.trace, segments, owners)
+    evidence += _pinned_evidence(ledger.trace, segments, owners)
     title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
     share, most = percent(gap, reserved), format_bytes(ledger.peak_bytes)
     if decides:
@@ -72,7 +72,7 @@ def find(context: Context) -> list[Finding]:
 
 
 def _release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
-    """Return how much of it cannot be released, and how much can."""
+    """Return evidence of the reserved bytes that cannot be released, and of the bytes that can."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
     free = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
@@ -94,7 +94,7 @@ def _release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
 
 
 def _private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
-    """Return what private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
+    """Return evidence of free memory in private pools, and of the functions with CUDA graphs for the most sizes."""
     free = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
     if not sum(free):
         return []
@@ -111,8 +111,8 @@ def _private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -> lis
     return lines
 
 
-def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
-    """Return the segments with most of what cannot be released, alike ones together."""
+def _pinned_evidence(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
+    """Return evidence of the segments with the most bytes that cannot be released; equal segments are one line."""
     kinds: dict[tuple[object, ...], list[SnapshotSegment]] = defaultdict(list)
     held: dict[SnapshotSegment, list[int]] = {}
     for segment in segments:
@@ -125,7 +125,7 @@ def _pinned(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, 
 
 
 def _kind(trace: Trace, alike: list[SnapshotSegment], storages: list[int]) -> Evidence:
-    """Return a line on segments that are alike, and the largest tensor that pins one of them."""
+    """Return evidence of a group of equal segments, with the largest tensor that pins one of them."""
     first = alike[0]
     free = first.size - first.allocated
     largest = max(storages, key=lambda index: trace.storages[index].num_bytes)
@@ -151,7 +151,7 @@ def _describe_storage(trace: Trace, index: int) -> str:
 
 
 def _expandable_evidence(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
-    """Return what the replay with expandable segments came to."""
+    """Return the result of the replay with expandable segments."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
     if run.gpu is not None:

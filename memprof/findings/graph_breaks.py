@@ -1,4 +1,4 @@
-"""Graphs of torch.compile that end within their function, and what they leave there."""
+"""Graph breaks of torch.compile, and the tensors that are live across them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_SHOWN = 4
 
 @rule(115)
 def find(context: Context) -> list[Finding]:
-    """Find breaks; `num_bytes` is None: what one graph would have computed as it went, or kept, is not known."""
+    """Return a finding for graph breaks; `num_bytes` is None, since the memory of an unbroken graph is not known."""
     ledger = context.ledger
     ends = sorted((end for end in ledger.trace.graph_ends if end.num_bytes), key=lambda end: -end.num_bytes)
     most = max((end.num_bytes for end in ends), default=0)

@@ -1,4 +1,4 @@
-"""Groups that a rank's parameters are spread in, and what was gathered of each; rules on a rank share them."""
+"""Groups of sharded parameters, and the tensors that were gathered of each; for rules on distributed runs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 def strip_wrappers(name: str) -> str:
-    """Return the name of a module or a parameter as the model has it, without what wrappers add."""
+    """Return the name of a module or parameter without the prefixes that wrappers add."""
     return _WRAPPERS.sub("", name).rstrip(".")
 
 
 def is_worth(context: Context, saved: int) -> bool:
-    """Return whether so much less at the peak is told."""
+    """Return whether a reduction of the peak by `saved` bytes is large enough for a finding."""
     return saved >= MIN_BYTES and saved >= MIN_SHARE * context.ledger.peak_bytes
 
 
 def lower_peak(context: Context, saved: int) -> str:
-    """Return the end of a title: by how much the peak would be lower."""
+    """Return the end of a title, with the reduction of the peak by `saved` bytes."""
     return f"the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
 
 
@@ -42,24 +42,24 @@ def ddp_groups(context: Context) -> list[ShardedGroup]:
 
 
 def fsdp_groups(context: Context) -> list[ShardedGroup]:
-    """Return the groups of several ranks that FSDP made, of either API."""
+    """Return the groups of several ranks that FSDP made, with FullyShardedDataParallel or fully_shard."""
     return [group for group in context.ledger.trace.facts.groups if group.api in (FSDP1, FSDP2) and group.ranks > 1]
 
 
 def whole_bytes(group: ShardedGroup) -> dict[str, int]:
-    """Return the bytes of each parameter, as it is gathered."""
+    """Return the unsharded bytes of each parameter in the group."""
     size = _SIZES.get(group.dtype, 4)
     return {name: size * math.prod(shape) for name, shape in zip(group.parameters, group.shapes, strict=True)}
 
 
 def parameter_filter(group: ShardedGroup) -> Callable[[str], bool]:
-    """Return whether a name is of a parameter of the group, or of the flat one that FSDP makes of them all."""
+    """Return a predicate for names of the group's parameters, or of FSDP's flat parameter for the group."""
     names = {*group.parameters, f"{group.module}._flat_param".lstrip(".")}
     return lambda name: strip_wrappers(name) in names
 
 
 def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]]:
-    """Return what was whole of these groups: one list for each time that one of them was gathered."""
+    """Return the unsharded storages of these groups: one list for each time that a group was gathered."""
     trace = context.ledger.trace
     of_name: dict[str, list[int]] = defaultdict(list)
     for index, owner in trace.owners.items():
@@ -76,7 +76,7 @@ def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]
 
 
 def communicated(trace: Trace, purpose: str) -> list[int]:
-    """Return what torch.distributed took for one purpose (watch/sharding.py names them)."""
+    """Return the storages that torch.distributed allocated for one purpose (named in watch/sharding.py)."""
     return [
         index
         for index, owner in trace.owners.items()
@@ -88,7 +88,7 @@ def communicated(trace: Trace, purpose: str) -> list[int]:
 
 
 def line_of(trace: Trace, group: ShardedGroup) -> str | None:
-    """Return the program's line that made the group: it allocated what the rank keeps of it. None: not seen."""
+    """Return the source line that allocated the group's shards or buckets; None if it is not known."""
     if group.api == DDP:
         made = communicated(trace, "gradient bucket")
     else:
@@ -98,5 +98,5 @@ def line_of(trace: Trace, group: ShardedGroup) -> str | None:
 
 
 def fix_at(line: str | None, what: str) -> Evidence:
-    """Say what to do, at the program's line."""
+    """Return evidence that describes a fix at a source line of the program."""
     return Evidence(f"fix at {file_and_line(line)}: {what}", source=line)

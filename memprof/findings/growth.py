@@ -1,15 +1,15 @@
-"""Tensors that pile up from round to round, be a round a training step or a call in an evaluation loop.
+"""Tensors that accumulate from round to round; a round is a training step or a call in an evaluation loop.
 
-Tensors of one operator, line and module are counterparts (modules of other layers are the same one). The bytes of
-those that have outlived a whole round make a curve; it grows if it never falls, rises at least twice, and has not come
-to rest: neither it nor the making of more. A tensor that waits for its successor, and a window over the last few, come
-to rest; what is built once rises once; a cache that is full makes no more.
+Tensors with the same operator, line and module (without layer numbers) are counterparts. The bytes of counterparts that
+have outlived a whole round form a curve. The curve grows if it never falls, rises at least twice, and has not settled:
+recent rounds still add bytes and make tensors. A tensor that waits for its successor and a window over the last few
+rounds settle; a structure that is built once rises once; a full cache makes no more tensors.
 
-What is made anew in every round leaves no tensor behind and may grow all the same, in two ways.
-`everything = torch.cat([everything, new])`: tensors that are joined count from the first moment, if nearly all that the
-last has was added by the rounds, since batches that happen to grow longer differ less.
-`kept = [one.clone() for one in kept] + [new]`: of counterparts that rounds leave behind there are more each time, and
-always so many more.
+Tensors that every round makes anew leave none behind and may still grow, in two ways.
+`everything = torch.cat([everything, new])`: joined tensors count from their allocation, if the rounds added nearly all
+bytes of the last tensor; batches that happen to grow longer differ less.
+`kept = [one.clone() for one in kept] + [new]`: each round leaves more counterparts than the round before, by a constant
+number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Key = tuple[int, int, str | None]  # indices of operator and line in the trace; 
 
 @dataclass(frozen=True, slots=True)
 class LeakGroup:
-    """Counterparts that pile up, and are kept by one holder."""
+    """Counterparts that accumulate, and that one holder keeps."""
 
     key: Key
     storages: tuple[int, ...]  # live at the end of the last round
@@ -56,13 +56,13 @@ class LeakGroup:
 
 
 def key_of(trace: Trace, index: int) -> Key:
-    """Return what a storage has in common with its counterparts."""
+    """Return the key of a storage's counterparts: operator, line, and module without numbers."""
     storage = trace.storages[index]
     return storage.op, storage.source, module_pattern(trace, storage)
 
 
 def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[LeakGroup]:
-    """Return those of `storages` that grow, the most expensive first; `moments` are the last events of the rounds."""
+    """Return the groups of growing `storages`, most expensive first; `moments` are the last events of the rounds."""
     lives = context.lives
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in storages:
@@ -76,29 +76,29 @@ def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]
         if made_anew and key[0] in joins:
             curve = _curve(context, members, moments, lasting=False)
             grown = grows(curve) and curve[-1] <= 2 * _median_rise(curve) * len(curve)
-        elif made_anew and _are_more_each_time(context, members, moments):
+        elif made_anew and _has_constant_rise(context, members, moments):
             curve = _curve(context, members, moments, lasting=False)
             grown = grows(curve)
         if grown:
             alive = lives.at(moments[-1], members).storages
-            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _per_round(curve), made_anew))
+            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _bytes_per_round(curve), made_anew))
     return sorted(result, key=lambda leak: -leak.num_bytes)
 
 
 @cache_per_context
 def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]]:
-    """Find what piles up over the training steps, by who keeps it.
+    """Return the tensors that accumulate over the training steps, by their holder.
 
-    What has a role (buffers, optimizer state that is made late) may grow as it likes, but for parameters that training
-    goes on making: those of further models. Inputs and gradients count once others have come in their place, for
-    parameters get their first gradient in any step. A step's own tensors must outlive it.
+    Tensors with a role (buffers, optimizer state that is made late) are no leaks, except parameters and state of models
+    that training makes. Inputs and gradients count once later ones have replaced them, since parameters may get their
+    first gradient in any step. A step's tensors must outlive the step.
     """
     ledger, trace = context.ledger, context.ledger.trace
     steps = training_steps(trace, ledger.allocated)
     if not steps:
         return {}
     births = context.lives.births
-    counted = _replaced(trace) | _further_models(trace, births, steps[0].begin)
+    counted = _find_replaced(trace) | _find_late_models(trace, births, steps[0].begin)
     candidates = [
         index
         for index, storage in enumerate(trace.storages)
@@ -115,18 +115,18 @@ def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]
     return groups
 
 
-def _replaced(trace: Trace) -> set[int]:
-    """Return inputs, and gradients that are not the last of their parameter."""
+def _find_replaced(trace: Trace) -> set[int]:
+    """Return the storages of inputs and gradients that later ones have replaced."""
     last = {name: index for index, name in owned(trace, Role.GRADIENT).items()}
     return {
         index for index, owner in trace.owners.items() if owner.role in ROLES_PER_STEP and last.get(owner.name) != index
     }
 
 
-def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]:
-    """Return parameters that are made from event `begin` on, and if there are any, what optimizers keep then.
+def _find_late_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]:
+    """Return the parameters that are made from event `begin` on, and, if any, the optimizer state from then on.
 
-    State alone that is made late is that of parameters which got their first gradient late.
+    Late optimizer state without late parameters belongs to parameters with a late first gradient.
     """
     models, states = (
         {index for index in owned(trace, role) if births[index] >= begin}
@@ -136,12 +136,12 @@ def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]
 
 
 def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
-    """Return the rounds at the end in which none of `members` was made."""
+    """Return the number of last rounds in which no tensor of `members` was made."""
     return len(moments) - 1 - bisect.bisect_left(moments, max(context.lives.births[index] for index in members))
 
 
 def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
-    """Return whether bytes at the ends of rounds go on growing; in so many rounds at the end nothing was made."""
+    """Return whether the bytes at the ends of rounds keep growing; `rounds_without` last rounds made no tensor."""
     rises = [round_ for round_, (before, after) in enumerate(pairwise(curve), 1) if after > before]
     if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
         return False
@@ -149,8 +149,8 @@ def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
     return at_rest == 0 or at_rest < max(after - before for before, after in pairwise(rises))
 
 
-def _are_more_each_time(context: Context, members: list[int], moments: Sequence[int]) -> bool:
-    """Return whether each round that adds `members` leaves as many more live, and rounds go on adding them."""
+def _has_constant_rise(context: Context, members: list[int], moments: Sequence[int]) -> bool:
+    """Return whether each round that adds `members` adds the same number of them, and rounds keep adding them."""
     births, deaths = (
         sorted(map(context.lives.births.__getitem__, members)),
         sorted(map(context.lives.deaths.__getitem__, members)),
@@ -160,8 +160,8 @@ def _are_more_each_time(context: Context, members: list[int], moments: Sequence[
     return len(rises) == 1 and sum(after > before for before, after in pairwise(alive)) >= MIN_RISES and grows(alive)
 
 
-def _per_round(curve: Sequence[int]) -> int:
-    """Return bytes that a round adds, from the first that adds any."""
+def _bytes_per_round(curve: Sequence[int]) -> int:
+    """Return the bytes that a round adds, from the first round that adds any."""
     first = next(at for at, (before, after) in enumerate(pairwise(curve)) if after > before)
     grown = curve[first:]
     is_steady = all(after > before for before, after in pairwise(grown))
@@ -169,12 +169,12 @@ def _per_round(curve: Sequence[int]) -> int:
 
 
 def _median_rise(curve: Sequence[int]) -> int:
-    """Return what a round adds, in the middle of those that add any."""
+    """Return the median of the bytes that a round adds, of rounds that add any."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
 def _curve(context: Context, members: list[int], moments: Sequence[int], *, lasting: bool) -> list[int]:
-    """Return bytes of `members` at each moment; `lasting`: of those alone that were there at the moment before."""
+    """Return the bytes of `members` at each moment; with `lasting`, only of members that were live a moment before."""
     lives = context.lives
     changes: list[tuple[int, int]] = []
     for index in members:
@@ -195,14 +195,14 @@ def _curve(context: Context, members: list[int], moments: Sequence[int], *, last
 
 
 def keys_of(trace: Trace, holder: Holder) -> set[Key]:
-    """Return the keys of the tensors that a holder was seen with, at any time."""
+    """Return the keys of all tensors that a holder was observed to keep."""
     return {
         key_of(trace, index) for one in trace.holders if holder_key(one) == holder_key(holder) for index in one.storages
     }
 
 
 def by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
-    """Group the leaks by their holders, each as it was seen with the largest graph; None: it was not seen."""
+    """Return the leaks by holder, each holder at its largest graph; the key None has leaks without a known holder."""
     members = {leak.key for leak in grown}
     groups: dict[Holder | None, list[LeakGroup]] = defaultdict(list)
     for leak in grown:
@@ -215,7 +215,7 @@ def by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[
 
 
 def holder_key(holder: Holder | None) -> tuple[object, ...]:
-    """Return what is equal in one holder that was seen several times."""
+    """Return the key by which observations of the same holder are equal."""
     return () if holder is None else (holder.kind, holder.name, holder.source)
 
 
@@ -223,9 +223,9 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 
 
 def holder_of(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None:
-    """Return who keeps a leak: whoever was seen holding tensors of its kind; else the largest graph that has a holder.
+    """Return the holder of a leak: a holder of tensors with the leak's key, else the holder of the largest graph.
 
-    `members` are the keys of everything that grows.
+    `members` holds the keys of all leaks.
     """
     own = [holder for holder in trace.holders if leak.key in keys_of(trace, holder)]
     if own:
@@ -235,18 +235,18 @@ def holder_of(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None
 
 
 def is_running_sum(holder: Holder) -> bool:
-    """Return whether the holder is one tensor whose graph goes back over several steps: `total = total + loss`."""
+    """Return whether the holder is a tensor whose graph spans several steps, as in `total = total + loss`."""
     return not holder.kind and holder.node_steps > 1
 
 
 def describe_holder(holder: Holder) -> str:
-    """Return the holder for a sentence: list `losses`."""
+    """Return the kind and name of the holder for a sentence: "list `losses`"."""
     kind = holder.kind or "variable"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
 def holders_phrase(*holders: Holder | None) -> str:
-    """Return the holders that were seen, for a title, and the lines that fill them."""
+    """Return the end of a title, with the known holders and the lines that fill them."""
     seen = [
         describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
@@ -256,14 +256,14 @@ def holders_phrase(*holders: Holder | None) -> str:
 
 
 def fix_evidence(holder: Holder | None, what: str) -> Evidence:
-    """Say what to do, at the line that fills the holder."""
+    """Return evidence that describes a fix at the line that fills the holder."""
     line = holder.source if holder is not None and holder.fills else None
     where = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{where}: {what}", source=line)
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:
-    """Return where it is kept."""
+    """Return evidence of the holder and of the line that fills it."""
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
         return Evidence(text)
@@ -273,7 +273,7 @@ def holder_evidence(holder: Holder | None) -> Evidence:
 
 
 def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:
-    """Say what piles up, the most first; of more than MOST_SHOWN the others in one line."""
+    """Return evidence of each leak, the largest first; leaks beyond MOST_SHOWN are one line."""
     ordered = sorted(group, key=lambda leak: -leak.per_round)
     lines = [_group_evidence(trace, leak, per) for leak in ordered[:MOST_SHOWN]]
     others = ordered[MOST_SHOWN:]
@@ -285,7 +285,7 @@ def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Ev
 
 
 def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
-    """Return what piles up: a tensor, its line, bytes per round, how many are live."""
+    """Return evidence of one leak: its largest tensor, source line, bytes per round, and number of live tensors."""
     # The largest, of equal ones the last: one line may join logits, labels and losses.
     shown = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
     storage = trace.storages[shown]
@@ -300,7 +300,7 @@ def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
 
 
 def until_full(context: Context, per_round: int, per: str) -> Evidence | None:
-    """Return after how many more rounds the GPU is full; None: there is no GPU, it is full, or no run gets so far."""
+    """Return evidence of the rounds until the GPU is full; None without a GPU, on a full GPU, or after MAX_ROUNDS."""
     spare = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
     if spare is None or not per_round or not 0 < spare // per_round <= MAX_ROUNDS:
         return None

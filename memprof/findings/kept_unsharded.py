@@ -1,4 +1,4 @@
-"""Parameters that stay whole between forward and backward, as the program asked."""
+"""Parameters that stay unsharded between forward and backward, because of the program's settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AT_ONCE = 2  # groups that are whole at once without it: the one that computes, 
 
 @rule(89)
 def find(context: Context) -> list[Finding]:
-    """Find unsharded groups; `num_bytes`: how much lower the peak is if each is sharded again after its forward."""
+    """Return a finding for unsharded groups; `num_bytes` is the reduction of the peak if forwards reshard them."""
     groups = [group for group in fsdp_groups(context) if group.kept]
     saved = context.lives.peak_reduction(context.lives.savings_beyond(gathered(context, groups), AT_ONCE))
     if len(groups) <= AT_ONCE or not is_worth(context, saved):

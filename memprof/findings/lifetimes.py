@@ -1,4 +1,4 @@
-"""Lifetimes of all storages: found once per trace, for rules ask who lived together."""
+"""Lifetimes of all storages, computed once per trace, for queries of storages that are live together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LiveSet(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """Bytes that would not be there from one event until before another."""
+    """Bytes that would be saved from one event until before another."""
 
     begin: int
     end: int
@@ -27,7 +27,7 @@ class Saving(NamedTuple):
 
 
 class Lifetimes:
-    """Birth and death of every storage, as events; what is never freed has the end of the trace as its death."""
+    """Birth and death of every storage, as event indices; a storage that is never freed dies at the trace's end."""
 
     def __init__(self, ledger: Ledger) -> None:
         """Read the whole trace of `ledger` once."""
@@ -44,16 +44,16 @@ class Lifetimes:
         )
 
     def sum_bytes(self, storages: Iterable[int]) -> int:
-        """Return bytes of the blocks of these storages; host memory counts nothing."""
+        """Return the bytes of the blocks of these storages; storages in host memory count zero."""
         return sum(self._allocated[index] for index in storages)
 
     def at(self, time: int, storages: Iterable[int]) -> LiveSet:
-        """Return those of `storages` that are live after the event at `time`."""
+        """Return the subset of `storages` that is live after the event at `time`."""
         alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
         return LiveSet(self.sum_bytes(alive), time, alive)
 
     def peak_reduction(self, less: Sequence[Saving]) -> int:
-        """Return by how much the run's peak would be lower if these bytes were never there, all else being equal."""
+        """Return the reduction of the run's peak by these savings, all else being equal."""
         changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
         changes.sort()
         now = highest = begin = 0
@@ -65,13 +65,13 @@ class Lifetimes:
         return max(max(self._curve) - highest, 0)
 
     def savings(self, storages: Iterable[int], share: float = 1.0) -> list[Saving]:
-        """Return the share `share` of each of `storages`, saved for as long as it lives."""
+        """Return savings of the fraction `share` of each of `storages` over the storage's lifetime."""
         return [
             Saving(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages
         ]
 
     def savings_beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Saving]:
-        """Return what sets of storages take beyond the `keep` of them made last (or first), at every moment."""
+        """Return savings of all live sets of storages except the `keep` newest (or oldest), at every moment."""
         lives = [
             (min(self.births[one] for one in own), max(self.deaths[one] for one in own), self.sum_bytes(own))
             for own in sets
@@ -85,7 +85,7 @@ class Lifetimes:
         return result
 
     def most(self, storages: Iterable[int]) -> LiveSet:
-        """Return the moment at which the bytes of `storages` sum to the most, the earliest if there are several."""
+        """Return the live subset of `storages` at the earliest moment with the largest sum of bytes."""
         known = list(storages)
         changes = [(self.births[index], self._allocated[index]) for index in known]
         changes += [(self.deaths[index], -self._allocated[index]) for index in known]

@@ -1,4 +1,4 @@
-"""Logits explosion: several copies of [tokens x vocabulary] live at once, in several precisions."""
+"""Logits explosion: several tensors of [tokens x vocabulary], in several precisions, that are live at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd",
 
 @rule(100)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for all of them; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for all copies of the logits; `num_bytes` is their largest sum at one moment."""
     copies = logits_storages(context)
     if not copies:
         return []
@@ -57,10 +57,10 @@ def find(context: Context) -> list[Finding]:
 
 
 def logits_storages(context: Context) -> list[int]:
-    """Return every tensor with one value for each word: logits, their casts, log-softmax, and the gradients of these.
+    """Return the storages of tensors with one value per word: logits, casts, log-softmax, and gradients of these.
 
-    Known by their last dimension. A head that is kept as [features x vocabulary] has that too, so what has the shape
-    of a parameter, and what has an owner, is left out.
+    They are recognized by their last dimension. A head of [features x vocabulary] has the same last dimension, so that
+    storages with an owner or with the shape of a parameter are excluded.
     """
     size = evidence.vocabulary(context)
     if size is None:
@@ -83,7 +83,7 @@ def logits_storages(context: Context) -> list[int]:
 
 
 def describe(trace: Trace, storage: Storage) -> str:
-    """Say what this copy of the logits is, by the operator that made it."""
+    """Return a description of this copy of the logits, by the operator that made it."""
     op = trace.op(storage)
     if evidence.is_forward(trace, storage):
         if "log_softmax" in op:

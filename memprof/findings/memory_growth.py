@@ -1,4 +1,4 @@
-"""Tensors of every training step that stay alive: memory that grows until the GPU is full, be it after hours."""
+"""Tensors of every training step that stay live, so that memory grows until the GPU is full."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WARNING_BYTES = 1 << 20  # per step: what is less is a note
 
 @rule(50)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each holder; `num_bytes` is what piled up by the end of the last step, beyond the first.
+    """Return a finding for each holder; `num_bytes` is the growth from the end of the first step to the last.
 
-    It is an error where memory runs out by it. What a container of limited length keeps is told only then.
+    The severity is an error if memory will run out. A container of limited length is reported only in this case.
     """
     steps = training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
@@ -51,10 +51,10 @@ def _finding(
     evidence = [holder_evidence(holder)]
     evidence += leak_evidence(trace, group, "step")
     if holder is not None and holder.nodes:
-        evidence.append(_graph(context, holder, group))
+        evidence.append(_graph_evidence(context, holder, group))
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
-    evidence.append(_fix(holder, per_step - (_saved(context, holder, group) if holder is not None else 0)))
+    evidence.append(_fix(holder, per_step - (_saved_bytes(context, holder, group) if holder is not None else 0)))
     severity = Severity.WARNING if per_step >= WARNING_BYTES else Severity.NOTE
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
@@ -70,11 +70,11 @@ def _title(holder: Holder | None, per_step: int, num_steps: int) -> str:
     return f"{what}: tensors of each step stay alive{by}"
 
 
-def _graph(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence:
-    """Return what the graph that hangs on the kept tensors keeps in turn."""
+def _graph_evidence(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence:
+    """Return evidence of the tensors that the graph of the kept tensors saves."""
     steps = plural(holder.node_steps, "step")
     nodes = f"an autograd graph hangs on it: {plural(holder.nodes, 'node')} from {steps} when it was looked at"
-    saved = _saved(context, holder, group)
+    saved = _saved_bytes(context, holder, group)
     if saved:
         text = f"{nodes}; what it saved for a backward is live with it: {format_bytes(saved)} a step"
     else:
@@ -82,14 +82,14 @@ def _graph(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence
     return Evidence(text, num_bytes=saved or None, source=holder.source)
 
 
-def _saved(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
-    """Return bytes per step that the graph keeps: what piles up and is not in the holder itself."""
+def _saved_bytes(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
+    """Return the bytes per step that the graph saves: growing tensors that the holder itself does not keep."""
     own = keys_of(context.ledger.trace, holder)
     return sum(leak.per_round for leak in group if leak.key not in own) if holder.nodes else 0
 
 
 def _fix(holder: Holder | None, kept: int) -> Evidence:
-    """`kept` are the bytes per step of the tensors themselves, not of their graph."""
+    """Return evidence that describes the fix; `kept` is the bytes per step of the tensors without their graph."""
     if kept >= MIN_STEP_BYTES:
         what = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
     else:

@@ -1,4 +1,4 @@
-"""Rules on what the optimizer keeps in float32 beside half-precision parameters, and makes during its step."""
+"""Rules on float32 optimizer state of half-precision parameters, and on temporaries of the optimizer step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MIN_TEMPORARIES_BYTES = 64 << 20  # found when they take more than both: that sh
 
 @rule(130)
 def find(context: Context) -> list[Finding]:
-    """Find float32 state of half-precision parameters, and temporaries of a step that decide the peak."""
-    return _float32_state(context) + _step_temporaries(context)
+    """Return findings for float32 state of half-precision parameters, and for temporaries that decide the peak."""
+    return _find_float32_state(context) + _find_step_temporaries(context)
 
 
-def _float32_state(context: Context) -> list[Finding]:
-    """Find float32 state; `num_bytes` is what it takes beyond half precision."""
+def _find_float32_state(context: Context) -> list[Finding]:
+    """Return a finding for float32 state; `num_bytes` is the excess over half precision."""
     ledger, lives = context.ledger, context.lives
     half = half_dtype(context)
     if half is None:
@@ -46,8 +46,8 @@ def _float32_state(context: Context) -> list[Finding]:
     return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, fixes)]
 
 
-def _step_temporaries(context: Context) -> list[Finding]:
-    """Find temporaries; `num_bytes` is theirs at the peak: where it goes without them, only a new run can tell."""
+def _find_step_temporaries(context: Context) -> list[Finding]:
+    """Return a finding for temporaries; `num_bytes` is their size at the peak, an upper bound of the saving."""
     ledger, lives = context.ledger, context.lives
     if ledger.peak_stage.kind is not PhaseKind.OPTIMIZER_STEP:
         return []

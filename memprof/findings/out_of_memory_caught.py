@@ -1,4 +1,4 @@
-"""The program caught out-of-memory errors: what ran after them is not what it was to run."""
+"""Out-of-memory errors that the program caught, so that the rest of the run is not representative."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memprof.units import format_bytes
 
 @rule(40)
 def find(context: Context) -> list[Finding]:
-    """Return all failed allocations that the program went on without; `num_bytes` is the largest of them."""
+    """Return a finding for all failed allocations whose error the program caught; `num_bytes` is the largest."""
     caught = caught_errors(context.ledger)
     if not caught:
         return []

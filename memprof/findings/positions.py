@@ -12,7 +12,7 @@ _POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORE
 
 @rule(150)
 def find(context: Context) -> list[Finding]:
-    """Return a warning, or an error where a table of learned positions is too short: there a real run ends."""
+    """Return a warning, or an error if a table of learned positions is too short, since a real run fails."""
     length, most = context.context_length, context.max_positions
     if length is None or most is None or length <= most:
         return []

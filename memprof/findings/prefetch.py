@@ -29,12 +29,12 @@ _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 @rule(91)
 def find(context: Context) -> list[Finding]:
-    """Find prefetching; `num_bytes` is by how much lower the peak is with one group gathered ahead."""
-    return _explicit(context) + _unlimited(context) + _manual_gathering(context)
+    """Return findings for prefetching; `num_bytes` is the reduction of the peak with one group gathered ahead."""
+    return _find_explicit_prefetch(context) + _find_unlimited_gathers(context) + _find_manual_gathering(context)
 
 
-def _explicit(context: Context) -> list[Finding]:
-    """Find `set_modules_to_forward_prefetch` and its like with several modules."""
+def _find_explicit_prefetch(context: Context) -> list[Finding]:
+    """Return findings for `set_modules_to_forward_prefetch` or `..._backward_prefetch` with several modules."""
     groups = [group for group in fsdp_groups(context) if group.ahead > AHEAD]
     trace, lives = context.ledger.trace, context.lives
     sent = communicated(trace, "all-gather")
@@ -51,13 +51,13 @@ def _explicit(context: Context) -> list[Finding]:
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]
 
 
-def _unlimited(context: Context) -> list[Finding]:
-    """Find `limit_all_gathers=False`: freed parameters wait for the GPU, and others are gathered in the meantime."""
+def _find_unlimited_gathers(context: Context) -> list[Finding]:
+    """Return findings for `limit_all_gathers=False`: parameters are gathered while freed ones wait for the GPU."""
     groups = [group for group in fsdp_groups(context) if group.unlimited]
     run = context.ledger.run
     if not groups or run.bounds is None:
         return []
-    at_once = _latest_without(context, {one for own in gathered(context, groups) for one in own})
+    at_once = _max_reserved_without(context, {one for own in gathered(context, groups) for one in own})
     more = run.bounds.upper_bound_bytes - at_once
     if not is_worth(context, more):
         return []
@@ -76,8 +76,8 @@ def _unlimited(context: Context) -> list[Finding]:
     return [Finding("prefetch-too-deep", Severity.WARNING, title, more, lines, ())]
 
 
-def _latest_without(context: Context, lent: set[int]) -> int:
-    """Return the most reserved if `lent` is free at once, and what else streams lend once the host has waited."""
+def _max_reserved_without(context: Context, lent: set[int]) -> int:
+    """Return the maximum reserved bytes if blocks in `lent` are free at once, and others on streams after a wait."""
     run = context.ledger.run
     trace = run.trace
     events = [
@@ -89,8 +89,8 @@ def _latest_without(context: Context, lent: set[int]) -> int:
     return replay.allocator.counters.reserved_bytes_peak
 
 
-def _manual_gathering(context: Context) -> list[Finding]:
-    """Return a program that gathers parameters itself, layer by layer: more layers are whole at once than two."""
+def _find_manual_gathering(context: Context) -> list[Finding]:
+    """Return findings for programs that gather parameters themselves, with more than two layers whole at once."""
     trace, lives = context.ledger.trace, context.lives
     if trace.facts.groups:
         return []

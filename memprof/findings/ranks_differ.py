@@ -1,6 +1,6 @@
-"""Ranks of one program that need very different amounts: the highest need decides which GPU will do.
+"""Ranks of one program with very different peaks: the rank with the highest need decides which GPU is large enough.
 
-No rule of one run: it is asked where the reports of several ranks are put together (flows/rank_reports.py).
+flows/rank_reports.py calls this module, which is no rule on one run, for the reports of several ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_SHOWN = 3  # categories, and kinds of tensors, in the evidence
 
 
 class RankPeak(NamedTuple):
-    """Hold what a rank has on its GPU where it has most."""
+    """A rank's memory at its peak."""
 
     allocated_bytes: int
     categories: Mapping[str, int]
@@ -29,7 +29,7 @@ class RankPeak(NamedTuple):
 
 
 def find_differing_ranks(peaks: Mapping[int, RankPeak]) -> list[Finding]:
-    """Find unequal ranks; `num_bytes` is what the rank with the highest need takes beyond the mean."""
+    """Return a finding for unequal ranks; `num_bytes` is the excess of the rank with the highest need over the mean."""
     if len(peaks) < 2:
         return []
     fullest = max(peaks, key=lambda rank: peaks[rank].allocated_bytes)
@@ -49,13 +49,13 @@ def find_differing_ranks(peaks: Mapping[int, RankPeak]) -> list[Finding]:
     where = "" if line is None else f" at {file_and_line(line)}"
     lines = (
         Evidence(f"fix{where}: give rank {leanest} a part of what rank {fullest} has there", source=line),
-        *(_category_evidence(name, most, least, fullest, leanest) for name in _most_different(most, least)),
+        *(_category_evidence(name, most, least, fullest, leanest) for name in _sort_by_difference(most, least)),
         *(_tensor_evidence(tensor, num_bytes, fullest) for tensor, num_bytes in own[:MOST_SHOWN]),
     )
     return [Finding("ranks-differ", Severity.WARNING, title, beyond, lines, ())]
 
 
-def _most_different(most: RankPeak, least: RankPeak) -> list[str]:
+def _sort_by_difference(most: RankPeak, least: RankPeak) -> list[str]:
     more = {name: num_bytes - least.categories.get(name, 0) for name, num_bytes in most.categories.items()}
     return [name for name in sorted(more, key=lambda name: -more[name])[:MOST_SHOWN] if more[name] > 0]
 
@@ -67,7 +67,7 @@ def _category_evidence(name: str, most: RankPeak, least: RankPeak, fullest: int,
 
 
 def _surplus_tensors(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
-    """Return kinds of tensors of which that rank has more, with the bytes, the largest first."""
+    """Return the kinds of tensors of which `most` has more than `least`, with the excess bytes, largest first."""
     there = Counter[tuple[object, ...]]()
     for tensor in least.tensors:
         there[_kind(tensor)] += tensor.allocated_bytes

@@ -1,4 +1,4 @@
-"""All rules, asked in their order. A rule is a file of this package: `@rule(place)` makes it known."""
+"""The registry of rules: each file of this package with `@rule(place)` is imported and applied in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.findings.finding import DECIDING, RULES, Context, Finding, Severity
 
 
 def import_rules() -> None:
-    """Import every file of the package, whose rules register themselves."""
+    """Import every file of the package, so that its rules are registered."""
     package = sys.modules[__package__]
     for file in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{__package__}.{file.name}")

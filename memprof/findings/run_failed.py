@@ -1,4 +1,4 @@
-"""The run ended before its time: what could not be done, where, and what to do about it."""
+"""A run that ended early: the failed operation, its source line, and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.trace.events import Failure, FailureKind
 
 @rule(10)
 def find(context: Context) -> list[Finding]:
-    """Return one finding if the run failed; its bytes are unknown, for what it would have gone on to take is."""
+    """Return one finding if the run failed; `num_bytes` is None, since the need of the whole run is unknown."""
     failure = context.ledger.trace.failure
     if failure is None:
         return []

@@ -1,4 +1,4 @@
-"""Optimizer state that each rank of DistributedDataParallel keeps whole, where each could keep a part (ZeRO-1)."""
+"""Optimizer state that each rank of DistributedDataParallel keeps whole, though it could be sharded (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MOST_SHOWN = 3
 
 @rule(87)
 def find(context: Context) -> list[Finding]:
-    """Find whole states; `num_bytes`: how much lower the peak is on the rank that keeps the largest part."""
+    """Return findings for whole states; `num_bytes` is the reduction of the peak on the rank with the largest shard."""
     trace, lives = context.ledger.trace, context.lives
     groups = ddp_groups(context)
     names = owned(trace, Role.OPTIMIZER_STATE)
     state = [index for index in names if trace.storages[index].device == trace.device]
     if not groups or not state:
         return []
-    group = max(groups, key=_elements)
+    group = max(groups, key=_count_elements)
     kept = sum(math.prod(trace.storages[index].shape) for index in lives.most(state).storages)
-    if kept < WHOLE_SHARE * sum(map(_elements, groups)):
+    if kept < WHOLE_SHARE * sum(map(_count_elements, groups)):
         return []
-    part = _largest_part([math.prod(shape) for shape in group.shapes], group.ranks)
-    share = 1 - part / _elements(group)
+    part = _largest_shard([math.prod(shape) for shape in group.shapes], group.ranks)
+    share = 1 - part / _count_elements(group)
     saved = lives.peak_reduction(lives.savings(state, share))
     if not is_worth(context, saved) or saved < MIN_SHARE * context.ledger.peak_bytes:
         return []
@@ -50,13 +50,13 @@ def find(context: Context) -> list[Finding]:
     return [Finding("optimizer-state-not-sharded", Severity.NOTE, title, saved, lines, ())]
 
 
-def _elements(group: ShardedGroup) -> int:
+def _count_elements(group: ShardedGroup) -> int:
     return sum(map(math.prod, group.shapes))
 
 
-def _largest_part(sizes: list[int], ranks: int) -> int:
-    """Return elements of the rank with the most: the largest parameter goes to the rank that has least, and so on
-    (ZeroRedundancyOptimizer._partition_parameters)."""
+def _largest_shard(sizes: list[int], ranks: int) -> int:
+    """Return the elements of the largest shard: each parameter, in order of size, goes to the rank with the fewest
+    elements (ZeroRedundancyOptimizer._partition_parameters)."""
     parts = [0] * ranks
     for size in sorted(sizes, reverse=True):
         parts[parts.index(min(parts))] += size

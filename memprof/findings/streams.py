@@ -1,4 +1,4 @@
-"""Memory that is reserved because it was taken on several streams, whose free blocks are of no use to each other."""
+"""Memory that is reserved because the run uses several streams, which cannot reuse each other's free blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SHOWN = 4  # streams in the evidence
 
 @rule(85)
 def find(context: Context) -> list[Finding]:
-    """Find the cost of streams; `num_bytes` is what the run would reserve less with all memory on one stream."""
+    """Return a finding for streams; `num_bytes` is the reduction of reserved memory with all memory on one stream."""
     found, run = context.streams, context.ledger.run
     if found is None or len(found.streams) < 2:
         return []
@@ -28,14 +28,17 @@ def find(context: Context) -> list[Finding]:
         f"Streams: {format_bytes(cost)} of the {format_bytes(found.reserved_bytes)} reserved "
         f"({percent(cost, found.reserved_bytes)}) would not be on one stream: what one has free, no other can use"
     )
-    largest = _largest(context.ledger.trace)
+    largest = _find_largest(context.ledger.trace)
     most = sorted(found.streams, key=lambda share: -share.reserved_bytes)[:MOST_SHOWN]
-    evidence = (_saving(found, fits=decides), *(_stream_evidence(context.ledger.trace, one, largest) for one in most))
+    evidence = (
+        _saving_evidence(found, fits=decides),
+        *(_stream_evidence(context.ledger.trace, one, largest) for one in most),
+    )
     severity = Severity.WARNING if decides else Severity.NOTE
     return [Finding("streams", severity, title, cost, evidence, ())]
 
 
-def _saving(found: StreamMemory, *, fits: bool) -> Evidence:
+def _saving_evidence(found: StreamMemory, *, fits: bool) -> Evidence:
     saved = found.reserved_bytes - found.single_stream_bytes
     text = (
         f"with all of it taken on one stream the run reserves {format_bytes(found.single_stream_bytes)}"
@@ -45,7 +48,7 @@ def _saving(found: StreamMemory, *, fits: bool) -> Evidence:
 
 
 def _stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
-    """Return a line on one stream, and the largest tensor that was ever taken on it."""
+    """Return evidence of one stream, with the largest tensor that was allocated on it."""
     waits = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
     text = (
         f"{f'stream {share.stream}' if share.stream else 'the default stream'}: {format_bytes(share.reserved_bytes)} "
@@ -62,8 +65,8 @@ def _stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) 
     return tensor_evidence(trace, index, text, num_bytes=share.reserved_bytes)
 
 
-def _largest(trace: Trace) -> dict[int, int]:
-    """Return the largest storage that was taken on each stream."""
+def _find_largest(trace: Trace) -> dict[int, int]:
+    """Return the largest storage that was allocated on each stream."""
     found: dict[int, int] = {}
     stream, storages = 0, trace.storages
     for kind, ref in trace.events:

@@ -1,4 +1,4 @@
-"""Memory at the peak that no category claims: the accounting's own honesty."""
+"""Memory at the peak that belongs to no category."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_SHOWN = 5
 
 @rule(160)
 def find(context: Context) -> list[Finding]:
-    """Find unattributed memory; `num_bytes` is how much of it is live at the peak."""
+    """Return a finding for unattributed memory; `num_bytes` is its size at the peak."""
     ledger = context.ledger
     num_bytes = ledger.by_category().get(Category.UNATTRIBUTED, 0)
     if num_bytes <= MIN_SHARE * ledger.peak_bytes:
@@ -23,11 +23,11 @@ def find(context: Context) -> list[Finding]:
     tensors = [tensor for tensor in ledger.live if tensor.category is Category.UNATTRIBUTED]
     tensors.sort(key=lambda tensor: -tensor.allocated_bytes)
     title = f"{format_bytes(num_bytes)} at the peak ({percent(num_bytes, ledger.peak_bytes)}) belong to no category"
-    evidence = tuple(_line(tensor) for tensor in tensors[:MOST_SHOWN])
+    evidence = tuple(_tensor_evidence(tensor) for tensor in tensors[:MOST_SHOWN])
     return [Finding("unattributed", Severity.NOTE, title, num_bytes, evidence, ())]
 
 
-def _line(tensor: LiveTensor) -> Evidence:
+def _tensor_evidence(tensor: LiveTensor) -> Evidence:
     if tensor.source is None:
         why = "made where no line outside torch was running"
     else:

@@ -13,7 +13,7 @@ from memprof.units import format_bytes
 
 @rule(93)
 def find(context: Context) -> list[Finding]:
-    """Find whole gradients; `num_bytes`: how much lower the peak is if each micro-batch's were reduced at once."""
+    """Return a finding for whole gradients; `num_bytes` is the reduction of the peak if micro-batches reduce them."""
     trace, lives = context.ledger.trace, context.lives
     groups = fsdp_groups(context)
     ends = [time for time, phase in trace.begun() if phase.kind is PhaseKind.FORWARD]

@@ -1,4 +1,4 @@
-"""Layers that are gathered together because no layer was wrapped by itself."""
+"""Layers that are gathered together because the layers were not wrapped one by one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 @rule(88)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for each group; `num_bytes` is by how much the peak would be lower with its layers wrapped."""
+    """Return one finding for each group; `num_bytes` is the reduction of the peak with wrapped layers."""
     trace, lives = context.ledger.trace, context.lives
     findings = []
     for group in groups.fsdp_groups(context):
-        layers = _layers(group)
+        layers = _bytes_by_layer(group)
         stacks = {layer.rpartition(".")[0] for layer in layers}
         if len(layers) <= AT_ONCE:
             continue
         beyond = set(sorted(layers, key=lambda layer: -layers[layer])[AT_ONCE:])
         whole = sum(groups.whole_bytes(group).values())
         share = sum(layers[layer] for layer in beyond) / whole
-        saved = lives.peak_reduction(_less(context, group, beyond, share))
+        saved = lives.peak_reduction(_savings_of_wrapping(context, group, beyond, share))
         if not groups.is_worth(context, saved):
             continue
         lists = [f"model.{one}".rstrip(".") for one in sorted(stacks)]
@@ -59,8 +59,8 @@ def find(context: Context) -> list[Finding]:
     return findings
 
 
-def _layers(group: ShardedGroup) -> dict[str, int]:
-    """Return bytes of each layer that has parameters in the group: a module of a list, by its number in the names."""
+def _bytes_by_layer(group: ShardedGroup) -> dict[str, int]:
+    """Return the bytes of each layer with parameters in the group; a layer is a module with a number in its name."""
     found: dict[str, int] = defaultdict(int)
     for name, num_bytes in groups.whole_bytes(group).items():
         layer = _LAYER.match(name)
@@ -73,9 +73,9 @@ def _classes(context: Context, layers: dict[str, int]) -> list[str]:
     return sorted({one.class_name for one in context.ledger.trace.modules if groups.strip_wrappers(one.path) in layers})
 
 
-def _less(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
-    """Return the savings on the group's parameters while gathered, their whole gradients, what both are sent in, and
-    what an FSDP module moves to the GPU and lays flat when it is made."""
+def _savings_of_wrapping(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
+    """Return the savings on the group's gathered parameters, whole gradients and communication buffers, and on the
+    copies that FSDP makes when it flattens parameters at construction."""
     trace, lives = context.ledger.trace, context.lives
     elements = NEARLY * sum(map(math.prod, group.shapes))
     prefixes = tuple(f"{layer}." for layer in beyond)

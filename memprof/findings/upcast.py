@@ -1,4 +1,4 @@
-"""Activations that half-precision models copy to float32: twice the bytes of what was copied, beside it."""
+"""Activations that half-precision models copy to float32: the copies take twice the bytes of the originals."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MIN_SHARE = 0.05  # found when the copies of one line take at least one of the t
 def find(context: Context) -> list[Finding]:
     """Return one finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
 
-    A trace does not say what dtype an operator was given: a float32 tensor that `aten._to_copy` made in the forward
-    pass of a model whose parameters are half is taken for an upcast. Logits are left to the rule `logits-explosion`,
-    attention scores to `attention-scores`.
+    A trace does not record the dtypes of an operator's inputs: a float32 tensor that `aten._to_copy` makes in a forward
+    pass of a model with half-precision parameters counts as an upcast. The rules `logits-explosion` and
+    `attention-scores` report logits and attention scores.
     """
     half = half_dtype(context)
     trace, lives = context.ledger.trace, context.lives

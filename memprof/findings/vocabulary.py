@@ -1,4 +1,4 @@
-"""The model has more words than were requested: a factory that ignores vocab_size, or one that takes a tokenizer's."""
+"""A model with a larger vocabulary than requested: its factory ignores vocab_size, or uses a tokenizer's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 128  # words: vocabularies are padded up to a multiple of this for t
 
 @rule(140)
 def find(context: Context) -> list[Finding]:
-    """Find one for embedding and head; `num_bytes` is what the words beyond those requested take at the peak."""
+    """Return a finding for embedding and head; `num_bytes` is the memory of the excess words at the peak."""
     asked = context.asked_vocab_size
     if asked is None:
         return []

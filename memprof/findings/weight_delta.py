@@ -1,4 +1,4 @@
-"""A whole weight matrix for every token: what einsum('bsr,dr,rf->bsdf') builds (448 GiB at 4 x 512, 4096 x 14336)."""
+"""A whole weight matrix for every token, as of einsum('bsr,dr,rf->bsdf') (448 GiB at 4 x 512, 4096 x 14336)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_SHARE = 0.05  # it is found when it takes more than one of these two
 @rule(90, decides=True)
 def find(context: Context) -> list[Finding]:
     """Return one finding for all such tensors; `num_bytes` is their largest sum at one moment."""
-    matches = _matches(context)
+    matches = _find_matrices_per_token(context)
     if not matches:
         return []
     ledger, lives = context.ledger, context.lives
@@ -53,15 +53,14 @@ def find(context: Context) -> list[Finding]:
     return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, fixes)]
 
 
-def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
-    """Return storages that hold a matrix for each token: tokens, rows and columns, by storage.
+def _find_matrices_per_token(context: Context) -> dict[int, tuple[int, int, int]]:
+    """Return tokens, rows and columns of the storages that hold a matrix for each token, by storage.
 
-    Rows and columns are dimensions of parameters of the module that makes the tensor, for it multiplies its weights. A
-    size that only parameters elsewhere have is a coincidence (as many patches as a time embedding has features). The
-    matrix lies in one of three layouts that einsum and bmm give: [..., rows, columns], [..., tokens * rows, columns]
-    or, if [rows x columns] is a parameter's own shape, [tokens, rows * columns]. Kept out: features of a batch's
-    tokens, or of a chunk of them, tensors as large as a parameter (gradients of experts, casts of weights), logits,
-    S x S scores, and maps of images.
+    Rows and columns must be dimensions of parameters of the module that makes the tensor; sizes of other modules'
+    parameters may be equal by coincidence (as many patches as a time embedding has features). The layout is one of the
+    results of einsum and bmm: [..., rows, columns], [..., tokens * rows, columns] or, if a parameter has the shape
+    [rows x columns], [tokens, rows * columns]. Excluded are features of a batch's tokens or of a chunk of tokens,
+    tensors as large as a parameter (gradients of experts, casts of weights), logits, S x S scores, and feature maps.
     """
     trace = context.ledger.trace
     named = [(strip_wrappers(name), trace.storages[index].shape) for index, name in evidence.parameters(trace).items()]
@@ -81,7 +80,7 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
 
     @functools.cache
     def sizes_in(module: str) -> tuple[set[int], dict[int, tuple[int, int]]]:
-        """Return dimensions of the parameters of a module ("": of all), and their matrices by number of elements."""
+        """Return the dimensions of a module's parameters ("": of all), and their matrices by number of elements."""
         shapes = below.get(module, [])
         matrices = {shape[-2:] for shape in shapes if len(shape) >= 2 and min(shape[-2:]) >= MIN_DIM}
         matrices |= {(columns, rows) for rows, columns in matrices}

@@ -23,8 +23,7 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they sa
     main_option="min_bytes", training_only=True, ladder=130, outside=70, search=100, tiers=BUT_STREAMED_WEIGHTS,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
-    """Replace the layers' forwards. Raises UsageError: the model has no layers, or a layer is offloaded already;
-    `min_bytes` is negative."""
+    """Replace the layers' forwards. Raises UsageError: no layers; an offloaded layer; `min_bytes` is negative."""
     at_least(0, "min_bytes", min_bytes)
     layers = find_layers(model, changes.fix)
     for name, module in layers:

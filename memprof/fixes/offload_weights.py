@@ -36,8 +36,7 @@ from memprof.workload.layers import drop_caches, find_layers
     search=110, tiers=(Tier.STREAMED_WEIGHTS,), helps={"gradients": 20, "parameters": 20, "doctor: smaller": 70},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Move the layers to host memory. Raises UsageError: the model has no layers, or layers share parameters or have
-    gradients."""
+    """Move the layers to host memory. Raises UsageError: no layers; layers share parameters or have gradients."""
     layers = find_layers(model, changes.fix)
     counts: Counter[int] = Counter()
     for name, layer in layers:

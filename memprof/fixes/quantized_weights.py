@@ -37,8 +37,7 @@ _QUANT_TYPES = ("nf4", "fp4")
     on=lambda spec: spec.adapter is None and spec.quantize == "int8",
 )  # fmt: skip
 def install_8_bit(model: nn.Module, changes: Changes) -> None:
-    """Quantize the linear layers to LLM.int8. Raises UsageError: bitsandbytes is not installed, or the model has no
-    linear layer to quantize."""
+    """Quantize the linear layers to LLM.int8. Raises UsageError: no bitsandbytes, or no linear layer to quantize."""
     bnb = _import_bitsandbytes(changes.fix)
 
     def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:

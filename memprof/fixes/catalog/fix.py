@@ -107,7 +107,7 @@ class Fix:
     useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
 
     def __call__(self, install: _Function) -> _Function:
-        """Return the function unchanged: the table reads decorators from the source text, without an import."""
+        """Return the function unchanged: the table reads the decorator from the source text, without an import."""
         return install
 
     def is_on(self, spec: TargetSpec) -> bool:
