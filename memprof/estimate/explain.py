@@ -1,4 +1,4 @@
-"""Text of `--explain`: the formula of each term, every constant with its source, and what is taken for given."""
+"""Text of `--explain`: the formula of each term, every constant with its source, and the assumptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memprof.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number of the closed form and where it is from."""
+    """A number of the closed form and its source."""
 
     name: str
     value: str
@@ -83,7 +83,7 @@ _LOGITS = {
 
 
 def formula(estimate: Estimate, cell: Cell, term: str) -> str:
-    """Return how the bytes of a term come about."""
+    """Return the formula of a term, with its numbers."""
     g = estimate.subject.geometry
     plan = cell.plan
     values = {
@@ -111,7 +111,7 @@ def formula(estimate: Estimate, cell: Cell, term: str) -> str:
 
 
 def kept_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
-    """Return tensors that a layer keeps for the backward, with their bytes per token, the largest first."""
+    """Return the tensors that a layer saves for the backward, with their bytes per token, the largest first."""
     g = estimate.subject.geometry
     if g is None or not cell.method.trains:
         return []
@@ -122,7 +122,7 @@ def kept_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
 
 
 def assumptions(estimate: Estimate) -> list[str]:
-    """Return what is taken for given."""
+    """Return the assumptions of an estimate."""
     found = [
         "A training step in its steady state: optimizer state is there, gradients were set to None.",
         "Transformers' own code in eager mode, attention by scaled_dot_product_attention, the loss on all positions.",

@@ -1,4 +1,4 @@
-"""A decoder's shape, read from its configuration: what the closed form needs to know, and what it cannot answer."""
+"""A decoder's shape, read from its configuration; unknown architectures have no shape."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class DecoderGeometry:
 
     @property
     def lora_modules(self) -> str:
-        """Return the names of the modules that PEFT adapts if it is not told which, separated by commas."""
+        """Return the names of the modules that PEFT adapts by default, separated by commas."""
         return _LORA_TARGETS.get(self.family, "q_proj,v_proj")
 
     def lora_targets(self, asked: str | None) -> tuple[str, ...]:
-        """Return the matrices that are adapted: those of the modules that are `asked` for, as PEFT's target_modules.
+        """Return the adapted matrices: the matrices of the modules in `asked`, as in PEFT's target_modules.
         Raises UsageError: a layer has no such module."""
         names = {which: _MODULES.get(self.family, {}).get(which, f"{which}_proj") for which in self.matrices()}
         if asked == "all-linear":
@@ -101,7 +101,7 @@ class DecoderGeometry:
         return tuple(which for which, name in names.items() if name in wanted)
 
     def matrices(self) -> dict[str, tuple[int, int, bool]]:
-        """Return inputs, outputs and whether there is a bias, of a layer's linear layers."""
+        """Return inputs, outputs and the presence of a bias of a layer's linear layers, by name."""
         h, q, kv, i = self.hidden, self.attention_width, self.kv_width, self.intermediate
         widths = {"qkv": q + 2 * kv} if self.fused_qkv else {"q": q, "k": kv, "v": kv}
         found = {name: (h, width, self.qkv_bias) for name, width in widths.items()} | {"o": (q, h, self.o_bias)}
@@ -111,19 +111,19 @@ class DecoderGeometry:
 
     @property
     def linear_parameters(self) -> int:
-        """Return weights and biases of all layers' linear layers."""
+        """Return the number of weights and biases in all layers' linear layers."""
         return self.layers * sum(rows * columns + columns * bias for rows, columns, bias in self.matrices().values())
 
     @property
     def norm_parameters(self) -> int:
-        """Return the parameters of all norms."""
+        """Return the number of parameters in all norms."""
         each = self.hidden * (2 if self.norm == "layer" else 1)
         of_heads = {"": 0, "head": 2 * self.head_dim, "hidden": self.attention_width + self.kv_width}[self.qk_norm]
         return self.layers * (self.norms * each + of_heads) + each
 
     @property
     def num_parameters(self) -> int:
-        """Return all of them, tied ones once."""
+        """Return the number of parameters; tied parameters count once."""
         head = (0 if self.tied else self.vocab * self.hidden) + (self.vocab if self.head_bias else 0)
         embeddings = (self.vocab + self.positions) * self.hidden
         return embeddings + head + self.linear_parameters + self.norm_parameters
@@ -131,7 +131,7 @@ class DecoderGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model, and its use, that an estimate is of."""
+    """The model that an estimate is made for."""
 
     name: str
     num_parameters: int
@@ -145,16 +145,16 @@ class Subject:
 
     @property
     def derived(self) -> bool:
-        """Return whether the shape is the rule's, not the model's own."""
+        """Return whether the shape was derived from the number of parameters."""
         return self.given == "params"
 
 
 def from_params(text: str) -> Subject:
-    """Return a decoder of so many parameters; its shape is that of a Llama of this size (workload/catalog/sizes.py).
-    Raises UsageError: not a number of parameters, or one that no shape is known for."""
+    """Return a decoder with the given number of parameters, in the shape of a Llama (workload/catalog/sizes.py).
+    Raises UsageError: `text` is no number of parameters, or no shape is known for this number."""
     count = parse_count(text)
     entry = synthesize(count)
-    geometry = _geometry(dict(entry.config or {}))
+    geometry = _read_geometry(dict(entry.config or {}))
     rule = (
         "Only a number of parameters was given. The shape is that of a Llama of this size (hidden size over layers, "
         "vocabulary and head size as published models near it have them, memprof/workload/catalog/sizes.py): "
@@ -168,8 +168,8 @@ def from_params(text: str) -> Subject:
 
 
 def from_model(name: str) -> Subject:
-    """Return a model of the catalog, or a configuration in a file or a folder.
-    Raises UsageError: there is no such model, or the file is no configuration."""
+    """Return a model of the catalog, or of a configuration in a file or folder.
+    Raises UsageError: the model or file does not exist, or the file is no configuration."""
     if has_model(name):
         return _subject_of_entry(find_model(name))
     path = Path(name).expanduser()
@@ -179,19 +179,19 @@ def from_model(name: str) -> Subject:
 
 
 def from_size(size: str) -> Subject:
-    """Return the model that is known by a size such as 4B, else a Llama of that size. Raises UsageError: not a size."""
+    """Return the default model of a size such as 4B, else a Llama of it. Raises UsageError: `size` is no size."""
     return _subject_of_entry(resolve_size(size))
 
 
 def from_config(path: Path) -> Subject:
-    """Return a model of transformers by its config.json. Raises UsageError: it cannot be read, or says too little."""
+    """Return the model of a transformers config.json. Raises UsageError: the file cannot be read, or is incomplete."""
     file, config = read_config_file(path)
     if config["model_type"] not in FAMILIES:
         value = f'{file}: "model_type": "{config["model_type"]}"'
         hint = f"it knows {', '.join(FAMILIES)}; memprof profile --model {path} runs any model of transformers"
         raise UsageError("the closed form does not know this kind of model", value=value, hint=hint)
     try:
-        geometry = _geometry(config)
+        geometry = _read_geometry(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError("the configuration is incomplete or wrong", value=file, hint=problem) from None
@@ -204,12 +204,12 @@ def _subject_of_entry(entry: ModelEntry) -> Subject:
     config = entry.load_config()
     known = config["model_type"] in FAMILIES and entry.task == "causal-lm"
     why = "" if known else f"the closed form has no layer of {entry.architecture}"
-    geometry = _geometry(config) if known else None
+    geometry = _read_geometry(config) if known else None
     return Subject(entry.key, entry.num_parameters, geometry, config, "model", entry.checkpoint_dtype, why)
 
 
 def _first_positive(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first of these entries that is set: null stands for the default."""
+    """Return the first of these entries that is not null, else the default."""
     set_here = ((name, config[name]) for name in names if config.get(name) is not None)
     name, value = next(set_here, (names[0], default))
     if value is None:
@@ -219,8 +219,8 @@ def _first_positive(config: Mapping[str, Any], *names: str, default: int | None 
     return value
 
 
-def _geometry(config: Mapping[str, Any]) -> DecoderGeometry:
-    """Return the shape of a configuration of one of FAMILIES; defaults are those of transformers' classes."""
+def _read_geometry(config: Mapping[str, Any]) -> DecoderGeometry:
+    """Return the shape of a configuration of one of FAMILIES, with the defaults of transformers' classes."""
     kind = config["model_type"]
     hidden = _first_positive(config, "hidden_size", "n_embd")
     heads = _first_positive(config, "num_attention_heads", "n_head")
@@ -239,7 +239,7 @@ def _geometry(config: Mapping[str, Any]) -> DecoderGeometry:
         "max_positions": _first_positive(config, "max_position_embeddings", "n_positions"),
     }
     if kind in ("gpt2", "gpt_neox", "opt", "phi"):
-        return DecoderGeometry(**{**common, **_classic(config, kind, hidden)})
+        return DecoderGeometry(**{**common, **_read_gpt2_shape(config, kind, hidden)})
     bias = bool(config.get("attention_bias", False))
     return DecoderGeometry(
         **common,
@@ -260,8 +260,8 @@ def _geometry(config: Mapping[str, Any]) -> DecoderGeometry:
     )
 
 
-def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
-    """Return the shape of GPT-2 and its like: layer norms, a plain MLP."""
+def _read_gpt2_shape(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
+    """Return the fields of a geometry of the GPT-2 family: layer norms, a plain MLP."""
     activation = config.get("activation_function") or config.get("hidden_act") or "gelu"
     shape: dict[str, Any] = {
         "gated": False, "norm": "layer", "activation": "gelu-python" if activation == "gelu_new" else activation,

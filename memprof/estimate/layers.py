@@ -1,7 +1,7 @@
-"""One decoder layer, operator by operator, as transformers writes it: `Layer.forward` plays it on a tape.
+"""One decoder layer, operator by operator, as in transformers; `DecoderLayer.forward` records the layer on a tape.
 
-Sources: transformers/models/*/modeling_*.py, and for what attention keeps aten/src/ATen/native/transformers/cuda/ of
-PyTorch.
+Sources: transformers/models/*/modeling_*.py, and for tensors that attention saves, PyTorch's
+aten/src/ATen/native/transformers/cuda/.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ FLASH_MAX_HEAD = 256
 
 
 class DecoderLayer(Projections):
-    """One layer that plays on a tape."""
+    """One layer whose operators are recorded on a tape."""
 
     def norm(self, x: Tensor, name: str, width: int | None = None, rows: int = 1) -> Tensor:
-        """Return a norm over `width` elements, `rows` of which a token has."""
+        """Record a norm over `width` elements, `rows` times per token; return its output."""
         if self.g.norm == "layer":
             return self._layer_norm(x, name)
         tape, width = self.tape, x.width if width is None else width
@@ -48,7 +48,7 @@ class DecoderLayer(Projections):
         )  # fmt: skip
 
     def rotate(self, x: Tensor, name: str) -> Tensor:
-        """Play rotary positions, on all or a part of each head; `x` is given up."""
+        """Record rotary positions, on all or a part of each head, and drop `x`; return the output."""
         tape = self.tape
         if not self.g.rotary:
             return x
@@ -66,10 +66,10 @@ class DecoderLayer(Projections):
         return result
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Play scaled_dot_product_attention; `q`, `k` and `v` are given up."""
+        """Record scaled_dot_product_attention, and drop `q`, `k` and `v`; return the output."""
         tape, g, setting = self.tape, self.g, self.setting
         if setting.cache:
-            k, v = self._cached(k), self._cached(v)
+            k, v = self._add_to_cache(k), self._add_to_cache(v)
         item = setting.compute_item
         cast = [tape.cast(t, item, f"{t.name}, cast") for t in (q, k, v)]
         tape.drop(q, k, v)
@@ -82,18 +82,18 @@ class DecoderLayer(Projections):
             tape.drop(k, v)
             k, v = wide
         if setting.parts_heads > 1:
-            q, k, v = self._exchanged(q, k, v)
+            q, k, v = self._exchange_heads(q, k, v)
         if g.family == "gemma2":
-            result = self._eager(q, k, v)
+            result = self._record_eager(q, k, v)
         elif item == FLOAT32 and groups and not masked:
-            result = self._math(q, k, v)
+            result = self._record_math(q, k, v)
         else:
-            result = self._kernel(q, k, v, flash=item == 2 and not masked and g.head_dim <= FLASH_MAX_HEAD)
+            result = self._record_kernel(q, k, v, flash=item == 2 and not masked and g.head_dim <= FLASH_MAX_HEAD)
         tape.drop(q, k, v)
         return result
 
-    def _exchanged(self, *parts: Tensor) -> list[Tensor]:
-        """Give all heads of some tokens for some heads of all tokens (workload/ulysses.py), and `parts` up."""
+    def _exchange_heads(self, *parts: Tensor) -> list[Tensor]:
+        """Record the exchange of all heads of some tokens for some heads of all tokens (workload/ulysses.py)."""
         tape, g, ranks = self.tape, self.g, self.setting.parts_heads
         repeats = -(-ranks // g.kv_heads)  # of keys and values, where there are fewer heads than ranks
         if g.kv_heads * repeats % ranks:
@@ -106,8 +106,8 @@ class DecoderLayer(Projections):
             found.append(tape.op([sent], width, part.item, name=f"{part.name}, of all tokens", drops=[sent]))
         return found
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
-        """Play flash or memory-efficient attention: both keep their inputs, the output, and a row sum per head."""
+    def _record_kernel(self, q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
+        """Record flash or memory-efficient attention: both save their inputs, the output, and a row sum per head."""
         tape, g = self.tape, self.g
         batch, length = self.setting.batch_size, self.setting.context_length
         rounded = -(-length // 128) * 128
@@ -128,8 +128,8 @@ class DecoderLayer(Projections):
             name="attention output",
         )  # fmt: skip
 
-    def _math(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Play attention in float32 with shared heads: no fused kernel applies (sdp_utils.cpp), scores are made.
+    def _record_math(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Record attention in float32 with shared heads: no fused kernel applies (sdp_utils.cpp), scores are made.
 
         The inputs are scaled by the square root of the scale and the heads repeated (native/transformers/attention.cpp,
         _scaled_dot_product_attention_math).
@@ -146,8 +146,8 @@ class DecoderLayer(Projections):
             [shares, wide[1]], q.width, FLOAT32, keeps=[shares, wide[1]], name="attention output", drops=[shares, *wide]
         )
 
-    def _eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Play Gemma 2's attention: its scores go through tanh, which no kernel of torch does (modeling_gemma2.py)."""
+    def _record_eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Record Gemma 2's attention, whose scores go through tanh, unlike torch's kernels (modeling_gemma2.py)."""
         tape, g = self.tape, self.g
         item, scores_width = q.item, g.heads * self.setting.context_length
         wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
@@ -164,13 +164,13 @@ class DecoderLayer(Projections):
             [half, wide[1]], q.width, item, keeps=[half, wide[1]], name="attention output", drops=[half, *wide]
         )
 
-    def _cached(self, tensor: Tensor) -> Tensor:
-        """Return a new tensor in the cache (cache_utils.py, DynamicLayer.update), which is counted as such."""
+    def _add_to_cache(self, tensor: Tensor) -> Tensor:
+        """Return a new tensor in the KV cache (cache_utils.py, DynamicLayer.update), which the tape does not count."""
         self.tape.drop(tensor)
         return self.tape.given(tensor.width, tensor.item, needs_grad=False, name=tensor.name)
 
     def attention(self, x: Tensor) -> Tensor:
-        """Play self-attention with its projections; `x` stays the caller's."""
+        """Record self-attention with its projections, without dropping `x`; return the output."""
         tape, g = self.tape, self.g
         if g.fused_qkv:
             fused = self.linear(x, "qkv", "query, key, value")
@@ -185,20 +185,20 @@ class DecoderLayer(Projections):
             k = self.linear(x, "k", "key")
             v = self.linear(x, "v", "value")
             if g.qk_norm:
-                q, k = self._normed(q, "query", g.heads), self._normed(k, "key", g.kv_heads)
+                q, k = self._normalize_heads(q, "query", g.heads), self._normalize_heads(k, "key", g.kv_heads)
         q, k = self.rotate(q, "query"), self.rotate(k, "key")
         result = self.attend(q, k, v)
-        if self._is_copied():
+        if self._has_strided_heads():
             name = "attention output, heads side by side"
             result = tape.op([result], result.width, result.item, name=name, drops=[result])
         projected = self.linear(result, "o", "attention projection")
         tape.drop(result)
         return projected
 
-    def _is_copied(self) -> bool:
-        """Return whether the heads of a token do not lie side by side in the output of attention, so that it is copied.
+    def _has_strided_heads(self) -> bool:
+        """Return whether the heads of a token are not contiguous in the output of attention, which is then copied.
 
-        A kernel's output is laid out as its query. One that is rotated in part is joined (aten.cat) head by head.
+        A kernel's output has the strides of its query. A query with partial rotation is joined head by head (aten.cat).
         """
         setting, g = self.setting, self.g
         if setting.parts_heads > 1:
@@ -206,7 +206,7 @@ class DecoderLayer(Projections):
         math = setting.compute_item == FLOAT32 and g.heads != g.kv_heads and not setting.masked
         return math or g.family in ("gemma2", "gpt_neox", "phi", "phi3")
 
-    def _normed(self, x: Tensor, name: str, heads: int) -> Tensor:
+    def _normalize_heads(self, x: Tensor, name: str, heads: int) -> Tensor:
         by_head = self.g.qk_norm == "head"
         width = self.g.head_dim if by_head else x.width
         result = self.norm(x, f"{name}, normed", width, heads if by_head else 1)
@@ -214,7 +214,7 @@ class DecoderLayer(Projections):
         return result
 
     def mlp(self, x: Tensor) -> Tensor:
-        """Return the MLP; `x` stays the caller's."""
+        """Record the MLP, without dropping `x`; return the output."""
         tape, g = self.tape, self.g
         if not g.gated:
             up = self.linear(x, "up", "MLP up")
@@ -236,7 +236,7 @@ class DecoderLayer(Projections):
         return down
 
     def activate(self, x: Tensor, kind: str) -> Tensor:
-        """Return an activation; ReLU keeps its result, others their input."""
+        """Record an activation, and return its output; ReLU saves its result, others save their input."""
         tape = self.tape
         if kind == "relu":
             return tape.op([x], x.width, x.item, keeps_output=True, name="activated")
@@ -256,7 +256,7 @@ class DecoderLayer(Projections):
         return tape.op([half, one], x.width, item, keeps=[half, one], name="activated", drops=[half, one])
 
     def dropped(self, x: Tensor) -> Tensor:
-        """Play dropout in training: a new tensor, and a mask of a byte per element; `x` is given up."""
+        """Record dropout in training (a new tensor, and a mask of a byte per element), and drop `x`."""
         if not (self.g.dropout and self.setting.training):
             return x
         mask = self.tape.tokens * x.width if x.needs_grad else 0
@@ -265,9 +265,9 @@ class DecoderLayer(Projections):
     # -- the layer
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the layer; `hidden` stays the caller's."""
+        """Record the layer, without dropping `hidden`; return the output."""
         if self.g.family in ("gpt_neox", "phi"):
-            return self._parallel(hidden)
+            return self._record_parallel(hidden)
         tape, gemma, after = self.tape, self.g.norm == "gemma", self.g.norm == "olmo"
         x = hidden
         for part, name in ((self.attention, "attention"), (self.mlp, "MLP")):
@@ -285,8 +285,8 @@ class DecoderLayer(Projections):
             x = summed
         return x
 
-    def _parallel(self, hidden: Tensor) -> Tensor:
-        """Play attention and MLP side by side, on one norm or two."""
+    def _record_parallel(self, hidden: Tensor) -> Tensor:
+        """Record attention and MLP in parallel, on one norm or two; return the output."""
         tape = self.tape
         normed = self.norm(hidden, "input of attention")
         attended = self.attention(normed)
@@ -302,7 +302,7 @@ class DecoderLayer(Projections):
 
 
 def kept_per_layer(setting: Setting, *, hidden_needs_grad: bool = True) -> tuple[Tape, int]:
-    """Return the tape of one layer, and the bytes it keeps for the backward, its input among them if it keeps that."""
+    """Return the tape of one layer, and the bytes that the layer saves for the backward, including a saved input."""
     tape, width = Tape(setting.tokens, setting.training), setting.geometry.hidden
     hidden = tape.given(width, setting.stream_item, needs_grad=hidden_needs_grad, name="hidden states")
     output = DecoderLayer(tape, setting).forward(hidden)

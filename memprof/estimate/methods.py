@@ -1,4 +1,4 @@
-"""Methods of using a model, and their dtypes: the rows and columns of the table."""
+"""Methods (inference, LoRA, full training, ...) and dtypes: the rows and columns of the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One row."""
+    """One row of the table, such as inference or full training."""
 
     key: str
     title: str
@@ -26,11 +26,11 @@ class Method:
 
     @property
     def trains(self) -> bool:
-        """Return whether there is a backward."""
+        """Return whether the method has a backward."""
         return self.kind not in ("weights", "inference")
 
     def applies(self, column: str) -> bool:
-        """Return whether this is done with weights of this dtype: quantized ones are not trained."""
+        """Return whether the method supports weights of the dtype `column`; quantized weights are not trained."""
         if column in FORMATS:
             return self.kind in ("weights", "inference")
         if self.kind in ("full", "adamw-8bit"):
@@ -58,7 +58,7 @@ BY_KEY = {method.key: method for method in METHODS}
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """A method with its dtype: how many bytes everything has."""
+    """A method with its dtype, and the options that determine the bytes of each tensor."""
 
     method: Method
     column: str
@@ -73,17 +73,17 @@ class MethodPlan:
 
     @property
     def quantized(self) -> str:
-        """Return int8, int4 or a format of stored weights; or nothing."""
+        """Return int8, int4 or the format of a quantized checkpoint; "" for weights that are not quantized."""
         return "" if self.column in _ITEM else self.column
 
     @property
     def amp(self) -> bool:
-        """Return whether weights are float32 under autocast: mixed training, and QLoRA as in transformers' Trainer."""
+        """Return whether autocast is on: in mixed training, and in QLoRA as in transformers' Trainer."""
         return self.method.kind == "mixed" or (self.method.kind == "lora" and bool(self.quantized))
 
     @property
     def item(self) -> int:
-        """Return the bytes of an element of what is not quantized."""
+        """Return the bytes of an element that is not quantized."""
         if self.amp:
             return 4
         return 2 if self.quantized else _ITEM[self.column]

@@ -1,6 +1,6 @@
-"""Options of the closed form: one frozen description of a model's use, as `TargetSpec` is of a run.
+"""Options of the closed form: a frozen description of how a model is used, as `TargetSpec` describes a run.
 
-To add an option of `memprof estimate` that changes its figures, add a field.
+An option of `memprof estimate` that changes its figures is a field here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions:
-    """Say how a model is used; sizes are counts of tokens, sequences and GPUs."""
+    """Options of an estimate; sizes are counts of tokens, sequences and GPUs."""
 
     dtype: str | None = repeat_option("dtype", note="The column to look at.", unset="bfloat16")
     quantize: str | None = repeat_option(

@@ -1,4 +1,4 @@
-"""Conditions and linear layers, plain, quantized and adapted, with which a layer's memory is estimated.
+"""Settings of a layer's estimate, and its linear layers: plain, quantized and adapted.
 
 Sources: peft/tuners/lora/{layer,bnb}.py, bitsandbytes/autograd/_functions.py, and autocast's casts
 (aten/src/ATen/autocast_mode.cpp).
@@ -14,7 +14,7 @@ from memprof.estimate.tape import FLOAT32, Tape, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The conditions that a layer's memory depends on beside its shape."""
+    """The settings other than shape that determine a layer's memory."""
 
     geometry: DecoderGeometry
     batch_size: int
@@ -32,7 +32,7 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a micro-batch."""
+        """Return the number of tokens in a micro-batch."""
         return self.batch_size * self.context_length
 
     @property
@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def masked(self) -> bool:
-        """Return whether a mask is made: transformers/masking_utils.py leaves it out while every token is seen."""
+        """Return whether a mask is made; transformers/masking_utils.py makes none if every token is visible."""
         window = self.geometry.window
         return self.padded or (bool(window) and self.context_length >= window)
 
@@ -59,7 +59,7 @@ _LONG_INPUT = 1024
 
 
 class Projections:
-    """The linear layers of one layer, played on a tape."""
+    """The linear layers of one decoder layer, recorded on a tape."""
 
     def __init__(self, tape: Tape, setting: Setting) -> None:
         self.tape = tape
@@ -69,7 +69,7 @@ class Projections:
         self._matrices = self.g.matrices()
 
     def linear(self, x: Tensor, which: str, name: str) -> Tensor:
-        """Return a linear layer, with its adapter; `x` stays the caller's."""
+        """Record a linear layer with its adapter, without dropping `x`; return the output."""
         setting = self.setting
         rows, columns, bias = self._matrices[which]
         if setting.quantize == "int4":
@@ -77,7 +77,7 @@ class Projections:
         elif setting.quantize == "int8":
             result = self._linear8(x, rows, columns, name)
         elif setting.quantize:
-            result = self._stored(x, rows, columns, name)
+            result = self._stored_linear(x, rows, columns, name)
         else:
             result = self._plain_linear(x, rows, columns, bias, name)
         if which in setting.lora_targets:
@@ -96,7 +96,7 @@ class Projections:
         )  # fmt: skip
 
     def _linear4(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Play Linear4bit: a half-precision copy of the weight lives while it is multiplied, forward and backward."""
+        """Record Linear4bit: products have a half-precision copy of the weight, in forward and backward."""
         tape = self.tape
         taken = tape.cast(x, 2, f"{x.name}, cast")
         weight = 2 * rows * columns
@@ -106,21 +106,21 @@ class Projections:
         return tape.cast(product, x.item, name, drops=[product])
 
     def _linear8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Play Linear8bitLt; its input is kept.
+        """Record Linear8bitLt, which saves its input.
 
-        bitsandbytes/backends/cuda/ops.py: the input becomes float16 and then int8, beside its magnitudes and a mask of
-        outliers; the product is int32, then float16, then of the input's dtype.
+        bitsandbytes/backends/cuda/ops.py: the input is cast to float16 and then int8, with scales and a mask of
+        outliers; the product is int32, then float16, then the input's dtype.
         """
         tape = self.tape
         tape.during(tape.tokens * rows * (2 + 1 + 2 + 1))
         tape.during(tape.tokens * (rows + columns * (4 + 2 + x.item)))
         return tape.op([x], columns, x.item, keeps=[x], name=name, temporary=x.item * rows * columns)
 
-    def _stored(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Return a layer of a quantized checkpoint, in inference.
+    def _stored_linear(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+        """Record a linear layer of a quantized checkpoint, in inference; return the output.
 
-        Float8: the input is quantized in turn (transformers/integrations/finegrained_fp8.py). Of AWQ and GPTQ a long
-        input is multiplied by a copy of the weight in half precision (awq/modules/linear/gemm.py: from 1,024 tokens).
+        Float8 quantizes the input too (transformers/integrations/finegrained_fp8.py). AWQ and GPTQ multiply a long
+        input by a copy of the weight in half precision (awq/modules/linear/gemm.py: from 1,024 tokens).
         """
         tape = self.tape
         fp8 = self.setting.quantize == "fp8"
@@ -129,7 +129,7 @@ class Projections:
         return tape.op([x], columns, x.item, name=name)
 
     def _adapt(self, x: Tensor, result: Tensor, columns: int, name: str) -> Tensor:
-        """Play PEFT's LoRA: its matrices, inputs and outputs are float32 (autocast_adapter_dtype)."""
+        """Record PEFT's LoRA, whose matrices, inputs and outputs are float32 (autocast_adapter_dtype)."""
         tape, rank = self.tape, self.setting.lora_rank
         item = result.item
         of_adapter = 2 if self.setting.amp else FLOAT32

@@ -1,4 +1,4 @@
-"""One rank's share of a model, of a batch and of a step: the closed form of `--parallel`'s plans."""
+"""One rank's share of a model, batch and step: the closed form of `--parallel`'s plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memprof.workload.plan import ParallelPlan, check_plan, parse_plan
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank's place; the default is a GPU alone."""
+    """A rank's position in the parallel plan; the default is a single GPU."""
 
     # Over how many ranks each part of the state is spread.
     parameters: int = 1
@@ -33,33 +33,33 @@ class Rank:
 
     @property
     def sequence(self) -> int:
-        """Return the ranks that share a sequence."""
+        """Return the number of ranks that share a sequence."""
         return self.context * self.ulysses
 
     @property
     def is_first(self) -> bool:
-        """Return whether it has the embedding."""
+        """Return whether the rank has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether it has the head, and the loss."""
+        """Return whether the rank has the head and the loss."""
         return self.stage == self.stages - 1
 
     def layers(self, g: DecoderGeometry) -> int:
-        """Return the layers of this stage: the first stages have one more, where they cannot be divided."""
+        """Return the number of layers of this pipeline stage; the first stages have the remainder, one layer each."""
         each, more = divmod(g.layers, self.stages)
         return each + (self.stage < more)
 
     def geometry(self, g: DecoderGeometry) -> DecoderGeometry:
-        """Return a layer of which each matrix is divided."""
+        """Return the geometry of the model with each matrix divided among the tensor-parallel ranks."""
         if self.tensor == 1:
             return g
         t = self.tensor
         return dataclasses.replace(g, heads=g.heads // t, kv_heads=g.kv_heads // t, intermediate=g.intermediate // t)
 
     def elements(self, g: DecoderGeometry) -> Elements:
-        """Return parameters that this rank computes with, whole."""
+        """Return the numbers of parameters that this rank computes with, unsharded."""
         layers = self.layers(g)
         embedding = g.vocab * g.hidden
         # A tied matrix is two where it is on two stages, or divided among ranks.
@@ -78,7 +78,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Numbers of parameters."""
+    """Numbers of parameters of a rank."""
 
     layer: int
     layers: int
@@ -89,12 +89,12 @@ class Elements:
 
     @property
     def root(self) -> int:
-        """Return the parameters that are in no layer."""
+        """Return the number of parameters outside layers."""
         return self.embedding + self.head + self.final
 
     @property
     def all(self) -> int:
-        """Return all of them."""
+        """Return the number of all parameters."""
         return self.layer * self.layers + self.root
 
 
@@ -102,7 +102,7 @@ ALONE = Rank()
 
 
 def rank_of(plan: ParallelPlan, stage: int = 0) -> Rank:
-    """Return any rank of a plan, or of its `stage`."""
+    """Return a representative rank of a plan's pipeline stage `stage`."""
     shards = plan.shard * plan.sequence if plan.sharded else 1
     in_flight = min(plan.stages - stage, plan.microbatches) if plan.schedule == "1f1b" else plan.microbatches
     return Rank(
@@ -113,8 +113,8 @@ def rank_of(plan: ParallelPlan, stage: int = 0) -> Rank:
 
 
 def ranks_in(subject: Subject, plan: MethodPlan, parallel: str, gpus: int) -> list[Rank]:
-    """Return one rank of each kind that `parallel` has over `gpus` GPUs; an empty one is a GPU alone.
-    Raises UsageError: it is no plan, or the model cannot be spread so; the message has the nearest that can be."""
+    """Return one rank of each kind in the plan `parallel` over `gpus` GPUs; "" is a single GPU.
+    Raises UsageError: `parallel` is no plan, or the model does not support it; the message has the nearest plan."""
     if not parallel:
         return [ALONE]
     spread = parse_plan(parallel, gpus)

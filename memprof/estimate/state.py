@@ -1,4 +1,4 @@
-"""Memory that does not depend on tokens: weights, gradients, optimizer state; and a layer's conditions."""
+"""Memory that does not depend on tokens (weights, gradients, optimizer state), and a layer's settings."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class PeakMoment:
-    """A moment that may be the peak, with what is live at it."""
+    """A moment that may be the peak, with its live bytes by term."""
 
     name: str
     terms: Mapping[str, int]
 
     @property
     def num_bytes(self) -> int:
-        """Return their sum."""
+        """Return the sum of the terms."""
         return sum(self.terms.values())
 
 
 @dataclass(frozen=True, slots=True)
 class StaticMemory:
-    """Bytes that do not depend on tokens."""
+    """Bytes of weights, gradients and optimizer state."""
 
     parameters: int
     trained: int  # Elements that are trained.
@@ -63,11 +63,11 @@ class StaticMemory:
 
 
 def state(subject: Subject, plan: MethodPlan) -> StaticMemory:
-    """Return weights, gradients and optimizer state; without a geometry nothing is known of quantized weights."""
+    """Return the bytes of weights, gradients and optimizer state; quantized weights require a geometry."""
     g = subject.geometry
     count = subject.num_parameters
     # Where only the number was given, the shape comes near it.
-    parameters = count * plan.item if g is None else round(_weights(g, plan) * count / g.num_parameters)
+    parameters = count * plan.item if g is None else round(_weight_bytes(g, plan) * count / g.num_parameters)
     kind = plan.method.kind
     if not plan.method.trains:
         return StaticMemory(parameters, 0, 0, 0, 0)
@@ -93,7 +93,7 @@ def _memory_with_optimizer(plan: MethodPlan, parameters: int, trained: int, item
     return StaticMemory(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
 
 
-def _weights(g: DecoderGeometry, plan: MethodPlan) -> int:
+def _weight_bytes(g: DecoderGeometry, plan: MethodPlan) -> int:
     if not plan.quantized:
         return g.num_parameters * plan.item
     matrices = [(rows * columns, columns) for rows, columns, _ in g.matrices().values()]
@@ -117,7 +117,7 @@ def _weights(g: DecoderGeometry, plan: MethodPlan) -> int:
 
 
 def setting_of(g: DecoderGeometry, plan: MethodPlan, batch_size: int, context_length: int) -> Setting:
-    """Return what the layers need to know."""
+    """Return the settings of the layers."""
     lora = plan.method.kind == "lora"
     return Setting(
         g, batch_size, context_length, plan.item, training=plan.method.trains,
@@ -128,7 +128,7 @@ def setting_of(g: DecoderGeometry, plan: MethodPlan, batch_size: int, context_le
 
 
 def positions(setting: Setting) -> int:
-    """Return cosines and sines, and the mask where a window is shorter than the context."""
+    """Return the bytes of cosines and sines, and of the mask if a window is shorter than the context."""
     g = setting.geometry
     rotary = 2 * setting.context_length * int(g.head_dim * g.rotary) * setting.stream_item
     both = 2 if g.family == "gemma3_text" else 1  # one for each kind of layer

@@ -1,8 +1,8 @@
-"""A layer's tensors, op by op, without torch: which are kept for the backward, and the most that are live at once.
+"""A layer's tensors, operator by operator, without torch: saved tensors, and the maximum of live bytes.
 
-Sizes are bytes for all tokens of a micro-batch. An operator keeps what the formula of its derivative needs
-(tools/autograd/derivatives.yaml of PyTorch), and only if something behind it asks for a gradient; a tensor that two
-operators keep is kept once. The backward goes through the operators in reverse and releases what each has kept.
+Sizes are bytes for all tokens of a micro-batch. An operator saves the tensors in its derivative's formula
+(tools/autograd/derivatives.yaml of PyTorch), and only if one of its inputs requires a gradient; a tensor that two
+operators save counts once. The backward goes through the operators in reverse and releases their saved tensors.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ class Tensor:
     needs_grad: bool
     name: str = ""
     num_bytes: int = 0
-    holders: int = 1  # What keeps it live: variables of the model's code, and operators that keep it for the backward.
-    counted: bool = True  # False: it is live in any case, and is counted elsewhere (the layer's input).
+    holders: int = 1  # The number of references: variables of the model's code, and operators that saved the tensor.
+    counted: bool = True  # False: the tensor is counted elsewhere (the layer's input).
     grad: Tensor | None = None
-    whole: Tensor | None = None  # The tensor that this is a view of.
+    whole: Tensor | None = None  # The base of a view.
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
+    """One recorded operator, as a node of the backward."""
+
     inputs: Sequence[Tensor]
     output: Tensor
     kept: Sequence[Tensor]
     passes_through: bool = False
-    param_grad: int = 0  # Bytes of gradients of parameters; they stay.
-    temporary: int = 0  # Bytes that the derivative takes beside its results.
-    temporary_param: int = 0  # Bytes of a gradient in half precision that becomes one in float32.
+    param_grad: int = 0  # Bytes of parameters' gradients, which stay live.
+    temporary: int = 0  # Bytes of the derivative's temporaries.
+    temporary_param: int = 0  # Bytes of a half-precision gradient that is cast to float32.
 
 
 @dataclass
@@ -52,26 +54,26 @@ class Tape:
     _nodes: list[_Node] = field(default_factory=list)
 
     def new(self, width: int, item: int, *, needs_grad: bool, name: str = "") -> Tensor:
-        """Return a tensor is allocated."""
+        """Return a new tensor, and count its bytes as live."""
         made = Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item)
         self.take(made.num_bytes)
         return made
 
     def given(self, width: int, item: int, *, needs_grad: bool, name: str) -> Tensor:
-        """Return a tensor that is there before the layer."""
+        """Return a tensor that exists before the layer, whose bytes are not counted."""
         return Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item, counted=False)
 
     def take(self, num_bytes: int) -> None:
-        """Count so many bytes more as live."""
+        """Add `num_bytes` to the live bytes."""
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
     def during(self, num_bytes: int) -> None:
-        """Count so many bytes as taken and released at once."""
+        """Count `num_bytes` as allocated and released at once."""
         self.peak = max(self.peak, self.live + num_bytes)
 
     def drop(self, *tensors: Tensor) -> None:
-        """Let go of these, as a variable of the model's code or an operator does."""
+        """Remove one reference to each tensor; tensors without references are no longer live."""
         for view in tensors:
             tensor = view.whole or view
             tensor.holders -= 1
@@ -83,21 +85,21 @@ class Tape:
         keeps_output: bool = False, extra: int = 0, name: str = "", trains: bool = False, param_grad: int = 0,
         temporary: int = 0, temporary_param: int = 0, drops: Iterable[Tensor] = (),
     ) -> Tensor:  # fmt: skip
-        """Return an operator and its output.
+        """Record an operator; return its output.
 
         Args:
             inputs: tensors that may get a gradient.
             width: elements per token of the output.
-            item: bytes of each.
-            keeps: what its derivative needs.
-            keeps_output: its own output as well.
-            extra: bytes of a further result that the derivative needs (a mask, row sums).
-            name: of the output.
-            trains: one of its parameters is trained.
-            param_grad: bytes of the gradients of those.
-            temporary: bytes that the derivative takes beside its results.
-            temporary_param: bytes of a parameter's gradient before it is cast.
-            drops: what the model's code lets go of once the output is there, as in the two below.
+            item: bytes per element of the output.
+            keeps: tensors that the operator saves for the backward.
+            keeps_output: whether the operator saves its output too.
+            extra: bytes of a further saved result (a mask, row sums).
+            name: name of the output.
+            trains: whether a parameter of the operator is trained.
+            param_grad: bytes of the gradients of its parameters.
+            temporary: bytes of the derivative's temporaries.
+            temporary_param: bytes of a parameter's gradient before a cast.
+            drops: tensors that the model's code drops after the operator.
         """
         needs_grad = trains or any(tensor.needs_grad for tensor in inputs)
         output = self.new(width, item, needs_grad=needs_grad, name=name)
@@ -120,7 +122,7 @@ class Tape:
         return output
 
     def add(self, left: Tensor, right: Tensor, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
-        """Return a sum; its gradient is that of both."""
+        """Record a sum of two tensors, which share its gradient; return the output."""
         item = max(left.item, right.item)
         output = self.new(left.width, item, needs_grad=left.needs_grad or right.needs_grad, name=name)
         if output.needs_grad:
@@ -130,7 +132,7 @@ class Tape:
         return output
 
     def cast(self, tensor: Tensor, item: int, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
-        """Return `tensor.to(dtype)`: itself if it has that dtype already (the caller drops what it gets)."""
+        """Record `tensor.to(dtype)`; return a new reference to the result, which may be `tensor` itself."""
         if tensor.item == item:
             (tensor.whole or tensor).holders += 1
             self.drop(*drops)
@@ -138,7 +140,7 @@ class Tape:
         return self.op([tensor], tensor.width, item, name=name or f"{tensor.name}, cast", drops=drops)
 
     def view(self, whole: Tensor, width: int, name: str) -> Tensor:
-        """Return a part of `whole` that has no memory of its own."""
+        """Record a view of a part of `whole`; return the view."""
         part = Tensor(width, whole.item, whole.needs_grad, name, 0, whole=whole)
         whole.holders += 1
         if part.needs_grad:
@@ -153,18 +155,18 @@ class Tape:
 
     @property
     def kept_bytes(self) -> int:
-        """Return all that is kept for the backward."""
+        """Return the bytes that are saved for the backward."""
         return sum(self.kept.values())
 
     def kept_by_name(self) -> dict[str, int]:
-        """Return the same, by the names of the tensors."""
+        """Return the bytes that are saved for the backward, by the names of the tensors."""
         result = Counter[str]()
         for key, num_bytes in self.kept.items():
             result[key.rpartition(" #")[0]] += num_bytes
         return result
 
     def backward(self, output: Tensor) -> int:
-        """Go back through everything from what is live now; return the bytes of parameters' gradients at the end."""
+        """Run the backward from `output`, updating the live bytes; return the bytes of the parameters' gradients."""
         output.grad = Tensor(output.width, output.item, False, num_bytes=output.num_bytes or self._bytes_of(output))
         self.take(output.grad.num_bytes)
         gradients = 0

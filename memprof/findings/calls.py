@@ -18,7 +18,7 @@ def training_times(trace: Trace) -> list[int]:
 
 
 def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
-    """Return the loops among the `wanted` calls: calls of one module without a backward or optimizer step in between."""
+    """Return the loops among the `wanted` calls: calls of one module without a backward or optimizer step between."""
     trained = training_times(trace)
     open_loops: dict[int, list[Forward]] = {}
     result: list[list[Forward]] = []

@@ -222,7 +222,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
 
 
 def vocabulary(context: Context) -> int | None:
-    """Return the vocabulary size: as configured, else the rows of the largest embedding or head, or the loss's width."""
+    """Return the vocabulary size: as configured, else rows of the largest embedding or head, or the loss's classes."""
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace

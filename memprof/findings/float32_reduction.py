@@ -10,7 +10,7 @@ from memprof.units import format_bytes
 
 @rule(92)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for float32 copies; `num_bytes`: reduction of the peak at half size, or without the program's."""
+    """Return a finding for float32 copies; `num_bytes`: reduction of the peak at half size, or without own copies."""
     groups = [group for group in fsdp_groups(context) if group.dtype in HALF_DTYPES]
     trace, lives = context.ledger.trace, context.lives
     half = groups[0].dtype if groups else half_dtype(context)

@@ -356,7 +356,7 @@ def test_the_largest_part_of_sharded_state_is_torchs_own() -> None:
         optimizer: Any = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(size)) for size in sizes], torch.optim.Adam)
         parts = optimizer._partition_parameters()
         largest = max(sum(one.numel() for group in part for one in group["params"]) for part in parts)
-    assert state_not_sharded._largest_part(sizes, 4) == largest
+    assert state_not_sharded._largest_shard(sizes, 4) == largest
 
 
 def stage(blocks: int, rank: int) -> Trace:
