@@ -1,4 +1,4 @@
-"""A diagnosis of a run's error message about memory: its cause, figures, the tensor, and what to do (no torch).
+"""Diagnoses of error messages about memory: cause, figures, tensor, and advice (without torch).
 
     text -log-> [Passage] -signatures, figures-> [Error] -causes-> cause -tensors-> [Candidate] -advice-> [Advice]
 

@@ -1,4 +1,4 @@
-"""Advice for a cause, in order: cheapest first, what changes the numbers last. Each with its command."""
+"""Advice for a cause, each with its command: cheapest first, advice that changes the numbers last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memprof.workload.catalog import find_model, has_model
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """The user's account of the run that died; None: look in the log."""
+    """The user's description of the failed run; the log is searched for fields that are None."""
 
     model: str | None = None
     batch_size: int | None = None
@@ -29,7 +29,7 @@ class ReportedRun:
 
     @property
     def spec(self) -> TargetSpec:
-        """Return what `memprof profile` is asked of the run."""
+        """Return the spec with which `memprof profile` reproduces the run."""
         return TargetSpec(
             model=self.model or "MODEL",
             batch_size=self.batch_size or 1,
@@ -40,11 +40,11 @@ class ReportedRun:
         )
 
     def command(self, fix: str = "") -> str:
-        """Return the command of `memprof profile` for it."""
+        """Return the `memprof profile` command for the run."""
         return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_gpu=False)
 
     def command_with(self, fix: Fix) -> str | None:
-        """Return `memprof profile` with a fix, in inference if it is for that alone; None if it does not apply."""
+        """Return the `memprof profile` command with a fix; None if the fix does not apply to the run."""
         dtype = None
         if self.model is not None and has_model(self.model):
             dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
@@ -66,8 +66,8 @@ _WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A path of Windows.
 _WHO = (Advice("see who is on the GPU", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
 
 
-def _against(case: str, run: ReportedRun) -> tuple[Advice, ...]:
-    """Return the fixes of a case, in order."""
+def _fix_advice(case: str, run: ReportedRun) -> tuple[Advice, ...]:
+    """Return advice for the fixes of a case, in order."""
     found = []
     for fix in find_helpful(case):
         cost = "" if fix.cost.startswith("none") else f" (costs: {fix.cost})"
@@ -79,7 +79,7 @@ def _against(case: str, run: ReportedRun) -> tuple[Advice, ...]:
 def steps(
     cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: ReportedRun, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
-    """Return what to try for `cause`, in order; `text` is the message, and the log around it."""
+    """Return the advice for `cause`, in order; `text` is the message and the log around it."""
     if figures.total is not None and figures.total.num_bytes >= GIB:
         run = replace(run, gpu_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
     if tensors and "delta" in tensors[0].role:
@@ -108,7 +108,7 @@ def steps(
                 "see what the driver shows while the run goes on: another process may come and go",
                 "memprof monitor -- python train.py",
             ),
-            *_segments("no single segment is requested any more, so that no one piece must be had", text),
+            *_segments_advice("no single segment is requested any more, so that no one piece must be had", text),
             Advice(
                 "check limits that free memory does not show: a container's, a slice's (MIG), a virtual GPU's, and on "
                 "Windows the page file, which backs what GPUs commit",
@@ -129,37 +129,40 @@ def steps(
                 "an index out of range (labels, token ids) ends in the same message: run once on the CPU, or with",
                 "CUDA_LAUNCH_BLOCKING=1 python train.py",
             ),
-            *_smaller(run, tensors)[:3],
+            *_smaller_run_advice(run, tensors)[:3],
         )
     if cause is Cause.FRAGMENTATION:
         return (
-            *(_segments("let segments grow: what is reserved and unused serves this request", text) or _unsplit(text)),
+            *(
+                _segments_advice("let segments grow: what is reserved and unused serves this request", text)
+                or _split_size_advice(text)
+            ),
             Advice(
                 "sizes that change from batch to batch leave gaps: pad lengths to multiples of 64, or sort by length"
             ),
             Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --alloc-conf {_SEGMENTS.alloc_conf}"),
-            *_smaller(run, tensors),
+            *_smaller_run_advice(run, tensors),
         )
     others = _WHO if cause is Cause.DEVICE_MEMORY and source == "CUDA" else ()
-    return others + _for_tensor(tensors, run) + _smaller(run, tensors)
+    return others + _tensor_advice(tensors, run) + _smaller_run_advice(run, tensors)
 
 
-def _is_old(text: str) -> bool:
-    """Return whether the message has the words of torch before 2.1, which has no expandable segments."""
+def _is_before_torch_2_1(text: str) -> bool:
+    """Return whether the message has the wording of torch before 2.1, which has no expandable segments."""
     return "reserved in total by PyTorch" in text or " cached)" in text
 
 
-def _segments(what: str, text: str) -> tuple[Advice, ...]:
-    """Return expandable segments, where there are any: not before torch 2.1, nor on Windows."""
-    if _is_old(text) or _WINDOWS.search(text):
+def _segments_advice(what: str, text: str) -> tuple[Advice, ...]:
+    """Return advice to use expandable segments; none before torch 2.1 or on Windows, which do not have them."""
+    if _is_before_torch_2_1(text) or _WINDOWS.search(text):
         return ()
     variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
     return (Advice(what, f"export {variable}={_SEGMENTS.alloc_conf}", fix=_SEGMENTS.name),)
 
 
-def _unsplit(text: str) -> tuple[Advice, ...]:
-    """Return what a torch that has no expandable segments can do against fragmentation."""
-    if _is_old(text) and "max_split_size_mb" not in text:
+def _split_size_advice(text: str) -> tuple[Advice, ...]:
+    """Return advice against fragmentation for a torch without expandable segments."""
+    if _is_before_torch_2_1(text) and "max_split_size_mb" not in text:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
     where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
     shell = "set" if _WINDOWS.search(text) else "export"
@@ -167,31 +170,31 @@ def _unsplit(text: str) -> tuple[Advice, ...]:
     return (Advice(what, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),)
 
 
-def _for_tensor(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Advice, ...]:
-    """Return fixes for the very tensor, if it is known."""
+def _tensor_advice(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Advice, ...]:
+    """Return advice for the likeliest tensor, if a tensor is known."""
     if not tensors:
         return ()
     role = tensors[0].role
     if role.startswith("logits"):
         last = "in inference and prefill: logits of the last position alone"
-        return (*_against("doctor: logits", run), Advice.python(last, "model(input_ids, logits_to_keep=1)"))
+        return (*_fix_advice("doctor: logits", run), Advice.python(last, "model(input_ids, logits_to_keep=1)"))
     if role.startswith("attention"):
-        return _against("doctor: attention", run)
+        return _fix_advice("doctor: attention", run)
     if "delta" in role:
-        return _against("doctor: weight delta", run)
+        return _fix_advice("doctor: weight delta", run)
     if role.startswith(("hidden states", "queries", "keys", "feed-forward act")):
-        return _against("doctor: activations", run)
-    return _against("doctor: parameters" if "parameters" in role else "doctor: weights", run)
+        return _fix_advice("doctor: activations", run)
+    return _fix_advice("doctor: parameters" if "parameters" in role else "doctor: weights", run)
 
 
-def _smaller(run: ReportedRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
-    """Return a run that takes less, in order; what `_for_tensor` said is left out."""
-    said = {step.fix for step in _for_tensor(tensors, run)}
+def _smaller_run_advice(run: ReportedRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
+    """Return advice for a run that takes less memory, in order, except fixes of `_tensor_advice`."""
+    said = {step.fix for step in _tensor_advice(tensors, run)}
     search = "let memprof search: the set of fixes whose step takes least among those that fit"
     on_cpu = "in inference that may take many times as long: use the CPU, whose memory is the machine's"
     listed = (
         Advice(search, run.command("auto")),
-        *_against("doctor: smaller", run),
+        *_fix_advice("doctor: smaller", run),
         Advice.python(on_cpu, 'model.to("cpu")'),
         Advice("torch.cuda.empty_cache() does not help: torch releases its cache itself before it raises this error"),
     )

@@ -1,4 +1,4 @@
-"""Why a request for device memory was refused, from the figures of its message."""
+"""The cause of a failed allocation of device memory, from the figures of its message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNNAMED_SHARE, _SURE_SHARE, _SMALL_GPU = 0.1, 0.25, 8 * GIB
 
 
 def others_bytes(figures: Figures) -> int | None:
-    """Return what other processes have on the GPU; None if the message does not tell."""
+    """Return the bytes of other processes on the GPU; None if the message does not show them."""
     named = sum(size.num_bytes for _, size in other_processes(figures))
     if named:
         return named
@@ -27,7 +27,7 @@ def others_bytes(figures: Figures) -> int | None:
 
 
 def own_bytes(figures: Figures) -> int | None:
-    """Return what this process has on the GPU; without the driver's word its segments and a CUDA context."""
+    """Return the bytes of this process on the GPU, as the driver reports them, else reserved bytes and CUDA context."""
     if own := figures.process or _own_size(figures):
         return own.num_bytes
     held = figures.reserved or figures.allocated
@@ -35,16 +35,16 @@ def own_bytes(figures: Figures) -> int | None:
 
 
 def _own_size(figures: Figures) -> Size | None:
-    """Return what the process has that is named as another and is this one."""
+    """Return the size of this process if the message names it as another process."""
     foreign = other_processes(figures)
     return next((size for pid, size in figures.others if (pid, size) not in foreign), None)
 
 
 def other_processes(figures: Figures) -> tuple[tuple[int, Size], ...]:
-    """Return the processes named that are not this one.
+    """Return pid and size of the named processes other than this one.
 
-    In a container NVML gives pids of the host, so that torch takes itself for another: the process without which the
-    GPU could not hold what this one reserved is this one.
+    In a container NVML reports pids of the host, so that torch's message names its own process as another one. A named
+    process is this one if the GPU could not hold both its memory and this process's reserved memory.
     """
     if figures.process is not None or not figures.others or figures.reserved is None or figures.total is None:
         return figures.others
@@ -57,7 +57,7 @@ def other_processes(figures: Figures) -> tuple[tuple[int, Size], ...]:
 
 
 def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
-    """Return the cause, and what the figures say, one line each."""
+    """Return the cause, and sentences that explain the figures."""
     if figures.tried is None:
         return Cause.DEVICE_MEMORY, ()
     cause, why = _cause(figures, figures.tried)
@@ -65,7 +65,7 @@ def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
 
 
 def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
-    """Return the cause of the refusal of `tried`, and what speaks for it."""
+    """Return the cause of the failed allocation of `tried`, and the evidence for the cause."""
     want, total, free = tried.num_bytes, figures.total, figures.free
     reserved, allocated = figures.reserved, figures.allocated
     unused = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
@@ -102,7 +102,7 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
 
 
 def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> bool:
-    """Return whether what others have is theirs beyond doubt, and more than a trifle."""
+    """Return whether memory of other processes is certainly theirs, and large enough to matter."""
     if others < _UNNAMED:
         return False
     # What torch says of itself is sure; what is left over is not.
@@ -111,7 +111,7 @@ def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> boo
 
 
 def _figure_sentences(figures: Figures) -> list[str]:
-    """Return what the figures say beside the cause."""
+    """Return sentences about figures other than those of the cause."""
     said = []
     total, reserved, allocated = figures.total, figures.reserved, figures.allocated
     held = reserved or allocated

@@ -9,12 +9,12 @@ from memprof.trace.json_values import JsonValue
 
 
 class Cause(StrEnum):
-    """Why a run failed, as far as its message tells; each with what is said of it in a line."""
+    """The cause of a failed run, as far as the message shows it; each has a headline."""
 
     headline: str
 
     def __new__(cls, value: str, headline: str = "") -> Cause:
-        """Return the member: its value, a string, with the headline beside it."""
+        """Return the member for a value (a string), with its headline."""
         made = str.__new__(cls, value)
         made._value_, made.headline = value, headline
         return made

@@ -1,4 +1,4 @@
-"""The sizes of a model's tensors' dimensions, by the names that its configuration gives them."""
+"""The sizes of the dimensions of a model's tensors, from its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memprof.workload.catalog import ModelEntry, find_model, has_model, list_mod
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The dimensions of one model; None or 0 where it has no such dimension."""
+    """The dimensions of one model; None or 0 for dimensions that the model does not have."""
 
     model: str  # the catalog's key.
     vocabulary: int = 0  # rows of the token embedding.
@@ -32,7 +32,7 @@ class Dimensions:
     half: str = "bfloat16"  # the half dtype that it is published in, or would be.
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int:
+def _first_int(config: Mapping[str, Any], *names: str) -> int:
     values = (config.get(name) for name in names)
     return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), 0)
 
@@ -40,7 +40,7 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 def dimensions(entry: ModelEntry) -> Dimensions:
     """Return the dimensions of a model of the catalog."""
     return replace(
-        _dimensions(entry.key, entry.load_config(), entry.checkpoint_dtype),
+        _read_dimensions(entry.key, entry.load_config(), entry.checkpoint_dtype),
         vocabulary=entry.vocab_size or 0,
         max_positions=entry.max_positions,
         num_parameters=entry.num_parameters,
@@ -48,8 +48,8 @@ def dimensions(entry: ModelEntry) -> Dimensions:
 
 
 def find_dimensions(name: str) -> Dimensions:
-    """Return the dimensions of a model of the catalog, or of a config.json (or the folder that it is in).
-    Raises UsageError: there is no such model, or the file is no configuration."""
+    """Return the dimensions of a model of the catalog, or of a config.json or its folder.
+    Raises UsageError: the catalog has no such model, or the file is no configuration."""
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if has_model(name) or not path.is_file():
@@ -62,25 +62,27 @@ def find_dimensions(name: str) -> Dimensions:
         raise UsageError("not a model's configuration", value=name, hint="a config.json, as transformers writes it")
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
-    return _dimensions(name, config, config.get("dtype") or config.get("torch_dtype"))
+    return _read_dimensions(name, config, config.get("dtype") or config.get("torch_dtype"))
 
 
-def _dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dimensions:
-    hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
-    heads = _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+def _read_dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dimensions:
+    hidden = _first_int(config, "hidden_size", "n_embd", "d_model", "dim")
+    heads = _first_int(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
     one_kv_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
-    intermediate = _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim")
+    intermediate = _first_int(
+        config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim"
+    )
     return Dimensions(
         model=name,
-        vocabulary=_first(config, "vocab_size"),
+        vocabulary=_first_int(config, "vocab_size"),
         hidden=hidden,
         intermediate=intermediate or 4 * hidden,
         heads=heads,
-        kv_heads=1 if one_kv_head else _first(config, "num_key_value_heads", "num_kv_heads") or heads,
-        head_dim=_first(config, "head_dim", "d_kv") or (hidden // heads if heads else 0),
-        experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts"),
-        expert=_first(config, "moe_intermediate_size", "intermediate_size"),
-        max_positions=_first(config, "max_position_embeddings", "n_positions") or None,
+        kv_heads=1 if one_kv_head else _first_int(config, "num_key_value_heads", "num_kv_heads") or heads,
+        head_dim=_first_int(config, "head_dim", "d_kv") or (hidden // heads if heads else 0),
+        experts=_first_int(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        expert=_first_int(config, "moe_intermediate_size", "intermediate_size"),
+        max_positions=_first_int(config, "max_position_embeddings", "n_positions") or None,
         half="float16" if dtype == "float16" else "bfloat16",
     )
 
@@ -104,7 +106,7 @@ _TUNED = re.compile(
 
 
 def model_in(text: str) -> str | None:
-    """Return a model of the catalog that `text` names, as command lines and engines do; None if there is none."""
+    """Return the model of the catalog that `text` names, as in a command line or an engine's log; None if not found."""
     for pattern in _NAMED:
         for match in pattern.finditer(text):
             name = match[1].rstrip("/.,'\"")
@@ -126,12 +128,12 @@ _LENGTH = re.compile(
 
 
 def batch_in(text: str) -> int | None:
-    """Return the batch that a command line in `text` gives, if one does."""
+    """Return the batch size in a command line in `text`; None if not found."""
     return _number_in(_BATCH, text, range(1, 1 << 20))
 
 
 def length_in(text: str) -> int | None:
-    """Return the sequence length that a command line in `text` gives, if one does."""
+    """Return the sequence length in a command line in `text`; None if not found."""
     return _number_in(_LENGTH, text, range(2, 1 << 24))
 
 

@@ -35,24 +35,24 @@ class _Error:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return what names the error: ranks print one with their own figures."""
+        """Return the key of equal errors, which ranks print with different figures."""
         return self.signature.name, self.message[:160]
 
 
 def diagnose(stream: BinaryIO, name: str, known: advice.ReportedRun | None = None) -> list[Diagnosis]:
-    """Return the errors in a log, explained: the one that explains the others first; empty if there is none.
+    """Return a diagnosis of each error in a log; an error that explains the others is first.
 
-    The log is read once, in pieces; its name is for errors. Raises UsageError: this is no text, or the model is not in
-    the catalog.
+    The log is read once, in pieces; `name` is for error messages. Raises UsageError: the log is no text, or the model
+    is not in the catalog.
     """
     known = known or advice.ReportedRun()
     model = find_dimensions(known.model) if known.model else None
     log = LogReader(stream, name)
     found: list[_Error] = []
     counts: Counter[tuple[str, str]] = Counter()
-    for error in filter(None, map(_recognise, log.passages())):
+    for error in filter(None, map(_match_error, log.passages())):
         is_near = found and error.passage.line - found[-1].passage.line <= _SAME_ERROR_LINES
-        if is_near and _repeats(found[-1].signature, error.signature):
+        if is_near and _is_same_message(found[-1].signature, error.signature):
             continue
         counts[error.key] += 1
         if counts[error.key] == 1:
@@ -61,13 +61,13 @@ def diagnose(stream: BinaryIO, name: str, known: advice.ReportedRun | None = Non
     return [replace(_explain(error, log.head, known, model), count=counts[error.key]) for error in ranked]
 
 
-def _repeats(earlier: Signature, later: Signature) -> bool:
-    """Return whether the later words belong to the earlier message."""
+def _is_same_message(earlier: Signature, later: Signature) -> bool:
+    """Return whether the later match belongs to the earlier match's message."""
     is_same = later.name == earlier.name or later.cause is earlier.cause
     return later.rank > earlier.rank or (later.rank == earlier.rank and is_same)
 
 
-def _recognise(passage: Passage) -> _Error | None:
+def _match_error(passage: Passage) -> _Error | None:
     raw = passage.after.split("\n", 1)[0]
     first_line = clean(raw)
     text = joined(passage.after, 40)[:6000]
@@ -79,12 +79,12 @@ def _recognise(passage: Passage) -> _Error | None:
         match = re.search(signature.pattern, searched)
         if match is not None and (match.start() <= head or signature.one_line):
             start = 0 if signature.one_line else match.start()
-            return _Error(signature, passage, _first_error(searched[start : start + _MESSAGE]), first_line)
+            return _Error(signature, passage, _cut_next_error(searched[start : start + _MESSAGE]), first_line)
     return None
 
 
-def _first_error(message: str) -> str:
-    """Return the message without the next error of the same kind."""
+def _cut_next_error(message: str) -> str:
+    """Return the message up to the next error of the same kind."""
     for words in ("Tried to allocate", "Traceback (most recent"):
         again = message.find(words, message.find(words) + 1 if words == "Tried to allocate" else 0)
         if again > 0:
@@ -102,7 +102,7 @@ def _explain(error: _Error, head: str, known: advice.ReportedRun, model: Dimensi
         cause=cause,
         title="",
         source=signature.source,
-        message=_own_line(error),
+        message=_find_error_line(error),
         line=passage.line,
         figures=figures,
         explanation=said,
@@ -119,7 +119,7 @@ def _explain(error: _Error, head: str, known: advice.ReportedRun, model: Dimensi
         model = dimensions(find_model(named))
     tensors: tuple[Candidate, ...] = ()
     if cause not in _WITHOUT_TENSOR and signature.source != "ggml":  # a buffer of a whole model, cache or graph
-        tensors = _tensors(figures, model, known, nearby, stack)
+        tensors = _find_tensors(figures, model, known, nearby, stack)
     run = replace(known, model=model.model if model else None)
     if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:
         # The rows of the likeliest tensor are the run's.
@@ -133,7 +133,7 @@ def _explain(error: _Error, head: str, known: advice.ReportedRun, model: Dimensi
     )
 
 
-def _tensors(
+def _find_tensors(
     figures: Figures, model: Dimensions | None, known: advice.ReportedRun, nearby: str, stack: list[TracebackFrame]
 ) -> tuple[Candidate, ...]:
     interval = requested(figures)
@@ -154,7 +154,7 @@ def _tensors(
     return tuple(candidates(question))
 
 
-def _own_line(error: _Error) -> str:
+def _find_error_line(error: _Error) -> str:
     text = error.first_line.strip()
     at = max(0, text.find(error.message[:20]) - 60)
     return text if len(text) <= 240 else text[at : at + 240] + "..."

@@ -23,7 +23,7 @@ _NONSENSE = 1 << 60  # What NVML does not know it reports as the largest number;
 
 
 def read_size(number: str, unit: str) -> Size:
-    """Return the amount that was printed as `number` with `unit`: rounded to the last of its decimals."""
+    """Return the size that was printed as `number` with `unit`, with the range of bytes that print the same."""
     factor = _UNITS.get(unit.lower()) or _UNITS[unit[0].lower()]
     value = Decimal(number)
     if factor == 1:
@@ -34,35 +34,39 @@ def read_size(number: str, unit: str) -> Size:
     return Size(f"{number} {unit}", int(value * factor), max(0, int(-(-low // 1))), int(high // 1))
 
 
-def _find(pattern: str, text: str) -> Size | None:
+def _find_size(pattern: str, text: str) -> Size | None:
     match = re.search(pattern.replace("AMOUNT", _AMOUNT), text)
     size = read_size(*match.groups()[-2:]) if match else None
     return None if size is None or size.num_bytes >= _NONSENSE else size
 
 
-def _request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
-    """Return the figures of an allocator that says what it was requested, by the pattern of each."""
-    found: dict[str, Any] = {name: _find(pattern, text) for name, pattern in amounts.items()}
+def _read_request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
+    """Return the figures of an allocator's message that names the requested size."""
+    found: dict[str, Any] = {name: _find_size(pattern, text) for name, pattern in amounts.items()}
     index = re.search(device, text) if device else None
-    return Figures(tried=_find(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found)
+    return Figures(
+        tried=_find_size(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found
+    )
 
 
-def _sum(first: Size, second: Size) -> Size:
-    """Return both together; their doubts add up."""
+def _add_sizes(first: Size, second: Size) -> Size:
+    """Return the sum of two sizes; their ranges add up."""
     total = first.num_bytes + second.num_bytes
     return Size(f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
 
 
 def caching_allocator(text: str) -> Figures:
-    """Return the figures of torch's caching allocator (CUDA, ROCm or XPU), of any release; `text` is one line."""
-    tried = _find("Tried to allocate AMOUNT", text)
-    allocated = _find("AMOUNT already allocated", text) or _find("Of the allocated memory AMOUNT is allocated", text)
-    reserved = _find("AMOUNT reserved in total by PyTorch", text)
+    """Return the figures in a message of torch's caching allocator (CUDA, ROCm or XPU); `text` is one line."""
+    tried = _find_size("Tried to allocate AMOUNT", text)
+    allocated = _find_size("AMOUNT already allocated", text) or _find_size(
+        "Of the allocated memory AMOUNT is allocated", text
+    )
+    reserved = _find_size("AMOUNT reserved in total by PyTorch", text)
     # Before 1.4 the last figure was "cached": what the allocator held beyond the allocated.
-    unallocated = _find("AMOUNT is reserved by PyTorch but unallocated", text) or _find("AMOUNT cached", text)
+    unallocated = _find_size("AMOUNT is reserved by PyTorch but unallocated", text) or _find_size("AMOUNT cached", text)
     if reserved is None and allocated is not None and unallocated is not None:
-        reserved = _sum(allocated, unallocated)
-    process = _find("this process has AMOUNT memory in use", text)
+        reserved = _add_sizes(allocated, unallocated)
+    process = _find_size("this process has AMOUNT memory in use", text)
     if process is not None and allocated is not None and process.high < allocated.low:
         process = None  # NVML knows nothing of processes on this system (WSL, a container)
     others = tuple(
@@ -77,20 +81,20 @@ def caching_allocator(text: str) -> Figures:
         tried=tried,
         tried_is_segment=segment,
         device=int(device[1]) if device else None,
-        total=_find("AMOUNT total capacity", text) or _find(r"total capac(?:i)?ty of AMOUNT", text),
-        free=_find("of which AMOUNT is free", text) or _find("AMOUNT free[;)]", text),
+        total=_find_size("AMOUNT total capacity", text) or _find_size(r"total capac(?:i)?ty of AMOUNT", text),
+        free=_find_size("of which AMOUNT is free", text) or _find_size("AMOUNT free[;)]", text),
         process=process,
         others=others,
-        allowed=_find("AMOUNT allowed;", text),
+        allowed=_find_size("AMOUNT allowed;", text),
         allocated=allocated,
         reserved=reserved,
-        private_pools=_find("with AMOUNT allocated in private pools", text),
+        private_pools=_find_size("with AMOUNT allocated in private pools", text),
     )
 
 
 # Of the cudaMallocAsync backend: it asks for exactly what was requested.
 malloc_async = partial(
-    _request,
+    _read_request,
     tried="Requested ?: ?AMOUNT",
     device=r"Allocation on device (\d+)",
     total="Device limit ?: ?AMOUNT",
@@ -101,23 +105,25 @@ malloc_async = partial(
 
 
 def mps(text: str) -> Figures:
-    """Return the figures of the allocator for Apple's GPUs; its allowed maximum is all that there is.
+    """Return the figures of torch's allocator for Apple's GPUs, whose capacity is the allowed maximum.
 
-    "Other allocations" are this process's too, outside torch's pools: Metal counts what the process has of the device.
+    "Other allocations" belong to this process too: Metal counts the process's memory outside torch's pools.
     """
-    found = _request(text, "Tried to allocate AMOUNT", total="max allowed: AMOUNT", allocated="MPS allocated: AMOUNT")
-    others = _find("other allocations: AMOUNT", text)
+    found = _read_request(
+        text, "Tried to allocate AMOUNT", total="max allowed: AMOUNT", allocated="MPS allocated: AMOUNT"
+    )
+    others = _find_size("other allocations: AMOUNT", text)
     if others is None or found.allocated is None:
         return found
-    return replace(found, process=_sum(found.allocated, others))
+    return replace(found, process=_add_sizes(found.allocated, others))
 
 
 # Of a buffer that Metal does not make, however much is free.
-metal_buffer = partial(_request, tried="Invalid buffer size: AMOUNT")
+metal_buffer = partial(_read_request, tried="Invalid buffer size: AMOUNT")
 
 
 def engine_budget(text: str) -> Figures:
-    """Return the figures of vLLM's check at its start: free of total, and what it was told to take."""
+    """Return the figures of vLLM's check at startup: free and total memory, and its memory budget."""
     match = re.search(
         r"Free memory on device(?: \w+:(\d+))? \((\d+(?:\.\d+)?)/(\d+(?:\.\d+)?) GiB\) on startup is less than desired "
         r"GPU memory utilization \((?:\d+(?:\.\d+)?), (\d+(?:\.\d+)?) GiB\)",
@@ -136,25 +142,25 @@ def engine_budget(text: str) -> Figures:
 
 # Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is.
 kv_cache = partial(
-    _request,
+    _read_request,
     tried=r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT",
     free=r"available KV cache memory \(AMOUNT\)",
 )
 # Of a failed allocation for host memory (bytes); pinned memory among it.
-host_request = partial(_request, tried="tried to allocate AMOUNT")
+host_request = partial(_read_request, tried="tried to allocate AMOUNT")
 # Bytes of an element of TensorFlow's types.
 _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
 
 
 def xla(text: str) -> Figures:
-    """Return the figures of XLA and TensorFlow: bytes, an amount with a unit, or the tensor's shape and type."""
+    """Return the figures in a message of XLA or TensorFlow: bytes, a size with a unit, or a tensor's shape."""
     tensor = re.search(r"OOM when allocating tensor with shape\[([\d,]+)\] and type (\w+)", text)
     if tensor is None or tensor[2] not in _TYPES:
-        return _request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
+        return _read_request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
     num_bytes = math.prod(map(int, tensor[1].split(","))) * _TYPES[tensor[2]]
     return Figures(tried=Size(format_bytes(num_bytes), num_bytes, num_bytes, num_bytes), tried_is_segment=False)
 
 
-nccl = partial(_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")  # Of NCCL's own buffers.
+nccl = partial(_read_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")  # Of NCCL's own buffers.
 # Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was requested.
-cuda_malloc = partial(_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")
+cuda_malloc = partial(_read_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")

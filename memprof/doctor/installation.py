@@ -1,4 +1,4 @@
-"""`memprof doctor --env`: what in this installation costs memory or makes errors about it. It imports no torch."""
+"""`memprof doctor --env`: problems of this installation that cost memory or cause errors (without importing torch)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IN_USE = 512 * MIB  # Of a GPU: below it, a desktop or a driver.
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that is not as it should be. `severity` is error, warning or note."""
+    """A problem of the installation; `severity` is error, warning or note."""
 
     severity: str
     problem: str
@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The packages and tools that are here, by name, and what is wrong with each."""
+    """The installed packages and tools by name, and their problems."""
 
     facts: tuple[tuple[str, str], ...]
     findings: tuple[Check, ...]
@@ -48,7 +48,7 @@ class Installation:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Limits of this machine, bytes; None where there is none, or it is not known."""
+    """Limits of this machine in bytes; None if there is no limit, or the limit is not known."""
 
     total: int | None = None
     available: int | None = None
@@ -59,7 +59,7 @@ class Host:
 
 
 def read_host() -> Host:
-    """Return the limits in force here."""
+    """Return the limits of this machine."""
     shm_total = shm_free = locked = None
     with contextlib.suppress(OSError, AttributeError):
         shm = os.statvfs("/dev/shm")
@@ -83,7 +83,7 @@ class PrivateNames:
 
 
 def read_private_names() -> PrivateNames:
-    """Ask the installed torch for the private names, in a process of its own: the doctor imports no torch."""
+    """Return the private names that the installed torch lacks, by a subprocess: the doctor imports no torch."""
     command = [sys.executable, "-m", "memprof.torch_private"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -110,9 +110,9 @@ def check_installation(
     version: Callable[[str], str | None] | None = None,
     names: PrivateNames | None = None,
 ) -> Installation:
-    """Return facts of this machine and what is wrong with them; what is given stands for what is read here.
+    """Return facts of this machine, and their problems; arguments replace facts that are otherwise read here.
 
-    `version` gives the release of an installed package by its name, None if it is not installed.
+    `version` returns the release of a package by name, or None if the package is not installed.
     """
     gpus = read_gpus() if gpus is None else gpus
     environment = read_environment(gpus) if environment is None else environment
@@ -123,26 +123,26 @@ def check_installation(
         findings.append(Check("note", "torch is not installed in this Python", "run memprof where your training runs"))
     else:
         names = read_private_names() if names is None else names
-        findings += _private_names(names, f"torch {environment.torch_version}")
-    findings += check_settings(environment.variables, _release(environment))
-    findings += _gpus(gpus)
-    findings += _host(host)
-    findings += _libraries(version)
+        findings += _check_private_names(names, f"torch {environment.torch_version}")
+    findings += check_settings(environment.variables, _find_torch_release(environment))
+    findings += _check_gpus(gpus)
+    findings += _check_host(host)
+    findings += _check_libraries(version)
     order = {"error": 0, "warning": 1, "note": 2}
     return Installation(
-        tuple(_facts(environment, gpus, host, version, names)),
+        tuple(_list_facts(environment, gpus, host, version, names)),
         tuple(sorted(findings, key=lambda check: order[check.severity])),
     )
 
 
-def _release(environment: Environment) -> Release:
+def _find_torch_release(environment: Environment) -> Release:
     try:
         return release_for(environment.torch_version) if environment.torch_version else LATEST
     except UsageError:
         return LATEST
 
 
-def _private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
+def _check_private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
     if names.error:
         yield Check("error", f"{torch} cannot be imported: {names.error}", "mend or reinstall it")
     by_effect: dict[str, list[str]] = {}
@@ -157,7 +157,7 @@ def _private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
             yield Check("error", f"{lacks}: memprof refuses it", hint)
 
 
-def _facts(
+def _list_facts(
     environment: Environment,
     gpus: NvmlSample,
     host: Host,
@@ -188,7 +188,7 @@ def _facts(
 
 
 def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
-    """Yield what is wrong with the allocator's settings: refused, contradicting each other, or ignored by `release`."""
+    """Yield problems of the allocator's settings: rejected, contradictory, or ignored by `release`."""
     version = ".".join(map(str, release.version))
     older, newer = VARIABLES
     renamed = f"export {older}={variables.get(newer)}"
@@ -211,7 +211,7 @@ def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[C
         hint = f"torch {version} refuses it at its first allocation; {error.hint}"
         yield Check("error", f"{name}: {error.problem}", hint)
     else:
-        yield from _contradictions(config, name, variables[name])
+        yield from _check_contradictions(config, name, variables[name])
 
 
 # Settings of torch's own allocator.
@@ -221,7 +221,7 @@ _NATIVE = (
 )  # fmt: skip
 
 
-def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
+def _check_contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
     """Yield settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
     native = [key for key in _NATIVE if key in text]
     if config.backend != "native" and native:
@@ -242,7 +242,7 @@ def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[C
         yield Check("note", f"{name}: garbage_collection_threshold acts only under a memory limit", hint)
 
 
-def _gpus(gpus: NvmlSample) -> Iterator[Check]:
+def _check_gpus(gpus: NvmlSample) -> Iterator[Check]:
     yield from (Check("note", note) for note in gpus.notes)
     for gpu in gpus.gpus:
         if gpu.used_bytes is not None and gpu.used_bytes > _IN_USE:
@@ -254,7 +254,7 @@ def _gpus(gpus: NvmlSample) -> Iterator[Check]:
         yield from (Check("note", f"GPU {gpu.index}: {note}") for note in gpu.notes)
 
 
-def _host(host: Host) -> Iterator[Check]:
+def _check_host(host: Host) -> Iterator[Check]:
     if host.shm_total is not None and host.shm_total < _SMALL_SHM:
         problem = f"/dev/shm has {format_bytes(host.shm_total)}: DataLoader workers pass their batches there"
         command = "docker run --shm-size=16g ...  # or --ipc=host"
@@ -291,12 +291,12 @@ _KNOWN_ISSUES = (
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
-    """Return the numbers at the front of a release such as "4.46.0.dev0"."""
+    """Return the leading numbers of a release such as "4.46.0.dev0"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _libraries(version: Callable[[str], str | None]) -> Iterator[Check]:
+def _check_libraries(version: Callable[[str], str | None]) -> Iterator[Check]:
     cudnn = [version(name) for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn")]
     has_new_cudnn = any(version_tuple(found) >= (9, 15) for found in cudnn if found)
     for package, since, until, problem, hint, source in _KNOWN_ISSUES:

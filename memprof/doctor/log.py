@@ -1,6 +1,6 @@
-"""Errors found in a log of any length: read once, in pieces, with what stands around each.
+"""A reader that finds errors in a log of any length, in one pass over pieces, with the text around each.
 
-Only words of the signatures are searched for, in bytes, so that the time is the disk's and the memory a few megabytes.
+It searches for the signatures' words in bytes, so that the disk limits its speed, and memory is a few megabytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Text around one of the words: before it, from the start of its line on, and that line's number."""
+    """Text around a word of a signature: before the word's line, from its line on, and the line's number."""
 
     before: str
     after: str
@@ -62,7 +62,7 @@ class Passage:
 
 
 class LogReader:
-    """A log that is read once; its name is for errors."""
+    """A reader of a log, which is read once; `name` is for error messages."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream = stream
@@ -71,17 +71,17 @@ class LogReader:
         self._left = dict.fromkeys(_WORDS, MAX_PASSAGES)
 
     def passages(self) -> Iterator[Passage]:
-        """Yield what may be errors, in order. Raises UsageError: this is no text."""
+        """Yield passages that may be errors, in order. Raises UsageError: the log is no text."""
         buffer = b""
         # `buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines.
         start, lines_before, done = 0, 0, 0
-        for piece in self._pieces():
+        for piece in self._read_pieces():
             buffer += piece
             if len(self.head) < _HEAD:
                 self.head += piece[: _HEAD - len(self.head)].decode(errors="replace")
             # The end of the buffer waits for what comes after it, unless nothing does.
             limit = len(buffer) - _AFTER if piece else len(buffer)
-            for at in self._places(buffer, done - start, limit):
+            for at in self._find_words(buffer, done - start, limit):
                 line_start = buffer.rfind(b"\n", 0, at) + 1
                 # A progress bar and the error that breaks it off share a line.
                 line_start = max(line_start, buffer.rfind(b"\r", 0, at) + 1, at - 2048)
@@ -102,8 +102,8 @@ class LogReader:
             start += keep
             buffer = buffer[keep:]
 
-    def _places(self, buffer: bytes, low: int, high: int) -> list[int]:
-        """Return where the words stand between `low` and `high`, in order."""
+    def _find_words(self, buffer: bytes, low: int, high: int) -> list[int]:
+        """Return the offsets of the signatures' words between `low` and `high`, in order."""
         found: list[int] = []
         for anchor, left in self._left.items():
             words = _WORDS[anchor]
@@ -120,8 +120,8 @@ class LogReader:
             self._left[anchor] = left
         return sorted(found)
 
-    def _pieces(self) -> Iterator[bytes]:
-        """Yield the text in UTF-8, and b"" at its end."""
+    def _read_pieces(self) -> Iterator[bytes]:
+        """Yield pieces of the log in UTF-8, and b"" at its end."""
         first = self._stream.read(_PIECE)
         for magic, what, hint in _MAGIC:
             if first.startswith(magic):
@@ -154,7 +154,7 @@ _PREFIX = re.compile(
 
 
 def clean(line: str) -> str:
-    """Return a line without colours, what launchers write before it, and the frames that rich draws."""
+    """Return a line without colors, prefixes of launchers, and the frames that rich draws."""
     line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
     for _ in range(4):
         line = _PREFIX.sub("", line, count=1)
@@ -167,6 +167,6 @@ def unframed(line: str) -> str:
 
 
 def joined(text: str, num_lines: int = 14) -> str:
-    """Return the first lines of `text` as one, cleaned, with single blanks."""
+    """Return the first `num_lines` lines of `text` as one cleaned line with single spaces."""
     lines = [unframed(clean(line)).strip() for line in text.split("\n")[:num_lines]]
     return re.sub(r"\s+", " ", " ".join(lines)).strip()

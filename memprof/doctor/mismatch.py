@@ -31,7 +31,7 @@ _WEIGHTS = ("mat2", "weight", "running_mean", "running_var", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Devices that met, the stranger first if it is known; the argument and the kernel that torch names."""
+    """The devices of a mismatch, the unexpected one first if known; the argument and kernel that torch names."""
 
     devices: tuple[str, ...]
     argument: str = ""
@@ -39,12 +39,12 @@ class Mismatch:
     numpy: bool = False
 
 
-def _device_of(type_name: str) -> str:
+def _parse_device(type_name: str) -> str:
     return next((name for name in ("cuda", "mps", "xpu", "npu") if name in type_name.lower()), "cpu")
 
 
 def read_mismatch(text: str) -> Mismatch:
-    """Return what an error about two devices says; `text` is one line."""
+    """Return the mismatch in an error about two devices; `text` is one line."""
     argument = _ARGUMENT.search(text)
     name, kernel = (argument[1] or "", argument[2]) if argument else ("", "")
     kernel = re.sub(r"^wrapper_+(?:CUDA_+|MPS_+|XPU_+)?_*", "", kernel)
@@ -53,11 +53,11 @@ def read_mismatch(text: str) -> Mismatch:
     if found := _FOUND.search(text):
         return Mismatch((found[1], found[2]), name, kernel)
     if found := _TYPES.search(text):
-        return Mismatch((_device_of(found[1]), _device_of(found[3])), "input", "")
+        return Mismatch((_parse_device(found[1]), _parse_device(found[3])), "input", "")
     if found := re.search(rf"xpected device {_DEVICE} but got device {_DEVICE}", text):
         return Mismatch((found[2], found[1]))
     if found := _OBJECT.search(text):
-        return Mismatch((_device_of(found[2]), _device_of(found[1])), _quoted(text), "")
+        return Mismatch((_parse_device(found[2]), _parse_device(found[1])), _quote(text), "")
     if found := _EXPECTED.search(text) or _MODULE.search(text):
         return Mismatch((found[1], found[2]))
     if found := _ON.search(text):
@@ -75,18 +75,18 @@ def read_mismatch(text: str) -> Mismatch:
     if "Placeholder storage" in text:
         return Mismatch(("cpu", "mps"))
     if re.search(r"is on (?:the )?CPU", text):
-        return Mismatch(("cpu", "cuda"), _quoted(text))
+        return Mismatch(("cpu", "cuda"), _quote(text))
     found = _SAME.search(text)
     return Mismatch((found[1].lower(), found[2].lower()), name, kernel) if found else Mismatch((), name, kernel)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     match = re.search(r"argument #?\d+ '(\w+)'", text)
     return match[1] if match else ""
 
 
 def title(mismatch: Mismatch) -> str:
-    """Return the mismatch in one line."""
+    """Return a description of the mismatch in one line."""
     if mismatch.numpy:
         return f"A tensor on {mismatch.devices[0]} is turned into a numpy array"
     if mismatch.devices == ("meta",):
@@ -98,7 +98,7 @@ def title(mismatch: Mismatch) -> str:
 
 
 def steps(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Advice]:
-    """Yield the usual fixes, likeliest first."""
+    """Yield advice on the usual fixes of a mismatch, likeliest first."""
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
         yield Advice.python(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()")

@@ -1,7 +1,7 @@
-"""The errors that are recognised, by their own words.
+"""The errors that the doctor recognizes, by their wording.
 
-A signature's words are searched for in the raw log, so that gigabytes of it are read at the speed of the disk; its
-pattern then decides, on the cleaned text around them.
+A signature's words are searched for in the raw log, at the speed of the disk; its pattern then must match the cleaned
+text around the words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memprof.doctor.diagnosis import Cause, Figures
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One kind of error."""
+    """One kind of error: words, pattern, source and cause."""
 
     name: str  # for tests and messages.
     words: tuple[str, ...]  # any of these is in every such error.
@@ -30,7 +30,7 @@ class Signature:
 
 
 def _signature(name: str, words: str, pattern: str = "", **more: Any) -> Signature:
-    """Make a signature of words that | separates; without a pattern any of them is enough."""
+    """Return a signature of words that are separated by |; without a pattern, any of the words is enough."""
     each = tuple(words.split("|"))
     return Signature(name, each, pattern or "|".join(map(re.escape, each)), **more)
 

@@ -1,8 +1,8 @@
-"""The tensor that was refused: its bytes, factorised over dimensions that a model has.
+"""The tensor of a failed allocation: its bytes, factorized over the dimensions of a model.
 
-Every candidate is weighed in bits: how unlikely it is that a random size would fit so well. A size that fits within w
-integers finds a multiple of 2^k among them by chance with probability w / 2^k; so 131,072 tokens of 151,936 logits say
-much, and 130,989 of them next to nothing. What the traceback shows counts beside that.
+Every candidate has a weight in bits: how unlikely it is that a random size would fit as well. A range of w integers
+has a multiple of 2^k by chance with probability w / 2^k. So 131,072 tokens of 151,936 logits are strong evidence, and
+130,989 tokens are almost none. Evidence of the traceback is added.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MANY_TOKENS = 1 << 17  # Of a batch; beyond it each doubling is a quarter as li
 
 
 def requested(figures: Figures) -> tuple[int, int] | None:
-    """Return the smallest and the largest request that `tried` may stand for; None if it says too little.
+    """Return the smallest and the largest request, in bytes, that print as `tried`; None if the range is too wide.
 
     The message prints the segment, which is a multiple of 2 MiB for requests of 10 MiB and more
     (`get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp), rounded to two decimals.
@@ -51,7 +51,7 @@ def requested(figures: Figures) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorQuery:
-    """The facts by which a tensor is looked for."""
+    """The facts of a search for the tensor."""
 
     low: int  # the smallest request that it may be, bytes.
     high: int
@@ -66,11 +66,11 @@ class TensorQuery:
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, float], ...]:
-        """Return those that it may have: name, bytes of an element, and bits that speak for it."""
+        """Return the possible dtypes: name, bytes of an element, and bits of evidence."""
         return ((self.half, _HALF, 0.0), ("float32", _FULL, 1.5 if self.wide else 0.0))
 
     def speaks_of(self, *kinds: str) -> tuple[float, str]:
-        """Return bits for a tensor of one of these kinds, if the traceback speaks of it, and words that say so."""
+        """Return bits of evidence for a tensor with one of these roles from the traceback, and their explanation."""
         return (_HINT_BITS, "; the traceback speaks of it") if self.roles.intersection(kinds) else (0.0, "")
 
 
@@ -87,16 +87,16 @@ _ROLES = {
 
 
 def roles_in(frames: Sequence[str]) -> frozenset[str]:
-    """Return what a traceback's innermost frames speak of: roles of tensors."""
+    """Return the roles of tensors that a traceback's innermost frames mention."""
     text = "\n".join(frames)
     return frozenset(role for role, words in _ROLES.items() if any(word in text for word in words.split()))
 
 
 def candidates(question: TensorQuery, most: int = 5) -> list[Candidate]:
-    """Return tensors that the failed allocation may have been, likeliest first."""
+    """Return the tensors that the failed allocation may be, likeliest first."""
     weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
     enough = MIN_BITS if question.model is None else 1.0
-    for bits, candidate in _all(question):
+    for bits, candidate in _iter_candidates(question):
         key = (candidate.role, candidate.shape, candidate.dtype)
         if bits >= enough and (key not in weighed or weighed[key][0] < bits):
             weighed[key] = (bits, candidate)
@@ -105,48 +105,50 @@ def candidates(question: TensorQuery, most: int = 5) -> list[Candidate]:
     return [candidate for bits, candidate in ranked[:most] if bits > ranked[0][0] - 10]
 
 
-def _all(question: TensorQuery) -> Iterator[tuple[float, Candidate]]:
+def _iter_candidates(question: TensorQuery) -> Iterator[tuple[float, Candidate]]:
     model = question.model
     if model is None:
         # A round size is as many logits, scores or weights: of these the traceback must speak.
         said = question.roles if _is_round(question) else {"logits", "feed-forward", "attention"}
         for known in catalog_dimensions():
             if "logits" in said:
-                yield from _rows(question, known.vocabulary, "logits", -1.0, "logits", known)
+                yield from _row_candidates(question, known.vocabulary, "logits", -1.0, "logits", known)
             if "feed-forward" in said:
-                yield from _rows(question, known.hidden * known.intermediate, _DELTA, -4.0, "delta", known)
+                yield from _row_candidates(question, known.hidden * known.intermediate, _DELTA, -4.0, "delta", known)
         for heads in _COMMON_HEADS if "attention" in said else ():
-            yield from _scores(question, heads, -4.0)
+            yield from _score_candidates(question, heads, -4.0)
         return
     for shards in _SHARDS:
         if model.vocabulary and model.vocabulary % shards == 0:
             split = "" if shards == 1 else f", of one of {shards} ranks"
             prior = 2.0 - 4 * math.log2(shards)
-            yield from _rows(question, model.vocabulary // shards, f"logits{split}", prior, "logits")
-    yield from _rows(question, model.hidden, "hidden states", -2.0, "hidden")
-    yield from _rows(question, model.intermediate, "feed-forward activations", 0.0, "feed-forward")
-    yield from _rows(question, 2 * model.intermediate, "feed-forward activations, gate and up", -1.0, "feed-forward")
+            yield from _row_candidates(question, model.vocabulary // shards, f"logits{split}", prior, "logits")
+    yield from _row_candidates(question, model.hidden, "hidden states", -2.0, "hidden")
+    yield from _row_candidates(question, model.intermediate, "feed-forward activations", 0.0, "feed-forward")
+    yield from _row_candidates(
+        question, 2 * model.intermediate, "feed-forward activations, gate and up", -1.0, "feed-forward"
+    )
     if model.heads:
-        yield from _scores(question, model.heads, 1.0)
-        yield from _rows(question, model.heads * model.head_dim, "queries", -2.5, "attention")
+        yield from _score_candidates(question, model.heads, 1.0)
+        yield from _row_candidates(question, model.heads * model.head_dim, "queries", -2.5, "attention")
         fused = (model.heads + 2 * model.kv_heads) * model.head_dim
-        yield from _rows(question, fused, "queries, keys and values", -2.0, "attention")
-        yield from _rows(question, model.kv_heads * model.head_dim, "keys or values", -2.5, "cache")
-        yield from _scores(question, 1, -3.0, role="attention mask")
-    yield from _rows(question, model.hidden * model.intermediate, _DELTA, -3.0, "delta")
-    yield from _weights(question, model)
+        yield from _row_candidates(question, fused, "queries, keys and values", -2.0, "attention")
+        yield from _row_candidates(question, model.kv_heads * model.head_dim, "keys or values", -2.5, "cache")
+        yield from _score_candidates(question, 1, -3.0, role="attention mask")
+    yield from _row_candidates(question, model.hidden * model.intermediate, _DELTA, -3.0, "delta")
+    yield from _weight_candidates(question, model)
 
 
 def _is_round(question: TensorQuery) -> bool:
-    """Return whether the request may have been a power of two of bytes, or three times one."""
-    number = _most_even(question.low, question.high)
+    """Return whether the request may be a power of two bytes, or three times a power of two."""
+    number = _find_most_even(question.low, question.high)
     return number >> ((number & -number).bit_length() - 1) <= _MOST_ODD
 
 
-def _rows(
+def _row_candidates(
     question: TensorQuery, width: int, role: str, prior: float, kind: str, of: Dimensions | None = None
 ) -> Iterator[tuple[float, Candidate]]:
-    """Yield tensors of one row of `width` values for each token; `of`: of this model, where none is known."""
+    """Yield tensors of one row of `width` values per token; `of` names a model if the user's is not known."""
     if not width:
         return
     hint, said = question.speaks_of(kind)
@@ -156,19 +158,19 @@ def _rows(
     extra = f"{said}; {width:,} is {what} of {name} and others" if of else said
     for dtype, item, bias in question.dtypes:
         unit = width * item
-        for tokens, bits, exact, why in _tokens(question, unit):
+        for tokens, bits, exact, why in _token_counts(question, unit):
             # Then the GPU has weights of 4 bits at least, and the rows' hidden states.
             least_held = 0 if of is None else of.num_parameters // 2 + tokens * of.hidden * _HALF
             if question.held is not None and least_held > question.held:
                 continue
-            shape = (*_split(question, tokens), width)
+            shape = (*_split_tokens(question, tokens), width)
             bits -= 2 * max(0.0, math.log2(tokens / _MANY_TOKENS))
             candidate = Candidate(shape, dtype, role, tokens * unit, name, why + extra, exact)
             yield bits + prior + hint + bias, candidate
 
 
-def _tokens(question: TensorQuery, unit: int) -> Iterator[tuple[int, float, bool, str]]:
-    """Yield numbers of tokens of `unit` bytes that the request may be: number, bits, whether all was known, and why."""
+def _token_counts(question: TensorQuery, unit: int) -> Iterator[tuple[int, float, bool, str]]:
+    """Yield possible numbers of tokens of `unit` bytes: number, bits, whether all sizes were known, and explanation."""
     low, high = -(-question.low // unit), question.high // unit
     width = (question.high - question.low + 1) / unit
     batch, length = question.batch, question.length
@@ -182,21 +184,26 @@ def _tokens(question: TensorQuery, unit: int) -> Iterator[tuple[int, float, bool
     elif length:
         first = -(-low // length)
         if first * length <= high and first >= 1:
-            yield first * length, _bits(first, width / length) + 4, False, f"{first} sequences of {length:,}"
+            yield (
+                first * length,
+                _bits_of_roundness(first, width / length) + 4,
+                False,
+                f"{first} sequences of {length:,}",
+            )
     if low > high or high < 1:
         return
     step = batch or 1
-    tokens = _most_even(max(1, -(-low // step)), high // step) * step
+    tokens = _find_most_even(max(1, -(-low // step)), high // step) * step
     if tokens and low <= tokens <= high:
-        yield tokens, _bits(tokens // step, width / step), False, f"{tokens:,} tokens fit the size"
+        yield tokens, _bits_of_roundness(tokens // step, width / step), False, f"{tokens:,} tokens fit the size"
     for hinted in question.hinted:
         if hinted > 64 and (multiple := -(-low // hinted) * hinted) <= high:
-            bits = _bits(multiple // hinted, width / hinted) + 2
+            bits = _bits_of_roundness(multiple // hinted, width / hinted) + 2
             yield multiple, bits, False, f"a multiple of {hinted:,}, which the log names"
 
 
-def _split(question: TensorQuery, tokens: int) -> tuple[int, int]:
-    """Return batch and length of so many tokens: as given; else as few sequences as the model has positions for."""
+def _split_tokens(question: TensorQuery, tokens: int) -> tuple[int, int]:
+    """Return batch size and length for `tokens` tokens: as given, else the fewest sequences that fit the positions."""
     if question.batch and tokens % question.batch == 0:
         return question.batch, tokens // question.batch
     if question.length and tokens % question.length == 0:
@@ -211,10 +218,10 @@ def _split(question: TensorQuery, tokens: int) -> tuple[int, int]:
     return (batch, tokens // batch) if not limit or tokens // batch <= limit else (1, tokens)
 
 
-def _scores(
+def _score_candidates(
     question: TensorQuery, heads: int, prior: float, role: str = "attention scores"
 ) -> Iterator[tuple[float, Candidate]]:
-    """Yield one value for each head and pair of positions."""
+    """Yield tensors of one value per head and pair of positions."""
     hint, said = question.speaks_of("attention")
     name = question.model.model if question.model else ""
     for dtype, item, bias in question.dtypes:
@@ -227,18 +234,18 @@ def _scores(
                 length, known = question.length, question.batch is not None
                 bits, why = (_KNOWN_BITS if known else 12.0 - math.log2(batch)), "the length given"
             else:
-                length = _most_even(math.ceil(low), math.floor(high))
+                length = _find_most_even(math.ceil(low), math.floor(high))
                 if not length:
                     continue
-                bits, known = _bits(length, high - low) - math.log2(batch), False
+                bits, known = _bits_of_roundness(length, high - low) - math.log2(batch), False
                 why = f"the square of {length:,} positions"
             shape = (batch, heads, length, length)
             candidate = Candidate(shape, dtype, role, math.prod(shape) * item, name, why + said, known)
             yield bits + prior + hint + bias, candidate
 
 
-def _weights(question: TensorQuery, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
-    """Yield parameters, their gradients and states, and flat buffers of all of them."""
+def _weight_candidates(question: TensorQuery, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
+    """Yield parameters, gradients, optimizer states, and flat buffers of all parameters."""
     shapes: list[tuple[tuple[int, ...], str, float, str]] = [
         ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0, "weights"),
         ((model.intermediate, model.hidden), "a feed-forward weight", 0.0, "weights"),
@@ -261,14 +268,14 @@ def _weights(question: TensorQuery, model: Dimensions) -> Iterator[tuple[float, 
                 yield -math.log2(relative) + prior + hint + bias, candidate
 
 
-def _bits(number: int, width: float) -> float:
-    """Return how unlikely a number as round as this is within `width` integers, in bits."""
+def _bits_of_roundness(number: int, width: float) -> float:
+    """Return, in bits, how unlikely a number as round as `number` is within `width` integers."""
     zeros = (number & -number).bit_length() - 1
     return zeros - math.log2(max(width, 2**-12))
 
 
-def _most_even(low: int, high: int) -> int:
-    """Return the number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
+def _find_most_even(low: int, high: int) -> int:
+    """Return the number from `low` to `high` that is divisible by the highest power of two; 0 for an empty range."""
     if low > high:
         return 0
     multiples = (-(-low >> power) << power for power in range(high.bit_length(), -1, -1))

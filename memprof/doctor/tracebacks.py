@@ -1,4 +1,4 @@
-"""The frames of a traceback that stands before an error, in the forms of Python, IPython and rich."""
+"""The frames of a traceback before an error, in the formats of Python, IPython and rich."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARKERS = re.compile(r"^[\s~^*]*$")
 
 @dataclass(frozen=True, slots=True)
 class TracebackFrame:
-    """One frame: `code` is the text of its line, empty if it was not printed."""
+    """One frame; `code` is the text of its line, empty if not printed."""
 
     file: str
     line: int
@@ -37,18 +37,18 @@ class TracebackFrame:
 
     @property
     def in_torch(self) -> bool:
-        """Return whether it is torch's own, or Python's."""
+        """Return whether the frame is in torch or Python's standard library."""
         of_python = self.installed and not re.search(r"(?:site|dist)-packages", self.file)
         return bool(_TORCH.search(self.file)) or of_python
 
     @property
     def installed(self) -> bool:
-        """Return whether it is a library's, and not the user's."""
+        """Return whether the frame is in an installed library and not in the user's code."""
         return bool(_INSTALLED.search(self.file))
 
 
 def frames(passage: Passage) -> list[TracebackFrame]:
-    """Return the frames of the last traceback before the error, outermost first; empty if there is none."""
+    """Return the frames of the last traceback before the error, outermost first; [] without a traceback."""
     lines = passage.before.split("\n")
     rank = _RANK.search(passage.after.split("\n", 1)[0])
     if rank is not None:  # processes write at once
@@ -77,7 +77,7 @@ def frames(passage: Passage) -> list[TracebackFrame]:
 
 
 def relevant_frames(found: list[TracebackFrame]) -> list[TracebackFrame]:
-    """Return the innermost frame that is not torch's own; then the user's innermost, if that is another."""
+    """Return the innermost frame outside torch, and the innermost frame of the user's code if it is another."""
     guilty = next((frame for frame in reversed(found) if not frame.in_torch), None)
     own = next((frame for frame in reversed(found) if not frame.installed), None)
     if guilty is None:

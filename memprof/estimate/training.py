@@ -227,7 +227,7 @@ class Training:
             yield self._moment(name, comm, activations=held, gradients=done, waiting=waiting, logits=logits)
 
     @property
-    def _logits_after_loss(self) -> int:
+    def _kept_logits(self) -> int:
         """Return the bytes of the logits, which the caller keeps through the backward; lazy logits take none."""
         return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
 
@@ -256,7 +256,7 @@ class Training:
             comm = self._comm_terms(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0)
             yield self._moment(
                 name, comm, activations=sum(self.kept[: layers - behind]) + around + recomputed + above,
-                gradients=done or behind * layer_grads, waiting=0 if done else head_grad, logits=self._logits_after_loss,
+                gradients=done or behind * layer_grads, waiting=0 if done else head_grad, logits=self._kept_logits,
             )  # fmt: skip
 
     def _embedding_moments(self, around: int, head_grad: int) -> Iterator[PeakMoment]:
@@ -269,7 +269,7 @@ class Training:
             "embedding, backward",
             self._comm_terms(reduced=int(rank.gathers)),
             activations=around + self.hidden_bytes, gradients=max(self.held.gradients - root, 0), waiting=own + extra,
-            logits=self._logits_after_loss,
+            logits=self._kept_logits,
         )  # fmt: skip
         if not rank.gathers:
             return
@@ -277,5 +277,5 @@ class Training:
         comm["communication"] = comm.get("communication", 0) + root
         yield self._moment(
             "reduction of the root", comm,
-            activations=around, gradients=self.held.gradients, waiting=own, logits=self._logits_after_loss,
+            activations=around, gradients=self.held.gradients, waiting=own, logits=self._kept_logits,
         )  # fmt: skip
