@@ -33,7 +33,7 @@ class ProfiledGpu:
     """A virtual GPU for the user's own code.
 
     Inside the `with` block `torch.device("cuda")` is the virtual GPU; forward, backward and optimizer steps are
-    recognised as they happen. Afterwards, also when the block raised, `report()` and `trace` say what happened.
+    recognized. After the block, even if it raised, `report()` and `trace` describe the run.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ProfiledGpu:
         self._gpu = gpu
         self._settings = CurrentSettings(settings)
         rank, size = of_ranks or (0, gpus)
-        self._environment = {} if of_ranks is None else _environment(rank, size, gpus)
+        self._environment = {} if of_ranks is None else _make_environment(rank, size, gpus)
         self._before: dict[str, str | None] = {}  # of those variables, what was there
         self._virtual = VirtualGpu(
             gpu,
@@ -70,40 +70,40 @@ class ProfiledGpu:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return bytes that tensors hold on the GPU now, or on all GPUs (inside the block)."""
+        """Return the bytes that are allocated on the GPU now, or on all GPUs (inside the block)."""
         return self._virtual.recorder.storages.live_bytes
 
     @property
     def trace(self) -> Trace:
-        """Return what was recorded."""
+        """Return the recorded trace."""
         trace = self._virtual.trace
         device, allocator = device_facts(self._gpu), self._settings.now.facts
         trace.facts = dataclasses.replace(trace.facts, command="virtual_gpu", device=device, allocator=allocator)
         return trace
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Keep what was recorded in a capture, for `memprof.load` and for `memprof show`, `compare` and `analyze`.
+        """Save the trace as a capture, for `memprof.load` and for `memprof show`, `compare` and `analyze`.
 
         Args:
-            path: of the file; a capture that is there is replaced.
-            force: replace another file, too.
+            path: path of the file; an existing capture is replaced.
+            force: whether to replace an existing file that is no capture.
 
         Raises:
-            UsageError: another file is there.
+            UsageError: the path is an existing file that is no capture.
             MemprofError: the file cannot be written.
         """
         save_trace(self.trace, Path(path), force=force)
 
     def report(self, limit_bytes: int | None = None, *, gpu: int | None = None) -> Report:
-        """Return the report so far; `print` shows it, `save()` keeps it, `.to_json()` is a dictionary.
+        """Return a report on the run so far, with methods `save()` and `to_json()`.
 
         Args:
-            limit_bytes: of device memory, CUDA context included: judged as if the GPU had no more. None: the GPU's.
-            gpu: of several, the number of the one that is shown in full; None: the one with the highest usage.
+            limit_bytes: device memory for the verdict, including the CUDA context; None: the GPU's capacity.
+            gpu: index of the GPU to report on, if there are several; None: the GPU with the highest usage.
 
         Raises:
             EmptyTraceError: nothing was allocated on the GPU.
-            UsageError: no GPU can be held to `limit_bytes`, or there is no such GPU.
+            UsageError: `limit_bytes` is out of range, or the GPU does not exist.
         """
         self.check_limit(limit_bytes)
         trace = self.trace
@@ -114,7 +114,7 @@ class ProfiledGpu:
         return analyze(trace, gpu=gpu)
 
     def check_limit(self, limit_bytes: int | None) -> None:
-        """Raise UsageError if the GPU has not as much, or that is less than the CUDA context takes."""
+        """Raise UsageError if `limit_bytes` is above the GPU's capacity or below the size of the CUDA context."""
         if limit_bytes is None:
             return
         if limit_bytes > self._gpu.total_bytes:
@@ -143,13 +143,13 @@ def virtual_gpu(
 
     Args:
         name: a GPU of the catalog.
-        vram: the capacity of a GPU that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
+        vram: capacity of a GPU that is not in the catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
-        compiles: whether torch.compile compiles for the GPU; False: what it is given runs eagerly.
+        compiles: whether torch.compile compiles for the GPU; False: functions run eagerly.
         stubs: whether packages that are not installed are replaced by a stub (docs/stubs.md).
 
     Raises:
-        UsageError: there is no such GPU.
+        UsageError: the GPU is not in the catalog.
 
     Example:
         with memprof.virtual_gpu("rtx-4090") as gpu:
@@ -172,23 +172,23 @@ def virtual_gpus(
     compiles: bool = True,
     stubs: bool = True,
 ) -> ProfiledGpu:
-    """Return a context manager with `n` equal virtual GPUs, `cuda:0` and so on: of one process, or a rank on each.
+    """Return a context manager with `n` equal virtual GPUs (`cuda:0`, ...), for one process or for one rank of several.
 
-    A rank is alone, and the others are taken to be like it (docs/parallel.md). Inside the block `RANK`, `WORLD_SIZE`
-    and the other variables that torchrun sets are set, so that `torch.distributed.init_process_group` makes the group.
+    With a rank, only this rank runs, and the others are assumed to be alike (docs/parallel.md). Inside the block the
+    variables of torchrun (`RANK`, `WORLD_SIZE`, ...) are set for `torch.distributed.init_process_group`.
 
     Args:
-        n: how many GPUs a machine has.
+        n: number of GPUs in a machine.
         gpu: a GPU of the catalog.
-        vram: the capacity of a GPU that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
+        vram: capacity of a GPU that is not in the catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
-        rank: the one that the block is, from 0; None: of no several processes, unless `world_size` is given.
-        world_size: how many ranks there are, on as many machines as that takes; None: one for each GPU.
-        compiles: whether torch.compile compiles for the GPU; False: what it is given runs eagerly.
+        rank: the rank that the block runs as, from 0; None: a single process, unless `world_size` is given.
+        world_size: number of ranks, on as many machines as they need; None: one rank per GPU.
+        compiles: whether torch.compile compiles for the GPU; False: functions run eagerly.
         stubs: whether packages that are not installed are replaced by a stub (docs/stubs.md).
 
     Raises:
-        UsageError: there is no such GPU, none at all, or no such rank.
+        UsageError: the GPU is not in the catalog, `n` is below 1, or the rank is out of range.
 
     Example:
         import torch.distributed as dist
@@ -212,8 +212,8 @@ def virtual_gpus(
     return ProfiledGpu(model, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles, stubs)
 
 
-def _environment(rank: int, size: int, gpus: int) -> dict[str, str]:
-    """Return what torchrun sets for a rank on a machine with so many GPUs."""
+def _make_environment(rank: int, size: int, gpus: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank on a machine with `gpus` GPUs."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank % gpus,
@@ -243,26 +243,26 @@ def profile(
 
 
 def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs: Any) -> Any:
-    """Profile what a specification names, or a function of your own.
+    """Profile a specification, or a function of your own.
 
-    A `TargetSpec` is run as by `memprof profile` (memprof.flows.profile): the trace and the report are returned.
+    A `TargetSpec` is run as by `memprof profile` (memprof.flows.profile); the result is the trace and the report.
 
-    A function is called `steps` times on a virtual GPU with the other arguments, and the report is returned. Modules
-    and tensors among the arguments, also in lists, tuples and dictionaries, are on the GPU; all arguments are copies,
-    so that the caller's own are as they were. Backward and optimizer steps are recognised as they happen.
+    A function is called `steps` times on a virtual GPU with the other arguments; the result is the report. Modules and
+    tensors among the arguments, also in lists, tuples and dictionaries, are copied to the GPU, and all arguments are
+    copies, so that the caller's objects do not change. Backward and optimizer steps are recognized.
 
     Args:
         target: the specification, or the function.
-        *args: of the function.
-        gpu: a GPU of the catalog; "h100-80gb" if nothing is given.
-        vram: the capacity of a GPU that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
-        steps: how often to call it. The first makes the optimizer's state, so that two are the least that show what
-            goes on, and three are needed to see memory grow.
-        **kwargs: of the function, by any names but these.
+        *args: arguments of the function.
+        gpu: a GPU of the catalog; "h100-80gb" by default.
+        vram: capacity of a GPU that is not in the catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
+        steps: number of calls. The first call makes the optimizer's state, so that at least two calls show the steady
+            state, and three show memory growth.
+        **kwargs: keyword arguments of the function, except the names above.
 
     Raises:
-        UsageError: the GPU is not known, an argument cannot be copied, `steps` is below 1.
-        RunFailedError: the function raised; `trace` and `document` are what happened until then.
+        UsageError: the GPU is not known, an argument cannot be copied, or `steps` is below 1.
+        RunFailedError: the function raised; `trace` and `document` describe the run until then.
         EmptyTraceError: the function put nothing on the GPU.
 
     Example:

@@ -1,4 +1,4 @@
-"""A run as the command that makes it, to paste."""
+"""Shell commands that reproduce a run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from memprof.units import parse_gib, spell_size
 
 
 def profile_command(spec: TargetSpec, *more: str, names_gpu: bool = True) -> str:
-    """Return `memprof profile` for `spec`, with every option that it would not have anyway, and `more` words.
+    """Return the `memprof profile` command for `spec`, with all options that differ from the default, and `more` words.
 
-    `names_gpu` names the GPU also where it is the default.
+    With `names_gpu`, the command names the default GPU too.
     """
     return shlex.join(["memprof", "profile", *spell_options(spec, names_gpu=names_gpu), *more])
 
 
 def run_command(spec: RunSpec, program: Sequence[str], *more: str) -> str:
-    """Return `memprof run` for a program with arguments, every option that it would not have anyway, `more` words."""
+    """Return the `memprof run` command for a program with its arguments, non-default options, and `more` words."""
     return shlex.join(["memprof", "run", *spell_options(spec), *more, *program])
 
 
 def spell_options(spec: TargetSpec | RunSpec, *, names_gpu: bool = True) -> list[str]:
-    """Return the options of `spec` as words: all that have another value than they would have anyway, and its fixes."""
+    """Return the options of `spec` that differ from the default, and its fixes, as words of a command."""
     kind: Any = type(spec)
     about = options_of(kind)
     instead = {one.instead_of: (name, one) for name, one in about.items() if one.instead_of}

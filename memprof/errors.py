@@ -22,20 +22,20 @@ _ACTS_ON_TEXT = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return `text` with what a terminal or a browser would obey as a visible escape, such as `\\x1b`.
+    """Return `text` with control characters as visible escapes, such as `\\x1b`.
 
-    Names from files, logs, snapshots and programs are the text of others: it is shown, and does nothing.
+    Names from files, logs, snapshots and programs are untrusted: a terminal or browser must not interpret them.
     """
     return _ACTS_ON_TEXT.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class MemprofError(Exception):
-    """Something went wrong that the user can act on.
+    """An error that the user can act on.
 
     Args:
-        problem: one line that says what is wrong.
+        problem: a description of the problem in one line.
         value: the offending value, if there is one.
-        hint: one line that says what to do.
+        hint: advice in one line.
 
     Example:
         try:
@@ -55,7 +55,7 @@ class MemprofError(Exception):
 
     @property
     def line(self) -> str:
-        """Return problem and value in one line."""
+        """Return the problem and the offending value in one line."""
         return self.problem if self.value is None else f"{self.problem} ({self.value})"
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class MemprofError(Exception):
 
 
 class UsageError(MemprofError):
-    """Usage error: an unknown name, a value out of range, a file that is not what it should be.
+    """A usage error: an unknown name, a value out of range, a file of the wrong kind.
 
     Example:
         try:
@@ -81,7 +81,7 @@ class UsageError(MemprofError):
 
 
 class RunFailedError(MemprofError):
-    """The program that was run raised an error of its own, or did what cannot be simulated.
+    """An error that the profiled program raised, or an operation that cannot be simulated.
 
     Example:
         def step(layer):
@@ -99,7 +99,7 @@ class RunFailedError(MemprofError):
 
 
 def error_text(error: BaseException) -> str:
-    """Return what an error says; what Python's own traceback shows where its `__str__` raises."""
+    """Return the text of an error; if its `__str__` raises, the text that Python's tracebacks show."""
     try:
         return str(error)
     except Exception:  # of the program's own class: anything
@@ -107,17 +107,17 @@ def error_text(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, without what follows it in further lines."""
+    """Return the first line of an error's text."""
     return (error_text(error).strip().splitlines() or [""])[0]
 
 
 def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:
-    """Return the error for a library that is missing, or does not fit; the extra `extra` of memprof brings it."""
+    """Return the error for a library that is missing or incompatible; memprof's extra `extra` installs the library."""
     return UsageError(problem, value=value, hint=f"pip install 'memprof[{extra}]'{otherwise}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that looks most like `name`, or None if nothing is close."""
+    """Return the choice that is most similar to `name`, or None if no choice is close."""
     by_folded = {choice.lower(): choice for choice in choices}
     swapped = [choice for choice in by_folded if sorted(choice) == sorted(name.lower())]  # modle: model, not mode
     matches = swapped or difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
@@ -125,7 +125,7 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, see: str | None = None) -> UsageError:
-    """Return the error for a name that is not known: suggests the nearest one, else lists the choices."""
+    """Return the error for an unknown name, which suggests the nearest choice, else lists the choices."""
     names = sorted(choices)
     close = nearest(name, names)
     if close is not None:

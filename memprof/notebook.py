@@ -1,4 +1,4 @@
-"""`%load_ext memprof` in a notebook, and `%%memprof --gpu rtx-4090` on a cell: it runs on a virtual GPU."""
+"""Notebook magics: after `%load_ext memprof`, a cell with `%%memprof --gpu rtx-4090` runs on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _parser() -> _Parser:
+def _make_parser() -> _Parser:
     parser = _Parser(prog="%%memprof", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", default="h100-80gb", metavar="NAME")
     parser.add_argument("--gpu-vram", metavar="GIB")
@@ -29,10 +29,10 @@ def _parser() -> _Parser:
 
 
 def register(shell: Any) -> None:
-    """Make the magic known to IPython's `shell`."""
+    """Register the magic with IPython's `shell`."""
 
     def memprof(line: str, cell: str) -> Report | None:
-        """Run the cell with "cuda" as a virtual GPU; what it gives is the report: --gpu, --gpu-vram, --alloc-conf."""
+        """Run the cell with "cuda" as a virtual GPU, and return the report: --gpu, --gpu-vram, --alloc-conf."""
         try:
             return run_cell(shell, line, cell)
         except MemprofError as error:
@@ -44,17 +44,17 @@ def register(shell: Any) -> None:
 
 
 def run_cell(shell: Any, line: str, cell: str) -> Report:
-    """Run a cell's code in the notebook's namespace on a virtual GPU; the report on it.
+    """Run a cell's code in the notebook's namespace on a virtual GPU; return the report.
 
     Args:
-        shell: IPython's.
+        shell: IPython's shell.
         line: the options, as on the command line.
         cell: the code.
 
     Raises:
         UsageError: an unknown GPU or option.
         EmptyTraceError: the cell put nothing on the GPU.
-        Exception: whatever the cell raises.
+        Exception: any exception of the cell.
     """
     from memprof.api import virtual_gpu
 
@@ -62,7 +62,7 @@ def run_cell(shell: Any, line: str, cell: str) -> Report:
         words = shlex.split(line)
     except ValueError as error:
         raise UsageError("the options cannot be read", value=line, hint=str(error)) from None
-    asked = _parser().parse_args(words)
+    asked = _make_parser().parse_args(words)
     # Source lines of the report are then the cell's: `cell 3:2`. What counts cells is ahead of them in some releases.
     name = f"cell {len(shell.user_ns['In']) - 1}"
     code = shell.transform_cell(cell)

@@ -1,16 +1,15 @@
-"""A pytest plugin: tests that run on a virtual GPU, and fail if what they run would not fit it.
+"""A pytest plugin: tests that run on a virtual GPU, and fail if the run would not fit the GPU.
 
     @pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")
     def test_training_step():
         train(steps=2)  # "cuda" is the virtual GPU, here and in the test's own fixtures
 
-The GPU is there for the test and its function-scoped fixtures; a fixture of a wider scope is made before, without it.
-`limit` is device memory, as nvidia-smi shows it: what the caching allocator holds, and the CUDA context. The test fails
-if the run would be out of memory on a GPU with that much. What the allocator merely keeps for later does not count,
-for it gives that back before it gives up. Without `limit` the GPU's own capacity decides. More is in
-docs/dry-run-in-ci.md.
+The virtual GPU exists for the test and its function-scoped fixtures; fixtures of a wider scope are made without it.
+`limit` is device memory, as nvidia-smi shows it: reserved memory and the CUDA context. The test fails if the run would
+be out of memory on a GPU with that capacity. Cached memory does not count, since the allocator releases it before an
+allocation fails. Without `limit`, the GPU's capacity is the limit. docs/dry-run-in-ci.md has more.
 
-Nothing is imported before a test asks for a GPU: a suite that does not use it pays nothing.
+The plugin imports memprof and torch only for tests with a virtual GPU, so that other suites are not slowed down.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DEFAULT_GPU = "h100-80gb"
 
 
 class _Gpu(NamedTuple):
-    """The GPU that a test runs on."""
+    """The virtual GPU that a test runs on."""
 
     gpu: ProfiledGpu
     limit_bytes: int | None
@@ -39,7 +38,7 @@ _GPU = pytest.StashKey[_Gpu]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, for `--markers` and `--strict-markers`."""
+    """Register the marker, for `--markers` and `--strict-markers`."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(gpu={DEFAULT_GPU!r}, *, gpus=1, rank=None, world_size=None, vram=None, limit=None, "
@@ -50,12 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, None]:
-    """Yield the virtual GPU that the test runs on: that of its `memprof` marker, or an H100 without one.
+    """Yield the virtual GPU that the test runs on: the GPU of its `memprof` marker, or an H100 without a marker.
 
-    Without a marker nothing is judged: the test reads `allocated_bytes` or `report()` and decides for itself.
+    A test without a marker does not fail by memory; it may check `allocated_bytes` or `report()` itself.
     """
     marker = request.node.get_closest_marker(MARKER)
-    gpu = _gpu(*(marker.args, marker.kwargs) if marker else ((), {}))
+    gpu = _parse_marker(*(marker.args, marker.kwargs) if marker else ((), {}))
     with gpu.gpu:
         request.node.stash[_GPU] = gpu
         yield gpu.gpu
@@ -64,24 +63,24 @@ def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, 
 
 @pytest.fixture(autouse=True)
 def _memprof_marker(request: pytest.FixtureRequest) -> None:
-    """Bring the GPU to tests that have the marker and do not ask for the fixture."""
+    """Request the `virtual_gpu` fixture for tests with the marker."""
     if request.node.get_closest_marker(MARKER) is not None:
         request.getfixturevalue("virtual_gpu")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Judge a test that has passed; one that failed by itself says why itself."""
+    """Fail a passed test whose run does not fit; failed tests keep their error."""
     result = yield
     gpu = item.stash.get(_GPU, None)
     if gpu is not None and item.get_closest_marker(MARKER) is not None:
-        problem = _problem(gpu)
+        problem = _describe_problem(gpu)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
     return result
 
 
-def _problem(gpu: _Gpu) -> str | None:
+def _describe_problem(gpu: _Gpu) -> str | None:
     from memprof.ledger.ledger import EmptyTraceError
     from memprof.report.terminal.summary import brief
 
@@ -92,14 +91,14 @@ def _problem(gpu: _Gpu) -> str | None:
     return None if document.verdict.fits else f"memprof: {brief(document)}"
 
 
-def _gpu(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Gpu:
+def _parse_marker(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Gpu:
     from memprof.errors import UsageError
 
-    takes = inspect.signature(_make_gpu)
+    signature = inspect.signature(_make_gpu)
     try:
-        takes.bind(*arguments, **keywords)
+        signature.bind(*arguments, **keywords)
     except TypeError as error:
-        names, example = ", ".join(takes.parameters), '@pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")'
+        names, example = ", ".join(signature.parameters), '@pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")'
         problem = f"{error}\n  hint:  it takes {names}, as in {example}"
     else:
         try:

@@ -1,7 +1,7 @@
 """The description of a script's run: one frozen value, as `TargetSpec` is of a model that memprof builds.
 
-Everything that decides what a run shows is a field: whoever runs the script again, or prints the command that does,
-takes the whole object, so that no option is lost on the way. To add an option of `memprof run`, add a field.
+Every option that affects the result of a run is a field. Code that runs the script again, or prints the command, uses
+the whole object, so that no option is lost. To add an option of `memprof run`, add a field.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SETTINGS = "MEMPROF_SETTINGS"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Say how a script is run; sizes are bytes."""
+    """The options of a script's run; sizes are in bytes."""
 
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
     beyond: bool = option(False, "Script", "Go on past a full GPU, to see the whole need: no error in the script.")

@@ -1,7 +1,7 @@
-"""The target of a profile: one frozen, validated description of model, workload and GPU; the rest follows from it.
+"""The target of a profile: one frozen, validated description of model, workload and GPU.
 
-A field made by `option` is an option of the command line too: cli/options.py makes it from what stands here, and
-`check_options` reads the same. To add an option, add a field.
+A field made by `option` is an option of the command line too: cli/options.py and `check_options` read the field's
+metadata. To add an option, add a field.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _T = TypeVar("_T")
 
 
 def parse_dtype(text: str) -> str:
-    """Return a dtype's name as torch has it, of a usual abbreviation such as bf16."""
+    """Return torch's name of a dtype for an abbreviation such as bf16."""
     return _ABBREVIATED.get(text.lower(), text)
 
 
 class Mode(StrEnum):
-    """The use of the model."""
+    """The use of the model: training or inference."""
 
     TRAIN = "train"
     INFERENCE = "inference"
@@ -78,7 +78,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field as an option of the command line, and the values it may have."""
+    """The command-line option of a field, and the field's permitted values."""
 
     panel: str  # the heading in --help; empty: it is not shown
     help: str  # the choices take the place of {choices}
@@ -95,7 +95,7 @@ class Option:
 
 
 def option(default: _T, panel: str, help: str, **about: Any) -> _T:
-    """Return a field of a dataclass that is an option of the command line: its default, and what `Option` takes."""
+    """Return a dataclass field that is an option of the command line; `about` are fields of `Option`."""
     if about.get("is_count"):
         about = {"parse": parse_whole, "metavar": "COUNT"} | about
     return dataclasses.field(default=default, metadata={"option": Option(panel, help, **about)})
@@ -103,7 +103,7 @@ def option(default: _T, panel: str, help: str, **about: Any) -> _T:
 
 @functools.cache
 def options_of(kind: type) -> Mapping[str, Option]:
-    """Return the options among the fields of a dataclass, by field; each with its flag."""
+    """Return the options among the fields of a dataclass, with their flags, by field name."""
     found = {}
     for field in dataclasses.fields(kind):
         about = field.metadata.get("option")
@@ -114,7 +114,7 @@ def options_of(kind: type) -> Mapping[str, Option]:
 
 
 def check_options(asked: Any) -> None:
-    """Raise UsageError, with its flag, if an option of a dataclass has a value that is unknown or out of range."""
+    """Raise UsageError, with the flag, if an option of a dataclass has an unknown value or is out of range."""
     for name, about in options_of(asked.__class__).items():
         value = getattr(asked, name)
         if value is None:
@@ -378,7 +378,7 @@ def repeat_option(
 ) -> Any:
     """Return an option of another dataclass, `TargetSpec` or `of`, as a field of one more.
 
-    It means the same: `note` says what else it does there, and `changes` what differs, such as `unset`.
+    `note` is added to the option's help, and `changes` replaces fields of the `Option`, such as `unset`.
     """
     field: dataclasses.Field[Any] = of.__dataclass_fields__[name]  # type: ignore[attr-defined]
     about: Option = field.metadata["option"]
@@ -388,9 +388,9 @@ def repeat_option(
 
 
 def parse_layers(text: str, count: int | None = None) -> list[int]:
-    """Return the layers in a list such as "0,4-7,-1", in order and each once; negative ones count from the end.
+    """Return the sorted, unique layers in a list such as "0,4-7,-1"; negative numbers count from the end.
 
-    Without `count`, the number of layers, only the spelling is checked. Raises UsageError where it names no layer.
+    `count` is the number of layers; without it, only the syntax is checked. Raises UsageError: a layer does not exist.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -409,7 +409,7 @@ def parse_layers(text: str, count: int | None = None) -> list[int]:
 
 
 def check_quantized(name: str, spec: TargetSpec) -> None:
-    """Raise UsageError if weights stored as `name` would be trained, have no backward, or are to be measured."""
+    """Raise UsageError if weights in the format `name` would be trained, need a backward, or would be measured."""
     value = f"--quantize {name}"
     if spec.mode is Mode.TRAIN and spec.adapter is None and spec.npt is None:
         hint = "add --adapter lora, --npt low-rank or --mode inference"

@@ -1,7 +1,7 @@
-"""Bytes are ints everywhere in memprof; this module and report/ alone know GiB and MiB.
+"""Conversion between bytes, which are ints everywhere in memprof, and text with units.
 
-Binary units only (1 GiB = 2**30 bytes): a GPU sold as "80 GB" has 79.10 GiB, and mixing the two is how people end up
-on the wrong GPU.
+Units are binary (1 GiB = 2**30 bytes): a GPU sold as "80 GB" has 79.10 GiB, and mixing the two leads to the wrong
+choice of GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def gib(num_bytes: int | float) -> str:
-    """Return `num_bytes` in GiB with two decimals and no unit: for table cells, whose header names the unit."""
+    """Return `num_bytes` in GiB with two decimals and no unit, for table cells."""
     return f"{num_bytes / GIB:,.2f}"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return `num_bytes` for a sentence: GiB, or the largest unit in which it is at least 1, with two decimals."""
+    """Return `num_bytes` with two decimals in GiB, or in the largest unit in which the number is at least 1."""
     size = abs(num_bytes)
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
@@ -48,7 +48,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(count: int, form: str = ".2f") -> str:
-    """Return a parameter count as people write it: 4.02B, 124.00M."""
+    """Return a parameter count such as 4.02B or 124.00M."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
             return f"{count / unit:{form}}{name}"
@@ -56,7 +56,7 @@ def format_count(count: int, form: str = ".2f") -> str:
 
 
 def parse_gib(text: str | float) -> int:
-    """Return the bytes of a size in GiB ("80") or with a unit ("24GB", "512MiB"); UsageError if it is none."""
+    """Return the bytes of a size in GiB ("80") or with a unit ("24GB", "512MiB"). Raises UsageError: no size."""
     match = _SIZE.fullmatch(str(text))
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or not 0 < float(match[1]) < _MOST:
@@ -68,7 +68,7 @@ def parse_gib(text: str | float) -> int:
 
 
 def spell_size(num_bytes: int) -> str:
-    """Return what `parse_gib` reads as `num_bytes`: in GiB, or in the first unit in which it is short."""
+    """Return text that `parse_gib` reads as `num_bytes`: in GiB, or in the first unit with a short number."""
     for unit in ("", "GB", "MiB"):
         text = f"{num_bytes / _UNITS[unit.lower()]:.5g}"
         if "e" not in text and parse_gib(text + unit) == num_bytes:
@@ -77,7 +77,7 @@ def spell_size(num_bytes: int) -> str:
 
 
 def parse_count(text: str) -> int:
-    """Return the parameter count in "1.2B", "70M", "1e9" or "7000000"; UsageError if it is none, or not above zero."""
+    """Return the parameter count in "1.2B", "70M", "1e9" or "7000000". Raises UsageError: no positive number."""
     number = _read_count(text)
     if number is None or not 0 < number < _MOST:
         raise UsageError("not a number of parameters", value=repr(text), hint="write it like 70M, 1.2B or 4B")
@@ -87,7 +87,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_whole(text: str | int) -> int:
-    """Return the integer in "8", "128k" (128,000), "131,072", "1e6" or "0.5M"; UsageError if it is none."""
+    """Return the integer in "8", "128k" (128,000), "131,072", "1e6" or "0.5M". Raises UsageError: no integer."""
     number = _read_count(str(text))
     if number is not None and abs(number) >= _MOST:
         raise UsageError("out of range", value=repr(text), hint="give less than 1e18")
@@ -104,7 +104,7 @@ def _read_count(text: str) -> Decimal | None:
 
 
 def format_ranges(of: Iterable[int]) -> str:
-    """Return `0, 2-5` of rising numbers."""
+    """Return sorted numbers as text with ranges, such as "0, 2-5"."""
     spans: list[list[int]] = []
     for one in of:
         if spans and spans[-1][1] == one - 1:
