@@ -28,18 +28,18 @@ _KINDS = "a capture (--save), or what memprof profile, run, analyze or compare w
 def load(
     path: str | Path, *, alloc_conf: str | None = None, gpu: int | None = None, rank: int | None = None
 ) -> SavedDocument:
-    """Return the document in a file: in JSON, as `save()` and `--json` write it, or of a capture, accounted for anew.
+    """Return the document in a JSON file of `save()` or `--json`, or the report of a capture, computed again.
 
     Needs neither torch nor the model.
 
     Args:
-        path: of the file.
+        path: the file.
         alloc_conf: settings of the caching allocator instead of the run's; for a capture alone.
-        gpu: of several, the number of the one that is shown in full; None: the one used most. For a capture alone.
-        rank: of ranks that ran together, the one that is shown in full; None: that which decides. For a capture alone.
+        gpu: index of the GPU shown in full; None: the GPU with the highest usage. For a capture alone.
+        rank: rank shown in full, of several; None: the rank with the highest need. For a capture alone.
 
     Raises:
-        UsageError: the file is neither, or damaged; torch would refuse `alloc_conf`; there is no such GPU or rank.
+        UsageError: the file is of another kind, or damaged; torch would refuse `alloc_conf`; unknown GPU or rank.
 
     Example:
         with memprof.virtual_gpu("rtx-4090") as gpu:

@@ -31,7 +31,7 @@ class ChosenFixes:
 
 
 def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Report]:
-    """Return the run with the cheapest set of fixes that fits the GPU (see `find`), with its ladder."""
+    """Return the run with the cheapest set of fixes that fits the GPU (see `find_fixes`), with its ladder."""
     found = find_fixes(runs, sets)
     return run_with_ladder(runs, found.steps, found.reason, found.left_out)
 
@@ -240,7 +240,7 @@ def _combine(
         try:
             return fixes, runs.with_fixes(fixes)
         except UsageError as error:
-            # The message begins with the name of the fix that does not apply to this model, here and in `find`.
+            # The message begins with the name of the fix that does not apply to this model, here and in `find_fixes`.
             guilty = next((fix for fix in fixes if fix.fix.name in str(error)), fixes[-1])
             not_applied[guilty.fix.name] = error.line
             fixes.remove(guilty)

@@ -74,6 +74,6 @@ def outcome_of(
 
 
 def _expand_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
-    """Return the spec with expandable segments, against fragmentation; None if `spec` already has them."""
+    """Return the spec with expandable segments, against fragmentation; None if `spec` already has these segments."""
     fix = find_helpful("fragmentation")[0]
     return None if fix.is_on(spec) else edit_spec(spec, ChosenFix(fix), target_to_json(target))

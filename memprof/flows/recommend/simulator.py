@@ -99,7 +99,7 @@ class Simulator:
         from memprof.workload.pool import run_all
 
         def search(task: Callable[[], Answer]) -> tuple[Answer, _Runs, dict[str, str], MemprofError | None]:
-            """Run `work` in a worker process, with a copy of the simulator; return its result and what it learned."""
+            """Run `task` in a worker process, with a copy of the simulator; return its result and what it learned."""
             return task(), self._known, self.failures, self.refusal
 
         answers = []
