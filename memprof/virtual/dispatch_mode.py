@@ -30,7 +30,7 @@ from memprof.virtual.in_place import InPlaceOperators
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import inplace_backward_formulas as formulas
 from memprof.virtual.kernels import quantized_tensors, sparse
-from memprof.virtual.kernels.expansion import dispatch_of_python
+from memprof.virtual.kernels.expansion import set_python_dispatch
 from memprof.virtual.layout_cache import UNCACHED, maker_of
 from memprof.virtual.limits import unsupported_error
 from memprof.virtual.op_info import describe_operator
@@ -122,7 +122,7 @@ class DispatchMode(DeviceState):
                     if operator.in_python:
                         with (
                             dispatch.EnableTorchFunction(),
-                            dispatch_of_python(),
+                            set_python_dispatch(),
                             self.function_mode,
                             self,
                             self.turn.suspended(),

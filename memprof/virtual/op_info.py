@@ -9,7 +9,7 @@ import torch
 from memprof.virtual.device_rules import MIXES_DEVICES
 from memprof.virtual.engine import FILLS_ZEROS
 from memprof.virtual.kernels import registry
-from memprof.virtual.kernels.expansion import expansion, in_python
+from memprof.virtual.kernels.expansion import find_expansion, find_python_body
 from memprof.virtual.kernels.inplace_backward_formulas import CANDIDATES
 from memprof.virtual.operator_call import OpInfo, OpKind
 from memprof.watch.caches import WRITES
@@ -35,7 +35,7 @@ def describe_operator(func: Any) -> OpInfo:
     else:
         kind = OpKind.IN_PLACE if func._schema.is_mutable else OpKind.ALLOCATES
     handler = registry.kernel_of(packet) or registry.kernel_of(func)
-    expanded = expansion(func) if handler is None else None
+    expanded = find_expansion(func) if handler is None else None
     return OpInfo(
         func=func,
         packet=packet,
@@ -44,7 +44,7 @@ def describe_operator(func: Any) -> OpInfo:
         handler=handler,
         runs_on_any_device=packet in registry.anywhere or func in registry.anywhere,
         expansion=expanded,
-        in_python=expanded is not None and in_python(func) is not None,
+        in_python=expanded is not None and find_python_body(func) is not None,
         input_copies=registry.input_copies.get(packet),
         scratch=registry.scratch.get(packet),
         uses_cublas=packet in registry.uses_cublas,

@@ -39,7 +39,7 @@ class Generation(Extension):
             def prepare_and_note_ends(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
                 for ends in (generation_config.eos_token_id, generation_config.pad_token_id):
                     several = ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)]
-                    values.policy.ends.update(several)
+                    values.policy.end_tokens.update(several)
                 return prepare(self, generation_config, *args, **kwargs)
 
             yield mixin, _PREPARES, prepare_and_note_ends

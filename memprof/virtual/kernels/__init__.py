@@ -1,1 +1,1 @@
-"""One family of kernels a file; registry.py says how a file registers what it holds, and imports them all."""
+"""Kernels of the virtual GPU, one family per file; registry.py has the decorators and imports all files."""

@@ -1,4 +1,4 @@
-"""Activation functions and dropout: what their kernels copy, and what they keep."""
+"""Activation functions and dropout: copies that their kernels make, and tensors saved for the backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
 
 @scratch("aten._safe_softmax")
 def safe_softmax(args: Any, gpu: DeviceProperties) -> list[int]:
-    """The boolean mask of -inf scores, that of rows without any, and a zero (native/transformers/attention.cpp)."""
+    """Return the bytes of the mask of -inf scores, of the mask of rows with -inf alone, and of a zero
+    (native/transformers/attention.cpp)."""
     scores, dim = args[0], args[1]
     rows = scores.numel() // max(1, scores.shape[dim] if scores.dim() else 1)
     return [scores.numel(), rows, scores.element_size()]
@@ -29,32 +30,31 @@ log_softmax_backward = scratch(aten._log_softmax_backward_data)(copies_of(0, 1))
 
 @scratch(aten._softmax_backward_data)
 def softmax_backward(args: Any, gpu: DeviceProperties) -> list[int]:
-    """The product of gradient and output, as large as the output (native/cuda/SoftMax.cu, softmax_backward_cuda_out).
-
-    It is laid out as its factors are; then it and the output are made contiguous.
-    """
+    """Return the bytes of gradient x output, and of contiguous copies of the product and the output
+    (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+    # The product has the strides of its factors.
     product = args[0] * args[1]
     return [product.numel() * product.element_size(), *contiguous(product, args[1])]
 
 
-def _without_copy(
+def _softmax_of_half(
     operator: Any, machine: DeviceState, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Any:
-    """Convert float16 to float32 without a copy, as CUDA's kernel does and others do not (native/SoftMax.cpp)."""
+    """Run a softmax of float16 with a float32 result without a converted copy, as on CUDA (native/SoftMax.cpp)."""
     if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and machine.is_on_gpu(input):
         return operator(input, dim, True)
     return NotImplemented
 
 
-composite(torch.softmax, torch.Tensor.softmax, torch.special.softmax)(partial(_without_copy, aten._softmax))
+composite(torch.softmax, torch.Tensor.softmax, torch.special.softmax)(partial(_softmax_of_half, aten._softmax))
 composite(torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax)(
-    partial(_without_copy, aten._log_softmax)
+    partial(_softmax_of_half, aten._log_softmax)
 )
 
 
 @kernel(aten.log_sigmoid_forward)
 def log_sigmoid_forward(launch: KernelContext) -> Any:
-    """The buffer for the backward is empty on CUDA (native/cuda/Activation.cpp); the CPU fills one."""
+    """Make the result and a buffer for the backward, which on CUDA is empty (native/cuda/Activation.cpp)."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
@@ -65,7 +65,7 @@ def log_sigmoid_forward(launch: KernelContext) -> Any:
 
 @composite(torch.dropout)
 def dropout(machine: DeviceState, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
-    """`torch.dropout`, whose generic path keeps a mask in the input's dtype (native/cuda/Dropout.cu)."""
+    """Run `torch.dropout` with a boolean mask; the generic path's mask has the input's dtype (cuda/Dropout.cu)."""
     if not (train and 0 < p < 1 and input.numel() and machine.is_on_gpu(input)):
         return NotImplemented
     machine.values.assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
@@ -74,7 +74,7 @@ def dropout(machine: DeviceState, input: torch.Tensor, p: float = 0.5, train: bo
 
 @kernel(aten.native_dropout, on_host=True)
 def native_dropout(launch: KernelContext) -> Any:
-    """The mask and the result, in this order (dropout_cuda); the meta kernel would keep one in the input's dtype."""
+    """Make the boolean mask, then the result (dropout_cuda); the meta kernel makes a mask in the input's dtype."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention: the backend that CUDA chooses, and what cuDNN's takes.
+"""Scaled dot-product attention: the choice of the backend on CUDA, and the memory of each backend.
 
-And the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation, step by step: each is one
-operator, which on meta tensors shows its result alone (native/transformers/transformer.cpp and cuda/attention.cu).
+The module also runs the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation, step by
+step: each is one operator (native/transformers/transformer.cpp and cuda/attention.cu).
 
 Sources: native/transformers/cuda/sdp_utils.cpp (choice), native/transformers/attention.cpp (the paths),
 native/transformers/cuda/attention.cu and native/cudnn/MHA.cpp (cuDNN), attention_backward.cu and flash_attn/ in
@@ -29,22 +29,21 @@ _HALF = (torch.float16, torch.bfloat16)
 
 _NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # numbers of `torch.nn.attention.SDPBackend`
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
-# Release from which the memory-efficient kernel takes grouped queries (pull request 191085, summer 2026).
+# First release whose memory-efficient kernel supports grouped queries (pull request 191085, summer 2026).
 _EFFICIENT_GROUPS_SINCE = (2, 15)
 
 WORKSPACE = (
     "The workspace of cuDNN's attention is counted as its open frontend sizes it and as it was on an H100 with cuDNN "
     "9.19, to the byte for seven sizes; the closed library may take another elsewhere."
 )
-# What cuDNN adds to every call's: H100, cuDNN 9.19, torch 2.11.0+cu130.
+# Constant part of cuDNN's workspace: H100, cuDNN 9.19, torch 2.11.0+cu130.
 _CUDNN_WORKSPACE_BYTES = 256
 
 
 def prefers_cudnn(gpu: DeviceProperties) -> bool:
     """Return whether cuDNN comes first (check_prefer_cudnn_attention): on compute capability 9 and 10 since torch 2.11.
 
-    The rule asks for a cuDNN newer than 9.15.0, which PyPI's wheels have since 2.11; those of 2.9, whose rule requested
-    less, were built with one that is too old (issue 165801).
+    The rule requires a cuDNN newer than 9.15.0, which PyPI's wheels have since torch 2.11 (issue 165801).
     """
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
@@ -66,13 +65,13 @@ class Attention:
 
     @property
     def needs_grad(self) -> bool:
-        """Return whether a backward pass will follow."""
+        """Return whether autograd records the call for a backward pass."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
 @composite(kernels.scaled_dot_product_attention)
 def attention(machine: DeviceState, *args: Any, **kwargs: Any) -> Any:
-    """Run `scaled_dot_product_attention` as the chosen backend does."""
+    """Run `scaled_dot_product_attention` by the operators of the chosen backend."""
     call = Attention(*args, **kwargs)
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     if not machine.is_on_gpu(query):
@@ -84,7 +83,7 @@ def attention(machine: DeviceState, *args: Any, **kwargs: Any) -> Any:
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
     if chosen == "flash":
-        padded = (_padded(tensor) for tensor in (query, key, value))
+        padded = (_pad_head_dim(tensor) for tensor in (query, key, value))
         result = aten._scaled_dot_product_flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)
         return result[0][..., :head_dim] if result[0].shape[-1] != head_dim else result[0]
     needs_grad = call.needs_grad
@@ -92,21 +91,21 @@ def attention(machine: DeviceState, *args: Any, **kwargs: Any) -> Any:
         if needs_grad:
             machine.values.assume(WORKSPACE)
         if mask is not None and mask.dtype is torch.bool:
-            mask = _additive(mask, query)
+            mask = _to_additive_mask(mask, query)
         operator = aten._scaled_dot_product_cudnn_attention
     else:
-        mask = None if mask is None else _additive_mask(mask, query, key)
+        mask = None if mask is None else _align_mask(mask, query, key)
         operator = aten._scaled_dot_product_efficient_attention
     return operator(query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=scale)[0]
 
 
 def backend(gpu: DeviceProperties, call: Attention) -> str:
-    """Return the first backend, in CUDA's order, that is enabled and can do it (select_sdp_backend)."""
+    """Return the first backend, in CUDA's order, that is enabled and supports the call (select_sdp_backend)."""
     query, key, value = call.query, call.key, call.value
     fused = (
         query.dim() == key.dim() == value.dim() == 4
         and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in (query, key, value))
-        and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)  # not so T5's: its biases of positions, permuted
+        and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)  # false for T5's permuted position biases
         and query.shape[2] > 0
         and key.shape[2] > 0
     )
@@ -114,21 +113,21 @@ def backend(gpu: DeviceProperties, call: Attention) -> str:
     grouped = fused and not heads[0] == heads[1] == heads[2]
     if grouped and not (call.enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0):
         fused = False
-    for name in _order(gpu):
+    for name in _find_backend_order(gpu):
         if name == "math":
-            possible = torch.backends.cuda.math_sdp_enabled()
+            is_available = torch.backends.cuda.math_sdp_enabled()
         elif name == "efficient":
-            possible = fused and _efficient_can(gpu, call, grouped)
+            is_available = fused and _can_use_efficient(gpu, call, grouped)
         else:
-            possible = fused and (_cudnn_can if name == "cudnn" else _flash_can)(gpu, call)
-        if possible:
+            is_available = fused and (_can_use_cudnn if name == "cudnn" else _can_use_flash)(gpu, call)
+        if is_available:
             return name
-    # As scaled_dot_product_attention says it when the allowed backends cannot do it.
+    # The message of torch's scaled_dot_product_attention.
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _order(gpu: DeviceProperties) -> tuple[str, ...]:
-    """The order that the program set, or the default, in which cuDNN may come first."""
+def _find_backend_order(gpu: DeviceProperties) -> tuple[str, ...]:
+    """Return the backends in the order that the program set, or in the default order, where cuDNN may come first."""
     numbers = kernels.get_sdp_priority_order()
     order = tuple(dict.fromkeys(_NAMES[number] for number in numbers if number in _NAMES))  # 2.8 names one twice
     if order == _DEFAULT_ORDER and prefers_cudnn(gpu):
@@ -136,20 +135,20 @@ def _order(gpu: DeviceProperties) -> tuple[str, ...]:
     return order
 
 
-def _cudnn_can(gpu: DeviceProperties, call: Attention) -> bool:
-    """can_use_cudnn_attention; heads of up to 128, on compute capability 9.0 of up to 256 from cuDNN 9.10 on, on 10 of
-    192 with values of 128."""
+def _can_use_cudnn(gpu: DeviceProperties, call: Attention) -> bool:
+    """Return whether cuDNN supports the call (can_use_cudnn_attention): head dimensions up to 128, up to 256 on compute
+    capability 9.0 from cuDNN 9.10 on, and 192 with values of 128 on compute capability 10."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     dims = query.shape[-1], value.shape[-1]
     major, minor = gpu.compute_capability
-    hopper = (major, minor) == (9, 0) and cudnn_version(gpu.release) >= 91_000
-    limit = 256 if hopper else 192 if dims == (192, 128) and major == 10 else 128
+    has_wide_heads = (major, minor) == (9, 0) and cudnn_version(gpu.release) >= 91_000
+    limit = 256 if has_wide_heads else 192 if dims == (192, 128) and major == 10 else 128
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and (8, 0) <= (major, minor) <= (12, 1)
         and query.dtype in _HALF
         and not (mask is not None and mask.requires_grad)
-        and not _must_be_deterministic()
+        and not _is_deterministic()
         and query.shape[-1] == key.shape[-1]
         and max(dims) <= limit
         and all(dim % 8 == 0 for dim in dims)
@@ -158,7 +157,7 @@ def _cudnn_can(gpu: DeviceProperties, call: Attention) -> bool:
     )
 
 
-def _flash_can(gpu: DeviceProperties, call: Attention) -> bool:
+def _can_use_flash(gpu: DeviceProperties, call: Attention) -> bool:
     """Return whether FlashAttention can run (can_use_flash_attention)."""
     query, key, value, head_dim = call.query, call.key, call.value, call.query.shape[-1]
     capability = gpu.compute_capability
@@ -179,11 +178,11 @@ def _flash_can(gpu: DeviceProperties, call: Attention) -> bool:
     )
 
 
-def _efficient_can(gpu: DeviceProperties, call: Attention, grouped: bool) -> bool:
+def _can_use_efficient(gpu: DeviceProperties, call: Attention, grouped: bool) -> bool:
     """Return whether the memory-efficient kernel can run (can_use_mem_efficient_attention)."""
     query, key, value, capability = call.query, call.key, call.value, gpu.compute_capability
-    half = query.dtype in _HALF
-    alignment = 8 if half else 4 if capability >= (8, 0) else 1
+    is_half = query.dtype in _HALF
+    alignment = 8 if is_half else 4 if capability >= (8, 0) else 1
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and not (grouped and gpu.release < _EFFICIENT_GROUPS_SINCE)
@@ -196,9 +195,9 @@ def _efficient_can(gpu: DeviceProperties, call: Attention, grouped: bool) -> boo
 
 
 def _math_attention(machine: DeviceState, call: Attention) -> torch.Tensor:
-    """The generic path, operator by operator as `_scaled_dot_product_attention_math` runs without modes.
+    """Run the operators of `_scaled_dot_product_attention_math`, as without a dispatch mode.
 
-    Under a mode C++ would add the mask out of place and take the CPU's dropout
+    Under a mode the C++ function adds the mask out of place and uses the CPU's dropout
     (aten/src/ATen/native/transformers/attention.cpp).
     """
     query, key, value, mask, dropout_p = call.query, call.key, call.value, call.attn_mask, call.dropout_p
@@ -210,7 +209,7 @@ def _math_attention(machine: DeviceState, call: Attention) -> torch.Tensor:
     if call.is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if mask is not None and mask.dtype is torch.bool:
-        mask = _additive(mask, query)
+        mask = _to_additive_mask(mask, query)
     if call.enable_gqa and key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -227,29 +226,29 @@ def _math_attention(machine: DeviceState, call: Attention) -> torch.Tensor:
     return result
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Head dimension padded to a multiple of 8, as flash attention needs it."""
+def _pad_head_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` with the head dimension (the last) padded to a multiple of 8, for flash attention."""
     missing = -tensor.shape[-1] % 8
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A boolean mask as zeros and minus infinities of the query's dtype."""
+def _to_additive_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a boolean mask as zeros and minus infinities of the query's dtype."""
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return torch.where(mask, zero, torch.full_like(zero, float("-inf")))
 
 
-def _additive_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as the efficient kernel takes it: additive, its rows aligned to 16 elements, expanded over the heads."""
+def _align_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return an additive mask, rows aligned to 16 elements, expanded over the heads, for the efficient kernel."""
     if mask.dtype is torch.bool:
-        mask = _additive(mask, query)
+        mask = _to_additive_mask(mask, query)
     length = mask.shape[-1]
     if length % 16:
         mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
 
 
-def _must_be_deterministic() -> bool:
+def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
@@ -259,9 +258,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 @scratch(aten._scaled_dot_product_flash_attention_backward)
 def flash_attention_backward(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Accumulators of the flash attention backward: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
+    """Return the bytes of the accumulators: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
 
-    With grouped queries, dk and dv are first made for every query head and then summed.
+    With grouped queries, dk and dv are first computed for every query head and then summed.
     """
     query, key = args[1], args[2]
     batch, heads, length, head_dim = query.shape
@@ -275,7 +274,7 @@ def flash_attention_backward(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @kernel(aten._scaled_dot_product_efficient_attention)
 def efficient_attention(launch: KernelContext) -> Any:
-    """The output and its row sums; seed and offset of the dropout are on the host, except while a graph is captured."""
+    """Make the output and its row sums; seed and offset of the dropout are host tensors, except in a captured graph."""
     output, sums, seed, offset = launch.func(*launch.args, **launch.kwargs)
     launch.record(output, sums)
     return output, sums, torch.zeros_like(seed, device="cpu"), torch.zeros_like(offset, device="cpu")
@@ -283,57 +282,57 @@ def efficient_attention(launch: KernelContext) -> Any:
 
 @kernel(aten._scaled_dot_product_efficient_attention_backward)
 def efficient_attention_backward(launch: KernelContext) -> Any:
-    """The gradients, and what the memory-efficient attention's backward takes by what SDPA passes to it."""
+    """Make the gradients, and allocate the buffers of the memory-efficient backward for the arguments of SDPA."""
     query, key, value = launch.args[1:4]
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    made = launch.func(*launch.args, **launch.kwargs)
-    launch.record(*made)
-    _take_for_backward(launch, query, value, (batch, queries), (batch, heads, queries, keys), launch.args[9])
-    return made
+    grads = launch.func(*launch.args, **launch.kwargs)
+    launch.record(*grads)
+    _allocate_for_backward(launch, query, value, (batch, queries), (batch, heads, queries, keys), launch.args[9])
+    return grads
 
 
 @kernel(aten._efficient_attention_backward)
-def efficient_attention_backward_of_any(launch: KernelContext) -> Any:
-    """Run the backward of the operator that libraries call; with `cu_seqlens` its batch is concatenated sequences."""
+def general_efficient_attention_backward(launch: KernelContext) -> Any:
+    """Run the backward of the operator that libraries call; `cu_seqlens` are bounds of concatenated sequences."""
     query, key, value, bias = launch.args[1:5]
     bounds = launch.args[6]
     batch, rows, heads, _ = query.shape
     sequences = (batch, rows, key.shape[1]) if bounds is None else (bounds.shape[0] - 1, *launch.args[8:10])
-    made = [launch.new(one.shape, one.dtype) for one in (query, key, value)]
-    of_bias = None
+    grads = [launch.new(one.shape, one.dtype) for one in (query, key, value)]
+    bias_grad = None
     if launch.args[15]:  # the last dimension is aligned to 16
-        of_bias = launch.new((*bias.shape[:-1], _round_up(bias.shape[-1], 16)), bias.dtype)
+        bias_grad = launch.new((*bias.shape[:-1], _round_up(bias.shape[-1], 16)), bias.dtype)
     blocks = (sequences[0], heads, *sequences[1:])
-    _take_for_backward(launch, query, value, (batch, rows), blocks, launch.args[11])
-    return *made, of_bias if of_bias is None else of_bias[..., : bias.shape[-1]]
+    _allocate_for_backward(launch, query, value, (batch, rows), blocks, launch.args[11])
+    return *grads, bias_grad if bias_grad is None else bias_grad[..., : bias.shape[-1]]
 
 
-def _take_for_backward(
+def _allocate_for_backward(
     launch: KernelContext, query: torch.Tensor, value: torch.Tensor, rows: Any, blocks: Any, dropout_p: float
 ) -> None:
-    """Row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h, workspace_size):
-    gradients of queries in tiles, and those of keys and values where registers do not hold them in half precision.
+    """Allocate row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h,
+    workspace_size): gradients of queries in tiles, and of keys and values where registers are too few.
 
-    `rows` are batch and queries; `blocks` are sequences, heads, and the most queries and keys of one.
+    `rows` are batch and queries; `blocks` are sequences, heads, and the most queries and keys of one sequence.
     """
-    gpu, half = launch.gpu, query.dtype in _HALF
+    gpu, is_half = launch.gpu, query.dtype in _HALF
     sums = 4 * rows[0] * blocks[1] * rows[1]
-    tile = _efficient_tile(gpu, half, max(query.shape[-1], value.shape[-1]), dropout_p > 0)
-    in_registers = half and tile.most <= tile.rows
-    with contextlib.ExitStack() as held:
-        if half and (in_registers or gpu.compute_capability[0] != 7 or gpu.compute_capability >= (7, 5)):
-            held.enter_context(launch.scratch(sums))  # the kernel makes them
+    tile = _efficient_tile(gpu, is_half, max(query.shape[-1], value.shape[-1]), dropout_p > 0)
+    in_registers = is_half and tile.max_head <= tile.rows
+    with contextlib.ExitStack() as stack:
+        if is_half and (in_registers or gpu.compute_capability[0] != 7 or gpu.compute_capability >= (7, 5)):
+            stack.enter_context(launch.scratch(sums))  # allocated by the kernel
         else:
-            # By operators: in half precision copies in float32, a product, its sums, and those in another order.
-            product = [sums * value.shape[-1]] * (3 if half else 1)
+            # Separate operators: in half precision copies in float32, a product, the sums, and a transposed copy.
+            product = [sums * value.shape[-1]] * (3 if is_half else 1)
             with launch.scratch(*product, sums):
-                held.enter_context(launch.scratch(sums))
-        # Only what registers do not hold of half precision is summed in splits.
-        splitting = half and not in_registers
-        launch.transients(_workspace_of_backward(gpu, tile, blocks, query, value, splitting=splitting))
+                stack.enter_context(launch.scratch(sums))
+        # Half precision is summed in splits where registers are too few.
+        splitting = is_half and not in_registers
+        launch.transients(_compute_backward_workspace(gpu, tile, blocks, query, value, splitting=splitting))
 
 
-def _workspace_of_backward(
+def _compute_backward_workspace(
     gpu: DeviceProperties, tile: _Tile, blocks: Any, query: torch.Tensor, value: torch.Tensor, *, splitting: bool
 ) -> int:
     batch, heads, queries, keys = blocks
@@ -345,7 +344,7 @@ def _workspace_of_backward(
     elements = 0
     if splitting:
         splits = min(splits, 200 // (batch * heads))
-    if splits < 1 or _must_be_deterministic():
+    if splits < 1 or _is_deterministic():
         splits = 1
     if splitting:
         elements = splits * block_j * (_round_up(head, block_i) + _round_up(head_v, block_i))
@@ -355,29 +354,28 @@ def _workspace_of_backward(
 
 
 class _Tile(NamedTuple):
-    """The part of the work of one block of threads."""
+    """Tile of the attention scores that one block of threads computes."""
 
     rows: int
     columns: int
-    most: int  # the largest head
+    max_head: int  # the largest head dimension that the kernel supports
 
 
-def _efficient_tile(gpu: DeviceProperties, half: bool, head: int, drops: bool) -> _Tile:
-    """Rows, columns and the largest head of the kernel that is launched: the first whose heads are as large, with 128
-    rows where a block of threads may have as much shared memory as that takes (mem_eff_attention/kernels/cutlassB.h).
-    """
+def _efficient_tile(gpu: DeviceProperties, is_half: bool, head: int, drops: bool) -> _Tile:
+    """Return the tile of the kernel that is launched: the first kernel for the head dimension, with 128 rows where the
+    shared memory of a block of threads is large enough (mem_eff_attention/kernels/cutlassB.h)."""
     capability = gpu.compute_capability
-    if half and not drops and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
+    if is_half and not drops and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
         return _Tile(128, 64, 96)
-    most = next((size for size in (32, 64, 128) if head <= size), 2**16)
-    much = (capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 9))) or (half and capability < (7, 5))
-    rows = 128 if most > 64 and much else 64
-    ahead = half and capability >= (8, 0) and most <= rows
-    return _Tile(rows, 128 if ahead and most > 64 else 64, most)
+    max_head = next((size for size in (32, 64, 128) if head <= size), 2**16)
+    has_room = (capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 9))) or (is_half and capability < (7, 5))
+    rows = 128 if max_head > 64 and has_room else 64
+    is_pipelined = is_half and capability >= (8, 0) and max_head <= rows
+    return _Tile(rows, 128 if is_pipelined and max_head > 64 else 64, max_head)
 
 
-def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """An output with the order of dimensions of the queries (alloc_with_matching_layout)."""
+def _empty_like_query(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an empty output with the order of dimensions of `query` (alloc_with_matching_layout)."""
     if tuple(query.shape) == shape:
         return torch.empty_like(query)
     strides = [0] * len(shape)
@@ -390,12 +388,12 @@ def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 @kernel(aten._scaled_dot_product_cudnn_attention)
 def cudnn_attention(launch: KernelContext) -> Any:
-    """Seed and offset of the dropout, used or not, the output, and for a backward the row sums in float32."""
+    """Make seed and offset of the dropout (always), the output, and for a backward the row sums in float32."""
     query, key, value = launch.args[:3]
     needs_sums = launch.args[4]
     batch, heads, length, _ = query.shape
     seed, offset = (torch.empty((), dtype=torch.int64, device=META) for _ in range(2))
-    output = _matching(query, (batch, heads, length, value.shape[-1]))
+    output = _empty_like_query(query, (batch, heads, length, value.shape[-1]))
     sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=META) if needs_sums else None
     launch.record(seed, offset, output, sums)
     launch.transients(_CUDNN_WORKSPACE_BYTES)
@@ -404,16 +402,16 @@ def cudnn_attention(launch: KernelContext) -> Any:
 
 @kernel(aten._scaled_dot_product_cudnn_attention_backward)
 def cudnn_attention_backward(launch: KernelContext) -> Any:
-    """The gradients, and as workspace that of the queries in float32 with a row sum for each of them; with grouped
-    queries those of keys and values for every head of the queries."""
+    """Make the gradients; the workspace has a float32 gradient and row sum of each query, and with grouped queries
+    gradients of keys and values for every query head."""
     query, key, value = launch.args[1:4]
     grads = tuple(torch.empty_like(each) for each in (query, key, value))
     launch.record(*grads)
-    taken = _CUDNN_WORKSPACE_BYTES + 4 * query[..., 0].numel() * (query.shape[-1] + 1)
+    workspace = _CUDNN_WORKSPACE_BYTES + 4 * query[..., 0].numel() * (query.shape[-1] + 1)
     for grouped in (key, value):
         if grouped.shape[1] != query.shape[1]:
-            taken += grouped.numel() // grouped.shape[1] * query.shape[1] * grouped.element_size()
-    launch.transients(taken)
+            workspace += grouped.numel() // grouped.shape[1] * query.shape[1] * grouped.element_size()
+    launch.transients(workspace)
     return grads
 
 
@@ -437,9 +435,9 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> Any:
-    """Attend by a fused kernel where one can, else with the scores of every head."""
-    same = query is key and key is value
-    if not machine.is_on_gpu(query) or query.is_nested or not same or not query.numel():
+    """Run attention by a fused kernel where one supports the call, else with the scores of every head."""
+    is_self_attention = query is key and key is value
+    if not machine.is_on_gpu(query) or query.is_nested or not is_self_attention or not query.numel():
         return NotImplemented
     batch, length, _ = query.shape
     width = embed_dim // num_heads
@@ -471,7 +469,7 @@ def multi_head_attention(
 def layer(machine: DeviceState, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
     """Run attention, both norms and the feed-forward network; the activation is part of a matrix product.
 
-    `rest` are weight and bias of both projections, whether to use GELU, whether the norm comes first, epsilon, weight
+    `rest` is weight and bias of both projections, whether to use GELU, whether the norm comes first, epsilon, weight
     and bias of both norms and of both linear layers, the mask and its type (_transformer_encoder_layer_fwd).
     """
     projections, (use_gelu, norm_first, eps), norms, linears = rest[:4], rest[4:7], rest[7:11], rest[11:15]

@@ -1,10 +1,10 @@
-"""Composite operators that reach the allocation tracker whole, and those of them that are looked into.
+"""Composite operators that are run as one operator, and composites that are expanded into their inner operators.
 
 An operator whose kernel is the same for every device (CompositeExplicitAutograd in native_functions.yaml) has its own
-derivative, so autograd hands it on undivided; what its C++ allocates inside would go unseen. Most of them make their
-result and nothing else (`zeros_like`, `sum`, `clone`) and are run as one. Those below have temporaries and no kernel of
-their own on CUDA: their C++ is run with the mode active, which then sees every operator of it. So is the Python of the
-operators that torch has in Python.
+derivative, so autograd passes it undivided to the dispatch mode, which does not see allocations inside its C++. Most
+such operators allocate only their result (`zeros_like`, `sum`, `clone`) and are run as one. The operators listed below
+have temporaries and no CUDA kernel: their C++ runs with the mode active, which sees every inner operator. Operators
+that torch implements in Python run in the same way.
 """
 
 from __future__ import annotations
@@ -46,47 +46,46 @@ _OPERATORS = (
     "_trilinear", "cholesky_solve", "linalg_pinv", "fft_fftfreq", "fft_rfftfreq",
 )  # fmt: skip
 expanded_composites.mark(*(f"aten.{name}" for name in _OPERATORS))
-# What torch leaves out of every dispatch outside of autocast.
+# Dispatch keys that torch excludes outside of autocast.
 _AUTOCAST_IS_OFF = dispatch.dispatch_tls_local_exclude_set()
-_TORCHS_OWN = "torch_nn"  # the namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)
-# That of memprof's own, whose bodies compute what one kernel would (workload/attention): it allocates results.
-_KERNELS = "memprof"
+_TORCH_NAMESPACE = "torch_nn"  # operators that torch implements in Python (nn/modules/linear_cross_entropy.py)
+# memprof's operators: the Python body stands for one kernel, which allocates only results (workload/attention).
+_MEMPROF_NAMESPACE = "memprof"
 
 
-def in_python(func: Any) -> Callable[..., Any] | None:
-    """Return what a GPU runs of an operator written in Python (torch.library.custom_op), with autograd apart."""
-    known = OPDEFS.get(func._schema.name)
-    if known is None or func.namespace == _KERNELS:
+def find_python_body(func: Any) -> Callable[..., Any] | None:
+    """Return the Python body that a GPU runs for a torch.library.custom_op, without autograd; None if there is none."""
+    definition = OPDEFS.get(func._schema.name)
+    if definition is None or func.namespace == _MEMPROF_NAMESPACE:
         return None
-    default: Callable[..., Any] = known._init_fn
-    if "cuda" in known._backend_fns:
-        chosen = inspect.unwrap(known._backend_fns["cuda"])
-        cells = zip(chosen.__code__.co_freevars, chosen.__closure__ or (), strict=True)
+    default: Callable[..., Any] = definition._init_fn
+    if "cuda" in definition._backend_fns:
+        cuda_kernel = inspect.unwrap(definition._backend_fns["cuda"])
+        cells = zip(cuda_kernel.__code__.co_freevars, cuda_kernel.__closure__ or (), strict=True)
         return next((cell.cell_contents for name, cell in cells if name == "fn"), default)
-    return default if None in known._backend_fns or func.namespace == _TORCHS_OWN else None
+    return default if None in definition._backend_fns or func.namespace == _TORCH_NAMESPACE else None
 
 
-def dispatch_of_python() -> Any:
-    """Dispatch as it is inside an operator that is Python: under a mode all keys of features are off, and torch then
-    compiles nothing that makes a tensor of numbers. What differentiates is off by grad mode, which is off there."""
+def set_python_dispatch() -> Any:
+    """Return a guard that sets the dispatch keys as inside an operator written in Python. Under a mode, all feature
+    keys are excluded, and torch cannot compile code that makes a tensor of numbers. Grad mode is off there."""
     excluded, included = dispatch.dispatch_tls_local_exclude_set(), dispatch.dispatch_tls_local_include_set()
     return dispatch.ForceDispatchKeyGuard(included, excluded & _AUTOCAST_IS_OFF)
 
 
-def expansion(func: Any) -> Callable[..., Any] | None:
-    """Runs the operators inside of `func`; None if it runs as one.
+def find_expansion(func: Any) -> Callable[..., Any] | None:
+    """Return a function that runs the inner operators of `func`; None if `func` runs as one operator.
 
-    Composites without a derivative of their own (CompositeImplicitAutograd) arrive under inference_mode and from C++
-    below autograd. Their C++ is run, and not what torch's compiler has in Python for some of them (`func.decompose`):
-    that clones in a dropout that does nothing. Those with a kernel as well (silu_backward) run as one: what has one on
-    the CPU is taken to have one on CUDA.
+    Composites without a derivative (CompositeImplicitAutograd) arrive under inference_mode and from C++ below autograd.
+    They run in C++, not by torch's Python decompositions (`func.decompose`), one of which clones in a dropout without
+    effect. A composite with a CPU kernel (silu_backward) runs as one operator: it has a CUDA kernel too.
     """
-    body = in_python(func)
+    body = find_python_body(func)
     if body is not None:
         return body
     name = func.name()
     if func.namespace == "fsdp":
-        # fully_shard's own: Python, the same on every device, which calls torch's operators.
+        # Operators of fully_shard: Python that calls torch's operators, for every device.
         return functools.partial(func._op_dk, torch.DispatchKey.CUDA)
     if _has_kernel(name, "CPU"):
         return None

@@ -12,16 +12,16 @@ from memprof.virtual.kernels.reductions import opmath
 from memprof.virtual.kernels.registry import aten, input_copies, kernel
 
 _CHUNK = 65_536  # elements of a tensor that a block of a multi-tensor kernel takes (native/cuda/MultiTensorApply.cuh)
-_TILE_BYTES = 2_048  # what a block of the kernel of `_chunk_cat` copies (native/cuda/TensorShape.cu)
+_TILE_BYTES = 2_048  # bytes that a block of the kernel of `_chunk_cat` copies (native/cuda/TensorShape.cu)
 _GLOBAL_NORM = hasattr(aten, "_foreach_global_norm")
 
 
 @input_copies(aten._foreach_norm)
 def foreach_norm(args: Any) -> list[int]:
-    """A float32 norm for each chunk of each tensor, as many as the largest tensor has (native/cuda/ForeachReduceOp.cu).
+    """Return the bytes of a float32 norm for each chunk of each tensor: [tensors, chunks of the largest tensor].
 
-    It is made before the results and dropped with the call: gradient clipping takes it. Releases that have a global
-    norm make a buffer of 320 and a scalar for that as well. Other orders than 1, 2 and infinity are taken one by one.
+    Releases that have a global norm also allocate 320 elements and a scalar. Orders other than 1, 2 and infinity run
+    tensor by tensor. Source: native/cuda/ForeachReduceOp.cu.
     """
     tensors = args[0]
     order = args[1] if len(args) > 1 else 2
@@ -36,10 +36,10 @@ def foreach_norm(args: Any) -> list[int]:
 
 @kernel(aten._chunk_cat)
 def chunk_cat(launch: KernelContext) -> Any:
-    """Allocate the table of what each block copies: one number a block, six a tensor and two more, packed
-    and released before the result is made (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
+    """Allocate the kernel's metadata and release it before the result: one number for each block, six for each tensor,
+    and two more, int64 (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
 
-    fully_shard lays gradients into one buffer by it. Tensors that are not dense are padded and joined in C++.
+    fully_shard copies gradients into one buffer by this operator. Tensors that are not dense are padded in C++.
     """
     tensors = launch.argument(0, "tensors")
     dim, chunks = launch.argument(1, "dim"), launch.argument(2, "num_chunks")

@@ -1,8 +1,8 @@
-"""Indexing by tensors and masks, and embeddings: indices that CUDA makes of a mask, the sort before it adds at indices.
+"""Indexing by tensors and masks, and embeddings: the indices of a mask, and the sort of indices before accumulation.
 
-The backward pass of an embedding sorts the indices and sums the rows of equal ones in steps. For more than 3,072
-indices the sums of every part of a run of equal indices are kept in float32, a row each: room for them is made for the
-worst case, whatever the indices are, so that with a large vocabulary it is gigabytes.
+The backward pass of an embedding sorts the indices and sums the rows of equal indices in steps. For more than 3,072
+indices, a run of equal indices is summed in parts, one float32 row per part. The buffer for the parts is sized for the
+worst case, not for the actual indices: gigabytes with a large vocabulary.
 Sources: native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu.
 """
 
@@ -29,42 +29,42 @@ from memprof.virtual.operator_call import OpKind, find_tensors
 
 @kernel(aten.nonzero, on_host=True)
 def nonzero(launch: KernelContext) -> Any:
-    """The indices, and what CUDA takes to count and select them."""
+    """Make the indices, and allocate the buffers by which CUDA counts and selects."""
     mask = launch.args[0]
     if not mask.is_meta:
         return NotImplemented
-    return _select(launch, mask, lambda: launch.known(launch.values.policy.selected(mask)))
+    return _select_indices(launch, mask, lambda: launch.known(launch.values.policy.selected(mask)))
 
 
-def _select(launch: KernelContext, mask: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Make the indices of a mask with what CUB takes to count them before and to select them after
-    (native/cuda/Nonzero.cu)."""
+def _select_indices(launch: KernelContext, mask: torch.Tensor, select: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the result of `select`, the indices of `mask`, and allocate CUB's buffers for the count (before) and the
+    selection (after; native/cuda/Nonzero.cu)."""
     count = mask.numel()
     if not count or not launch.call.on_gpu or launch.device == HOST:
-        return make()
+        return select()
     launch.wait()
     with launch.scratch(*contiguous(mask), 4):
         launch.transients(sorting.reduce_scratch(count, launch.gpu))
-        made = make()
+        indices = select()
         if mask.dim():
             launch.transients(sorting.scan_scratch(count, 4, launch.gpu, "flagged"))
-    return made
+    return indices
 
 
 @kernel(aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, on_host=True)
 def index(launch: KernelContext) -> Any:
-    """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
+    """Index by the nonzero indices of each mask, which CUDA allocates during the call."""
     indices = launch.args[1]
     value = launch.args[2] if len(launch.args) > 2 else None
     if not launch.args[0].is_meta and any(t.is_meta for t in launch.call.tensors if t.dim() or t is not value):
-        # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
+        # A host tensor may not be indexed by device tensors: the CPU kernel would read device addresses.
         if launch.call.on_gpu:
             launch.note_mismatch()
-        real = [None if i is None else launch.values.policy.read(i) for i in indices]
+        real_indices = [None if i is None else launch.values.policy.read(i) for i in indices]
         rest = [launch.values.policy.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
-        return launch.func(launch.args[0], real, *rest, **launch.kwargs)
+        return launch.func(launch.args[0], real_indices, *rest, **launch.kwargs)
     if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() > 1 and launch.args[0].is_meta:
-        # One number may be on the host, several may not (native/TensorAdvancedIndexing.cpp).
+        # A value of one element may be on the host, a larger value may not (native/TensorAdvancedIndexing.cpp).
         launch.note_mismatch()
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks or not (launch.call.on_gpu or launch.call.on_host):
@@ -73,7 +73,7 @@ def index(launch: KernelContext) -> Any:
         if launch.operator.kind is OpKind.IN_PLACE:
             launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
             return launch.args[0]
-        # A clone, and the same of it (index_put).
+        # index_put: a clone that is changed in place.
         result = torch.empty_like(launch.args[0])
         launch.record(result)
         launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
@@ -88,9 +88,9 @@ def index(launch: KernelContext) -> Any:
         columns = launch.values.policy.selected(index)
         if _writes_fewer(launch, index, columns):
             columns = columns[: launch.args[2].shape[0]]
-        # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
-        virtual = _select(launch, index, functools.partial(_make_coordinates, launch, columns))
-        expanded += virtual.unbind(0)
+        # One tensor of all coordinates; the columns are the indices (IndexingUtils.h, expandTensors).
+        coordinates = _select_indices(launch, index, functools.partial(_make_coordinates, launch, columns))
+        expanded += coordinates.unbind(0)
         selected += columns.unbind(1)
     args = (launch.args[0], expanded, *launch.args[2:])
     known = (launch.args[0], selected, *launch.args[2:])
@@ -104,13 +104,13 @@ def index(launch: KernelContext) -> Any:
 
 
 def _make_coordinates(launch: KernelContext, columns: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=META)
-    launch.record(made, op="aten.nonzero")
-    return made
+    coordinates = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=META)
+    launch.record(coordinates, op="aten.nonzero")
+    return coordinates
 
 
 def _writes_fewer(launch: KernelContext, mask: torch.Tensor, columns: torch.Tensor) -> bool:
-    """Return whether `x[mask] = rows` has fewer rows than an unknown mask keeps: then that many elements are true."""
+    """Return whether `x[mask] = rows` has fewer rows than an unknown mask selects: the mask then selects that many."""
     value = launch.args[2] if len(launch.args) > 2 else None
     if value is None or value.numel() < 2 or value.dim() != 1 + launch.args[0].dim() - mask.dim():
         return False
@@ -118,25 +118,25 @@ def _writes_fewer(launch: KernelContext, mask: torch.Tensor, columns: torch.Tens
 
 
 def _fills_a_mask(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
-    """Return whether `x[mask] = number` is masked_fill_, which needs no indices: one mask alone, and a number that
-    is on the host, as Python's are (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
+    """Return whether `x[mask] = number` is masked_fill_, which needs no indices: a single mask, and a number on the
+    host, such as a Python number (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
-    alone = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
-    if accumulates or not alone or value.numel() != 1:
+    is_single_mask = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
+    if accumulates or not is_single_mask or value.numel() != 1:
         return False
-    # In code below an operator (DTensor's), where no function mode sees an assignment, C++ takes a virtual tensor to be
-    # on no GPU, and puts Python's number there (python_variable_indexing.cpp).
+    # In code below an operator (DTensor's), where no function mode sees an assignment, C++ treats a virtual tensor as a
+    # meta tensor, and makes the Python number a meta tensor too (python_variable_indexing.cpp).
     return not value.is_meta or launch.maker_of(value) == "aten.scalar_tensor"
 
 
 @scratch(aten.index_put, aten.index_put_, aten._index_put_impl_)
 def index_put_accumulate(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
+    """Return the bytes by which an accumulating index_put sorts (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
-    Taken: where the bounds are checked (not by autograd, whose call is another where no mode is active) the greatest
-    and the least of each index and whether they are within; the linear index (wrapped, times its stride, summed over
-    dimensions; an index of the host is moved when that is done), values that are not contiguous or too few, sorted and
-    original positions, a range, and cub's scratch. The sequence is that of real recordings with one index tensor.
+    In order: the maximum, minimum and range check of each index, where bounds are checked (not by autograd, which calls
+    another operator without a mode); the linear index (wrapped, times the stride, summed over dimensions; host indices
+    are moved after that); copies of values that are expanded or not contiguous; sorted and original positions; a range;
+    CUB's scratch. The order is of recorded runs with one index tensor.
     """
     data = args[0]
     indices = [index for index in args[1] if index is not None]
@@ -149,25 +149,25 @@ def index_put_accumulate(args: Any, gpu: DeviceProperties) -> list[int]:
     bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
     sort = sorting.radix_sort_scratch(count, 8, 8, bits, gpu)
     on_gpu = sum(index.is_meta for index in indices)
-    checked: list[int] = []
+    bounds_buffers: list[int] = []
     if not in_backward() and not (len(args) > 4 and args[4]):
         for index in indices:
             if index.is_meta and index.numel():
-                checked += [8, *reduction_buffers(index, None, 8, gpu), 1] * 2
+                bounds_buffers += [8, *reduction_buffers(index, None, 8, gpu), 1] * 2
     linear = [8 * count] * (max(0, 3 * on_gpu - 1) + len(indices) - on_gpu)
     values = args[2]
     written = count * slice_size
-    copied = [written * values.element_size()] if values.numel() < written or not values.is_contiguous() else []
-    return [*checked, *linear, *copied, *[8 * count] * 3, sort]
+    value_copies = [written * values.element_size()] if values.numel() < written or not values.is_contiguous() else []
+    return [*bounds_buffers, *linear, *value_copies, *[8 * count] * 3, sort]
 
 
-# A number to the power of a tensor becomes a tensor on the GPU, a double (native/Pow.cpp, pow.Scalar).
+# In number ** tensor, the number becomes a double on the GPU (native/Pow.cpp, pow.Scalar).
 scratch(aten.pow)(lambda args, gpu: [] if isinstance(args[0], torch.Tensor) or args[0] == 1 else [8])
 
 
 @kernel(aten.masked_fill, aten.masked_fill_, on_host=True)
 def masked_fill(launch: KernelContext) -> Any:
-    """CUDA fills with a number that lies on the host (native/cuda/Indexing.cu); the meta kernel would not take it."""
+    """Fill with a 0-dimensional host tensor, which the meta kernel rejects (native/cuda/Indexing.cu)."""
     data, mask, value = launch.args
     if not data.is_meta or not isinstance(value, torch.Tensor) or value.is_meta or value.dim():
         return NotImplemented
@@ -177,7 +177,7 @@ def masked_fill(launch: KernelContext) -> Any:
 
 @kernel(aten.masked_select, on_host=True)
 def masked_select(launch: KernelContext) -> Any:
-    """Indexing by the mask, broadcast (native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl)."""
+    """Index by the broadcast mask (native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl)."""
     data, mask = launch.args
     if not (data.is_meta and mask.is_meta):
         return NotImplemented
@@ -188,7 +188,7 @@ def masked_select(launch: KernelContext) -> Any:
 
 @scratch(aten.scatter_reduce, aten.scatter_reduce_)
 def scatter_reduce(args: Any, gpu: DeviceProperties) -> list[int]:
-    """The mean counts what came together (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
+    """Return the bytes of the counts of a mean (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
     data, source, reduce = args[0], args[3], args[4]
     if reduce != "mean":
         return []
@@ -198,8 +198,8 @@ def scatter_reduce(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.masked_scatter, aten.masked_scatter_)
 def masked_scatter(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a scan of the mask as int64, which finds each element's source, and of copies of mask, as it
-    is broadcast, and of the source (native/cuda/IndexKernel.cu)."""
+    """Return the bytes of an int64 scan of the mask, which finds each element's source, and of contiguous copies of the
+    broadcast mask and the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
     count = mask.numel()
     return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8, gpu, "sum of int64")]
@@ -209,37 +209,37 @@ def masked_scatter(args: Any, gpu: DeviceProperties) -> list[int]:
 embedding_copy = input_copies(aten.embedding)(copies_of(1))
 
 _FEW_INDICES = 3072
-_LARGEST = 2  # the mode of a bag that keeps the largest of its rows
+_LARGEST = 2  # mode="max" of an embedding bag
 _ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_THREAD)
 
 
 @kernel(aten.embedding_dense_backward)
 def embedding_dense_backward(launch: KernelContext) -> Any:
-    """The gradient of the table, dense, and what sorting and summing takes."""
+    """Make the dense gradient of the table, and allocate the buffers of the sort and the sums."""
     grad, indices, rows, _, by_frequency = launch.args
     if not (grad.is_meta and indices.is_meta):
         return NotImplemented
     count, item, width = indices.numel(), indices.element_size(), grad.shape[-1]
-    many = count > _FEW_INDICES or by_frequency
-    with contextlib.ExitStack() as held:
+    needs_sort = count > _FEW_INDICES or by_frequency
+    with contextlib.ExitStack() as stack:
 
-        def hold(*sizes: int) -> None:
-            held.enter_context(launch.scratch(*sizes))
+        def allocate(*sizes: int) -> None:
+            stack.enter_context(launch.scratch(*sizes))
 
-        hold(*contiguous(indices, grad))
-        if many:
-            hold(count * item, count * item)  # the indices sorted, and where each was
+        allocate(*contiguous(indices, grad))
+        if needs_sort:
+            allocate(count * item, count * item)  # sorted indices and original positions
             launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, 8 * item, launch.gpu))
             if by_frequency:
-                hold(count * item)
-        if many and count:
+                allocate(count * item)
+        if needs_sort and count:
             return _sum_segments(launch, grad, indices, rows)
         return launch.new((rows, width), grad.dtype)
 
 
 def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
-    """The gradient of a table from sorted indices: runs of equal ones, and the sums of their parts
-    (native/cuda/EmbeddingBackwardKernel.cu)."""
+    """Make the gradient of a table from sorted indices, and allocate runs of equal indices and the sums of parts of
+    runs (native/cuda/EmbeddingBackwardKernel.cu)."""
     count, item, width, gpu = indices.numel(), indices.element_size(), grad.shape[-1], launch.gpu
     result = launch.new((rows, width), grad.dtype)
     segments = min(count, rows)
@@ -254,14 +254,14 @@ def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tens
 
 @kernel(aten._embedding_bag, aten._embedding_bag_forward_only)
 def embedding_bag(launch: KernelContext) -> Any:
-    """Sizes and numbers of the bags are made before the output (native/cuda/EmbeddingBag.cu)."""
+    """Make sizes and indices of the bags before the output (native/cuda/EmbeddingBag.cu)."""
     output, bags, sizes, largest = results = launch.func(*launch.args, **launch.kwargs)
     launch.record(sizes, bags, output, largest)
     return results
 
 
-def embedding_bag_gradient(launch: KernelContext) -> Any:
-    """The gradient of the table, dense, of sums and means; the indices are sorted with where each was."""
+def make_embedding_bag_gradient(launch: KernelContext) -> Any:
+    """Make the dense gradient of the table, for sums and means; indices are sorted with their original positions."""
     grad, indices = launch.args[:2]
     rows, by_frequency, mode = launch.args[6:9]
     count, item = indices.numel(), indices.element_size()

@@ -1,9 +1,9 @@
 """Backward formulas that compute in place on a plain run, and out of place under a dispatch mode.
 
-torch/csrc/autograd/FunctionsManual.cpp asks `areAnyTensorSubclassLike` before it overwrites a temporary of its own;
-with a mode active, and for meta tensors, the answer is always yes. Each entry names the autograd node, the operator
-that the formula calls then, and what it calls on a plain run on CUDA. That the first argument is the formula's own
-temporary is checked: one that a saved tensor or the program still holds is left alone.
+torch/csrc/autograd/FunctionsManual.cpp calls `areAnyTensorSubclassLike` before a formula overwrites a temporary; the
+result is true for meta tensors and with a mode active. Each entry has the autograd node, the operator that the formula
+calls then, and the operator of a plain run on CUDA. The caller checks that the first argument is a temporary of the
+formula: a tensor that a saved tensor or the program references is not overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memprof.torch_private import autograd
 from memprof.virtual.kernels.registry import aten
 
 _EVENLY = {aten.logical_and.default: aten.logical_and_.default}
-# Name of an autograd node -> operator out of place -> the same in place.
+# Name of an autograd node -> out-of-place operator -> in-place operator.
 IN_PLACE: dict[str, dict[Any, Any]] = {
     # evenly_distribute_backward, the branch of CUDA
     "MaxBackward1": _EVENLY,
@@ -36,14 +36,14 @@ IN_PLACE: dict[str, dict[Any, Any]] = {
     # binary_cross_entropy_with_logits_backward and its like for the target
     "BinaryCrossEntropyWithLogitsBackward0": {aten.sub.Tensor: aten.sub_.Tensor, aten.mul.Tensor: aten.mul_.Tensor},
 }
-# The operators that occur in the table: what to look out for.
+# The out-of-place operators of the table.
 CANDIDATES = frozenset(operator for table in IN_PLACE.values() for operator in table)
 
 
-def in_place(func: Any, args: Any, made_by: str) -> Any:
-    """Return what the formula that is running calls in place of `func` on a plain run; None if it calls `func` itself.
+def find_in_place(func: Any, args: Any, made_by: str) -> Any:
+    """Return the in-place operator that the running backward formula calls for `func` on a plain run; None if `func`.
 
-    `made_by` names the operator whose result the first argument is. Broadcasting, which needs a new result, is left.
+    `made_by` names the operator whose result the first argument is. A broadcasting `func` needs a new result.
     """
     node = autograd.current_autograd_node()
     table = None if node is None else IN_PLACE.get(node.name())
@@ -54,6 +54,6 @@ def in_place(func: Any, args: Any, made_by: str) -> Any:
         return None
     if func is aten.index_fill.int_Tensor:
         return table[func]
-    first = args[0]
+    overwritten = args[0]
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
-    return table[func] if torch.broadcast_shapes(*shapes) == first.shape else None
+    return table[func] if torch.broadcast_shapes(*shapes) == overwritten.shape else None

@@ -1,9 +1,9 @@
-"""Losses that CUDA computes element by element into a tensor of its own and then reduces.
+"""Losses that CUDA computes element by element into a separate tensor and then reduces.
 
 The element-wise loss is as large as the input, and no meta kernel makes it. Sources: native/Loss.cpp,
 native/cuda/Loss.cu, native/cuda/MultiMarginLoss.cu, native/cuda/MultiLabelMarginCriterion.cu.
 
-Cross entropy and the pairwise distance stand here for autocast, which casts what their C++ calls inside.
+Cross entropy and the pairwise distance are here because autocast casts the inputs of their inner operators.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _Weight = torch.Tensor | None
 
 
 def _is_unreduced(launch: KernelContext, reduction_at: int) -> bool:
-    """Return whether the loss is not reduced, or runs on the host: then the meta kernel does."""
+    """Return whether the loss is not reduced, or runs on the host: the meta kernel is correct then."""
     return bool(launch.call.real) or launch.argument(reduction_at, "reduction", 1) == _NONE
 
 
 def _reduce(launch: KernelContext, loss: torch.Tensor) -> None:
-    """Allocate what the reduction of all of `loss` takes while it runs."""
+    """Allocate the buffers of the reduction of `loss` to a scalar, for the time of the call."""
     launch.transients(*reduction_buffers(loss, None, opmath(loss), launch.gpu))
 
 
 @kernel(aten.mse_loss, aten.smooth_l1_loss)
-def structured(launch: KernelContext) -> Any:
-    """mse_loss and smooth_l1_loss: two tensors like the loss before its reduction (Loss.cpp).
+def elementwise_loss(launch: KernelContext) -> Any:
+    """Make two tensors as large as the unreduced loss, for mse_loss and smooth_l1_loss (Loss.cpp).
 
-    The first is the result, which is allocated before it is known to be a scalar and keeps its memory. The other is
-    what is reduced. Both are laid out as an element-wise operator on input and target gives.
+    The first is the result, which is resized to a scalar and keeps its memory. The second is reduced. Both have the
+    strides of an element-wise result of input and target.
     """
     if _is_unreduced(launch, 2):
         return NotImplemented
@@ -46,18 +46,18 @@ def structured(launch: KernelContext) -> Any:
     loss = torch.empty_like(result)
     launch.record(result, loss)
     _reduce(launch, loss)
-    return _as_scalar(result)
+    return _resize_to_scalar(result)
 
 
-def _as_scalar(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` resized to a scalar: its memory stays as it is."""
+def _resize_to_scalar(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` resized to a scalar; the storage keeps its size."""
     return tensor.set_(tensor.untyped_storage(), 0, (), ())  # type: ignore[call-overload, no-any-return]
 
 
 @kernel(aten.huber_loss, aten.binary_cross_entropy)
 def reduced_loss(launch: KernelContext) -> Any:
-    """The loss like the input, then its mean or sum (Loss.cpp). In binary_cross_entropy it is copied back: the result
-    is a scalar with memory as large as the input (Loss.cu)."""
+    """Make a loss as large as the input, then the mean or sum (Loss.cpp). binary_cross_entropy copies the scalar back
+    into the loss: the result has memory as large as the input (Loss.cu)."""
     is_copied = launch.operator.packet is aten.binary_cross_entropy
     if _is_unreduced(launch, 3 if is_copied else 2):
         return NotImplemented
@@ -65,12 +65,12 @@ def reduced_loss(launch: KernelContext) -> Any:
     launch.record(loss)
     reduced = launch.new((), loss.dtype)
     _reduce(launch, loss)
-    return _as_scalar(loss) if is_copied else reduced
+    return _resize_to_scalar(loss) if is_copied else reduced
 
 
 @kernel(aten.multi_margin_loss)
 def multi_margin_loss(launch: KernelContext) -> Any:
-    """A loss for each sample, summed (MultiMarginLoss.cu)."""
+    """Make the sum of a loss for each sample (MultiMarginLoss.cu)."""
     data = launch.args[0]
     if data.dim() < 2 or _is_unreduced(launch, 5):
         return NotImplemented
@@ -81,7 +81,7 @@ def multi_margin_loss(launch: KernelContext) -> Any:
 
 @kernel(aten.multilabel_margin_loss_forward)
 def multilabel_margin_loss_forward(launch: KernelContext) -> Any:
-    """A loss for each sample, summed, and which classes are targets (MultiLabelMarginCriterion.cu)."""
+    """Make the sum of a loss for each sample, and the mask of the target classes (MultiLabelMarginCriterion.cu)."""
     data, target, reduction = launch.args
     if launch.call.real:
         return NotImplemented
@@ -96,7 +96,7 @@ def multilabel_margin_loss_forward(launch: KernelContext) -> Any:
 @kernel(aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward, on_host=True)
 @kernel(aten.fractional_max_pool3d_backward, on_host=True)
 def gradient_of_input(launch: KernelContext) -> Any:
-    """Backward operators without a meta kernel: a contiguous gradient of the shape of the input, argument number 1."""
+    """Make a contiguous gradient of the shape of the input, argument 1, for backward operators without meta kernel."""
     data = launch.args[1]
     if not data.is_meta:
         return NotImplemented
@@ -104,11 +104,11 @@ def gradient_of_input(launch: KernelContext) -> Any:
 
 
 @composite(torch.ctc_loss)
-def ctc_loss_of_lengths(
+def ctc_loss_with_lengths(
     machine: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
 ) -> Any:
-    """Lengths given as tensors are read by the host, wherever they are (native/LossCTC.cpp, ctc_loss); where they are
-    not known they stay tensors, and on the GPU."""
+    """Run `ctc_loss` with lengths as lists: the host reads tensors of lengths (native/LossCTC.cpp, ctc_loss). Lengths
+    whose values are not known stay tensors on the GPU."""
     lengths = (input_lengths, target_lengths)
     if not machine.is_on_gpu(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
         return NotImplemented
@@ -120,7 +120,8 @@ def ctc_loss_of_lengths(
 
 @kernel(aten._ctc_loss, on_host=True)
 def ctc_loss(launch: KernelContext) -> Any:
-    """Loss per sample and the alignments' log probabilities alpha (native/cuda/LossCTC.cu, ctc_loss_gpu_template)."""
+    """Make the loss of each sample, and alpha, the alignments' log probabilities (native/cuda/LossCTC.cu,
+    ctc_loss_gpu_template)."""
     log_probs, targets, _, target_lengths = launch.args[:4]
     if not log_probs.is_meta:
         return NotImplemented
@@ -132,7 +133,7 @@ def ctc_loss(launch: KernelContext) -> Any:
     else:
         launch.values.assume("CTC targets whose lengths are not known are all as long as they can be.")
         longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // batch)
-    # The lengths go to the GPU as int64 (both), and so do the offsets of the targets.
+    # Input lengths, target lengths and target offsets are copied to the GPU as int64.
     launch.transients(*3 * [8 * batch])
     alpha = launch.new((batch, frames, 2 * longest + 1), log_probs.dtype)
     return launch.new(batch, log_probs.dtype), alpha
@@ -140,7 +141,7 @@ def ctc_loss(launch: KernelContext) -> Any:
 
 @kernel(aten._ctc_loss_backward, on_host=True)
 def ctc_loss_backward(launch: KernelContext) -> Any:
-    """A gradient like the log probabilities; beta, as large as alpha, lives while it runs (native/cuda/LossCTC.cu)."""
+    """Make a gradient like the log probabilities; beta, as large as alpha, is a temporary (native/cuda/LossCTC.cu)."""
     log_probs, alpha = launch.args[1], launch.args[6]
     if not log_probs.is_meta:
         return NotImplemented
@@ -155,7 +156,7 @@ scratch(aten.nll_loss_forward)(copies_of(0, 1, 2))
 scratch(aten.nll_loss_backward)(copies_of(2, 1, 0, 3))
 
 
-# Of images, if they are reduced; else of the weight alone (native/cuda/NLLLoss2d.cu).
+# Copies of all inputs if the loss of images is reduced, else of the weight only (native/cuda/NLLLoss2d.cu).
 scratch(aten.nll_loss2d_forward)(lambda args, gpu: (copies_of(0, 2, 1) if args[3] else copies_of(2))(args))
 scratch(aten.nll_loss2d_backward)(lambda args, gpu: (copies_of(2, 3) if args[4] else copies_of(3))(args))
 
@@ -170,8 +171,9 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Run it so that under autocast the log-softmax keeps its dtype, and what follows is cast (native/LossNLL.cpp)."""
-    if not _autocasts(machine, input):
+    """Run cross entropy under autocast: the log-softmax keeps its dtype, and later operators are cast to float32
+    (native/LossNLL.cpp)."""
+    if not _is_autocast_to_float32(machine, input):
         return NotImplemented
     classes = 1 if input.dim() > 1 else 0
     log_softmax = torch.log_softmax(input, classes, dtype=input.dtype)
@@ -190,14 +192,14 @@ def cross_entropy(
 def pairwise_distance(
     machine: DeviceState, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
-    """Run it so that under autocast the norm gives float32 (native/Distance.cpp)."""
-    if not _autocasts(machine, x1):
+    """Run the distance under autocast, where the norm returns float32 (native/Distance.cpp)."""
+    if not _is_autocast_to_float32(machine, x1):
         return NotImplemented
     return kernels.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)
 
 
-def _autocasts(machine: DeviceState, input: torch.Tensor) -> bool:
-    """Return whether a reduction of `input` inside a C++ function would be made in float32 by autocast."""
+def _is_autocast_to_float32(machine: DeviceState, input: torch.Tensor) -> bool:
+    """Return whether autocast would run a reduction of `input` inside a C++ function in float32."""
     half = input.dtype in (torch.float16, torch.bfloat16)
     return half and torch.is_autocast_enabled("cuda") and machine.is_on_gpu(input)
 
@@ -205,10 +207,10 @@ def _autocasts(machine: DeviceState, input: torch.Tensor) -> bool:
 def _probability_loss(
     log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, classes: int, smoothing: float
 ) -> torch.Tensor:
-    """Cross entropy with probabilities for a target: `cross_entropy_loss_prob_target`, its sums in float32."""
+    """Return the cross entropy for a target of probabilities (`cross_entropy_loss_prob_target`), summed in float32."""
     if smoothing > 0:
         target = target * (1 - smoothing) + smoothing / log_softmax.shape[classes]
-    weight = None if weight is None else _by_class(weight, log_softmax, classes)
+    weight = None if weight is None else _view_by_class(weight, log_softmax, classes)
     product = log_softmax * target
     if weight is not None:
         product = product * weight
@@ -221,8 +223,8 @@ def _probability_loss(
 def _smooth_loss(
     log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, ignore_index: int, classes: int
 ) -> torch.Tensor:
-    """Return what label smoothing adds: the second half of `cross_entropy_loss_label_smoothing`, summed in float32."""
-    weighted = log_softmax if weight is None else log_softmax * _by_class(weight, log_softmax, classes)
+    """Return the label smoothing term (second half of `cross_entropy_loss_label_smoothing`), summed in float32."""
+    weighted = log_softmax if weight is None else log_softmax * _view_by_class(weight, log_softmax, classes)
     loss = -_sum(weighted, classes)
     ignored = target == ignore_index
     loss.masked_fill_(ignored, 0.0)
@@ -231,12 +233,12 @@ def _smooth_loss(
     if reduction == _SUM:
         return _sum(loss)
     # The divisor is computed first.
-    chosen = ~ignored
-    count = chosen.sum() if weight is None else _sum(weight.gather(0, target.masked_select(chosen).flatten()))
+    is_counted = ~ignored
+    count = is_counted.sum() if weight is None else _sum(weight.gather(0, target.masked_select(is_counted).flatten()))
     return _sum(loss) / count
 
 
-def _by_class(weight: torch.Tensor, input: torch.Tensor, classes: int) -> torch.Tensor:
+def _view_by_class(weight: torch.Tensor, input: torch.Tensor, classes: int) -> torch.Tensor:
     return weight.view([-1 if dim == classes else 1 for dim in range(input.dim())])
 
 

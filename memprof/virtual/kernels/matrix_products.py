@@ -1,4 +1,4 @@
-"""Products of matrices: cuBLAS's workspaces, the copies that it needs, and biases."""
+"""Products of matrices: cuBLAS's workspaces, copies of inputs for cuBLAS, and biases."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ uses_cublas.mark(*(getattr(aten, name) for name in PRODUCTS))
 
 @uses_cublaslt(aten.addmm, aten.addmm_, aten._addmm_activation)
 def adds_row(args: Any) -> bool:
-    """Return whether what is added is one row for all, a bias (native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt)."""
-    added, _, second = args[:3]
-    return bool(added.is_contiguous() and added.numel() == added.shape[-1] == second.shape[1] > 1 < second.shape[0])
+    """Return whether the added tensor is one row for all, a bias (native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt)."""
+    bias, _, second = args[:3]
+    return bool(bias.is_contiguous() and bias.numel() == bias.shape[-1] == second.shape[1] > 1 < second.shape[0])
 
 
-def _is_taken_by_cublas(tensor: torch.Tensor) -> bool:
-    """Return whether a matrix, or each of a batch, has rows or columns that are neighbours (native/cuda/Blas.cpp)."""
+def _is_valid_for_cublas(tensor: torch.Tensor) -> bool:
+    """Return whether each matrix has contiguous rows or columns (native/cuda/Blas.cpp)."""
     *_, rows, columns = tensor.shape
     *_, row_step, step = tensor.stride()
     if (step == 1 and row_step >= columns) or (row_step == 1 and step >= rows):
@@ -37,8 +37,8 @@ def _is_taken_by_cublas(tensor: torch.Tensor) -> bool:
 
 
 def _matrix_copies(first: int, args: Any) -> list[int]:
-    """Copies of the two matrices from argument number `first` on, where cuBLAS cannot take them as they are."""
-    return [matrix.nbytes for matrix in args[first : first + 2] if not _is_taken_by_cublas(matrix)]
+    """Return the bytes of copies of the matrices at arguments `first` and `first + 1` with unsupported strides."""
+    return [matrix.nbytes for matrix in args[first : first + 2] if not _is_valid_for_cublas(matrix)]
 
 
 input_copies(aten.mm, aten.bmm)(partial(_matrix_copies, 0))
@@ -47,10 +47,10 @@ input_copies(aten.addmm, aten.baddbmm)(partial(_matrix_copies, 1))
 
 @kernel("aten._grouped_mm", on_host=True)
 def grouped_mm(launch: KernelContext) -> Any:
-    """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone.
+    """Multiply in any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel supports only bfloat16.
 
-    That has a kernel of CUTLASS on some GPUs: it takes arguments for each group (three pointers and strides, a shape)
-    and four descriptors for every multiprocessor (native/cuda/GroupMM.cu).
+    For bfloat16, some GPUs run a CUTLASS kernel with arguments for each group (three pointers and strides, a shape) and
+    four descriptors for each multiprocessor (native/cuda/GroupMM.cu).
     """
     left, right = launch.args[:2]
     dtype = left.dtype
@@ -64,12 +64,12 @@ def grouped_mm(launch: KernelContext) -> Any:
             launch.transients((groups + groups % 2) * 24 + groups * (12 + 24), launch.gpu.num_sms * 4 * 128)
         return result
 
-    def as_bfloat16(value: Any) -> Any:
+    def to_bfloat16(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=META)
         return torch.bfloat16 if value is dtype else value
 
-    shape = launch.func(*map(as_bfloat16, launch.args), **{k: as_bfloat16(v) for k, v in launch.kwargs.items()})
+    shape = launch.func(*map(to_bfloat16, launch.args), **{k: to_bfloat16(v) for k, v in launch.kwargs.items()})
     result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=META)
     launch.record(result)
     return result
@@ -77,7 +77,7 @@ def grouped_mm(launch: KernelContext) -> Any:
 
 @kernel(aten._scaled_mm.out)
 def scaled_mm_out(launch: KernelContext) -> Any:
-    """Multiply into a tensor that is there, as compiled code does; there is no meta kernel for that."""
+    """Multiply into the tensor `out`, as compiled code does; torch has no meta kernel for this overload."""
     out = launch.kwargs["out"]
     launch.values.store.drop(out.untyped_storage()._cdata)
     return out
@@ -86,15 +86,15 @@ def scaled_mm_out(launch: KernelContext) -> Any:
 @kernel(aten.addmm.dtype, aten.addmm.dtype_out)
 def addmm_of_two_dtypes(launch: KernelContext) -> Any:
     """Multiply two matrices in half precision, with the result in float32."""
-    # torch has a meta kernel of its own for it in 2.13; that of 2.11 takes the dtype for `beta`
+    # torch 2.13 has a correct meta kernel; the meta kernel of 2.11 reads the dtype as `beta`
     # (torch/_decomp/decompositions.py).
     if not kernels.addmm_dtype.exists():
-        launch.call.func = _OnMeta(launch.func)
+        launch.call.func = _AddmmWithDtype(launch.func)
     return NotImplemented
 
 
-class _OnMeta:
-    """An operator that is run here for meta tensors."""
+class _AddmmWithDtype:
+    """Overload of addmm with an output dtype, with a meta kernel."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -103,10 +103,10 @@ class _OnMeta:
         return getattr(self._operator, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        one, other, out_dtype = args[1:4]
-        if not one.is_meta:  # numbers that are known are computed
+        left, right, out_dtype = args[1:4]
+        if not left.is_meta:  # CPU tensors of known values
             return self._operator(*args, **kwargs)
-        size, out = (one.size(0), other.size(1)), kwargs.get("out")
+        size, out = (left.size(0), right.size(1)), kwargs.get("out")
         return torch.empty(size, dtype=out_dtype, device=META) if out is None else out.resize_(size)
 
 
@@ -114,8 +114,8 @@ class _OnMeta:
 def linear(
     machine: DeviceState, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add the bias in place where it is no single addmm; under a mode out of place (native/Linear.cpp)."""
-    if bias is None or is_wrapped(bias):  # in a real run it is added out of place as well
+    """Run `linear` so that a bias outside of an addmm is added in place, as without a mode (native/Linear.cpp)."""
+    if bias is None or is_wrapped(bias):  # added out of place in a real run too
         return _linear(input, weight, bias)
     machine.adds_bias = True
     try:
@@ -126,16 +126,16 @@ def linear(
 
 @kernel(aten.add, on_host=True)
 def add(launch: KernelContext) -> Any:
-    """The engine's own accumulation of two gradients is in place on a run without modes: see engine.py."""
+    """Add in place where a run without modes does: the engine's accumulation of gradients (engine.py), and a bias."""
     if in_backward():
         if not launch.accumulates_in_place():
             return NotImplemented
         launch.args[0].add_(launch.args[1])
         return launch.args[0]
-    # The other way round, and so no result of a product, is what vmap makes of an addmm.
-    one, other = launch.args[:2]
-    if launch.machine.adds_bias and one.shape == torch.broadcast_shapes(one.shape, other.shape):
-        # Autograd sees an addition (of `linear`, above), so it is given another tensor on the same storage.
-        one.add_(other)
-        return one.detach()
+    # Under vmap, addmm adds the product to the bias: the first argument is no result of a product then.
+    left, right = launch.args[:2]
+    if launch.machine.adds_bias and left.shape == torch.broadcast_shapes(left.shape, right.shape):
+        # Autograd sees the out-of-place addition of `linear` (above), which must return another tensor object.
+        left.add_(right)
+        return left.detach()
     return NotImplemented

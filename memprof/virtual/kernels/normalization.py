@@ -1,9 +1,9 @@
-"""Norms as CUDA runs them.
+"""Layer, group, RMS, batch and instance norm: the kernels that CUDA runs, and their memory.
 
-Scratch memory of layer, group and RMS norm: native/cuda/layer_norm_kernel.cu, group_norm_kernel.cu. Of batch norm which
-of cuDNN's and torch's own kernels runs, and what each keeps and takes: native/Normalization.cpp
-(_select_batch_norm_backend), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and Normalization.cuh. That cuDNN
-takes neither a workspace nor a reserve space for contiguous inputs is seen in a recording (Ampere, torch 2.3).
+Sources of layer, group and RMS norm: native/cuda/layer_norm_kernel.cu, group_norm_kernel.cu. Sources of batch norm, for
+the choice between cuDNN and torch's kernels and the memory of each: native/Normalization.cpp
+(_select_batch_norm_backend), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and Normalization.cuh. In a
+recording (Ampere, torch 2.3), cuDNN has neither a workspace nor a reserve space for contiguous inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_BLOCKS = 32 * 1024
 _MANY_ROWS = 64 * 1024
 
 
-# What is normalised, weight and bias, before the result is made (layer_norm_cuda, layer_norm_backward_cuda).
+# Copies of input, weight and bias, before the result (layer_norm_cuda, layer_norm_backward_cuda).
 layer_norm_copy = input_copies(aten.native_layer_norm)(copies_of(0, 2, 3))
 layer_norm_backward_copy = input_copies(aten.native_layer_norm_backward)(copies_of(1, 5, 6))
 rms_norm_backward_copy = input_copies("aten._fused_rms_norm_backward")(copies_of(1, 4))
@@ -39,7 +39,7 @@ rms_norm_backward_copy = input_copies("aten._fused_rms_norm_backward")(copies_of
 
 @kernel("aten._fused_rms_norm", on_host=True)
 def fused_rms_norm(launch: KernelContext) -> Any:
-    """The result and, for each row, what it was multiplied by (_fused_rms_norm_cuda)."""
+    """Make the result and the factor of each row (_fused_rms_norm_cuda)."""
     data, shape, weight = launch.args[:3]
     if launch.device == HOST:
         with launch.inside():
@@ -53,26 +53,26 @@ def _row_statistics(data: torch.Tensor, shape: Any) -> tuple[Any, torch.dtype]:
     return (*rows, *[1] * len(shape)), torch.float64 if data.dtype is torch.float64 else torch.float32
 
 
-def _partial_sums(data: torch.Tensor, width: int, parameters: int, gpu: DeviceProperties) -> list[int]:
-    """Very many short rows are summed in blocks first, into a row for each block, and these then by a reduction."""
+def _compute_partial_sums(data: torch.Tensor, width: int, parameters: int, gpu: DeviceProperties) -> list[int]:
+    """Return the bytes of the sums over many short rows: one row of sums per block, and a reduction of blocks."""
     rows = data.numel() // width if width else 0
     if rows <= _MANY_ROWS or width // _WARP >= gpu.num_sms // 2:
         return []
-    across = -(-width // _WARP)
-    blocks = min(_MAX_BLOCKS // across, -(-rows // _ROWS_PER_BLOCK))
+    column_blocks = -(-width // _WARP)
+    blocks = min(_MAX_BLOCKS // column_blocks, -(-rows // _ROWS_PER_BLOCK))
     item = data.element_size()
     partial = torch.empty(blocks, width, dtype=data.dtype, device="meta")
-    finished = [width * item, *reduction_buffers(partial, [0], opmath(partial), gpu)]
-    return parameters * [blocks * width * item] + parameters * finished
+    reductions = [width * item, *reduction_buffers(partial, [0], opmath(partial), gpu)]
+    return parameters * [blocks * width * item] + parameters * reductions
 
 
 def _norm_backward(mask_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """A contiguous gradient, then partial sums of the gradients of weight and bias.
+    """Return the bytes of a contiguous gradient, and of partial sums of the gradients of weight and bias.
 
-    The copy is made last, by LayerNormBackwardKernelImpl; the sums by LaunchGammaBetaBackwardCUDAKernel.
+    LayerNormBackwardKernelImpl makes the copy, LaunchGammaBetaBackwardCUDAKernel the sums.
     """
     wanted = sum(map(bool, args[mask_at][1:]))
-    return contiguous(args[0]) + (_partial_sums(args[1], math.prod(args[2]), wanted, gpu) if wanted else [])
+    return contiguous(args[0]) + (_compute_partial_sums(args[1], math.prod(args[2]), wanted, gpu) if wanted else [])
 
 
 layer_norm_backward = scratch(aten.native_layer_norm_backward)(partial(_norm_backward, 7))
@@ -81,19 +81,19 @@ rms_norm_backward = scratch("aten._fused_rms_norm_backward")(partial(_norm_backw
 
 @kernel(aten.native_layer_norm_backward, "aten._fused_rms_norm_backward", on_host=True)
 def norm_backward(launch: KernelContext) -> Any:
-    """CUDA makes a contiguous gradient of the input; the meta kernel gives it the strides of its factors."""
+    """Make a contiguous gradient of the input, as on CUDA; the meta kernel's gradient has other strides."""
     result = launch.run()
     gradient = result[0]
     if gradient is None or gradient.is_contiguous():
         return result
-    # It is new and fills its storage, so that only its strides are others.
+    # The gradient is new and fills its storage, so that another view of the storage suffices.
     strides = torch.empty(gradient.size(), device="meta").stride()
     return (gradient.as_strided(gradient.size(), strides), *result[1:])
 
 
 @scratch(aten.native_group_norm)
 def group_norm(args: Any, gpu: DeviceProperties) -> list[int]:
-    """A scale and a shift for each sample's channels in float32, where there is a weight or a bias."""
+    """Return the bytes of a float32 scale and shift for each sample and channel, if there is a weight or a bias."""
     data, weight, bias, batch, channels, positions = args[:6]
     if (weight is None and bias is None) or positions == 1:
         return []
@@ -102,7 +102,7 @@ def group_norm(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.native_group_norm_backward)
 def group_norm_backward(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Sums for each channel, and for the input's gradient factors for each channel and group, in float32."""
+    """Return the bytes of float32 sums for each channel, and of factors for each channel and group."""
     data, weight = args[1], args[4]
     batch, channels, positions, groups, mask = args[5:10]
     item = opmath(data)
@@ -121,7 +121,7 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """`torch.rms_norm` as one kernel; on other devices it runs in pieces."""
+    """Run `torch.rms_norm` as one fused kernel; devices other than CUDA run several operators."""
     if not machine.is_on_gpu(input) or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
     machine.values.assume("torch.rms_norm runs as CUDA's fused kernel.")
@@ -129,12 +129,12 @@ def rms_norm(
 
 
 def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
-    """Return what `_fused_rms_norm` gives for meta tensors, which torch lacks (integrations/results_in_cpp.py)."""
+    """Return the results of `_fused_rms_norm` for meta tensors; torch has none (integrations/results_in_cpp.py)."""
     size, dtype = _row_statistics(data, shape)
     return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
 
 
-# In release 2.8 an operator of that name is Apple's alone.
+# In torch 2.8, an operator of this name exists for MPS only.
 HAS_FUSED_RMS_NORM = (
     hasattr(aten, "_fused_rms_norm")
     and aten._fused_rms_norm.default._schema.arguments[1].name == "normalized_shape"
@@ -154,15 +154,15 @@ CHANNELS_LAST = (
 
 
 def uses_cudnn(data: torch.Tensor, parameters: Sequence[torch.Tensor | None], training: bool) -> bool:
-    """Return whether CUDA hands this batch norm to cuDNN (_select_batch_norm_backend): never in bfloat16."""
+    """Return whether CUDA runs a batch norm by cuDNN (_select_batch_norm_backend): never in bfloat16."""
     weight, bias, running_mean, running_var = parameters
     if not kernels.get_cudnn_enabled() or data.dtype is torch.bfloat16 or weight is None or bias is None:
         return False
-    statistics = running_mean is not None and running_var is not None
-    none = running_mean is None and running_var is None and training
+    has_statistics = running_mean is not None and running_var is not None
+    has_no_statistics = running_mean is None and running_var is None and training
     return (
         (data.dtype is not torch.float16 or weight.dtype is torch.float32)
-        and (statistics or none)
+        and (has_statistics or has_no_statistics)
         and data.dim() >= 3
         and data.shape[0] <= (_MAX_BATCH_TRAINING if training else _MAX_BATCH_EVALUATION)
         and data.numel() < _INT_MAX
@@ -182,7 +182,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """`torch.batch_norm`: cuDNN's operator, which gets contiguous tensors, or torch's own."""
+    """Run `torch.batch_norm` by cuDNN's operator, which receives contiguous tensors, or by torch's kernels."""
     parameters = (weight, bias, running_mean, running_var)
     if not (input.numel() and machine.is_on_gpu(input) and uses_cudnn(input, parameters, training)):
         return NotImplemented
@@ -204,32 +204,32 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """`torch.instance_norm`: batch norm of one sample with a channel for each sample's."""
+    """Run `torch.instance_norm` as a batch norm of one sample with batch x channels channels."""
     if not machine.is_on_gpu(input) or not (use_input_stats or (running_mean is not None and running_var is not None)):
         return NotImplemented
     batch, channels = input.shape[:2]
-    given = (weight, bias, running_mean, running_var)
-    repeated = [None if each is None else each.repeat(batch) for each in given]
+    arguments = (weight, bias, running_mean, running_var)
+    repeated = [None if each is None else each.repeat(batch) for each in arguments]
     flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
     rest: list[Any] = [*repeated, use_input_stats, momentum, eps, cudnn_enabled]
     result = batch_norm(machine, flat, *rest)
     if result is NotImplemented:
         result = torch.batch_norm(flat, *rest)
     with torch.no_grad():
-        for kept, seen in zip(given[2:], repeated[2:], strict=True):
-            if kept is not None and seen is not None:
-                kept.copy_(seen.view(batch, channels).mean(0))
+        for buffer, updated in zip(arguments[2:], repeated[2:], strict=True):
+            if buffer is not None and updated is not None:
+                buffer.copy_(updated.view(batch, channels).mean(0))
     return result.view(input.shape)
 
 
-def _accumulated(tensor: torch.Tensor) -> torch.dtype:
-    """Return the type in which CUDA keeps statistics: float32 for half precision."""
+def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of CUDA's statistics: float32 for half precision, else the dtype of `tensor`."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
 @kernel(aten.cudnn_batch_norm)
 def cudnn_batch_norm(launch: KernelContext) -> Any:
-    """The output in the input's layout, and in training the mean and the inverse deviation."""
+    """Make the output in the input's memory format, and in training the mean and the inverse deviation."""
     data, weight, training = launch.args[0], launch.args[1], launch.args[5]
     if training:
         _forget_statistics(launch)
@@ -240,14 +240,14 @@ def cudnn_batch_norm(launch: KernelContext) -> Any:
     saved = [launch.new(data.shape[1] if training else 0, weight.dtype) for _ in range(2)]
     if training:
         launch.transients(
-            *_channels_last_workspace(launch, layout, 3, 2 * _accumulated(data).itemsize * data.shape[1] + 84)
+            *_compute_cudnn_workspace(launch, layout, 3, 2 * _accumulation_dtype(data).itemsize * data.shape[1] + 84)
         )
     return (output, *saved, torch.empty(0, dtype=torch.uint8, device=META))
 
 
 @kernel(aten.cudnn_batch_norm_backward)
 def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
-    """The gradients of the input, in its layout, and of the parameters, whether or not they are wanted."""
+    """Make the gradients of the input, in the input's memory format, and always of both parameters."""
     data, grad, weight = launch.args[:3]
     layout = suggested_format(data)
     with launch.scratch(*contiguous(grad, layout=layout)):
@@ -255,19 +255,19 @@ def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
             launch.new(data.shape, data.dtype, layout),
             *(launch.new(weight.numel(), weight.dtype) for _ in "wb"),
         )
-        launch.transients(*_channels_last_workspace(launch, layout, 2, 36))
+        launch.transients(*_compute_cudnn_workspace(launch, layout, 2, 36))
         return gradients
 
 
-def _channels_last_workspace(
+def _compute_cudnn_workspace(
     launch: KernelContext, layout: torch.memory_format, blocks: int, more_bytes: int
 ) -> list[int]:
-    """cuDNN's: two sums for each channel and block of a multiprocessor, and a little more. Measured for 64 channels in
-    float32 (H100, cuDNN 9.19): 203,348 bytes in the forward, 135,204 in the backward. No other GPU was measured."""
+    """Return the bytes of cuDNN's workspace: two sums for each channel, block and multiprocessor, and `more_bytes`.
+    Measured for 64 channels in float32 (H100, cuDNN 9.19): 203,348 bytes forward, 135,204 backward."""
     if layout is torch.contiguous_format or launch.gpu.compute_capability != (9, 0):
         return []
     data = launch.args[0]
-    return [blocks * launch.gpu.num_sms * 2 * _accumulated(data).itemsize * data.shape[1] + more_bytes]
+    return [blocks * launch.gpu.num_sms * 2 * _accumulation_dtype(data).itemsize * data.shape[1] + more_bytes]
 
 
 _TILE_WIDTH = 32
@@ -277,8 +277,8 @@ _MAX_ROWS_OF_BLOCKS = 128
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _staging(data: torch.Tensor, per_channel: int) -> list[int]:
-    """Buffers of the channels-last kernels whose reduction is split over blocks (flexible_launch_configs)."""
+def _compute_staging_buffers(data: torch.Tensor, per_channel: int) -> list[int]:
+    """Return the bytes of the buffers of channels-last kernels that reduce over blocks (flexible_launch_configs)."""
     channels = data.shape[1]
     reduction = data.numel() // channels
     width = min(power_of_two(channels), _TILE_WIDTH)
@@ -288,11 +288,12 @@ def _staging(data: torch.Tensor, per_channel: int) -> list[int]:
     rows = min(-(-reduction // (height * _VALUES_PER_THREAD)), _MAX_ROWS_OF_BLOCKS)
     if rows < 8:
         return []
-    return [_accumulated(data).itemsize * per_channel * channels * rows, 4 * -(-channels // width)]
+    return [_accumulation_dtype(data).itemsize * per_channel * channels * rows, 4 * -(-channels // width)]
 
 
-def _channels_last_kernels(data: torch.Tensor) -> bool:
-    """batch_norm_choose_impl: dense channels-last inputs, and those with nothing after their channels."""
+def _uses_channels_last_kernels(data: torch.Tensor) -> bool:
+    """Return whether torch runs its channels-last kernels (batch_norm_choose_impl): for dense channels-last inputs, and
+    inputs without dimensions after the channels."""
     if data.is_contiguous():
         return data.stride(1) == 1
     return data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last)
@@ -300,7 +301,7 @@ def _channels_last_kernels(data: torch.Tensor) -> bool:
 
 @kernel(aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training)
 def native_batch_norm(launch: KernelContext) -> Any:
-    """Torch's own: statistics in float32 for half precision, copied from the running ones in evaluation."""
+    """Run torch's batch norm: statistics in float32 for half precision; evaluation copies the running statistics."""
     data = launch.args[0]
     if not data.is_meta or not data.numel():
         return NotImplemented
@@ -311,14 +312,14 @@ def native_batch_norm(launch: KernelContext) -> Any:
         _forget_statistics(launch)
     output = torch.empty_like(data)
     launch.record(output)
-    saved = [launch.new(data.shape[1], _accumulated(data)) for _ in range(2)]
-    if training and _channels_last_kernels(data):
-        launch.transients(*_staging(data, 4))
+    saved = [launch.new(data.shape[1], _accumulation_dtype(data)) for _ in range(2)]
+    if training and _uses_channels_last_kernels(data):
+        launch.transients(*_compute_staging_buffers(data, 4))
     return (output, *saved)
 
 
 def _forget_statistics(launch: KernelContext) -> None:
-    """Running statistics are updated in place, which the schema does not say: their values are no longer known."""
+    """Forget the values of the running statistics, which are updated in place although the schema does not say so."""
     for tensor in launch.args[3:5]:
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             launch.values.store.drop(tensor.untyped_storage()._cdata)
@@ -326,27 +327,27 @@ def _forget_statistics(launch: KernelContext) -> None:
 
 @kernel(aten.native_batch_norm_backward)
 def native_batch_norm_backward(launch: KernelContext) -> Any:
-    """batch_norm_backward_cuda: one fused kernel for contiguous inputs, sums in two steps for channels-last ones."""
+    """Run batch_norm_backward_cuda: one fused kernel for contiguous inputs, two reductions for channels-last."""
     grad, data, weight, _, _, _, save_invstd, training, _, mask = launch.args
     if not data.is_meta or not data.numel():
         return NotImplemented
     channels = data.shape[1]
-    kind = data.dtype if weight is None else weight.dtype
+    dtype = data.dtype if weight is None else weight.dtype
     reduces = training or mask[1] or mask[2]
-    dense = data.dim() in (4, 5) and data.is_contiguous(memory_format=_CHANNELS_LAST[data.dim()])
-    if reduces and mask[0] and not (dense or (data.is_contiguous() and data.stride(1) == 1)):
+    is_channels_last = data.dim() in (4, 5) and data.is_contiguous(memory_format=_CHANNELS_LAST[data.dim()])
+    if reduces and mask[0] and not (is_channels_last or (data.is_contiguous() and data.stride(1) == 1)):
         fused = launch.new(data.shape, data.dtype)
-        return (fused, *(launch.new(channels, kind) if wanted else None for wanted in mask[1:]))
-    with contextlib.ExitStack() as taken:
-        vector_bytes = channels * _accumulated(data).itemsize
+        return (fused, *(launch.new(channels, dtype) if wanted else None for wanted in mask[1:]))
+    with contextlib.ExitStack() as stack:
+        vector_bytes = channels * _accumulation_dtype(data).itemsize
         if save_invstd is None or not save_invstd.numel():
-            taken.enter_context(launch.scratch(vector_bytes))
+            stack.enter_context(launch.scratch(vector_bytes))
         parameters: list[torch.Tensor | None] = [None, None]
         if reduces:
-            taken.enter_context(launch.scratch(vector_bytes, vector_bytes))
+            stack.enter_context(launch.scratch(vector_bytes, vector_bytes))
             if weight is not None:
-                parameters = [launch.new(channels, kind), launch.new(channels, kind)]
-            launch.transients(*_staging(grad, 2))
+                parameters = [launch.new(channels, dtype), launch.new(channels, dtype)]
+            launch.transients(*_compute_staging_buffers(grad, 2))
         grad_data = torch.empty_like(data) if mask[0] else None
         launch.record(grad_data)
     return (grad_data, *parameters)

@@ -1,4 +1,4 @@
-"""Pooling, upsampling, windows and padding: copies of what is not laid out as their kernels take it.
+"""Pooling, upsampling, windows and padding: copies of inputs whose strides the kernels do not support.
 
 Sources: native/cuda/AveragePool2d.cu and 3d, DilatedMaxPool2d.cu and 3d, AdaptiveAveragePooling.cu and 3d,
 AdaptiveMaxPooling2d.cu and 3d, MaxUnpooling.cu, Im2Col.cu, Col2Im.cu, ReflectionPad.cu. Fractional pooling, grid
@@ -18,7 +18,7 @@ from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, copies_of, suggested_format
 from memprof.virtual.kernels.registry import aten, input_copies, kernel, scratch
 
-# In the layout that the input is nearest to.
+# Copies keep the suggested memory format of the input.
 scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)(
     lambda args, gpu: contiguous(args[0], layout=suggested_format(args[0]))
 )
@@ -26,7 +26,7 @@ scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indi
 
 @scratch(aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
 def pool_backward(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of copies of input, gradient and indices, in the input's layout."""
+    """Return the bytes of copies of input, gradient and indices, in the input's memory format."""
     indices = (arg for arg in args[2:] if isinstance(arg, torch.Tensor))
     return contiguous(args[1], args[0], *indices, layout=suggested_format(args[1]))
 
@@ -40,7 +40,7 @@ input_copies(aten.max_unpool2d, aten.max_unpool3d)(copies_of(0, 1))
 
 @kernel(aten.im2col, aten.col2im)
 def fold(launch: KernelContext) -> Any:
-    """The result is made as large as the input and resized, so that a smaller one keeps that room."""
+    """Make a result as large as the input and resize it, so that a smaller result keeps the input's size in memory."""
     data = launch.args[0]
     result = launch.func(*launch.args)
     with launch.scratch(*contiguous(data)):
@@ -66,42 +66,43 @@ def adaptive_max(args: Any, gpu: DeviceProperties | None = None) -> list[int]:
 
 @input_copies(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
 def adaptive_average(args: Any) -> list[int]:
-    """Likewise, before the result is made; what is channels-last stays so in two dimensions."""
+    """Return the bytes of a copy before the result; a channels-last input in two dimensions is not copied."""
     channels_last = args[0].dim() == 4 and suggested_format(args[0]) is not torch.contiguous_format
     return [] if channels_last else adaptive_max(args)
 
 
-# With fewer channels nearest upsampling has no kernel for channels-last (native/cuda/UpSampleNearest2d.cu).
-_FEWEST_CHANNELS_LAST = 4
+# Nearest upsampling of fewer channels has no channels-last kernel (native/cuda/UpSampleNearest2d.cu).
+_MIN_CHANNELS_LAST = 4
 
 
-def _image(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """The copy of the source, and before it a contiguous result where the result (of the size given) is none."""
+def _copy_image(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
+    """Return the bytes of a contiguous result, if the result (size: argument `size_at`) is not contiguous, and of a
+    copy of the source."""
     source, result = args[0], (*args[0].shape[:2], *args[size_at][-2:])
     if tuple(source.shape) == result or not source.numel():
         return []
     if suggested_format(source) is torch.contiguous_format:
         return contiguous(source)
-    if source.shape[1] < _FEWEST_CHANNELS_LAST:
+    if source.shape[1] < _MIN_CHANNELS_LAST:
         return [math.prod(result) * source.element_size(), *contiguous(source)]
     dense = source.is_contiguous(memory_format=torch.channels_last)
     return [] if dense else [source.numel() * source.element_size()]
 
 
-# Nearest upsampling works on contiguous or channels-last images (native/cuda/UpSampleNearest2d.cu), and so do its
-# backward, whose result is as large as the input was, and the bilinear one's (UpSampleBilinear2d.cu). Forward, the
-# kernels of all others take any strides.
-upsample_nearest2d = scratch(aten.upsample_nearest2d, aten._upsample_nearest_exact2d)(partial(_image, 1))
-upsample_2d_backward = partial(_image, 2)
+# Nearest upsampling, its backward (whose result is as large as the input was) and the bilinear backward work on
+# contiguous or channels-last images (native/cuda/UpSampleNearest2d.cu, UpSampleBilinear2d.cu). All other forward
+# kernels support any strides.
+upsample_nearest2d = scratch(aten.upsample_nearest2d, aten._upsample_nearest_exact2d)(partial(_copy_image, 1))
+upsample_2d_backward = partial(_copy_image, 2)
 scratch(aten.upsample_nearest2d_backward, aten._upsample_nearest_exact2d_backward)(upsample_2d_backward)
 scratch(aten.upsample_bilinear2d_backward)(upsample_2d_backward)
-# Rows are upsampled contiguous, and so are their gradients (native/cuda/UpSampleNearest1d.cu).
+# Rows and their gradients are made contiguous (native/cuda/UpSampleNearest1d.cu).
 scratch(aten.upsample_nearest1d, aten.upsample_nearest1d_backward)(copies_of(0))
 scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)(copies_of(0))
 
 
-def _volume(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """The copy of the source, and before it a contiguous result where the result (laid out as the source) is none."""
+def _copy_volume(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
+    """Return the bytes of a contiguous result, if the source is channels-last, and of a copy of the source."""
     source, result = args[0], (*args[0].shape[:2], *args[size_at][-3:])
     is_plain = suggested_format(source) is torch.contiguous_format
     return contiguous(source) if is_plain else [math.prod(result) * source.element_size(), *contiguous(source)]
@@ -109,5 +110,5 @@ def _volume(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
 
 # Volumes and their gradients are made contiguous (native/cuda/UpSampleNearest3d.cu,
 # upsample_nearest3d_out_cuda_template).
-scratch(aten.upsample_nearest3d, aten._upsample_nearest_exact3d)(partial(_volume, 1))
-scratch(aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)(partial(_volume, 2))
+scratch(aten.upsample_nearest3d, aten._upsample_nearest_exact3d)(partial(_copy_volume, 1))
+scratch(aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)(partial(_copy_volume, 2))

@@ -1,4 +1,4 @@
-"""Reductions that are split over thread blocks, and the staging buffers that they take for it."""
+"""Reductions that are split over thread blocks, and their staging buffers."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _PAIR_BYTES = 16  # a value and its int64 position, aligned to 8 bytes
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction as its kernel sees it: dimensions by rising stride, the reduced ones first, neighbours merged."""
+    """Reduction as the kernel iterates: dimensions by rising stride, reduced dimensions first, neighbours merged."""
 
     reduced: tuple[tuple[int, int], ...]  # (size, stride in elements) of the reduced dimensions
     kept: tuple[tuple[int, int], ...]
     item_bytes: int
     accumulator_bytes: int
-    values_per_load: int = 4  # what a thread loads at once along a contiguous reduced dimension (the kernel's vt0)
+    values_per_load: int = 4  # values per load of a thread along a contiguous reduced dimension (the kernel's vt0)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, dims: Any, accumulator_bytes: int, values_per_load: int = 4) -> Reduction:
-        """Reducing `tensor` over `dims` (None and empty: all).
+        """Return the reduction of `tensor` over `dims` (None and empty: all).
 
-        The order is that of TensorIterator.cpp, reorder_dimensions: kept dimensions as in the result, which is
-        contiguous; reduced ones by the stride of the input.
+        The order is from TensorIterator.cpp, reorder_dimensions: kept dimensions as in the result, which is contiguous;
+        reduced dimensions by the stride of the input.
         """
         rank = tensor.dim()
-        wanted = [] if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else list(dims)
-        chosen = {dim % rank for dim in wanted} if wanted and rank else set(range(rank))
+        requested = [] if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else list(dims)
+        reduced_dims = {dim % rank for dim in requested} if requested and rank else set(range(rank))
         order = [dim for dim in reversed(range(rank)) if tensor.size(dim) != 1]
-        reduced = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim in chosen]
-        kept = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim not in chosen]
-        merged = _merged(_by_stride(reduced)), _merged(kept)
+        reduced = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim in reduced_dims]
+        kept = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim not in reduced_dims]
+        merged = _merge_dims(_sort_by_stride(reduced)), _merge_dims(kept)
         return cls(*merged, tensor.element_size(), accumulator_bytes, values_per_load)
 
     def split(self) -> list[Reduction]:
-        """The parts that 32-bit indices can address, each of which is a launch of its own (halves of the widest)."""
+        """Return parts that 32-bit indices can address, one per launch: the widest dimension is halved repeatedly."""
         dims = self.reduced + self.kept
         extents = [(size - 1) * stride * self.item_bytes for size, stride in dims]
         if not extents or (sum(extents) < _INT32_MAX and math.prod(size for size, _ in dims) <= _INT32_MAX):
@@ -62,11 +62,11 @@ class Reduction:
         return parts
 
     def buffers(self, num_sms: int, threads_per_sm: int) -> list[int]:
-        """The staging buffer and the semaphores of a reduction that is split over thread blocks; else nothing.
+        """Return the bytes of the staging buffer and the semaphores of a reduction over several blocks, else [].
 
-        The launch rule of native/cuda/Reduce.cuh (setReduceConfig, global_memory_size, semaphore_size): a block is at
-        most 512 threads, one warp wide where it can be; the inputs of one output go over blocks once every thread of a
-        block would have 256 or more of them.
+        The launch rule is from native/cuda/Reduce.cuh (setReduceConfig, global_memory_size, semaphore_size): a block
+        has at most 512 threads and is one warp wide where possible; the inputs of one output are split over blocks if
+        every thread of one block would have 256 or more inputs.
         """
         outputs = math.prod(size for size, _ in self.kept)
         inputs = math.prod(size for size, _ in self.reduced)
@@ -102,13 +102,13 @@ class Reduction:
         return [staged if along_inputs else staged * columns * vector, 4 * grid]
 
     def _output_vector(self) -> int:
-        """Return how many adjacent outputs a thread makes (get_output_vec_size): 4, 2, 1; it divides all strides."""
+        """Return the number of adjacent outputs per thread: 4, 2 or 1, a divisor of all strides (get_output_vec_size)."""
         numbers = [self.kept[0][0], *(stride for _, stride in self.reduced), *(stride for _, stride in self.kept[1:])]
         return next(vector for vector in (4, 2, 1) if all(number % vector == 0 for number in numbers))
 
 
-def _by_stride(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted by insertion, as TensorIterator does: an expanded dimension (stride 0) moves for none and is passed by."""
+def _sort_by_stride(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (size, stride) `pairs` in TensorIterator's insertion sort; expanded dimensions (stride 0) are skipped."""
     ordered = list(pairs)
     for last in range(1, len(ordered)):
         moving = last
@@ -123,8 +123,8 @@ def _by_stride(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return ordered
 
 
-def _merged(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Neighbouring dimensions that are one walk through memory, made one."""
+def _merge_dims(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return (size, stride) `pairs` with neighbouring dimensions merged where one stride covers both."""
     merged: list[tuple[int, int]] = []
     for size, stride in pairs:
         if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -135,18 +135,18 @@ def _merged(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def power_of_two(value: int) -> int:
-    """Return the largest power of two up to `value`, which is 1 if that is none."""
+    """Return the largest power of two up to `value`, or 1 if `value` is not positive."""
     return 1 << (value.bit_length() - 1) if value > 0 else 1
 
 
 def opmath(tensor: torch.Tensor) -> int:
-    """Bytes of the type in which values of `tensor` are added up: float32 for half precision, int64 for integers."""
+    """Return the bytes of the accumulation dtype of `tensor`: float32 for half precision, int64 for integers."""
     if tensor.is_floating_point() or tensor.is_complex():
         return max(4, tensor.element_size())
     return 8
 
 
-def _reduction(
+def _make_formula(
     accumulator: Callable[[torch.Tensor], int],
     dims_at: int = 1,
     values_per_load: int = 4,
@@ -154,19 +154,20 @@ def _reduction(
     half_per_load: int = 4,
     cast: bool = False,
 ) -> Callable[[Any, DeviceProperties], list[int]]:
-    """The formula of an operator that calls gpu_reduce_kernel, whose dimensions are its argument number `dims_at`."""
+    """Return the scratch formula of an operator on gpu_reduce_kernel; argument `dims_at` has the dimensions."""
 
     def formula(args: Any, gpu: DeviceProperties) -> list[int]:
         data = args[0]
         dims = args[dims_at] if len(args) > dims_at else None
-        copied: list[int] = []
+        copies: list[int] = []
         if cast and not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
-            # native/ReduceOpsUtils.h, make_reduction: what is not of the result's type is converted first.
-            copied = [8 * data.numel()]
+            # native/ReduceOpsUtils.h, make_reduction: inputs of another dtype than the result are converted first.
+            copies = [8 * data.numel()]
             data = torch.empty_strided(data.size(), data.stride(), dtype=torch.int64, device="meta")
         per_load = half_per_load if values_per_load == 4 and data.element_size() == 2 else values_per_load
-        num_bytes = data.element_size() if accumulator is _pair and dims is None else accumulator(data)
-        return copied + reduction_buffers(data, dims, num_bytes, gpu, per_load)
+        # max() and min() without a dimension keep no index.
+        num_bytes = data.element_size() if accumulator is _pair_bytes and dims is None else accumulator(data)
+        return copies + reduction_buffers(data, dims, num_bytes, gpu, per_load)
 
     return formula
 
@@ -174,44 +175,44 @@ def _reduction(
 def reduction_buffers(
     tensor: torch.Tensor, dims: Any, accumulator_bytes: int, gpu: DeviceProperties, values_per_load: int = 4
 ) -> list[int]:
-    """Return the buffers of a reduction; where one of half precision, or of values with positions, takes several
-    launches, first what is carried between them, for which the result has no room (Reduce.cuh, AccumulationBuffer).
+    """Return the bytes of the buffers of a reduction. If half precision, or values with positions, need several
+    launches, the first buffer has the accumulators between launches (Reduce.cuh, AccumulationBuffer).
 
-    Each launch gives its buffers back before the next (gpu_reduce_kernel calls itself for every part).
+    Each launch releases its buffers before the next (gpu_reduce_kernel calls itself for every part).
     """
     if tensor.numel() < 2:
         return []
-    whole = Reduction.of(tensor, dims, accumulator_bytes, values_per_load)
-    parts = whole.split()
+    reduction = Reduction.of(tensor, dims, accumulator_bytes, values_per_load)
+    parts = reduction.split()
     sums = []
     if len(parts) > 1 and (tensor.dtype in (torch.float16, torch.bfloat16) or accumulator_bytes == _PAIR_BYTES):
-        sums = [accumulator_bytes * math.prod(size for size, _ in whole.kept)]
-    return [*sums, *max((_buffers(part, gpu.num_sms, gpu.threads_per_sm) for part in parts), key=sum)]
+        sums = [accumulator_bytes * math.prod(size for size, _ in reduction.kept)]
+    return [*sums, *max((_compute_buffers(part, gpu.num_sms, gpu.threads_per_sm) for part in parts), key=sum)]
 
 
 @functools.lru_cache(maxsize=4096)
-def _buffers(part: Reduction, num_sms: int, threads_per_sm: int) -> tuple[int, ...]:
+def _compute_buffers(part: Reduction, num_sms: int, threads_per_sm: int) -> tuple[int, ...]:
     return tuple(part.buffers(num_sms, threads_per_sm))
 
 
-def _pair(tensor: torch.Tensor) -> int:
-    """A value and its int64 index, aligned to 8 bytes; max() and min() without a dimension keep no index."""
+def _pair_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a value and an int64 index, aligned to 8 bytes."""
     return _PAIR_BYTES
 
 
 # Sum and mean of half precision load eight values at once since torch 2.10 (pull request 165055).
 _HALVES_PER_LOAD = 8 if torch_release() >= (2, 10) else 4
 
-# By the type in which the operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu) accumulate.
-scratch(aten.sum)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD, cast=True))
-scratch(aten.prod)(_reduction(opmath, cast=True))
-scratch(aten.nansum)(_reduction(opmath))
-scratch(aten.mean)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD))
-scratch(aten.linalg_vector_norm)(_reduction(opmath, dims_at=2))
-scratch(aten.amax, aten.amin, aten.any, aten.all)(_reduction(torch.Tensor.element_size))
-scratch(aten.max, aten.min)(_reduction(_pair))
-scratch(aten.argmax, aten.argmin)(_reduction(lambda tensor: _PAIR_BYTES))  # an index without a dimension as well
+# Operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu), by the accumulation dtype.
+scratch(aten.sum)(_make_formula(opmath, half_per_load=_HALVES_PER_LOAD, cast=True))
+scratch(aten.prod)(_make_formula(opmath, cast=True))
+scratch(aten.nansum)(_make_formula(opmath))
+scratch(aten.mean)(_make_formula(opmath, half_per_load=_HALVES_PER_LOAD))
+scratch(aten.linalg_vector_norm)(_make_formula(opmath, dims_at=2))
+scratch(aten.amax, aten.amin, aten.any, aten.all)(_make_formula(torch.Tensor.element_size))
+scratch(aten.max, aten.min)(_make_formula(_pair_bytes))
+scratch(aten.argmax, aten.argmin)(_make_formula(lambda tensor: _PAIR_BYTES))  # with an index even without a dimension
 # Mean, sum of squares, an int32 count and the count as a real number (native/SharedReduceOps.h, WelfordData).
 scratch(aten.var, aten.std, aten.var_mean, aten.std_mean)(
-    _reduction(lambda tensor: 32 if tensor.dtype is torch.float64 else 16, values_per_load=2)
+    _make_formula(lambda tensor: 32 if tensor.dtype is torch.float64 else 16, values_per_load=2)
 )

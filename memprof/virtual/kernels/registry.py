@@ -1,21 +1,21 @@
-"""The registry of the virtual GPU's kernels: what an operator does beyond its meta kernel, a family a file.
+"""Registry of the virtual GPU's kernels: memory of an operator that the meta kernel does not show, one file per family.
 
-    @kernel(aten.geqrf)              what runs in place of the operator: takes a `KernelContext`, gives its result, or
-    def geqrf(launch): ...           NotImplemented for a call that is ordinary after all
+    @kernel(aten.geqrf)              replacement of the operator: receives a `KernelContext`, returns the result, or
+    def geqrf(launch): ...           NotImplemented for a call that the meta kernel handles
 
-    @scratch(aten.topk)              bytes that the kernel takes beside its result and releases when it returns
+    @scratch(aten.topk)              bytes of temporaries, allocated after the result and released on return
     def topk(args, gpu): ...
 
-    @input_copies(aten.roll)         bytes taken before the result: copies of inputs, mostly
+    @input_copies(aten.roll)         bytes of temporaries allocated before the result, mostly copies of inputs
     def roll(args): ...
 
-    @composite(torch.dropout)        what CUDA runs for a function that chooses by device in C++, above all operators;
-    def dropout(machine, input, ..): NotImplemented where the function itself is to run
+    @composite(torch.dropout)        replacement of a function that chooses by device in C++, above all operators;
+    def dropout(machine, input, ..): returns NotImplemented where the function itself has to run
 
-A new file in this folder is found by itself. An operator that some releases of torch lack, or that a library defines,
-is named by a string, `"torchvision.nms"`, and passed over until it is there.
+Every file of the folder is imported. An operator that some releases of torch lack, or that a library defines, is named
+by a string, `"torchvision.nms"`, and registered once it exists.
 
-Beside each constant or formula stands the file of PyTorch that it is from; `SOURCE_TAG` says of which release.
+A comment at each constant or formula names the source file in PyTorch, of the release `SOURCE_TAG`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from typing import Any, TypeVar
 
 import torch
 
-import memprof.virtual.kernels as families
+import memprof.virtual.kernels as kernels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 aten: Any = torch.ops.aten
 META = torch.device("meta")
 
-# The release of PyTorch whose files are named, here and in all of memprof; those below native/ lie in aten/src/ATen.
-# That each is a file of this release was seen in its wheels, for the CPU and for CUDA 13.0: the tests list how, in
-# sources_of_v2.13.0.txt. Headers were read there. The text of all others (.cpp, .cu) was not at hand as of the tag: it
-# was read in single versions from the repository's history. What differs between releases is said beside it; recordings
-# under 2.6, 2.11 and 2.13 bear the formulas out.
+# The release of PyTorch whose files memprof's comments name; files in native/ are in aten/src/ATen. The wheels of the
+# release, for the CPU and CUDA 13.0, show that each file exists (list in the tests: sources_of_v2.13.0.txt). Headers
+# were read from the wheels. Sources (.cpp, .cu) were not available as of the tag, and were read in other versions of
+# the repository. Comments name differences between releases; recordings of 2.6, 2.11 and 2.13 confirm the formulas.
 SOURCE_TAG = "v2.13.0"
 
-ABSENT: dict[str, list[tuple[Table, Any]]] = {}  # operators that were named by a string and are not there -> entries
+ABSENT: dict[str, list[tuple[Table, Any]]] = {}  # name of an operator that does not exist yet -> entries
 
 
 class Table:
-    """Operator -> what is registered for it."""
+    """Table of the entries registered for operators, usable as a decorator."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -61,9 +60,9 @@ class Table:
         """Register one operator, or torch function.
 
         Raises:
-            ValueError: it is registered already.
+            ValueError: the operator has an entry already.
         """
-        found = _named(operator) if isinstance(operator, str) else operator
+        found = _find_operator(operator) if isinstance(operator, str) else operator
         if found is None:
             ABSENT.setdefault(operator, []).append((self, entry))
         elif found in self._entries:
@@ -73,12 +72,12 @@ class Table:
             self._entries[found] = entry
 
     def mark(self, *operators: Any) -> None:
-        """Register operators of which nothing else is registered."""
+        """Register `operators` with the entry True."""
         for operator in operators:
             self.add(operator, True)
 
     def __call__(self, *operators: Any) -> Callable[[Function], Function]:
-        """A decorator: the function is registered for these operators."""
+        """Return a decorator that registers a function for `operators`."""
 
         def register(function: Function) -> Function:
             for operator in operators:
@@ -89,20 +88,20 @@ class Table:
 
 
 _kernels = Table("kernel")
-# Function of (args, gpu): sizes, taken one after the other once the result is there.
+# Function of (args, gpu): bytes of each temporary, allocated in order after the result.
 scratch = Table("scratch formula")
-input_copies = Table("input copies")  # function of (args): sizes, taken before the result, or before cuBLAS's workspace
+input_copies = Table("input copies")  # function of (args): bytes, allocated before the result and cuBLAS's workspace
 composite = Table("composite")  # function of (machine, *arguments)
 uses_cublas = Table("user of cuBLAS")
-uses_cublaslt = Table("user of cuBLASLt")  # function of (args): whether the call is cuBLASLt's
+uses_cublaslt = Table("user of cuBLASLt")  # function of (args): whether cuBLASLt runs the call
 expanded_composites = Table("composite that is looked into")  # see expansion.py
 anywhere = Table("kernel for any device")
 
 
 def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Function]:
-    """Register the kernel of these operators, or of one overload where the others are made of it.
+    """Return a decorator that registers the kernel of `operators`, or of one overload that the others call.
 
-    It runs where some input is on the GPU; with `on_host` always, also on real tensors and without any.
+    The kernel runs if an input is on the GPU; with `on_host` always, also for CPU tensors and without tensors.
     """
     if on_host:
         anywhere.mark(*operators)
@@ -113,9 +112,9 @@ kernel_of = _kernels.get
 
 
 def composites(machine: Any) -> dict[Any, Callable[..., Any]]:
-    """Torch function -> its replacement on this machine, for the function mode."""
+    """Return a table of torch function -> replacement for `machine`, for the function mode."""
 
-    def chosen(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
+    def make_replacement(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             result = entry(machine, *args, **kwargs)
@@ -123,23 +122,23 @@ def composites(machine: Any) -> dict[Any, Callable[..., Any]]:
 
         return run
 
-    return {function: chosen(function, entry) for function, entry in composite.items()}
+    return {function: make_replacement(function, entry) for function, entry in composite.items()}
 
 
 def load() -> None:
-    """Import every file of the folder, each of which registers what it holds."""
-    for module in pkgutil.iter_modules(families.__path__):
-        importlib.import_module(f"{families.__name__}.{module.name}")
+    """Import every file of the folder, which registers its kernels."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
 
 
 def register_library(namespace: str) -> None:
     """Register the operators of a library that has been imported."""
-    for name in [name for name in ABSENT if name.startswith(f"{namespace}.") and _named(name) is not None]:
+    for name in [name for name in ABSENT if name.startswith(f"{namespace}.") and _find_operator(name) is not None]:
         for table, entry in ABSENT.pop(name):
             table.add(name, entry)
 
 
-def _named(name: str) -> Any:
-    """The operator called `namespace.name`, None if torch has none."""
+def _find_operator(name: str) -> Any:
+    """Return the operator `namespace.name`, None if torch has no such operator."""
     namespace, _, operator = name.partition(".")
     return getattr(getattr(torch.ops, namespace), operator, None)

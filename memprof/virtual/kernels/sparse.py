@@ -17,7 +17,7 @@ import torch
 from memprof.trace.events import HOST
 from memprof.virtual.device_state import REAL
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.indexing import embedding_bag_gradient
+from memprof.virtual.kernels.indexing import make_embedding_bag_gradient
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
 from memprof.virtual.kernels.sorting import radix_sort_scratch
 from memprof.virtual.kernels.transfers import copies_gradient_of_real_tensor
@@ -166,7 +166,7 @@ def embedding_bag_backward(launch: KernelContext) -> Any:
     if launch.call.device is None:
         return NotImplemented
     if not is_sparse:
-        return embedding_bag_gradient(launch)
+        return make_embedding_bag_gradient(launch)
     rest = [*rest, launch.kwargs.get("padding_idx", -1)] if len(rest) < 2 else rest
     given = (grad, indices, offsets, bags, sizes, weights, by_frequency, mode, *rest)
     with launch.inside():

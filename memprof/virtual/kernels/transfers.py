@@ -74,7 +74,7 @@ def to_copy(launch: KernelContext) -> Any:
     several = source.numel() > 1
     unknown = launch.values.store.get(source) is None
     virtual = (unknown and (large or several)) or (large and launch.values.store.is_uniform(source))
-    if virtual or launch.values.store.tokens.among([source]):
+    if virtual or launch.values.store.tokens.find([source]):
         result = torch.empty_like(source, dtype=dtype, memory_format=layout)
         launch.record(result, device=HOST)
         launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])

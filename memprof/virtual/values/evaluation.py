@@ -1,4 +1,4 @@
-"""Computes operators of known tensors on the CPU, at once or when something reads the result."""
+"""Evaluation of operators on known tensors, on the CPU: at once, or when the program reads the result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memprof.virtual.flops import COLLECTIVES
 from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget
 from memprof.virtual.values.budget import is_cheap_to_compute, is_integer, is_linear, work_of
-from memprof.virtual.values.shadows import MOST_STEPS, Later, Shadow, TensorLayout, threads_for
+from memprof.virtual.values.shadows import MAX_DEFERRED_STEPS, DeferredTensor, Shadow, TensorLayout, limit_threads
 from memprof.virtual.values.store import ValueStore
 
 
 class Evaluator:
-    """Runs operators on what a store knows, within a budget of work for the whole run; `assume` is told its limits."""
+    """Evaluator of operators on known tensors, within one budget of work per run; `assume` receives its limits."""
 
     def __init__(self, store: ValueStore, assume: Callable[[str], None]) -> None:
         self._store = store
@@ -25,9 +25,9 @@ class Evaluator:
         self._draws = 0
 
     def compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
-        """Return what the overload `func` gives, or None if an input is not known or it is too much work.
+        """Return the result of the overload `func`, or None if an input is not known or the work exceeds the budget.
 
-        `made` are meta tensors like its results, where they are there.
+        `made` are the meta tensors of the results, where they exist already.
         """
         if not self.are_known((args, kwargs)):
             return None
@@ -36,65 +36,65 @@ class Evaluator:
         return self._call(func, args, kwargs)
 
     def defer(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> bool:
-        """Compute a large `output` of floats or bytes when something reads it: most, such as positions, images and
-        quantized weights, decide nothing. Returns whether it is such a one."""
-        drawn = torch.Tag.nondeterministic_seeded in func.tags
-        decides = is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
+        """Put off computing a large `output` of floats or bytes until the program reads it, and return whether that is
+        possible. Most such tensors, such as positions, images and quantized weights, are never read."""
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        controls_flow = is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
         if (
             is_cheap_to_compute(output)
-            or decides
-            or drawn
+            or controls_flow
+            or is_random
             or not is_linear(func)
             or not self._store.is_trackable(output)
         ):
             return False
-        given: list[Shadow] = []
+        inputs: list[Shadow] = []
         work = work_of(func, [*find_tensors([*args, *kwargs.values()]), output])
         try:
-            args, kwargs = self._later((args, kwargs), given)
+            args, kwargs = self._defer_reads((args, kwargs), inputs)
         except LookupError:
             return False
-        steps = 1 + max((shadow.steps for shadow in given), default=0)
-        if steps > MOST_STEPS:
+        steps = 1 + max((shadow.steps for shadow in inputs), default=0)
+        if steps > MAX_DEFERRED_STEPS:
             return False
         geometry = TensorLayout.of(output)
 
-        def make() -> torch.Tensor | None:
+        def compute_flat() -> torch.Tensor | None:
             known = self._call(func, args, kwargs) if self._charge_budget(work) else None
             return None if known is None or known.shape != geometry.size else geometry.spread(known)
 
-        self._store.keep(output.untyped_storage(), None, make).steps = steps
-        for shadow in given:
+        self._store.keep(output.untyped_storage(), None, compute_flat).steps = steps
+        for shadow in inputs:
             shadow.has_pending_readers = True
         return True
 
     def are_known(self, value: Any) -> bool:
-        """Return whether the values of every tensor in `value`, collections looked into, are known or may be once they
-        are computed."""
+        """Return whether the values of every tensor in `value` and its nested collections are known, or can be
+        computed."""
         if isinstance(value, torch.Tensor):
             return self._store.may_have(value)
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        return all(self.are_known(part) for part in parts)
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return all(self.are_known(item) for item in items)
 
     def known(self, value: Any) -> Any:
-        """Return `value` with the real tensors in place of those on the GPU.
+        """Return `value` with a CPU tensor in place of each tensor on the virtual GPU.
 
         Raises:
-            LookupError: one of them is not known.
+            LookupError: the contents of a tensor are not known.
         """
 
-        def real(part: Any) -> torch.Tensor:
-            known = part.read() if isinstance(part, Later) else self._store.get(part)
+        def read_tensor(item: Any) -> torch.Tensor:
+            known = item.read() if isinstance(item, DeferredTensor) else self._store.get(item)
             if known is None:
                 raise LookupError
             return known
 
-        return _replaced(value, real)
+        return _replace_tensors(value, read_tensor)
 
     def is_within_budget(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether the work is little, or linear and within what is left for the run, from which it is taken.
+        """Return whether the work of `func` is small, or is linear and fits the rest of the budget; charge the budget.
 
-        `tensors` are what `func` is given, and then what it makes.
+        `tensors` are the inputs of `func`, then its outputs.
         """
         if all(is_cheap_to_compute(tensor) for tensor in tensors):
             return True
@@ -117,43 +117,43 @@ class Evaluator:
             known, kwargs = self.known((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 return self._draw(func, known, kwargs)
-            with threads_for(max((tensor.numel() for tensor in find_tensors(known)), default=0)):
+            with limit_threads(max((tensor.numel() for tensor in find_tensors(known)), default=0)):
                 result = func(*known, **kwargs)
             if func.namespace == COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
-                for tensor in find_tensors(result):  # torch keeps those that are not waited for
+                for tensor in find_tensors(result):  # torch keeps tensors for which no one has waited
                     torch.ops._c10d_functional.wait_tensor(tensor)
-            return self._store.tokens.compared(func, args, known, result)
+            return self._store.tokens.mask_comparison(func, args, known, result)
         except (LookupError, RuntimeError, NotImplementedError):
-            # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.
+            # The CPU has no such kernel, or the same call on the meta tensors will raise the user's own error.
             return None
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Random integers, the same in every run and without touching the program's generator; floats are unknown."""
+        """Return random integers, equal in every run and without use of the program's generator; None for floats."""
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._draws)
             self._draws += 1
             result = func(*args, **kwargs)
-        return None if any(part.is_floating_point() for part in find_tensors(result)) else result
+        return None if any(item.is_floating_point() for item in find_tensors(result)) else result
 
-    def _later(self, value: Any, given: list[Shadow]) -> Any:
-        """Return `value` with what stands for its tensors when they are gone; `given` gets the shadows to be read."""
+    def _defer_reads(self, value: Any, inputs: list[Shadow]) -> Any:
+        """Return `value` with a `DeferredTensor` for each tensor that has a shadow; the shadows go to `inputs`."""
 
-        def later(tensor: torch.Tensor) -> Any:
+        def defer_read(tensor: torch.Tensor) -> Any:
             shadow = self._store.shadow_of(tensor) if tensor.is_meta else None
             if shadow is None:
                 return self.known(tensor) if tensor.is_meta else tensor.clone()
-            given.append(shadow)
-            return Later(shadow, TensorLayout.of(tensor))
+            inputs.append(shadow)
+            return DeferredTensor(shadow, TensorLayout.of(tensor))
 
-        return _replaced(value, later)
+        return _replace_tensors(value, defer_read)
 
 
-def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (torch.Tensor, Later)):
+def _replace_tensors(value: Any, replace: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (torch.Tensor, DeferredTensor)):
         return replace(value)
     if isinstance(value, (list, tuple)):
-        return [_replaced(part, replace) for part in value]
+        return [_replace_tensors(item, replace) for item in value]
     if isinstance(value, dict):
-        return {key: _replaced(part, replace) for key, part in value.items()}
+        return {key: _replace_tensors(item, replace) for key, item in value.items()}
     return value

@@ -1,7 +1,7 @@
-"""The known contents of each storage on the virtual GPU, chosen tokens among it.
+"""Known contents of each storage on the virtual GPU, and the tokens that unknown scores have chosen.
 
-A token that unknown scores have chosen is a number that stands for many. It is followed through integers made of it, so
-that a comparison with a token that the program names (the end of a text, padding) finds it unlike.
+A token that unknown scores have chosen is a placeholder number. The store follows the placeholder through the integers
+computed from it, so that it differs from every token that the program names (the end of a text, padding).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget, unknown_values
 from memprof.virtual.values.budget import is_cheap_to_compute
-from memprof.virtual.values.shadows import Make, Shadow, TensorLayout, untouched
+from memprof.virtual.values.shadows import Compute, Shadow, TensorLayout, make_zeros
 
-# By which a program asks whether a token is one that it names.
+# Operators by which a program compares tokens with a token that it names.
 _COMPARISONS = frozenset({torch.ops.aten.eq, torch.ops.aten.ne, torch.ops.aten.isin, torch.ops.aten.equal})
 
 
 class ValueStore:
-    """Keeps the values of tensors, by the address of their storage.
+    """Values of tensors, by the address of their storage.
 
-    Of a storage it has either all elements in a row (a `Shadow`), or the one value that all of them have, or, of a mask
-    that is too large to compute, its density alone: the part of its elements that is true, spread evenly.
+    A storage has either all elements (a `Shadow`), or one value that all elements have, or, for a mask that is too
+    large to compute, a density: the fraction of the elements that is true, spread evenly.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class ValueStore:
         self.tokens = ChosenTokens()
 
     def drop(self, address: int) -> None:
-        """Forget the storage at `address`: it died, or its contents are no longer known."""
+        """Forget the storage at `address`, which was freed or whose contents are no longer known."""
         shadow = self._shadows.pop(address, None)
         if shadow is not None:
             self._held_bytes -= shadow.num_bytes
@@ -43,25 +43,25 @@ class ValueStore:
         self.tokens.drop(address)
 
     def knows(self, address: int) -> bool:
-        """Return whether something is known of the storage at `address`, if only its density."""
+        """Return whether the storage at `address` has known values or a known density."""
         return address in self._shadows or address in self._uniform or address in self._densities
 
     def may_have(self, value: Any) -> bool:
-        """Return whether the values of a tensor are known, or may be once they are computed; of anything else, True."""
+        """Return whether the values of a tensor are known or can be computed; True if `value` is no tensor."""
         if not isinstance(value, torch.Tensor) or not value.is_meta or not value.numel():
             return True
         address = value.untyped_storage()._cdata
         return address in self._shadows or address in self._uniform
 
     def is_trackable(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of this dtype and size is worth keeping, and there is room for it."""
+        """Return whether the budget allows a shadow for `tensor`."""
         if is_cheap_to_compute(tensor):
             return True
         num_bytes = tensor.untyped_storage().nbytes()
         return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
+        """Return the CPU tensor with the contents of `tensor` (a CPU tensor is returned), or None if not known."""
         if not tensor.is_meta:
             return tensor
         if not tensor.numel():
@@ -73,7 +73,7 @@ class ValueStore:
         return None if flat is None else TensorLayout.of(tensor).view(flat)
 
     def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """Return what the whole of `storage` holds, in memory of its own; None if that is not known."""
+        """Return all elements of `storage`, [elements], in a shadow's memory; None if they are not known."""
         value = self._uniform.get(storage._cdata)
         if value is not None:
             if value != 0 and storage.nbytes() > budget.MAX_TENSOR_BYTES:
@@ -82,16 +82,16 @@ class ValueStore:
         shadow = self._shadows.get(storage._cdata)
         flat = None if shadow is None else shadow.flat()
         if shadow is not None and flat is not None and not shadow.num_bytes:
-            shadow.num_bytes = storage.nbytes()  # now that it is made
+            shadow.num_bytes = storage.nbytes()  # the elements take memory from now on
             self._held_bytes += shadow.num_bytes
         return flat
 
     def shadow_of(self, tensor: torch.Tensor) -> Shadow | None:
-        """Return the elements of the storage of a tensor on torch's meta device, which may have to be computed."""
+        """Return the shadow of the storage of a meta tensor, present or yet to be computed; None if it has none."""
         return self._shadows.get(tensor.untyped_storage()._cdata)
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Say that `tensor`, which owns its whole storage, holds `value` (of the same shape and dtype)."""
+        """Record that `tensor`, which owns its whole storage, holds `value` (of the same shape and dtype)."""
         if not tensor.numel():
             return
         if value.numel() == 1 or (value.dim() and not any(value.stride())):
@@ -99,25 +99,25 @@ class ValueStore:
             return
         self.keep(tensor.untyped_storage(), TensorLayout.of(tensor).spread(value))
 
-    def keep(self, storage: torch.UntypedStorage, flat: torch.Tensor | None, make: Make | None = None) -> Shadow:
-        """Say that `storage` holds these elements in a row, or what `make` gives when they are read."""
+    def keep(self, storage: torch.UntypedStorage, flat: torch.Tensor | None, compute: Compute | None = None) -> Shadow:
+        """Record that `storage` holds the elements `flat`, or those that `compute` returns when they are read."""
         self.drop(storage._cdata)
-        return self._hold(storage, Shadow(0 if make else storage.nbytes(), flat, make))
+        return self._add_shadow(storage, Shadow(0 if compute else storage.nbytes(), flat, compute))
 
-    def _hold(self, storage: torch.UntypedStorage, shadow: Shadow) -> Shadow:
+    def _add_shadow(self, storage: torch.UntypedStorage, shadow: Shadow) -> Shadow:
         self._shadows[storage._cdata] = shadow
         self._held_bytes += shadow.num_bytes
         return shadow
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the real tensor behind `tensor` in memory that the program may write to; what it writes is what the
-        tensor holds. None if its contents are not known."""
+        """Return the CPU tensor with the contents of `tensor`, in memory through which the program may write to the
+        tensor; None if the contents are not known."""
         flat = self.make_writable(tensor.untyped_storage())
         return None if flat is None else self.get(tensor)
 
     def make_writable(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """Return what the whole of `storage` holds, to be changed: what is yet to be computed of it still reads what it
-        held before. None if that is not known."""
+        """Return all elements of `storage`, [elements], to be changed in place; deferred operators still read the old
+        elements. None if the elements are not known."""
         flat, shadow = self.flat(storage), self._shadows.get(storage._cdata)
         if flat is not None and shadow is not None and shadow.has_pending_readers:
             flat = flat.clone()
@@ -125,11 +125,11 @@ class ValueStore:
         return flat
 
     def is_uniform(self, tensor: torch.Tensor) -> bool:
-        """Return whether all elements are known to be alike."""
+        """Return whether all elements of `tensor` are known to be equal."""
         return tensor.untyped_storage()._cdata in self._uniform
 
     def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
-        """Say that all elements of `tensor`, which owns its whole storage, are `value`, a number or a tensor of one."""
+        """Record that all elements of `tensor`, which owns its storage, are `value`, a number or one-element tensor."""
         if tensor.numel():
             address, dtype = tensor.untyped_storage()._cdata, tensor.dtype
             self.drop(address)
@@ -137,7 +137,7 @@ class ValueStore:
             self._uniform[address] = value.to(dtype, copy=True) if is_tensor else torch.full((), value, dtype=dtype)
 
     def uniform_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of all elements, without dimensions; None if they differ or are not known."""
+        """Return the value of all elements as a 0-dimensional tensor; None if the elements differ or are not known."""
         if not tensor.is_meta:
             return tensor.reshape(()) if tensor.numel() == 1 else None
         known = self._uniform.get(tensor.untyped_storage()._cdata)
@@ -146,34 +146,34 @@ class ValueStore:
         return None if known is None or known.dtype != tensor.dtype else known.reshape(())
 
     def materialize(self, storage: torch.UntypedStorage) -> None:
-        """Make of the one value for all elements a value for each; zeros take no memory until they are written."""
+        """Replace the one value of `storage` by a shadow of all elements; zeros take no memory until written."""
         value = self._uniform.pop(storage._cdata)
-        flat = untouched(storage.nbytes() // value.element_size(), value.dtype)
+        flat = make_zeros(storage.nbytes() // value.element_size(), value.dtype)
         if value != 0:
             flat.fill_(value)
-        self._hold(storage, Shadow(storage.nbytes(), flat))
+        self._add_shadow(storage, Shadow(storage.nbytes(), flat))
 
     def density_of(self, tensor: torch.Tensor) -> float | None:
-        """Return the part of a mask's elements that is true, from 0 to 1, where nothing else is known of it."""
+        """Return the fraction (0 to 1) of the elements of a mask that is true, if only that fraction is known."""
         return self._densities.get(tensor.untyped_storage()._cdata)
 
     def set_density(self, tensor: torch.Tensor, density: float) -> None:
-        """Say that this part of a mask's elements, from 0 to 1, is true, spread evenly."""
+        """Record that a fraction `density` (0 to 1) of the elements of a mask is true, spread evenly."""
         self._densities[tensor.untyped_storage()._cdata] = density
 
 
 class ChosenTokens:
-    """The numbers that stand for chosen tokens in the tensors of a run, by the address of their storage."""
+    """Placeholder numbers of chosen tokens in the tensors of a run, by the address of their storage."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, range] = {}
 
     def drop(self, address: int) -> None:
-        """Forget the storage at `address`, which died or holds something else."""
+        """Forget the storage at `address`, which was freed or overwritten."""
         self._numbers.pop(address, None)
 
-    def among(self, value: Any) -> range:
-        """Return the numbers in `value`, one tensor or several, that stand for chosen tokens; none for most."""
+    def find(self, value: Any) -> range:
+        """Return the placeholder numbers in `value`, a tensor or a collection of tensors; empty for most."""
         if not self._numbers:
             return range(0)
         found = [self._numbers.get(t.untyped_storage()._cdata) for t in find_tensors(value) if t.is_meta]
@@ -181,25 +181,25 @@ class ChosenTokens:
         return range(min(r.start for r in ranges), max(r.stop for r in ranges)) if ranges else range(0)
 
     def mark(self, tensor: torch.Tensor, numbers: range) -> None:
-        """Say that `numbers` stand for chosen tokens in `tensor`."""
+        """Record that `numbers` are placeholders of chosen tokens in `tensor`."""
         if numbers:
             self._numbers[tensor.untyped_storage()._cdata] = numbers
 
-    def hand_on(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
-        """Say that integers made of chosen tokens have such among them."""
+    def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+        """Record that integer `outputs` computed from chosen tokens hold their placeholder numbers."""
         if not self._numbers:
             return
-        given = args[1:] if func.overloadpacket in unknown_values.UNIFORM else args
-        numbers = self.among([*given, *kwargs.values()])
-        for tensor in made:
+        inputs = args[1:] if func.overloadpacket in unknown_values.UNIFORM else args
+        numbers = self.find([*inputs, *kwargs.values()])
+        for tensor in outputs:
             if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
                 self.mark(tensor, numbers)
 
-    def compared(self, func: Any, args: Any, known: Any, result: Any) -> Any:
-        """Return `result`, which `func` gave of `known` arguments, with a chosen token equal to none that is named."""
+    def mask_comparison(self, func: Any, args: Any, known: Any, result: Any) -> Any:
+        """Return `result`, of `func` on the arguments `known`, with chosen tokens unequal to every other token."""
         if not self._numbers or func.overloadpacket not in _COMPARISONS:
             return result
-        left, right = (self.among([arg]) for arg in args[:2])
+        left, right = (self.find([arg]) for arg in args[:2])
         if bool(left) == bool(right):
             return result
         number, chosen = torch.as_tensor(known[0]), left or right

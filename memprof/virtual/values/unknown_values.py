@@ -1,4 +1,4 @@
-"""Placeholders for values that are not known: choices spread evenly, and masks of which only the density is known."""
+"""Placeholders for values that are not known: evenly spread choices, and masks of known density."""
 
 from __future__ import annotations
 
@@ -14,64 +14,65 @@ CHOICES = (
     "Choices by values that are not known (topk, argmax, sort, multinomial) are spread evenly. "
     "A chosen token is not one that ends a text: generation goes on to its longest length."
 )
-# Choices among more than this many, and fewer than there are to choose from, are tokens of a vocabulary: which one it
-# is, is not known, so that it is equal to none that the program names. Published mixtures have up to so many experts.
+# Choices from more alternatives than the largest published mixture has experts, fewer than the alternatives, are tokens
+# of a vocabulary. A chosen token is not known, and differs from every token that the program names.
 MOST_EXPERTS = 512
-# Where choices begin that are fewer than what they are made among. Tokens that end or pad a text are the first or the
-# last of a vocabulary, in published tokenizers, so that this part of it has none of them.
+# Where in a vocabulary placeholders begin, as a fraction. In published tokenizers, tokens that end or pad a text are
+# the first or the last of the vocabulary.
 _GOLDEN = 0.6180339887
 
 
-def choices(
+def spread_choices(
     overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], avoided: Collection[int]
 ) -> tuple[torch.Tensor, range] | None:
-    """Return indices for the last of `outputs`, and which of them are tokens; None if `overload` does not choose.
+    """Return indices for the last of `outputs`, and the range of token numbers; None if `overload` does not choose.
 
-    Each is chosen equally often over all rows, and within one row none twice; none of `avoided` where the rows are few.
+    Each index is chosen equally often over all rows, and no index twice in one row; few rows avoid `avoided` tokens.
     """
-    at = _DIM_AT.get(overload.overloadpacket)
-    if at is None or (overload.overloadpacket in _TWO_FORMS and len(outputs) != 2):
+    at = _DIM_POSITIONS.get(overload.overloadpacket)
+    if at is None or (overload.overloadpacket in _OVERLOADED and len(outputs) != 2):
         return None
     position, default = at
     dim = args[position] if len(args) > position else kwargs.get("dim", default)
-    data, made = args[0], outputs[-1]
+    data, output = args[0], outputs[-1]
     is_whole = dim is None or not data.dim()
     dim = 0 if is_whole else dim % data.dim()
-    available, rows = max(1, data.numel() if is_whole else data.shape[dim]), made.reshape(-1) if is_whole else made
-    count = made.numel()
+    available, rows = max(1, data.numel() if is_whole else data.shape[dim]), output.reshape(-1) if is_whole else output
+    count = output.numel()
     last = max(0, available - count)
     first = min(int(_GOLDEN * available), last)
     free = (at for at in chain(range(first, last + 1), range(first)) if not any(at <= i < at + count for i in avoided))
     first = next(free, first)
     tokens = range(first, first + count) if available > max(MOST_EXPERTS, count) else range(0)
-    numbers = (torch.arange(count) + first).remainder(available).to(made.dtype)
-    if made.dim() != data.dim() or made.shape[dim] == 1:
-        return numbers.reshape(made.shape), tokens
-    return numbers.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(made.shape), tokens
+    numbers = (torch.arange(count) + first).remainder(available).to(output.dtype)
+    if output.dim() != data.dim() or output.shape[dim] == 1:
+        return numbers.reshape(output.shape), tokens
+    return numbers.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(output.shape), tokens
 
 
-# Operator that chooses -> where its dimension stands (9: nowhere), and which it is otherwise; None is the whole.
-_DIM_AT: dict[Any, tuple[int, int | None]] = {
+# Operator that chooses -> position of its argument `dim` (9: no such argument), and the default (None: all dimensions).
+_DIM_POSITIONS: dict[Any, tuple[int, int | None]] = {
     **dict.fromkeys((_aten.argmax, _aten.argmin), (1, None)),
     **dict.fromkeys((_aten.max, _aten.min, _aten.median, _aten.nanmedian, _aten.cummax, _aten.cummin), (1, -1)),
     **dict.fromkeys((_aten.sort, _aten.argsort, _aten.mode), (1, -1)),
     **dict.fromkeys((_aten.topk, _aten.kthvalue), (2, -1)),
     _aten.multinomial: (9, -1),
 }
-# These choose only in the overloads that give values and indices.
-_TWO_FORMS = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
+# Operators that choose only in the overloads that return values and indices.
+_OVERLOADED = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
 
 
-def counted(overload: Any, args: Any, output: torch.Tensor, density: float) -> torch.Tensor | None:
-    """Return what an operator makes of the mask `args[0]`, a `density` of it true, evenly; None if it doesn't count."""
+def count_mask(overload: Any, args: Any, output: torch.Tensor, density: float) -> torch.Tensor | None:
+    """Return the result of an operator that counts the true elements, a fraction `density`, of the mask `args[0]`; None
+    if `overload` does not count."""
     packet, data = overload.overloadpacket, args[0]
     if packet in _COUNTS and not output.is_floating_point():
         total = round(density * data.numel())
-        each, rest = divmod(total, max(1, output.numel()))
-        return (each + (torch.arange(output.numel()) < rest)).to(output.dtype).reshape(output.shape)
+        quotient, rest = divmod(total, max(1, output.numel()))
+        return (quotient + (torch.arange(output.numel()) < rest)).to(output.dtype).reshape(output.shape)
     if packet is _aten._to_copy and density == 1.0 and not output.is_floating_point():
         return torch.ones((), dtype=output.dtype).expand(output.shape)
-    if packet is _aten.cumsum and density == 1.0:  # one row stands for all
+    if packet is _aten.cumsum and density == 1.0:  # all rows are equal
         shape = data.movedim(args[1], -1).shape if data.dim() else torch.Size([1])
         sums = torch.arange(1, shape[-1] + 1, dtype=output.dtype).expand(shape)
         return sums.movedim(-1, args[1]) if data.dim() else sums.reshape(())
@@ -79,19 +80,19 @@ def counted(overload: Any, args: Any, output: torch.Tensor, density: float) -> t
 
 
 _COUNTS = frozenset({_aten.sum, _aten.count_nonzero})
-# Of zeros and ones, these make zeros and ones of the same density (compared with 0 or 1, as masks are).
+# Operators that keep the density of a tensor of zeros and ones (comparisons are with 0 or 1, as for masks).
 KEEP_DENSITY = frozenset({_aten._to_copy, _aten.clone, _aten.ne, _aten.eq, _aten.gt, _aten.ge})
 
 
-def spread(shape: torch.Size, density: float) -> torch.Tensor:
-    """Indices, as `nonzero` gives them, of a `density` of a tensor's elements, spread evenly."""
+def spread_indices(shape: torch.Size, density: float) -> torch.Tensor:
+    """Return the indices, int64 [number, dimensions], of a fraction `density` of the elements, spread evenly."""
     total = shape.numel()
     number = round(density * total)
     flat = (torch.arange(number) * total).div(max(1, number), rounding_mode="floor")
     return torch.stack(torch.unravel_index(flat, shape), dim=1) if shape else flat.new_zeros(number, 0)
 
 
-# Operator that gives all elements one value -> that value.
+# Operator that sets all elements to one value -> function of (args, kwargs) that returns the value.
 UNIFORM: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(
         (_aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten.empty, _aten.empty_like, _aten.empty_strided,
@@ -103,13 +104,13 @@ UNIFORM: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys((_aten.fill_, _aten.fill), lambda args, kwargs: args[1]),
     _aten.new_full: lambda args, kwargs: args[2],
 }  # fmt: skip
-# These make what may as well be zeros.
+# Operators whose results have no defined contents; zeros stand for them.
 EMPTY = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
-# Beside the operators on single elements, these make one value of one value.
+# Operators, besides pointwise ones, whose result has equal elements if the input has.
 ANY_ELEMENT = frozenset(
     {_aten.any, _aten.all, _aten.amax, _aten.amin, _aten.index_select, _aten._to_copy, _aten.repeat}
 )
-# Beside the operators on single elements, those whose work is about one visit of each.
+# Operators, besides pointwise ones, that visit each element about once.
 LINEAR = frozenset(
     {
         *(_aten._to_copy, _aten.copy_, _aten.tril, _aten.triu, _aten.tril_, _aten.triu_, _aten.cat, _aten.stack),
@@ -126,5 +127,5 @@ LINEAR = frozenset(
         *(_aten.upsample_bilinear2d, _aten._adaptive_avg_pool2d),
     }
 )
-# Operators whose last input is a matrix, or several: for each of its rows they visit their output once.
+# Products by a matrix, or a batch of matrices: the work is elements of the output x rows of the last input.
 PRODUCTS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm})

@@ -1,4 +1,4 @@
-"""Follows what each operator does to values: computed, of one value for all elements, assumed or no longer known."""
+"""Propagation of known values through operators: computed, equal for all elements, assumed, or no longer known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 class Values:
-    """Keeps values of tensors on the virtual GPU in step with its operators; `assume` is told what the run rests on."""
+    """Values of tensors on the virtual GPU, updated by each operator; `assume` receives the run's assumptions."""
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self.assume = assume
@@ -28,18 +28,18 @@ class Values:
         self._triangles = _TriangleCache(self.store)
 
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
+        """Record the values of `outputs`, the new tensors of `func`, if they can be computed or assumed."""
         self._propagate(func, args, kwargs, outputs)
-        self.store.tokens.hand_on(func, args, kwargs, outputs)
+        self.store.tokens.propagate(func, args, kwargs, outputs)
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         store = self.store
         if func.overloadpacket in unknown_values.UNIFORM:
-            _fill(store, func, args, kwargs, outputs)
+            _record_fill(store, func, args, kwargs, outputs)
             return
         if outputs and args and not is_integer(outputs[-1]) and not store.may_have(args[0]):
-            return  # most operators: floats of what is not known
-        if _follow(store, func, args, kwargs, outputs):
+            return  # most operators: floats that derive from unknown values
+        if _map_uniform(store, func, args, kwargs, outputs):
             return
         result = None
         if self.evaluator.are_known((args, kwargs)) and any(store.is_trackable(output) for output in outputs):
@@ -66,30 +66,30 @@ class Values:
                 store.set(output, known)
 
     def write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
-        """Follow what `func` changes in place in `target`, or forget what `target` holds."""
-        if target.numel():  # else nothing changes
+        """Update the values of `target`, which `func` changes in place, or forget them."""
+        if target.numel():
             self._write(func, args, kwargs, target)
-            self.store.tokens.hand_on(func, args, kwargs, [target])
+            self.store.tokens.propagate(func, args, kwargs, [target])
 
     def _write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         store, address, packet = self.store, target.untyped_storage()._cdata, func.overloadpacket
-        whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-        replaces = whole and packet in OVERWRITES
+        is_whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        replaces = is_whole and packet in OVERWRITES
         others = [*args[1:], *kwargs.values()]
-        drawn = torch.Tag.nondeterministic_seeded in func.tags and not is_integer(target)
-        of_density = store.density_of(target) is not None
-        if not self.evaluator.are_known(others) or drawn or (of_density and not replaces):
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and not is_integer(target)
+        has_density = store.density_of(target) is not None
+        if not self.evaluator.are_known(others) or is_random or (has_density and not replaces):
             store.drop(address)
             return
-        if whole and packet in (_aten.zero_, _aten.fill_) and store.shadow_of(target) is None:
+        if is_whole and packet in (_aten.zero_, _aten.fill_) and store.shadow_of(target) is None:
             store.set_uniform(target, 0 if packet is _aten.zero_ else self.evaluator.known(others[0]))
             return
-        one = store.uniform_value(target) if whole else None
-        if one is not None and not is_cheap_to_compute(target) and _follow(store, func, args, kwargs, [target]):
+        value = store.uniform_value(target) if is_whole else None
+        if value is not None and not is_cheap_to_compute(target) and _map_uniform(store, func, args, kwargs, [target]):
             return
-        moves = whole and packet is _aten.copy_ and others[0].is_meta and others[0].shape == target.shape
-        # As a new tensor would be: what is moved to the host and back is rarely read.
-        if moves and self.evaluator.defer(_aten._to_copy.default, (others[0],), {"dtype": target.dtype}, target):
+        is_transfer = is_whole and packet is _aten.copy_ and others[0].is_meta and others[0].shape == target.shape
+        # Deferred as for a new tensor: a tensor moved to the host and back is rarely read.
+        if is_transfer and self.evaluator.defer(_aten._to_copy.default, (others[0],), {"dtype": target.dtype}, target):
             return
         if store.shadow_of(target) is None:
             if not store.is_uniform(target) and not replaces:
@@ -105,8 +105,8 @@ class Values:
             self.policy.record_density(func, args, target)
 
 
-def _fill(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-    """Note the one value of what `func`, one of `unknown_values.UNIFORM` (`zeros`, `full`, ...), fills."""
+def _record_fill(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+    """Record the one value of the elements of `outputs` of `func`, an operator of `unknown_values.UNIFORM`."""
     packet = func.overloadpacket
     value = unknown_values.UNIFORM[packet](args, kwargs)
     value = store.get(value) if isinstance(value, torch.Tensor) else value
@@ -117,9 +117,9 @@ def _fill(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[to
             store.set_uniform(output, value)
 
 
-def _follow(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
-    """Note the one value of the output of `func`, where it works on single elements of tensors that are alike; returns
-    whether it does."""
+def _map_uniform(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
+    """Record the one value of the output of `func`, where the elements of each input are equal; return whether they
+    are and `func` keeps them so."""
     packet = func.overloadpacket
     if len(outputs) != 1 or not args or not isinstance(args[0], torch.Tensor) or is_cheap_to_compute(args[0]):
         return False
@@ -129,48 +129,48 @@ def _follow(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[
     if packet is _aten.sum or packet is _aten.count_nonzero:
         if first.is_floating_point() or not outputs[0].numel():
             return False
-        times = args[0].numel() // outputs[0].numel()
-        store.set_uniform(outputs[0], (first != 0 if packet is _aten.count_nonzero else first) * times)
+        repeats = args[0].numel() // outputs[0].numel()
+        store.set_uniform(outputs[0], (first != 0 if packet is _aten.count_nonzero else first) * repeats)
         return True
     if packet is _aten._to_copy or packet in unknown_values.ANY_ELEMENT:
         store.set_uniform(outputs[0], first)
         return True
     if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    ones = [store.uniform_value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    if any(one is None and arg is not None for one, arg in zip(ones, args, strict=True)):
+    uniform_args = [store.uniform_value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if any(uniform is None and arg is not None for uniform, arg in zip(uniform_args, args, strict=True)):
         return False
     if find_tensors(list(kwargs.values())) or any(isinstance(arg, (list, tuple)) for arg in args):
         return False
     try:
-        store.set_uniform(outputs[0], func(*ones, **{k: v for k, v in kwargs.items() if k != "memory_format"}))
+        store.set_uniform(outputs[0], func(*uniform_args, **{k: v for k, v in kwargs.items() if k != "memory_format"}))
     except (RuntimeError, IndexError, NotImplementedError):
         return False
     return True
 
 
 class _TriangleCache:
-    """Keeps the last triangle of a matrix of one value: attention makes the same mask in every layer."""
+    """Cache of the last triangle of a matrix of equal elements: attention makes the same mask in every layer."""
 
     def __init__(self, store: ValueStore) -> None:
         self._store = store
         self._last: tuple[Any, torch.Tensor] | None = None
 
     def key_of(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> Any:
-        """Return what the triangle `output` is made of; None if it is none to be kept."""
+        """Return the cache key of the triangle `output`; None if `func` makes no triangle that is cached."""
         if func.overloadpacket not in (_aten.tril, _aten.triu):
             return None
-        one = self._store.uniform_value(args[0])
-        if one is None or kwargs or output.numel() * output.element_size() > budget.MAX_TRIANGLE_BYTES:
+        uniform = self._store.uniform_value(args[0])
+        if uniform is None or kwargs or output.numel() * output.element_size() > budget.MAX_TRIANGLE_BYTES:
             return None
-        return func, one.item(), output.dtype, output.size(), output.stride(), *args[1:]
+        return func, uniform.item(), output.dtype, output.size(), output.stride(), *args[1:]
 
     def elements(self, key: Any) -> torch.Tensor | None:
-        """Return the elements of the triangle that was kept, if it is made of the same."""
+        """Return the elements of the cached triangle, [elements], if its key is `key`."""
         return self._last[1] if key is not None and self._last is not None and self._last[0] == key else None
 
     def keep(self, key: Any, output: torch.Tensor) -> None:
-        """Keep what `output` holds for the next; whoever writes into either has a copy of its own."""
+        """Cache the elements of `output` under `key`; a later write to `output` copies them first."""
         shadow = self._store.shadow_of(output)
         flat = None if shadow is None else shadow.flat()
         if shadow is not None and flat is not None:
