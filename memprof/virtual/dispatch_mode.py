@@ -194,7 +194,7 @@ class DispatchMode(DeviceState):
         if call.device is None and not moves:
             return call.func(*call.args, **call.kwargs)
         if call.quantized:
-            return quantized_tensors.run(KernelContext(self, operator, call, place))
+            return quantized_tensors.run_quantized(KernelContext(self, operator, call, place))
         if call.on_gpu and breaks_rule(self, operator, call):
             note_mismatch(self, operator.name, call.tensors, place)
         if call.real and call.device is not None:

@@ -1,12 +1,12 @@
-"""torch's own quantized tensors (`quantize_per_tensor` and its like): bytes, and a quantizer that says what they mean.
+"""torch's quantized tensors (of `quantize_per_tensor` and others), and fake quantization.
 
-On the GPU and in virtual host memory they are torch's for the meta device, each with its quantizer, whose scales are
-tensors in their turn where there is one for each channel. What only keeps the books (views, scales, schemes) is the
-same C++ for every device, and is run as for the CPU. Sources: quantized/Quantizer.cpp, native/quantized/QTensor.cpp and
-TensorFactories.cpp, native/quantized/cuda.
+A virtual quantized tensor is torch's quantized tensor on the meta device, with a quantizer; the scales of a quantizer
+per channel are virtual tensors. Operators on metadata (views, scales, schemes) have the same C++ for every device, and
+run by the CPU's kernels. Sources: quantized/Quantizer.cpp, native/quantized/QTensor.cpp and TensorFactories.cpp,
+native/quantized/cuda.
 
-And fake quantization, which training for quantized weights runs (floats rounded as integers would be): torch has no
-meta kernels for it. FakeQuantPerTensorAffine.cpp, FakeQuantPerChannelAffine.cpp and cuda/FusedObsFakeQuant.cu there.
+Fake quantization rounds floats to the values of integers, in training; torch has no meta kernels for it. Sources:
+FakeQuantPerTensorAffine.cpp, FakeQuantPerChannelAffine.cpp and cuda/FusedObsFakeQuant.cu in native/quantized.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from memprof.virtual.limits import unsupported_error
 _CPU = torch.DispatchKeySet(torch.DispatchKey.QuantizedCPU)
 _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 
-_PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4  # schemes, as operators give them (c10/core/QScheme.h)
-# What CUDA's kernels are called.
+_PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4  # numbers of schemes (c10/core/QScheme.h)
+# Names of CUDA's kernels by scheme.
 _BY_SCHEME = {0: "per_tensor_affine", 1: "per_channel_affine", 4: "per_channel_float_qparams"}
-# The types that CUDA's kernels take (Dispatch.h, AT_DISPATCH_QINT_TYPES), and of what their bytes are.
+# Dtypes that CUDA's kernels support (Dispatch.h, AT_DISPATCH_QINT_TYPES) -> dtype of the stored integers.
 _PLAIN = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
 _SMALLER_THAN_BYTES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
 
-# Function of (launch), called where an operand is quantized and virtual.
+# Kernels, functions of (launch), of operators with a virtual quantized operand.
 of_quantized = Table("kernel for quantized tensors")
-# One function of C++ for the CPU and for CUDA, which makes what it makes by other operators.
+# Operators with one C++ function for CPU and CUDA, which allocates by other operators.
 _DEVICE_INDEPENDENT = frozenset(
     {
         *(aten.view, aten.as_strided, aten._reshape_alias, aten.unfold, aten.squeeze, aten.unsqueeze),
@@ -47,17 +47,17 @@ _DEVICE_INDEPENDENT = frozenset(
 )
 
 
-def run(launch: KernelContext) -> Any:
-    """An operator that is given a quantized tensor which has no data.
+def run_quantized(launch: KernelContext) -> Any:
+    """Run an operator on a virtual quantized tensor.
 
     Raises:
-        NotImplementedError: CUDA has no kernel for it.
-        MemprofError: it has one, which is not simulated.
+        NotImplementedError: CUDA has no kernel for the operator.
+        MemprofError: the CUDA kernel is not simulated.
     """
     name = launch.func.name()
     missing = lacks_quantized_kernel(name) if launch.device != HOST else ""
     if missing:
-        raise _no_kernel(missing, "QuantizedCUDA")
+        raise _missing_kernel_error(missing, "QuantizedCUDA")
     found = of_quantized.get(launch.operator.packet)
     if found is not None:
         return found(launch)
@@ -71,8 +71,8 @@ def run(launch: KernelContext) -> Any:
     raise unsupported_error(f"gives a quantized tensor to {launch.operator.name}", "dequantize it: `.dequantize()`")
 
 
-def _no_kernel(name: str, backend: str) -> NotImplementedError:
-    """Return the error of c10/core/dispatch (OperatorEntry.cpp, reportError)."""
+def _missing_kernel_error(name: str, backend: str) -> NotImplementedError:
+    """Return the error that c10/core/dispatch raises for a missing kernel (OperatorEntry.cpp, reportError)."""
     return NotImplementedError(
         f"Could not run '{name}' with arguments from the '{backend}' backend. This could be because the operator "
         "doesn't exist for this backend, or was omitted during the selective/custom build process (if using custom "
@@ -80,12 +80,12 @@ def _no_kernel(name: str, backend: str) -> NotImplementedError:
     )
 
 
-def _not_for(kernel: str, dtype: torch.dtype) -> NotImplementedError:
+def _unsupported_dtype_error(kernel: str, dtype: torch.dtype) -> NotImplementedError:
     return NotImplementedError(f"\"{kernel}\" not implemented for '{_SMALLER_THAN_BYTES[dtype]}'")
 
 
 def _layout(tensor: torch.Tensor) -> torch.memory_format:
-    """Return the layout of what is made of `tensor` by quantizing or dequantizing it."""
+    """Return the memory format of the result of quantizing or dequantizing `tensor`."""
     with_floats = tensor.is_quantized and _scheme(tensor) == _PER_CHANNEL_FLOATS
     return torch.contiguous_format if with_floats else suggested_format(tensor)
 
@@ -94,22 +94,22 @@ def _scheme(tensor: torch.Tensor) -> int:
     return aten.qscheme.default.redispatch(_CPU, tensor)  # type: ignore[no-any-return]
 
 
-def _parameters(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments that make the quantizer of `tensor`, real or not."""
+def _quantizer_parameters(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments for a quantizer as of `tensor`, which is virtual or on the CPU."""
 
-    def ask(operator: Any) -> Any:
+    def query(operator: Any) -> Any:
         return operator.default.redispatch(_CPU, tensor)
 
     if _scheme(tensor) == _PER_TENSOR:
-        return {"scale": ask(aten.q_scale), "zero_point": ask(aten.q_zero_point)}
+        return {"scale": query(aten.q_scale), "zero_point": query(aten.q_zero_point)}
     return {
-        "scales": ask(aten.q_per_channel_scales),
-        "zero_points": ask(aten.q_per_channel_zero_points),
-        "axis": ask(aten.q_per_channel_axis),
+        "scales": query(aten.q_per_channel_scales),
+        "zero_points": query(aten.q_per_channel_zero_points),
+        "axis": query(aten.q_per_channel_axis),
     }
 
 
-def _empty(
+def _make_quantized(
     launch: KernelContext,
     size: Any,
     dtype: torch.dtype,
@@ -117,18 +117,18 @@ def _empty(
     device: Any = None,
     **parameters: Any,
 ) -> Any:
-    """Return a new quantized tensor. Scales for channels are kept as float64 and int64, or in float32 both
+    """Return a new virtual quantized tensor. Scales and zero points per channel are float64 and int64, or both float32
     (make_per_channel_affine_quantizer)."""
     operator = aten._empty_affine_quantized
     if "axis" in parameters:
         operator = aten._empty_per_channel_affine_quantized
         floats = parameters["zero_points"].is_floating_point()
         with launch.inside():
-            for name, kept in (("scales", torch.float64), ("zero_points", torch.int64)):
-                parameters[name] = parameters[name].to(torch.float32 if floats else kept).contiguous()
-    made = operator.default.redispatch(_CPU, size, dtype=dtype, device=META, memory_format=layout, **parameters)
-    launch.record(made, device=device)
-    return made
+            for name, default_dtype in (("scales", torch.float64), ("zero_points", torch.int64)):
+                parameters[name] = parameters[name].to(torch.float32 if floats else default_dtype).contiguous()
+    result = operator.default.redispatch(_CPU, size, dtype=dtype, device=META, memory_format=layout, **parameters)
+    launch.record(result, device=device)
+    return result
 
 
 @kernel(aten._empty_affine_quantized, aten._empty_per_channel_affine_quantized, on_host=True)
@@ -140,25 +140,25 @@ def empty(launch: KernelContext) -> Any:
     named = {k: v for k, v in launch.kwargs.items() if k in ("scale", "zero_point", "scales", "zero_points", "axis")}
     named.update(zip(("scales", "zero_points", "axis"), launch.args[1:], strict=False))
     layout = launch.kwargs.get("memory_format") or torch.contiguous_format
-    return _empty(launch, launch.args[0], launch.kwargs["dtype"], layout, **named)
+    return _make_quantized(launch, launch.args[0], launch.kwargs["dtype"], layout, **named)
 
 
 @kernel(aten.quantize_per_tensor, aten.quantize_per_channel, aten.quantize_per_tensor_dynamic, on_host=True)
 def quantize(launch: KernelContext) -> Any:
-    """The bytes, and after them the data made contiguous; dynamic quantization reads its extremes before."""
+    """Make the quantized tensor, then a contiguous copy of the data; dynamic quantization first computes extremes."""
     data, *rest = launch.args
     if not isinstance(data, torch.Tensor) and launch.device != HOST and launch.call.on_gpu:
-        raise _no_kernel(launch.func.name(), "CUDA")
+        raise _missing_kernel_error(launch.func.name(), "CUDA")
     if not isinstance(data, torch.Tensor) or not data.is_meta:
         return launch.func(*launch.args)
-    dynamic = launch.operator.packet is aten.quantize_per_tensor_dynamic
-    if dynamic:
+    is_dynamic = launch.operator.packet is aten.quantize_per_tensor_dynamic
+    if is_dynamic:
         with launch.inside():
             dense = data.contiguous()
             dense.min(), dense.max()
             del dense
-    # A small tensor of the host, quantized likewise, says by which quantizer, and what is wrong with the arguments.
-    size = [1] if dynamic else [0] * data.dim()
+    # A small CPU tensor is quantized with the same arguments, for the quantizer and for errors in the arguments.
+    size = [1] if is_dynamic else [0] * data.dim()
     if launch.operator.packet is aten.quantize_per_channel:
         size[rest[2]] = data.shape[rest[2]]
     known = [launch.values.policy.read(value) if isinstance(value, torch.Tensor) else value for value in rest]
@@ -167,37 +167,37 @@ def quantize(launch: KernelContext) -> Any:
         with launch.inside():
             return data.contiguous().to(sample.dtype)
     if launch.device != HOST and sample.dtype not in _PLAIN:
-        raise _not_for(f"quantize_tensor_{_BY_SCHEME[_scheme(sample)]}_cuda", sample.dtype)
-    parameters = _parameters(sample)
+        raise _unsupported_dtype_error(f"quantize_tensor_{_BY_SCHEME[_scheme(sample)]}_cuda", sample.dtype)
+    parameters = _quantizer_parameters(sample)
     if "axis" in parameters:
         parameters.update(scales=rest[0], zero_points=rest[1])
     layout = _layout(data) if _scheme(sample) != _PER_CHANNEL_FLOATS else torch.contiguous_format
-    made = _empty(launch, data.shape, sample.dtype, layout, **parameters)
+    result = _make_quantized(launch, data.shape, sample.dtype, layout, **parameters)
     launch.transients(*contiguous(data, layout=layout))
-    return made
+    return result
 
 
 @kernel("aten._make_per_tensor_quantized_tensor", "aten._make_per_channel_quantized_tensor")
-def from_integers(launch: KernelContext) -> Any:
-    """Return the same bytes with a quantizer (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
+def wrap_integers(launch: KernelContext) -> Any:
+    """Make a quantized tensor of given integers (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
     data, *rest = launch.args
     names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
     dtype = next(kind for kind, plain in _PLAIN.items() if plain is data.dtype)
-    return _empty(launch, data.shape, dtype, torch.contiguous_format, **dict(zip(names, rest, strict=True)))
+    return _make_quantized(launch, data.shape, dtype, torch.contiguous_format, **dict(zip(names, rest, strict=True)))
 
 
 @kernel(aten.dequantize)
 def dequantize_floats(launch: KernelContext) -> Any:
-    """Dequantize a tensor that is not quantized."""
+    """Run `dequantize` on a tensor that is not quantized: convert to float32."""
     if not isinstance(launch.args[0], torch.Tensor):
-        raise _no_kernel(launch.func.name(), "CUDA")
+        raise _missing_kernel_error(launch.func.name(), "CUDA")
     with launch.inside():
         return launch.args[0].to(torch.float32)
 
 
 @of_quantized(aten.dequantize)
 def dequantize(launch: KernelContext) -> Any:
-    """Floats, and after them the bytes made contiguous."""
+    """Make the float32 result, then a contiguous copy of the integers."""
     data = launch.args[0]
     layout = _layout(data)
     result = launch.new(data.shape, torch.float32, layout)
@@ -207,44 +207,44 @@ def dequantize(launch: KernelContext) -> Any:
 
 @of_quantized(aten.int_repr)
 def int_repr(launch: KernelContext) -> Any:
-    """The bytes as integers (native/quantized/cuda/IntReprQuant.cu)."""
+    """Make a tensor of the stored integers (native/quantized/cuda/IntReprQuant.cu)."""
     data = launch.args[0]
     if data.dtype not in _PLAIN:
-        raise _not_for("int_repr", data.dtype)
+        raise _unsupported_dtype_error("int_repr", data.dtype)
     return launch.new(data.shape, _PLAIN[data.dtype], suggested_format(data))
 
 
 @of_quantized(aten.clone, aten.flip, aten.index_select)
-def same_quantizer(launch: KernelContext) -> Any:
-    """Make another tensor by the same quantizer."""
+def copy_quantizer(launch: KernelContext) -> Any:
+    """Make the result, a quantized tensor with the quantizer of the input."""
     data, *rest = launch.args
     size, layout = list(data.shape), launch.kwargs.get("memory_format") or torch.contiguous_format
     if launch.operator.packet is aten.index_select:
         size[rest[0]] = rest[1].numel()
     elif layout is torch.preserve_format or launch.operator.packet is aten.flip:
         layout = suggested_format(data)
-    return _empty(launch, size, data.dtype, layout, **_parameters(data))
+    return _make_quantized(launch, size, data.dtype, layout, **_quantizer_parameters(data))
 
 
 @of_quantized(aten._to_copy)
 def to_copy(launch: KernelContext) -> Any:
-    """Copy to another device with the scales (TensorConversions.cpp, empty_quantized); what comes back holds ones."""
+    """Copy to another device with the scales (TensorConversions.cpp, empty_quantized); a copy to the host is ones."""
     data, device = launch.args[0], launch.kwargs.get("device")
     if launch.kwargs.get("dtype", data.dtype) is not data.dtype:
         raise RuntimeError(_NOT_TO_FLOATS)
-    parameters = _parameters(data)
-    moved = {} if device is None else {"device": device}
+    parameters = _quantizer_parameters(data)
+    device_argument = {} if device is None else {"device": device}
     with launch.inside():
         for name in ("scales", "zero_points"):
             if name in parameters:
-                parameters[name] = aten._to_copy.default(parameters[name], **moved)
+                parameters[name] = aten._to_copy.default(parameters[name], **device_argument)
     if device is None or device.type == "meta":
         target = launch.machine.factory_device if device is not None else None
-        return _empty(launch, data.shape, data.dtype, suggested_format(data), target, **parameters)
+        return _make_quantized(launch, data.shape, data.dtype, suggested_format(data), target, **parameters)
     operator = aten._empty_per_channel_affine_quantized if "axis" in parameters else aten._empty_affine_quantized
-    made = operator(data.shape, dtype=data.dtype, **parameters).fill_(1.0)
-    launch.record_real(made)
-    return made
+    result = operator(data.shape, dtype=data.dtype, **parameters).fill_(1.0)
+    launch.record_real(result)
+    return result
 
 
 _NOT_TO_FLOATS = (
@@ -262,27 +262,27 @@ def copy_(launch: KernelContext) -> Any:
 
 
 @of_quantized(aten.masked_fill_, aten._index_put_impl_, aten.relu_, aten.fill_)
-def in_place(launch: KernelContext) -> Any:
-    """Nothing is made, but to fill: that is from floats of the same size (native/Fill.cpp, fill_quantized_)."""
+def update_in_place(launch: KernelContext) -> Any:
+    """Allocate nothing, except in `fill_`: floats of the tensor's size (native/Fill.cpp, fill_quantized_)."""
     if launch.operator.packet is aten.fill_:
         launch.transients(4 * launch.args[0].numel())
     return launch.args[0]
 
 
 @of_quantized(aten.gelu, aten._adaptive_avg_pool2d)
-def in_floats(launch: KernelContext) -> Any:
-    """Dequantized, computed and quantized again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
+def compute_in_floats(launch: KernelContext) -> Any:
+    """Dequantize, compute and quantize again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     with launch.inside():
         floats = aten.dequantize.self(data)
         result = launch.func(floats, *rest)
-        return aten.quantize_per_tensor.default(result, *_parameters(data).values(), data.dtype)
+        return aten.quantize_per_tensor.default(result, *_quantizer_parameters(data).values(), data.dtype)
 
 
 @of_quantized(aten.relu)
 def relu(launch: KernelContext) -> Any:
-    """Take its integers where they are above the zero point (native/quantized/cuda/Activation.cpp)."""
-    scale, zero_point = _parameters(launch.args[0]).values()
+    """Make the maximum of the integers and the zero point (native/quantized/cuda/Activation.cpp)."""
+    scale, zero_point = _quantizer_parameters(launch.args[0]).values()
     with launch.inside():
         integers = aten.int_repr.default(launch.args[0])
         mask = integers > zero_point
@@ -292,12 +292,12 @@ def relu(launch: KernelContext) -> Any:
 
 @of_quantized(aten.quantized_max_pool2d, "quantized.max_pool2d")
 def max_pool2d(launch: KernelContext) -> Any:
-    """Pool images with their channels last, which a copy has if they have not (native/quantized/cudnn/Pooling.cpp)."""
+    """Pool channels-last images, or a channels-last copy of other images (native/quantized/cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     layout = torch.channels_last if data.dim() == 4 else torch.contiguous_format
     size = aten.max_pool2d_with_indices(torch.empty(data.shape, device=META), *rest)[0].shape
     with launch.scratch(*contiguous(data, layout=layout)):
-        return _empty(launch, size, torch.qint8, layout, **_parameters(data))
+        return _make_quantized(launch, size, torch.qint8, layout, **_quantizer_parameters(data))
 
 
 @of_quantized("quantized.add", "quantized.add_relu")
@@ -306,17 +306,18 @@ def add(launch: KernelContext) -> Any:
     data, _, scale, zero_point = launch.args
     floats = 4 * data.numel()
     with launch.scratch(floats):
-        made = _empty(launch, data.shape, torch.qint8, torch.contiguous_format, scale=scale, zero_point=zero_point)
+        parameters = {"scale": scale, "zero_point": zero_point}
+        result = _make_quantized(launch, data.shape, torch.qint8, torch.contiguous_format, **parameters)
         launch.transients(floats, floats)
-    return made
+    return result
 
 
 @kernel(aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams)
-def per_tensor(launch: KernelContext) -> Any:
-    """The result, and which elements were in range."""
+def fake_quantize_per_tensor(launch: KernelContext) -> Any:
+    """Make the result, and the mask of the elements in range."""
     data, *rest = launch.args
     if not any(isinstance(argument, torch.Tensor) for argument in rest):
-        launch.func(torch.empty(0), *rest)  # which says what is wrong with the range
+        launch.func(torch.empty(0), *rest)  # raises the error of a wrong range
     return _result_and_mask(launch, data)
 
 
@@ -326,8 +327,8 @@ def _result_and_mask(launch: KernelContext, data: torch.Tensor) -> tuple[torch.T
 
 
 @kernel(aten.fake_quantize_per_channel_affine_cachemask)
-def per_channel(launch: KernelContext) -> Any:
-    """Quantize by channel, after the host has read the extremes of integer zero points."""
+def fake_quantize_per_channel(launch: KernelContext) -> Any:
+    """Make result and mask of a quantization by channel; the host first reads extremes of integer zero points."""
     data, _, zero_point = launch.args[:3]
     if not zero_point.is_floating_point():
         with launch.inside():
@@ -337,7 +338,7 @@ def per_channel(launch: KernelContext) -> Any:
 
 @kernel(aten._fake_quantize_learnable_per_tensor_affine)
 def learnable_per_tensor(launch: KernelContext) -> Any:
-    """Quantize by a scale and a zero point that the host reads."""
+    """Make the result for a scale and a zero point that the host reads."""
     data, _, _, least, most = launch.args[:5]
     with launch.inside():
         return aten.fake_quantize_per_tensor_affine_cachemask.default(data, 1.0, least, least, most)[0]
@@ -345,7 +346,7 @@ def learnable_per_tensor(launch: KernelContext) -> Any:
 
 @kernel(aten._fake_quantize_learnable_per_channel_affine)
 def learnable_per_channel(launch: KernelContext) -> Any:
-    """Quantize by channel, with rounded zero points."""
+    """Make the result of a quantization by channel, with rounded zero points."""
     data, scale, zero_point, axis, least, most = launch.args[:6]
     with launch.inside():
         rounded = zero_point.round().clamp_(least, most).to(torch.int32)
@@ -357,7 +358,7 @@ def learnable_per_channel(launch: KernelContext) -> Any:
     aten._fake_quantize_learnable_per_channel_affine_backward,
 )
 def learnable_backward(launch: KernelContext) -> Any:
-    """Gradients of scale and zero point are as large as the data, before they are summed."""
+    """Make the gradients; those of scale and zero point are as large as the data before the sum."""
     grad, data, scale, zero_point = launch.args[:4]
     with launch.inside():
         if launch.operator.packet is aten._fake_quantize_learnable_per_tensor_affine_backward:
@@ -377,7 +378,7 @@ def learnable_backward(launch: KernelContext) -> Any:
 
 @kernel(aten._fused_moving_avg_obs_fq_helper)
 def observe(launch: KernelContext) -> Any:
-    """The data's extremes move the range, which the result is then made by; unused buffers get their size here."""
+    """Update the range by the extremes of the data, and quantize by the range; empty buffers are resized first."""
     data, _, is_on, *observers = launch.args[:7]
     least, most, axis = launch.args[8:11]
     by_row = launch.argument(11, "per_row_fake_quant", False)

@@ -102,7 +102,7 @@ class Reduction:
         return [staged if along_inputs else staged * columns * vector, 4 * grid]
 
     def _output_vector(self) -> int:
-        """Return the number of adjacent outputs per thread: 4, 2 or 1, a divisor of all strides (get_output_vec_size)."""
+        """Return the number of adjacent outputs per thread: 4, 2 or 1; divides all strides (get_output_vec_size)."""
         numbers = [self.kept[0][0], *(stride for _, stride in self.reduced), *(stride for _, stride in self.kept[1:])]
         return next(vector for vector in (4, 2, 1) if all(number % vector == 0 for number in numbers))
 

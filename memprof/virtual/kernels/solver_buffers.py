@@ -1,7 +1,7 @@
-"""Buffers of cuSOLVER, in bytes: fits of what an H100 was recorded to allocate, with torch 2.11 and CUDA 13.0.
+"""Buffers of cuSOLVER, in bytes: fits of recorded allocations on an H100, with torch 2.11 and CUDA 13.0.
 
-How they are computed is not published. Each function says what it agrees with; sizes are of one matrix, `item_bytes` of
-one of its numbers.
+cuSOLVER's formulas are not published. Each docstring has the recorded matrices that the fit reproduces; a buffer is for
+one matrix, with `item_bytes` per number.
 """
 
 from __future__ import annotations
@@ -13,72 +13,77 @@ RULE = (
 
 
 def round_up(size: int, step: int) -> int:
-    """Return the next multiple of `step`."""
+    """Return `size` rounded up to a multiple of `step`."""
     return -(-size // step) * step
 
 
 def of_potrf(rows: int) -> int:
-    """Cholesky factors: all 13 sizes of 8 to 3000 rows, whatever their type."""
+    """Return the bytes for Cholesky factors. Exact for all 13 recorded sizes, 8 to 3000 rows, of every dtype."""
     return 128 + round_up(4 * (round_up(rows, 32) // 32) ** 2, 32)
 
 
 def of_getrf(rows: int) -> int:
-    """LU factors: all 12 sizes up to 1024 rows, whatever their type; 2048 and 3000 take 34 KiB more."""
+    """Return the bytes for LU factors. Exact for all 12 recorded sizes up to 1024 rows, of every dtype; 34 KiB too few
+    for 2048 and 3000 rows."""
     return 256 + round_up(8 * rows, 256) + 8 * min(512, max(32, 1 << (rows - 1).bit_length()))
 
 
 def of_sytrf(rows: int, item_bytes: int) -> int:
-    """LDL factors: all 23 matrices of 8 to 3000 rows."""
+    """Return the bytes for LDL factors. Exact for all 23 recorded matrices, 8 to 3000 rows."""
     return max(90_240 + 2048 * item_bytes, 64 * item_bytes * (rows + 1))
 
 
 def of_geqrf(columns: int, item_bytes: int) -> int:
-    """Householder reflectors: all 31 matrices of 8 to 3000 columns."""
+    """Return the bytes for Householder reflectors. Exact for all 31 recorded matrices, 8 to 3000 columns."""
     return 128 + item_bytes * (1024 * max(columns, 256) + (1 << 19))
 
 
 def of_orgqr(rows: int, columns: int, reflectors: int, item_bytes: int) -> int:
-    """The orthogonal matrix of reflectors: all 44 matrices; of 65 to 127 reflectors none was measured."""
+    """Return the bytes for the orthogonal matrix of reflectors. Exact for all 44 recorded matrices, none of which has
+    65 to 127 reflectors."""
     block = min(reflectors, 128)
     numbers = max(33_024 + rows * min(reflectors, 64), 16_640 + block * (rows + 2 * columns))
     return round_up(numbers, 32) * item_bytes
 
 
 def of_ormqr(rows: int, reflectors: int, sides: int, item_bytes: int) -> int:
-    """Its product with `sides` columns: 25 matrices with 8 columns, all but that of 8 rows, and one with 256."""
+    """Return the bytes for the product of the orthogonal matrix with `sides` columns. Exact for 25 recorded matrices
+    with 8 columns, except for 8 rows, and for one with 256 columns."""
     numbers = (rows + reflectors) * reflectors + 256 * rows + 65_792 + 512 * sides + round_up(sides, 32)
     return round_up(numbers, 32) * item_bytes
 
 
 def of_syevj(rows: int) -> int:
-    """Eigenvalues by Jacobi's method, in float32: all 7 sizes of 33 to 512 rows."""
-    return 4 * (rows * rows + _of_jacobi(rows, 32))
+    """Return the bytes for eigenvalues by Jacobi's method, in float32. Exact for all 7 sizes of 33 to 512 rows."""
+    return 4 * (rows * rows + _count_jacobi_numbers(rows, 32))
 
 
 def of_syevd(rows: int, item_bytes: int) -> int:
-    """Eigenvalues: 768, 1024 and 2048 rows, 3000 within 32 bytes; 8 and 256 rows took 150 KB and 1 MB more."""
+    """Return the bytes for eigenvalues of a symmetric matrix. Exact for 768, 1024 and 2048 rows, within 32 bytes for
+    3000; 150 KB and 1 MB too few for 8 and 256 rows."""
     return 128 + item_bytes * (4 * rows * rows + 127 * rows + 32_963)
 
 
 def of_geev(rows: int, item_bytes: int) -> int:
-    """Eigenvalues of any matrix: real ones of 512 to 2048 rows, and within 12 KB of the 19 others."""
+    """Return the bytes for eigenvalues of any square matrix. Exact for real matrices of 512 to 2048 rows, within 12 KB
+    for the 19 others."""
     return max(of_orgqr(rows, rows, rows, item_bytes), item_bytes * (rows * rows + 4 * rows) + 512)
 
 
 def of_gesvdj(rows: int, columns: int, item_bytes: int) -> int:
-    """Singular values: all 23 squares and 7 of 10 rectangles, which are reduced to squares by reflectors; the others
-    took up to three times as much."""
-    least = min(rows, columns)
+    """Return the bytes for singular values; rectangles are reduced to squares by reflectors. Exact for all 23 recorded
+    squares and 7 of 10 rectangles; up to a third of the others."""
+    min_dim = min(rows, columns)
     if max(rows, columns) <= 32:
         return 992 * item_bytes
     if rows == columns:
-        numbers = rows * rows + round_up(rows * rows, 32) + _of_jacobi(rows, 64)
+        numbers = rows * rows + round_up(rows * rows, 32) + _count_jacobi_numbers(rows, 64)
         return round_up(numbers, 32) * item_bytes
-    numbers = 1024 * max(least, 256) + (1 << 19) + 32 + round_up(least, 32)
+    numbers = 1024 * max(min_dim, 256) + (1 << 19) + 32 + round_up(min_dim, 32)
     numbers += round_up(rows * columns, 32) * (rows < columns)  # transposed
     return numbers * item_bytes
 
 
-def _of_jacobi(rows: int, per_row: int) -> int:
+def _count_jacobi_numbers(rows: int, per_row: int) -> int:
     padded = round_up(rows, 32)
     return per_row * padded + rows + (padded // 16) ** 2 + padded // 32 + 1024

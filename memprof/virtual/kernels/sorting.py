@@ -1,7 +1,7 @@
-"""Operators that sort, select, count and scan: CUB's scratch memory, and what their CUDA kernels call inside.
+"""Operators that sort, select, count and scan: CUB's scratch memory, and the inner operators of their CUDA kernels.
 
-CUB computes its sizes from launch policies that differ by GPU (cub/device/dispatch/tuning). Sorts and tiles here are
-what CUB of CUDA 13.0 answers for compute capabilities 8.0, 8.6 and 9.0, and for 7.5 but for sorts.
+CUB computes sizes from launch policies that differ by GPU (cub/device/dispatch/tuning). The formulas for sorts and
+tiles reproduce CUB of CUDA 13.0 on compute capabilities 8.0, 8.6 and 9.0, and, except for sorts, on 7.5.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DIGIT_BITS = 8
 _SINGLE_TILE_ITEMS = 256 * 9
 _ONESWEEP_THREADS = 384
 _MAX_PORTION = (1 << 28) - 1
-# torch counts elements in 64 bits (aten/src/ATen/cuda/cub.h, radix_sort_pairs), and CUB its offsets as it is asked.
+# torch counts elements in 64 bits (aten/src/ATen/cuda/cub.h, radix_sort_pairs); CUB's offsets have the same type.
 _OFFSET_BYTES = 8
-# Items of a tile: of any GPU, of compute capability 8.0, from 9.0 on.
+# Items of a tile: on GPUs other than the following, on compute capability 8.0, from 9.0 on.
 _TILES = {
     "sum of int32": (128 * 15, 320 * 12, 128 * 24),
     "sum of int64": (128 * 7, 288 * 11, 224 * 12),
@@ -44,14 +44,14 @@ _SMALL_SORT = 4096
 _INT_MAX = 2**31 - 1
 
 
-def _together(sizes: list[int]) -> int:
-    """Return the bytes of several buffers in one allocation (cub's alias_temporaries)."""
+def _sum_aligned(sizes: list[int]) -> int:
+    """Return the bytes of one allocation for buffers of `sizes`, each aligned (cub's alias_temporaries)."""
     total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
     return total + _ALIGNMENT - 1 if total else 1
 
 
 def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, gpu: DeviceProperties) -> int:
-    """Bytes that DeviceRadixSort takes for `count` keys of `bits` significant bits; nothing of note up to one tile
+    """Return the bytes of DeviceRadixSort's scratch for `count` keys of `bits` significant bits; 1 up to one tile
     (cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep)."""
     if count <= _SINGLE_TILE_ITEMS:
         return 1
@@ -65,11 +65,11 @@ def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, 
     blocks = -(-min(count, portion) // tile)
     second = [count * key_bytes, count * value_bytes] if passes > 1 else []
     bins = portions * passes * _DIGITS * _OFFSET_BYTES, blocks * _DIGITS * 4
-    return _together([*bins, *second, portions * passes * 4])
+    return _sum_aligned([*bins, *second, portions * passes * 4])
 
 
 def _onesweep_items(key_bytes: int, value_bytes: int, gpu: DeviceProperties) -> int:
-    """Items of four bytes for each thread. Smaller keys are tuned one by one: what 8.0 has stands for them."""
+    """Return the number of 4-byte items per thread; keys under 4 bytes use the number for compute capability 8.0."""
     if gpu.compute_capability < (9, 0) or key_bytes < 4:
         return 17 if key_bytes == 4 else 21
     if key_bytes == 4:
@@ -77,45 +77,46 @@ def _onesweep_items(key_bytes: int, value_bytes: int, gpu: DeviceProperties) -> 
     return 30 if value_bytes < 8 else 24
 
 
-def _tile(tuned: str, gpu: DeviceProperties) -> int:
-    return _TILES[tuned][(gpu.compute_capability == (8, 0)) + 2 * (gpu.compute_capability >= (9, 0))]
+def _tile(algorithm: str, gpu: DeviceProperties) -> int:
+    return _TILES[algorithm][(gpu.compute_capability == (8, 0)) + 2 * (gpu.compute_capability >= (9, 0))]
 
 
-def scan_scratch(count: int, item_bytes: int, gpu: DeviceProperties, tuned: str = "") -> int:
-    """Bytes that DeviceScan and DeviceSelect take: a status word for every tile.
+def scan_scratch(count: int, item_bytes: int, gpu: DeviceProperties, algorithm: str = "") -> int:
+    """Return the bytes of the scratch of DeviceScan and DeviceSelect: a status word for every tile.
 
-    `tuned` says for what CUB has a tile of its own (a key of _TILES); torch's own operators get the one for any.
+    `algorithm` is a key of _TILES, for the algorithms with a tuned tile; torch's operators use the generic tile ("").
     """
-    tile = _tile(tuned, gpu) if tuned else 128 * max(1, min(15 * 4 // item_bytes, 30))
+    tile = _tile(algorithm, gpu) if algorithm else 128 * max(1, min(15 * 4 // item_bytes, 30))
     size = (-(-count // tile) + 32) * (8 if item_bytes <= 4 else 16)
-    # CUB 3.0 aligns them for themselves as well (cub/agent/single_pass_scan_operators.cuh).
-    return _together([_together([size]) if cuda_version(gpu.release) >= "13" else size])
+    # CUB 3.0 also aligns the status words separately (cub/agent/single_pass_scan_operators.cuh).
+    return _sum_aligned([_sum_aligned([size]) if cuda_version(gpu.release) >= "13" else size])
 
 
 def reduce_scratch(count: int, gpu: DeviceProperties) -> int:
-    """Bytes that DeviceReduce takes for a 32-bit sum of more than one tile: a sum for as many blocks as there may be
+    """Return the bytes of DeviceReduce's scratch for a 32-bit sum: one sum for each possible block, 1 up to one tile
     (cub/device/dispatch/dispatch_reduce.cuh, InvokePasses)."""
     blocks = gpu.num_sms * (gpu.threads_per_sm // _REDUCE_THREADS) * _BLOCKS_PER_RESIDENT
-    return 1 if count <= _REDUCE_THREADS * 16 else _together([4 * blocks])
+    return 1 if count <= _REDUCE_THREADS * 16 else _sum_aligned([4 * blocks])
 
 
 def run_length_scratch(count: int) -> int:
-    """Bytes that DeviceRunLengthEncode takes: a status word with a key for every tile."""
-    return _together([(-(-count // _RUN_LENGTH_TILE) + 32) * 16])
+    """Return the bytes of DeviceRunLengthEncode's scratch: a status word with a key for every tile."""
+    return _sum_aligned([(-(-count // _RUN_LENGTH_TILE) + 32) * 16])
 
 
 def num_bits(largest: int) -> int:
-    """Significant bits of keys up to `largest` (aten/src/ATen/cuda/cub.h, get_num_bits)."""
+    """Return the significant bits of keys up to `largest` (aten/src/ATen/cuda/cub.h, get_num_bits)."""
     return max(1, largest.bit_length())
 
 
-def _dim(args: Any, position: int, rank: int, default: int = -1) -> int:
+def _read_dim(args: Any, position: int, rank: int, default: int = -1) -> int:
     value = args[position] if len(args) > position and isinstance(args[position], int) else default
     return value % rank if rank else 0
 
 
 def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[int]:
-    """native/cuda/Sort.cpp and SortStable.cu: of the whole, in segments, or in place for up to 4,096 values."""
+    """Return the bytes of the buffers of a sort: of one row, in segments, or in place up to 4,096 values
+    (native/cuda/Sort.cpp, SortStable.cu)."""
     length = data.shape[dim] if data.dim() else 1
     count, item = data.numel(), data.element_size()
     if not count:
@@ -125,23 +126,23 @@ def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[i
     buffers: list[int] = []
     if not (data.stride(dim) == 1 and aten.is_non_overlapping_and_dense(data)):
         buffers.append(count * item)
-        if dim != data.dim() - 1:  # neither result has the sorted dimension last: both are made so first
+        if dim != data.dim() - 1:  # both results are first made with the sorted dimension last
             buffers += [count * item, 8 * count]
     segments = min(count, _INT_MAX) // length
-    at_once = segments * length
+    batch_items = segments * length
     if segments == 1 or length >= 1_000_000:
         return [*buffers, 8 * length, radix_sort_scratch(length, item, 8, 8 * item, gpu)]
     if segments < 128:
-        # (segment, position) pairs twice, the sorted keys, and the larger of two sorts' scratch, one after the other.
-        sort = radix_sort_scratch(at_once, item, 8, 8 * item, gpu)
-        return [*buffers, 8 * at_once, 8 * at_once, at_once * item, sort]
-    return [*buffers, 8 * at_once, _together([at_once * item, at_once * 8])]
+        # (segment, position) pairs twice, the sorted keys, and the larger scratch of two consecutive sorts.
+        sort = radix_sort_scratch(batch_items, item, 8, 8 * item, gpu)
+        return [*buffers, 8 * batch_items, 8 * batch_items, batch_items * item, sort]
+    return [*buffers, 8 * batch_items, _sum_aligned([batch_items * item, batch_items * 8])]
 
 
 @scratch(aten.sort)
 def sort(args: Any, gpu: DeviceProperties) -> list[int]:
-    """`sort` and `argsort`; a dimension given by keyword (stable sorts) is taken to be the last."""
-    return _sort_buffers(args[0], _dim(args, 1, args[0].dim()), gpu)
+    """Return the bytes of `sort` and `argsort`; a dimension passed by keyword (stable sorts) counts as the last."""
+    return _sort_buffers(args[0], _read_dim(args, 1, args[0].dim()), gpu)
 
 
 _TOPK_BLOCK_THREADS = 256
@@ -152,36 +153,37 @@ _MULTIBLOCK = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_00
 
 @scratch(aten.topk)
 def topk(args: Any, gpu: DeviceProperties) -> list[int]:
-    """native/cuda/TensorTopK.cu: long slices are searched by several blocks; a sort of the k follows for k > 4,096."""
+    """Return the bytes of `topk` (native/cuda/TensorTopK.cu): several blocks search long slices, and the results are
+    sorted by another sort for k > 4,096."""
     data, k = args[0], args[1]
-    dim = _dim(args, 2, data.dim())
+    dim = _read_dim(args, 2, data.dim())
     length = data.shape[dim] if data.dim() else 1
     if not length or not k:
         return []
     slices = data.numel() // length
-    least = next((length for most, length in _MULTIBLOCK if slices <= most), 400)
-    copied = contiguous(data)
+    min_length = next((length for max_slices, length in _MULTIBLOCK if slices <= max_slices), 400)
+    copies = contiguous(data)
     sorts = len(args) < 5 or args[4]
     tail = [16 * slices * k, slices * k * data.element_size(), 8 * k] if sorts and k > _SMALL_SORT else []
-    if length < least:
-        return copied + tail
+    if length < min_length:
+        return copies + tail
     per_sm = min(_REGISTERS_PER_SM // _TOPK_REGISTERS, 32)
     items = -(-(length * slices) // (gpu.num_sms * per_sm * _TOPK_BLOCK_THREADS))
     per_block = max(4, min(items, 64)) * _TOPK_BLOCK_THREADS
     blocks = slices * -(-length // per_block)
     radix = max(4, data.element_size())
-    kth, of_slices = slices * data.element_size(), [8 * slices, 2 * slices * radix]
-    # Since pull request 164459 sums of digits instead of semaphores.
-    summed = gpu.release >= (2, 10)
-    first, sums = ([kth], [slices * _DIGITS * 4]) if summed else ([kth, 4 * slices], [])
-    scans = [_by_key_scratch(blocks, gpu)] * 2
-    return [*copied, *first, *of_slices, blocks * _DIGITS * 2, *sums, 4 * blocks, 4 * blocks, *scans, *tail]
+    kth, slice_buffers = slices * data.element_size(), [8 * slices, 2 * slices * radix]
+    # Since pull request 164459, the kernel has sums of digits instead of semaphores.
+    has_digit_sums = gpu.release >= (2, 10)
+    first, sums = ([kth], [slices * _DIGITS * 4]) if has_digit_sums else ([kth, 4 * slices], [])
+    scans = [_sum_by_key_scratch(blocks, gpu)] * 2
+    return [*copies, *first, *slice_buffers, blocks * _DIGITS * 2, *sums, 4 * blocks, 4 * blocks, *scans, *tail]
 
 
-def _by_key_scratch(count: int, gpu: DeviceProperties) -> int:
-    """Bytes that DeviceScan takes for 32-bit sums by key: a status word with a key and one key more for every tile."""
+def _sum_by_key_scratch(count: int, gpu: DeviceProperties) -> int:
+    """Return the bytes of DeviceScan's scratch for 32-bit sums by key: a status word and two keys per tile."""
     tiles = -(-count // _tile("sum by key", gpu))
-    return _together([(tiles + 32) * 16, 4 * (tiles + 1)])
+    return _sum_aligned([(tiles + 32) * 16, 4 * (tiles + 1)])
 
 
 # native/cuda/ScanUtils.cuh, scan_dim_with_indices; native/cuda/Bucketization.cu: numbers and boundaries
@@ -191,28 +193,28 @@ scratch(aten.searchsorted, aten.bucketize)(copies_of(0, 1))
 
 @scratch(aten.mode)
 def mode(args: Any, gpu: DeviceProperties) -> list[int]:
-    """The input with the dimension looked along last, contiguous (native/cuda/TensorModeKernel.cpp)."""
+    """Return the bytes of a contiguous copy of the input with `dim` last (native/cuda/TensorModeKernel.cpp)."""
     data = args[0]
-    return contiguous(data.transpose(_dim(args, 1, data.dim()), -1)) if data.dim() else []
+    return contiguous(data.transpose(_read_dim(args, 1, data.dim()), -1)) if data.dim() else []
 
 
 @scratch(aten.cumsum, aten.cumprod, aten.logcumsumexp, aten._logcumsumexp)
 def scan(args: Any, gpu: DeviceProperties) -> list[int]:
-    """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs.
+    """Return the bytes of a scan: by CUB along the only dimension, else by torch's kernels (native/cuda/ScanUtils.cuh).
 
-    Integers and booleans are cast to int64 first (native/ReduceOps.cpp, impl_func_cum_ops).
+    Integers and booleans are cast to int64, and inputs made contiguous (native/ReduceOps.cpp, impl_func_cum_ops).
     """
     data = args[0]
     if not data.numel():
         return []
-    copied = []
+    copies = []
     if not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
-        copied.append(8 * data.numel())
+        copies.append(8 * data.numel())
         data = torch.empty_like(data, dtype=torch.int64, device="meta")
-    copied += contiguous(data)
-    dim = _dim(args, 1, data.dim())
-    alone = data.dim() > 0 and data.numel() == data.shape[dim]
-    return copied + ([scan_scratch(data.numel(), data.element_size(), gpu)] if alone else [])
+    copies += contiguous(data)
+    dim = _read_dim(args, 1, data.dim())
+    is_one_dim = data.dim() > 0 and data.numel() == data.shape[dim]
+    return copies + ([scan_scratch(data.numel(), data.element_size(), gpu)] if is_one_dim else [])
 
 
 @scratch(aten.multinomial)
@@ -224,7 +226,7 @@ def multinomial_with_replacement(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @kernel(aten.multinomial)
 def multinomial(launch: KernelContext) -> Any:
-    """Once the probabilities are checked, the largest of them over exponential variates (native/Distributions.cpp)."""
+    """Check the probabilities, divide by exponential variates and take the largest (native/Distributions.cpp)."""
     weights, draws = launch.args[:2]
     result = launch.run()
     if not weights.numel() or (launch.argument(2, "replacement", False) and draws > 1):
@@ -245,7 +247,7 @@ def multinomial(launch: KernelContext) -> Any:
 
 @scratch(aten.randperm)
 def randperm(args: Any, gpu: DeviceProperties) -> list[int]:
-    """The count as a tensor, to be checked, the range, random keys twice, and a sort by them (cuda/Randperm.cu)."""
+    """Return the bytes of the checked count, the range, random keys (twice) and the sort (cuda/Randperm.cu)."""
     count = args[0]
     if not isinstance(count, int) or count <= 0:
         return []
@@ -256,7 +258,7 @@ def randperm(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @kernel(aten.median, aten.nanmedian)
 def median(launch: KernelContext) -> Any:
-    """The median of all elements: from a sorted copy (native/cuda/Sorting.cpp, median_impl)."""
+    """Make the median of all elements from a sorted copy (native/cuda/Sorting.cpp, median_impl)."""
     if launch.func not in (aten.median.default, aten.nanmedian.default) or not launch.args[0].numel():
         return NotImplemented
     data = launch.args[0]
@@ -271,7 +273,7 @@ def median(launch: KernelContext) -> Any:
 
 @kernel(aten.isin)
 def isin(launch: KernelContext) -> Any:
-    """Few test elements are compared with each element, many are sorted (native/TensorCompare.cpp, isin)."""
+    """Compare each element with each of few test elements; many are sorted (native/TensorCompare.cpp, isin)."""
     if launch.func is not aten.isin.Tensor_Tensor or launch.call.real:
         return NotImplemented
     elements, tests = launch.args[:2]
@@ -280,15 +282,15 @@ def isin(launch: KernelContext) -> Any:
         return NotImplemented
     with launch.inside():
         result = torch.empty(elements.shape, dtype=torch.bool, device=META)
-        compared = tests.view([1] * elements.dim() + [-1])
+        row = tests.view([1] * elements.dim() + [-1])
         column = elements.unsqueeze(-1)
-        found = column.ne(compared).all(-1) if invert else column.eq(compared).any(-1)
-        return result.copy_(found)
+        is_found = column.ne(row).all(-1) if invert else column.eq(row).any(-1)
+        return result.copy_(is_found)
 
 
 @kernel(aten.count_nonzero)
 def count_nonzero(launch: KernelContext) -> Any:
-    """The sum of what differs from zero (native/TensorAdvancedIndexing.cpp, count_nonzero_cuda)."""
+    """Make the sum of a mask of the nonzero elements (native/TensorAdvancedIndexing.cpp, count_nonzero_cuda)."""
     if "out" in launch.kwargs:
         return NotImplemented
     dims = launch.argument(1, "dim")
@@ -316,10 +318,10 @@ input_copies(aten.roll)(copies_of(0))
 
 @scratch(aten.histc)
 def histc(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the least and the greatest value where no bounds are given (native/cuda/SummaryOps.cu)."""
+    """Return the bytes of the minimum and the maximum, where no bounds are passed (native/cuda/SummaryOps.cu)."""
     data, (low, high) = args[0], (*args[2:4], 0, 0)[:2]
-    found = [data.element_size(), *reduction_buffers(data, None, data.element_size(), gpu)]
-    return found * 2 if low == high and data.numel() else []
+    buffers = [data.element_size(), *reduction_buffers(data, None, data.element_size(), gpu)]
+    return buffers * 2 if low == high and data.numel() else []
 
 
 @scratch(aten.unfold_backward)
@@ -331,7 +333,7 @@ def unfold_backward(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @composite(kernels.one_hot)
 def one_hot(machine: DeviceState, input: torch.Tensor, num_classes: int = -1) -> Any:
-    """Ones scattered into zeros; on meta tensors C++ would compare with a range (native/Onehot.cpp)."""
+    """Scatter ones into zeros; for meta tensors, the C++ function compares with a range (native/Onehot.cpp)."""
     if not machine.is_on_gpu(input) or not input.numel() or input.dtype is not torch.int64:
         return NotImplemented
     if num_classes == -1:

@@ -13,7 +13,7 @@ from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import aten, kernel
 
-_MOST_DIMS = 3  # of one plan
+_MAX_PLAN_DIMS = 3  # dimensions of one plan
 RULE = (
     "cuFFT's workspaces, gone when each call returns, follow what was measured on an H100: a copy of the spectrum "
     "where a transform takes several kernels, and of padded signals where a prime factor is large. Which plan cuFFT "
@@ -23,57 +23,57 @@ RULE = (
 
 @kernel(aten._fft_c2c)
 def complex_to_complex(launch: KernelContext) -> Any:
-    """Up to three dimensions at a time, with a tensor between."""
+    """Transform up to three dimensions at a time, with a temporary tensor between the steps."""
     data, dims = launch.args[:2]
     item_bytes = data.element_size()
-    with launch.scratch(data.nbytes * (len(dims) > _MOST_DIMS)):
+    with launch.scratch(data.nbytes * (len(dims) > _MAX_PLAN_DIMS)):
         result = launch.run()
-        _take(launch, data, dims[-_MOST_DIMS:], item_bytes)
-        if len(dims) > _MOST_DIMS:
-            _take(launch, data, dims[:-_MOST_DIMS], item_bytes, is_first=False)
+        _allocate_plan(launch, data, dims[-_MAX_PLAN_DIMS:], item_bytes)
+        if len(dims) > _MAX_PLAN_DIMS:
+            _allocate_plan(launch, data, dims[:-_MAX_PLAN_DIMS], item_bytes, is_first=False)
     return result
 
 
 @kernel(aten._fft_r2c)
 def real_to_complex(launch: KernelContext) -> Any:
-    """All dimensions at once, or the last one and then the others, in a second tensor."""
+    """Transform all dimensions at once, or the last dimension and then the others, into a second tensor."""
     data, dims = launch.args[:2]
     item_bytes = 2 * data.element_size()
-    if _in_one_plan(dims):
+    if _is_one_plan(dims):
         result = launch.run()
-        _take(launch, data, dims, item_bytes, is_real=True)
+        _allocate_plan(launch, data, dims, item_bytes, is_real=True)
         return result
     sizes = list(data.shape)
     if launch.args[3]:
         sizes[dims[-1]] = sizes[dims[-1]] // 2 + 1
     with launch.scratch(math.prod(sizes) * item_bytes):
-        _take(launch, data, dims[-1:], item_bytes, is_real=True)
+        _allocate_plan(launch, data, dims[-1:], item_bytes, is_real=True)
         result = launch.run()
-        _take(launch, result, dims[:-1], item_bytes, is_first=False)
+        _allocate_plan(launch, result, dims[:-1], item_bytes, is_first=False)
     return result
 
 
 @kernel(aten._fft_c2r)
 def complex_to_real(launch: KernelContext) -> Any:
-    """A copy, as cuFFT overwrites what it reads; or all dimensions but the last, and then that one."""
+    """Transform a copy, since cuFFT overwrites its input, or all dimensions but the last, and then the last."""
     data, dims = launch.args[:2]
     item_bytes = data.element_size()
     result = launch.run()
     with launch.scratch(data.nbytes):
         in_columns = math.prod(data.shape[dims[-1] + 1 :]) > 1
-        if not _in_one_plan(dims) and len(dims) > 1:
-            _take(launch, data, dims[:-1], item_bytes)
+        if not _is_one_plan(dims) and len(dims) > 1:
+            _allocate_plan(launch, data, dims[:-1], item_bytes)
             dims, in_columns = dims[-1:], True
-        _take(launch, result, dims, item_bytes, is_real=True, is_first=False, in_columns=in_columns)
+        _allocate_plan(launch, result, dims, item_bytes, is_real=True, is_first=False, in_columns=in_columns)
     return result
 
 
-def _in_one_plan(dims: Sequence[int]) -> bool:
-    """Return what use_optimized_cufft_path does."""
-    return len(dims) <= _MOST_DIMS and tuple(dims[:2]) != (0, 1)
+def _is_one_plan(dims: Sequence[int]) -> bool:
+    """Return whether one plan transforms all `dims` (use_optimized_cufft_path)."""
+    return len(dims) <= _MAX_PLAN_DIMS and tuple(dims[:2]) != (0, 1)
 
 
-def _take(
+def _allocate_plan(
     launch: KernelContext,
     data: torch.Tensor,
     dims: Sequence[int],
@@ -83,28 +83,29 @@ def _take(
     is_first: bool = True,
     in_columns: bool = False,
 ) -> None:
-    """Take what one plan does: a copy of inputs whose other dimensions are not one in memory, and the workspace."""
+    """Allocate the temporaries of one plan: a copy of an input whose other dimensions do not merge into one dimension
+    in memory, and the workspace."""
     others = [dim for dim, size in enumerate(data.shape) if dim not in dims and size > 1]
     batch = sorted(((data.stride(dim), data.shape[dim]) for dim in others), reverse=True)
-    is_one = all(outer == stride * size for (outer, _), (stride, size) in itertools.pairwise(batch))
+    is_dense_batch = all(outer == stride * size for (outer, _), (stride, size) in itertools.pairwise(batch))
     lengths, signals = [data.shape[dim] for dim in dims], math.prod(size for _, size in batch)
     in_columns = in_columns or (bool(dims) and data.stride(dims[-1]) > 1)
     num_bytes = workspace_bytes(launch.gpu, signals, lengths, item_bytes, is_real=is_real, in_columns=in_columns)
     if num_bytes:
         launch.values.assume(RULE)
-    launch.transients(data.nbytes * (is_first and not is_one), num_bytes)
+    launch.transients(data.nbytes * (is_first and not is_dense_batch), num_bytes)
 
 
 # -- cuFFT -------------------------------------------------------------------------------------------------------------
 
 _LARGEST_RADIX = 127
-_LARGEST_SHORT_RADIX = 13  # of real transforms in one kernel
+_LARGEST_SHORT_RADIX = 13  # largest prime factor of real transforms in one kernel
 _LONGEST_PRIME = 4096
 # The longest transforms that one kernel holds: along contiguous memory, and along columns.
 _LONGEST_COMPLEX = {False: 24_576, True: 4096}
 _LONGEST_REAL_POWER = {False: 16_384, True: 2048}
 _LONGEST_REAL = 480
-# Which others took nothing, of 60 longer ones that are no powers of two, or took a workspace though they are shorter.
+# Lengths without a workspace (of 60 longer lengths, no powers of two), and shorter lengths with a workspace.
 _REAL_IN_ONE_KERNEL = {368, 441, 600, 640, 720, 768, 800, 960, 1000, 1008, 1080, 1920, 2187, 2401, 3072, 3125}
 _COMPLEX_IN_SEVERAL = {False: {12_000, 22_050}, True: {85, 1080}}
 _ALIGNMENT_BYTES = 1024
@@ -113,59 +114,62 @@ _ALIGNMENT_BYTES = 1024
 def workspace_bytes(
     gpu: DeviceProperties, batch: int, lengths: Sequence[int], item_bytes: int, *, is_real: bool, in_columns: bool
 ) -> int:
-    """Return what cuFFT takes for `batch` transforms of these lengths, on compute capability 9.0, in bytes.
+    """Return the bytes of cuFFT's workspace for `batch` transforms of `lengths`, on compute capability 9.0; else 0.
 
-    A fit of what an H100 was recorded to allocate with CUDA 13.0 for 186 lengths, in batches and dimensions: all but 6.
+    The fit reproduces all but 6 of the allocations recorded on an H100 with CUDA 13.0, for 186 lengths.
     """
     if gpu.compute_capability != (9, 0) or not lengths:
         return 0
     *outer, last = lengths
     spectrum = batch * math.prod(outer) * (last // 2 + 1 if is_real else last)
     if is_real:
-        num_bytes = _of_real(batch, math.prod(outer), last, item_bytes, in_columns)
+        num_bytes = _compute_real_workspace(batch, math.prod(outer), last, item_bytes, in_columns)
     else:
-        num_bytes = _of_complex(spectrum // last, last, item_bytes, in_columns)
-    return max([num_bytes, *(_of_complex(spectrum // length, length, item_bytes, True) for length in outer)])
+        num_bytes = _compute_complex_workspace(spectrum // last, last, item_bytes, in_columns)
+    return max(
+        [num_bytes, *(_compute_complex_workspace(spectrum // length, length, item_bytes, True) for length in outer)]
+    )
 
 
-def _of_real(batch: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
+def _compute_real_workspace(batch: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
     if length & (length - 1) == 0:
-        most = _LONGEST_REAL_POWER[in_columns] if item_bytes <= 8 else 4096
+        largest = _LONGEST_REAL_POWER[in_columns] if item_bytes <= 8 else 4096
     elif length % 2:
-        most = _LARGEST_RADIX
+        largest = _LARGEST_RADIX
     else:
-        most = _LONGEST_REAL * (_without_factors(length, _LARGEST_SHORT_RADIX) == 1)
-    if length <= most or length in _REAL_IN_ONE_KERNEL:
+        largest = _LONGEST_REAL * (_divide_out_factors(length, _LARGEST_SHORT_RADIX) == 1)
+    if length <= largest or length in _REAL_IN_ONE_KERNEL:
         return 0
-    if length % 2 == 0:  # one complex signal of half the length
+    if length % 2 == 0:  # run as one complex signal of half the length
         half = length // 2
-        return batch * rows * (half + (_of_complex(1, half, item_bytes, False) > 0)) * item_bytes
-    pairs = -(-batch // 2) * rows  # two real signals are one complex one
+        return batch * rows * (half + (_compute_complex_workspace(1, half, item_bytes, False) > 0)) * item_bytes
+    pairs = -(-batch // 2) * rows  # two real signals run as one complex signal
     copied = pairs * length * item_bytes
     return copied + (2 * _padded_bytes(pairs, length, item_bytes, 1) or _round_up(copied))
 
 
-def _of_complex(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
+def _compute_complex_workspace(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
     is_split = length > _LONGEST_COMPLEX[in_columns] or length in _COMPLEX_IN_SEVERAL[in_columns]
     return 2 * _padded_bytes(batch, length, item_bytes) or batch * length * item_bytes * is_split
 
 
-def _padded_bytes(batch: int, length: int, item_bytes: int, beside: int = 0) -> int:
-    """Where a prime factor is large (Bluestein's algorithm), signals are padded to a product of 2, 3 and 5; else 0."""
-    if length <= _LONGEST_PRIME or _without_factors(length, _LARGEST_RADIX) == 1:
+def _padded_bytes(batch: int, length: int, item_bytes: int, extra_bytes: int = 0) -> int:
+    """Return the bytes of signals padded to a product of 2, 3 and 5, for Bluestein's algorithm; 0 if no prime factor is
+    large."""
+    if length <= _LONGEST_PRIME or _divide_out_factors(length, _LARGEST_RADIX) == 1:
         return 0
     padded = 2 * length - 1
-    while _without_factors(padded, 5) > 1:
+    while _divide_out_factors(padded, 5) > 1:
         padded += 1
-    return _round_up(batch * padded * item_bytes + beside)
+    return _round_up(batch * padded * item_bytes + extra_bytes)
 
 
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _without_factors(length: int, most: int) -> int:
-    for factor in range(2, most + 1):
+def _divide_out_factors(length: int, largest: int) -> int:
+    for factor in range(2, largest + 1):
         while length % factor == 0:
             length //= factor
     return length

@@ -1,4 +1,4 @@
-"""Operators whose result, its shape or strides depend on values or are changed in place."""
+"""Operators whose results have shapes that depend on values, and operators that change strides in place."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TOO_LARGE = (
 
 @kernel(aten.equal, on_host=True)
 def equal(launch: KernelContext) -> Any:
-    """Read by the host, of tensors of one shape all that eq says (native/cuda/Equal.cpp); false where the values are
-    not known."""
+    """Return whether two tensors are equal, False if the values are not known; tensors of one shape are compared
+    element by element (native/cuda/Equal.cpp)."""
     known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     first, second = launch.args
     if launch.call.on_gpu and first.shape == second.shape and first.numel() and first is not second:
@@ -33,7 +33,7 @@ def equal(launch: KernelContext) -> Any:
 
 @kernel(aten.allclose, on_host=True)
 def allclose(launch: KernelContext) -> Any:
-    """Read all of isclose on the host (native/TensorCompare.cpp, allclose); true where the values are not known."""
+    """Return whether two tensors are close (native/TensorCompare.cpp, allclose), True if the values are not known."""
     known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     if launch.call.on_gpu:
         with launch.inside():
@@ -43,32 +43,32 @@ def allclose(launch: KernelContext) -> Any:
 
 @kernel(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount, on_host=True)
 @kernel(aten.repeat_interleave.Tensor, on_host=True)  # its other overloads call this one
-def by_value(launch: KernelContext) -> Any:
-    """Run on the values, or as if all elements differed."""
+def run_on_values(launch: KernelContext) -> Any:
+    """Run the operator on the values, or, if they are not known, on values that all differ."""
     if not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
     data = launch.args[0]
     if launch.call.on_gpu and data.numel():
         _check_values(launch, data)
-    length = _length(launch, data)
+    length = _find_length(launch, data)
     if max(length, data.numel()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
         launch.values.assume(_TOO_LARGE)
-        result = _made(launch, data, length)
+        result = _make_results(launch, data, length)
     else:
         result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
         if result is None:
-            result = launch.func(_stub(launch, data), *launch.args[1:], **launch.kwargs)
-    flat = launch.operator.packet is aten._unique2 or (
+            result = launch.func(_make_stub_values(launch, data), *launch.args[1:], **launch.kwargs)
+    is_flat = launch.operator.packet is aten._unique2 or (
         launch.operator.packet is aten.unique_consecutive and launch.argument(3, "dim") is None
     )
-    if flat and launch.call.on_gpu and data.numel() and data.dtype is not torch.bool:
+    if is_flat and launch.call.on_gpu and data.numel() and data.dtype is not torch.bool:
         return _unique(launch, data, *result)
     return launch.known(result)
 
 
 def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
-    """Read the values that CUDA reads: of bincount the least and the greatest (native/cuda/SummaryOps.cu), of repeats
-    their sums and whether one is negative (native/Repeat.cpp)."""
+    """Run the operators by which CUDA checks values: minimum and maximum for bincount (native/cuda/SummaryOps.cu), sums
+    and signs of repeats (native/Repeat.cpp)."""
     with launch.inside():
         if launch.operator.packet is aten.bincount:
             for reduce in (aten.min.default, aten.max.default):
@@ -81,33 +81,33 @@ def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
 
 
 def _unique(launch: KernelContext, data: torch.Tensor, rows: Any, where: Any, counts: Any) -> tuple[torch.Tensor, ...]:
-    """Equal elements found in a sorted copy (native/cuda/UniqueCub.cu). Elements and counts keep room for as many as
-    the input has."""
-    consecutive = launch.operator.packet is aten.unique_consecutive
-    asked = (launch.argument(place, name, False) for place, name in enumerate(_ASKED, 1 if consecutive else 2))
-    inverse, counted = asked
+    """Return the results of `unique`, by a sorted copy (native/cuda/UniqueCub.cu). The storages of elements and counts
+    are as long as the input."""
+    is_consecutive = launch.operator.packet is aten.unique_consecutive
+    options = (launch.argument(place, name, False) for place, name in enumerate(_OPTIONS, 1 if is_consecutive else 2))
+    inverse, has_counts = options
     count, item, gpu = data.numel(), data.element_size(), launch.gpu
 
-    def with_room(value: torch.Tensor) -> torch.Tensor:
-        room = value.new_empty(count)
-        room[: len(value)] = value
-        made: torch.Tensor = launch.known(room).narrow(0, 0, len(value))
-        return made
+    def make_with_capacity(value: torch.Tensor) -> torch.Tensor:
+        buffer = value.new_empty(count)
+        buffer[: len(value)] = value
+        view: torch.Tensor = launch.known(buffer).narrow(0, 0, len(value))
+        return view
 
-    with contextlib.ExitStack() as held:
-        held.enter_context(launch.scratch(*contiguous(data), 0 if consecutive else count * item))
-        if not consecutive:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(launch.scratch(*contiguous(data), 0 if is_consecutive else count * item))
+        if not is_consecutive:
             with launch.scratch(8 * count if inverse else 0):
-                held.enter_context(launch.scratch(8 * count if inverse else 0))
+                stack.enter_context(launch.scratch(8 * count if inverse else 0))
                 launch.transients(radix_sort_scratch(count, item, 8 if inverse else 0, 8 * item, gpu))
         where = launch.known(where)
         if inverse:
-            with launch.scratch((4 if consecutive else 8) * count):
+            with launch.scratch((4 if is_consecutive else 8) * count):
                 launch.transients(scan_scratch(count, 4, gpu, "sum of int32"))
-        rows = with_room(rows)
-        held.enter_context(launch.scratch(8))
-        if counted:
-            counts = with_room(counts)
+        rows = make_with_capacity(rows)
+        stack.enter_context(launch.scratch(8))
+        if has_counts:
+            counts = make_with_capacity(counts)
             launch.transients(run_length_scratch(count))
         else:
             counts = launch.known(counts)
@@ -115,18 +115,18 @@ def _unique(launch: KernelContext, data: torch.Tensor, rows: Any, where: Any, co
     return rows, where, counts
 
 
-_ASKED = ("return_inverse", "return_counts")
+_OPTIONS = ("return_inverse", "return_counts")
 
 
-def _length(launch: KernelContext, data: torch.Tensor) -> int:
-    """Return the number of rows of the result: what the values say, or as many as there can well be."""
+def _find_length(launch: KernelContext, data: torch.Tensor) -> int:
+    """Return the number of rows of the result for known values, or the largest plausible number."""
     packet = launch.operator.packet
     if packet is aten.bincount:
-        least = launch.argument(2, "minlength", 0)
+        min_length = launch.argument(2, "minlength", 0)
         known = launch.values.store.get(data)
         if known is not None:
-            return max(least, 1 + int(known.max()) if known.numel() else 0)
-        return least or data.numel()
+            return max(min_length, 1 + int(known.max()) if known.numel() else 0)
+        return min_length or data.numel()
     if packet is aten.repeat_interleave:
         size = launch.argument(1, "output_size")
         known = launch.values.store.get(data) if size is None else None
@@ -137,8 +137,8 @@ def _length(launch: KernelContext, data: torch.Tensor) -> int:
     return data.numel() if dim is None or not data.dim() else data.shape[dim]
 
 
-def _made(launch: KernelContext, data: torch.Tensor, length: int) -> Any:
-    """Return meta tensors of the shapes that the operator makes: `length` rows, and what is asked beside them."""
+def _make_results(launch: KernelContext, data: torch.Tensor, length: int) -> Any:
+    """Return meta tensors like the results of the operator: `length` rows, and the optional results."""
     packet = launch.operator.packet
     numbers = torch.empty(length, dtype=torch.int64, device="meta")
     if packet is aten.repeat_interleave:
@@ -146,7 +146,7 @@ def _made(launch: KernelContext, data: torch.Tensor, length: int) -> Any:
     if packet is aten.bincount:
         weights = launch.argument(1, "weights")
         return numbers if weights is None else numbers.to(torch.float if weights.dtype is torch.float else torch.double)
-    if packet is aten.unique_dim:  # it makes them whatever is asked
+    if packet is aten.unique_dim:  # always makes the optional results
         dim, inverse, counts = launch.argument(1, "dim"), True, True
     else:
         at = 2 if packet is aten._unique2 else 1
@@ -163,8 +163,8 @@ def _made(launch: KernelContext, data: torch.Tensor, length: int) -> Any:
     return rows, where, numbers if counts else nothing
 
 
-def _stub(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
-    """Values of which the result is as large as it can well be."""
+def _make_stub_values(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
+    """Return values in place of unknown `data` that make the result as large as plausible."""
     packet, name = launch.operator.packet, launch.operator.name
     if packet is aten.repeat_interleave:
         size = launch.argument(1, "output_size")
@@ -172,10 +172,10 @@ def _stub(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
         launch.values.assume(f"{name} of unknown repeats: as if all were alike, one each unless the size is given.")
         return (each + (torch.arange(data.numel()) < rest)).to(data.dtype)
     numbers = torch.arange(data.numel())
-    least = launch.argument(2, "minlength", 0) if packet is aten.bincount else 0
-    if least:
+    min_length = launch.argument(2, "minlength", 0) if packet is aten.bincount else 0
+    if min_length:
         launch.values.assume(f"{name} of unknown values: as if they were spread evenly below its minlength.")
-        numbers %= least
+        numbers %= min_length
     else:
         launch.values.assume(f"{name} of unknown values: as if all elements differed.")
     return numbers.reshape(data.shape).to(data.dtype)
@@ -184,13 +184,13 @@ def _stub(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
 @kernel(aten.t_, aten.transpose_, aten.swapaxes_, aten.swapdims_, on_host=True)
 @kernel(aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.detach_, on_host=True)
 def restride(launch: KernelContext) -> Any:
-    """Change the very tensor: to be done each time, however often seen before."""
+    """Change the metadata of the tensor object in place; no cached result replaces the call."""
     return launch.func(*launch.args, **launch.kwargs)
 
 
 @kernel(aten._efficientzerotensor, on_host=True)
 def zero_tensor(launch: KernelContext) -> Any:
-    """Zeros that have a shape and no memory on any device (native/TensorFactories.cpp, _efficientzerotensor)."""
+    """Make zeros with a shape and no memory (native/TensorFactories.cpp, _efficientzerotensor)."""
     result = launch.func(*launch.args, **launch.kwargs)
     result.untyped_storage().resize_(0)
     return result

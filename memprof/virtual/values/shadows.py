@@ -69,7 +69,7 @@ class TensorLayout(NamedTuple):
 class Shadow:
     """Elements of one storage, [elements], present or yet to be computed."""
 
-    __slots__ = ("_flat", "_make", "has_pending_readers", "num_bytes", "steps")
+    __slots__ = ("_compute", "_flat", "has_pending_readers", "num_bytes", "steps")
 
     def __init__(self, num_bytes: int, flat: torch.Tensor | None, compute: Compute | None = None):
         self.num_bytes = num_bytes  # host memory that the shadow counts for
