@@ -1,8 +1,8 @@
-"""The compiler of a run: what `torch.compile` is in it, and what runs eagerly all the same.
+"""Compiler of a run: the replacement of `torch.compile`, and the cases that run eagerly.
 
-Dynamo, AOTAutograd and Inductor are imported when the program first compiles something, and see torch as it is without
-memprof (mode_suspension.py) but for what stands for the GPU (`_gpu_patches`, tracing.py). What they make runs in the
-run as the program's own code does.
+Dynamo, AOTAutograd and Inductor are imported when the program first compiles a function. While they compile, memprof's
+patches and modes are suspended (mode_suspension.py), except for the patches that simulate the GPU (`_gpu_patches`,
+tracing.py). Generated code runs like the program's code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memprof.patching import Extension, Patch, PatchSet
 from memprof.torch_private import cuda, dynamo, inductor
 from memprof.virtual.compiled.diagnostics import CompileDiagnostics
 from memprof.virtual.compiled.graphs import Graphs
-from memprof.virtual.compiled.mode_suspension import Lifting
+from memprof.virtual.compiled.mode_suspension import Suspension
 from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.cuda_api.driver import driver_patches, returning
 from memprof.virtual.gpus import Gpus
@@ -40,9 +40,9 @@ COMPILED = (
     "kernels are neither made nor run, and what they would write is not known."
 )
 EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as a rule needs less."
-_BY_TIME = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
-_TIMED = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
-# Settings of Inductor while it compiles: nothing is kept for other processes, or timed.
+_NO_TIMING = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
+_TIMING_OPTIONS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+# Settings of Inductor during compilation: no caches for other processes, no timing.
 _INDUCTOR = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
@@ -50,25 +50,25 @@ _INDUCTOR = {
     "compile_threads": 1,
     "triton.cudagraphs": False,
     "triton.autotune_at_compile_time": False,
-    **dict.fromkeys(_TIMED, False),
+    **dict.fromkeys(_TIMING_OPTIONS, False),
 }
-_DYNAMO = {"run_gc_after_compile": False}  # all garbage is looked for once it has compiled, and not a part of it before
+_DYNAMO = {"run_gc_after_compile": False}  # memprof runs a full collection after compilation
 _AOT = {
     "enable_autograd_cache": False,
     "enable_remote_autograd_cache": False,
-    "force_non_lazy_backward_lowering": True,  # what cannot be compiled is known before the forward has run
+    "force_non_lazy_backward_lowering": True,  # errors of the backward appear before the forward runs
 }
-# Packages of memprof that the program passes through without knowing; models and fixes are compiled as its own.
-_OWN = ("virtual", "stubs", "watch", "patching", "torch_private")
-_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}" for name in _OWN)
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+# Packages of memprof that Dynamo skips; memprof's models and fixes are compiled like the program's code.
+_SKIPPED_PACKAGES = ("virtual", "stubs", "watch", "patching", "torch_private")
+_SKIPPED_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}" for name in _SKIPPED_PACKAGES)
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Compiler(Extension):
-    """`torch.compile` of one run: its parts, of which each patches another place of torch, and what it compiles now."""
+    """Replacement of `torch.compile` in one run, the patches of torch's compiler, and the state of compilation."""
 
     def __init__(self) -> None:
-        self._own = PatchSet()
+        self._compiler_patches = PatchSet()
         self._stack = contextlib.ExitStack()
         self._is_installed = False
         self._frame = "a function"
@@ -79,13 +79,13 @@ class Compiler(Extension):
     def _begin(self, context: InstallContext) -> None:
         self._machine, self._function_mode = context.tracker, context.function_mode
         self._patches, self._assume = context.run_patches, context.assume
-        self._why_not = "" if context.options.compiles else ", as requested"
+        self._reason_not_to_compile = "" if context.options.compiles else ", as requested"
         if context.options.compiles and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
-            self._why_not = ", for Triton is not installed"
-        self._lifted = Lifting(self._patches, (self._machine, self._function_mode), self._compiling)
+            self._reason_not_to_compile = ", for Triton is not installed"
+        self._suspension = Suspension(self._patches, (self._machine, self._function_mode), self._prepare_compilation)
         self._origins = Origins(context.recorder, lambda: self._folder)
         self._graphs = Graphs(context.recorder, self._assume)
-        self._diagnostics = CompileDiagnostics(self._lifted, context.recorder, self._assume)
+        self._diagnostics = CompileDiagnostics(self._suspension, context.recorder, self._assume)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Replace `torch.compile`; `nn.Module.compile` calls it."""
@@ -93,7 +93,7 @@ class Compiler(Extension):
         original = torch.compile
 
         def compile_(model: Any = None, **options: Any) -> Any:
-            known = _FUSED.get(getattr(model, "__name__", ""))
+            known = _FUSED_FUNCTIONS.get(getattr(model, "__name__", ""))
             if known and model.__module__.partition(".")[0] == "torchao":
                 self._assume(known)
                 return lambda *args, **kwargs: None
@@ -102,16 +102,16 @@ class Compiler(Extension):
             if is_block_mask(model):
                 self._assume(BLOCK_MASK)
                 return allocate_block_mask
-            if not self._why_not:
+            if not self._reason_not_to_compile:
                 self.install()
             backend = options.get("backend")
-            why_not = self._why_not or (f" (backend {backend})" if backend == "cudagraphs" else "")
-            if why_not:
-                self._assume(EAGER.format(why_not))
+            reason = self._reason_not_to_compile or (f" (backend {backend})" if backend == "cudagraphs" else "")
+            if reason:
+                self._assume(EAGER.format(reason))
                 return (lambda function: function) if model is None else model
             self._assume(COMPILED)
             if options.get("fullgraph") and isinstance(model, torch.nn.Module):
-                # What Dynamo is to trace as one is the module's own call, and not the one that is watched.
+                # Dynamo has to trace the module's call without memprof's patch of `__call__`.
                 with self._patches.suspended():
                     return original(model, **options)
             return original(model, **options)
@@ -120,49 +120,49 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Have compiled for the GPU what was compiled before; leave nothing of that afterwards."""
+        """Context manager: functions compiled before the run compile for the GPU; on exit, all patches are undone."""
         with contextlib.ExitStack() as stack:
             if dynamo.catch_errors.is_imported():
-                if not self._why_not:
+                if not self._reason_not_to_compile:
                     self._attempt(self._watch_frames)
-                if self._why_not:
+                if self._reason_not_to_compile:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
             try:
                 yield
             finally:
-                self._own.undo()
+                self._compiler_patches.undo()
                 self._stack.close()
 
     def leave_in_child(self) -> None:
-        """Take the compiler's own patches back: its files are the parent's."""
-        self._own.undo()
+        """Undo the compiler's patches in a child process; the folder of generated files belongs to the parent."""
+        self._compiler_patches.undo()
         self._stack.pop_all()
 
     # -- installed when something is compiled -----------------------------------------------------------------------
 
     def install(self) -> None:
-        """Import the compiler, and put what it runs in in place."""
+        """Import torch's compiler and install the patches, once per run."""
         if not self._is_installed:
             self._is_installed = True
             self._attempt(self._prepare)
 
     def _attempt(self, prepare: Callable[[], None]) -> None:
-        """Prepare for compiling; what torch or this machine lacks for it is why nothing is compiled."""
+        """Call `prepare`; if a requirement is missing, undo the patches and note the reason."""
         try:
             prepare()
         except (ImportError, AttributeError) as error:
             # Releases of torch differ in what is private, and some are built without a compiler.
-            self._own.undo()
-            self._why_not = f", for torch {torch.__version__} is not prepared for it ({error})"
+            self._compiler_patches.undo()
+            self._reason_not_to_compile = f", for torch {torch.__version__} is not prepared for it ({error})"
         except OSError as error:
-            self._own.undo()
-            self._why_not = f", for there is no folder to write its code in ({error})"
+            self._compiler_patches.undo()
+            self._reason_not_to_compile = f", for there is no folder to write its code in ({error})"
 
     def _prepare(self) -> None:
         with self._patches.suspended():
-            for needed in (dynamo.functorch_config, inductor.compile_fx):
-                needed.get()  # imports it
-            # Tables of torch's functions, made when they are first requested, and kept for good.
+            for module in (dynamo.functorch_config, inductor.compile_fx):
+                module.get()  # imports it
+            # torch builds tables of its functions at the first call, and keeps them: build them without patches.
             dynamo.get_torch_obj_rule_map()
             if dynamo.get_handlers.exists():
                 dynamo.get_handlers()
@@ -172,67 +172,67 @@ class Compiler(Extension):
         self._drivers = list(driver_patches(self._machine.gpus))
         self._choices = tracing.Choices(self._machine)
         self._watch_frames()
-        self._own.set_all(self._hooks())
-        self._own.set_all(self._diagnostics.patches())
-        self._own.set_all(saved.patches(self._diagnostics.keeps_more))
-        self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
-        self._own.set_all(wrapper.patches(self._machine, self._origins, self._diagnostics.note_kernel))
+        self._compiler_patches.set_all(self._make_patches())
+        self._compiler_patches.set_all(self._diagnostics.patches())
+        self._compiler_patches.set_all(saved.patches(self._diagnostics.note_saved_tensors))
+        self._compiler_patches.set_all(program_side.patches(self._suspension, self._function_mode, self._assume))
+        self._compiler_patches.set_all(wrapper.patches(self._machine, self._origins, self._diagnostics.note_kernel))
         wrapper.add_rules(type(self._machine))
-        with self._lifted():
-            pass  # what a release lacks is missed here, and not when the program runs
+        with self._suspension():
+            pass  # raises here if the release of torch lacks a patched name
         self._folder = tempfile.mkdtemp(prefix="memprof-inductor-")
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
         GENERATED_CODE_FOLDERS.append(self._folder)
         self._stack.callback(GENERATED_CODE_FOLDERS.remove, self._folder)
-        self._stack.callback(_set_cache, os.environ.get(_CACHE))
-        _set_cache(self._folder)
-        self._stack.callback(self._forget, list(dynamo.SKIP_DIRS.get()))
-        for name in _OWN:
+        self._stack.callback(_set_cache_folder, os.environ.get(_CACHE_VARIABLE))
+        _set_cache_folder(self._folder)
+        self._stack.callback(self._restore_dynamo, list(dynamo.SKIP_DIRS.get()))
+        for name in _SKIPPED_PACKAGES:
             dynamo.skip_module(f"memprof.{name}")
-        self._stack.enter_context(program_side.constants(type(self._properties)))
+        self._stack.enter_context(program_side.register_constant_type(type(self._properties)))
 
-    def _forget(self, skipped: list[str]) -> None:
+    def _restore_dynamo(self, skipped: list[str]) -> None:
         dynamo.SKIP_DIRS.get()[:] = skipped
         dynamo.recompile_re()
         with self._patches.suspended():
             dynamo.reset()
 
     def _watch_frames(self) -> None:
-        """Dynamo is entered without memprof's modes, which it would not compile under."""
+        """Patch Dynamo's entry so that it compiles without memprof's modes, under which Dynamo does not compile."""
         call, skipped = dynamo.catch_errors.get(), dynamo.ConvertFrameReturn.get()
         if "memprof" in call.__module__:
             return
         counters = dynamo.counters.get()
 
         def compile_frame(self_: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-            asked_by_memprof = sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDERS)
-            if asked_by_memprof and not is_program(frame.f_code):
+            is_called_by_memprof = sys._getframe(1).f_code.co_filename.startswith(_SKIPPED_FOLDERS)
+            if is_called_by_memprof and not is_program(frame.f_code):
                 return skipped()
             self.install()
             outer, code = self._frame, frame.f_code
             self._frame = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
-            begun, is_left = counters["frames"]["total"], False
+            num_frames, is_skipped = counters["frames"]["total"], False
             try:
-                with self._timed(), self._lifted():
-                    made = call(self_, frame, *args, **kwargs)
-                is_left = made.guarded_code is None and counters["frames"]["total"] == begun  # not traced
-                if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
+                with self._measure_time(), self._suspension():
+                    converted = call(self_, frame, *args, **kwargs)
+                is_skipped = converted.guarded_code is None and counters["frames"]["total"] == num_frames
+                if converted.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                     self._diagnostics.note_recompile_limit(self._frame)
-                return made
+                return converted
             except dynamo.InternalTorchDynamoError.get() as error:
                 self._fall_back(error)
                 return skipped()
             finally:
                 self._frame = outer
-                if self._lifted.is_active and not is_left:
-                    gc.collect()  # Python's collector does it while torch compiles: what it traced with ends in cycles
+                if self._suspension.is_active and not is_skipped:
+                    gc.collect()  # a real run collects during compilation: tracing leaves reference cycles
 
-        self._own.set(*dynamo.catch_errors.patch(compile_frame))
+        self._compiler_patches.set(*dynamo.catch_errors.patch(compile_frame))
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Inside, torch compiles, which is noted once however deep the calls are nested."""
-        is_outer, began = self._lifted.is_active, time.perf_counter()
+    def _measure_time(self) -> Iterator[None]:
+        """Context manager: add the elapsed time to the compile time, for the outermost call only."""
+        is_outer, began = self._suspension.is_active, time.perf_counter()
         try:
             yield
         finally:
@@ -244,105 +244,105 @@ class Compiler(Extension):
         kind = type(error).__name__
         self._assume(f"{self._frame} is not compiled here and runs eagerly: {reason[:200] or kind}.")
 
-    def _hooks(self) -> Iterator[Patch]:
-        lifted, made = self._lifted, self._choices.made
+    def _make_patches(self) -> Iterator[Patch]:
+        suspension, use_choices = self._suspension, self._choices.activate
         build = dynamo.build_guards.get()
-        whole, inner = inductor.compile_fx.get(), inductor.compile_fx_inner.get()
+        original_compile, original_inner = inductor.compile_fx.get(), inductor.compile_fx_inner.get()
 
         def build_guards(manager: Any, code: Any, output_graph: Any = None, *args: Any, **kwargs: Any) -> None:
-            # They are checked where the program runs, in what it sees of torch.
-            with lifted.put_back():
+            # Guards are checked while the program runs, under memprof's patches.
+            with suspension.resume():
                 build(manager, code, output_graph, *args, **kwargs)
 
-        def with_choices(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap_with_choices(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                with made():
+                with use_choices():
                     return function(*args, **kwargs)
 
             return run
 
         def compile_inner(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._timed(), lifted():
-                return inner(graph, inputs, *args, **kwargs)
+            with self._measure_time(), suspension():
+                return original_inner(graph, inputs, *args, **kwargs)
 
-        def compile_graphed(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def compile_with_graphs(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             compiled = compile_inner(graph, inputs, *args, **kwargs)
             self._graphs.keep(compiled, kwargs, self._frame)
             return compiled
 
-        def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if "inner_compile" in kwargs:  # of itself, with the settings that it was given
-                return whole(model, inputs, *args, **kwargs)
+        def compile_on_gpu(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if "inner_compile" in kwargs:  # compile_fx calls itself with its settings
+                return original_compile(model, inputs, *args, **kwargs)
             if not _is_on_gpu(model, inputs):
                 return model
-            asked, graphed = self._settings(kwargs.get("config_patches"))
-            kwargs["config_patches"] = asked
-            compile_it = compile_graphed if graphed else compile_inner
-            kept = torch.fx.GraphModule(model, copy.deepcopy(model.graph))  # what compiles it may change it
+            options, uses_graphs = self._split_settings(kwargs.get("config_patches"))
+            kwargs["config_patches"] = options
+            compile_graph = compile_with_graphs if uses_graphs else compile_inner
+            eager_model = torch.fx.GraphModule(model, copy.deepcopy(model.graph))  # compilation may change the graph
             try:
-                with lifted():
-                    return whole(model, inputs, *(args or (compile_it,)), **kwargs)
-            except Exception as error:  # of any kind: what Inductor cannot do without a GPU runs eagerly
+                with suspension():
+                    return original_compile(model, inputs, *(args or (compile_graph,)), **kwargs)
+            except Exception as error:  # any error: what Inductor does not compile without a GPU runs eagerly
                 self._fall_back(error)
-                return kept
+                return eager_model
 
         yield dynamo.build_guards.patch(build_guards)
         yield dynamo.guard_on_torch_function_state.patch(lambda builder, guard: None)
         for name in (dynamo.run_node, dynamo.call_user_compiler):
-            yield name.patch(with_choices(name.get()))
-        yield inductor.compile_fx.patch(compile_whole)
-        to_module = inductor.compile_to_module.get()
+            yield name.patch(wrap_with_choices(name.get()))
+        yield inductor.compile_fx.patch(compile_on_gpu)
+        original_to_module = inductor.compile_to_module.get()
 
         def compile_to_module(lowered: Any) -> Any:
-            module = to_module(lowered)
-            self._origins.note(lowered, str(module.__file__))
+            module = original_to_module(lowered)
+            self._origins.record_buffers(lowered, str(module.__file__))
             return module
 
         yield inductor.compile_to_module.patch(compile_to_module)
 
-    def _settings(self, asked: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
-        """The program's own settings of Inductor without those that need a GPU; whether it asks for CUDA graphs."""
-        asked = dict(asked or {})
-        timed = [name for name in _TIMED if asked.pop(name, False)]
-        if timed:
-            self._assume(_BY_TIME.format(", ".join(timed)))
-        return asked, asked.pop("triton.cudagraphs", self._graphs_for_all)
+    def _split_settings(self, options: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
+        """Return the program's settings of Inductor without timing of kernels, and whether CUDA graphs are used."""
+        options = dict(options or {})
+        timing_options = [name for name in _TIMING_OPTIONS if options.pop(name, False)]
+        if timing_options:
+            self._assume(_NO_TIMING.format(", ".join(timing_options)))
+        return options, options.pop("triton.cudagraphs", self._graphs_for_all)
 
     @contextlib.contextmanager
-    def _compiling(self) -> Iterator[None]:
+    def _prepare_compilation(self) -> Iterator[None]:
         from memprof.virtual.compiled import convolutions, tracing
 
-        of_dynamo, of_aot = dynamo.config.get(), dynamo.functorch_config.get()
-        of_inductor = inductor.config.get()
-        self._graphs_for_all = bool(of_inductor.triton.cudagraphs)
-        timed = [name for name in _TIMED if getattr(of_inductor, name, False)]
-        if timed:
-            self._assume(_BY_TIME.format(", ".join(timed)))
+        dynamo_config, aot_config = dynamo.config.get(), dynamo.functorch_config.get()
+        inductor_config = inductor.config.get()
+        self._graphs_for_all = bool(inductor_config.triton.cudagraphs)
+        timing_options = [name for name in _TIMING_OPTIONS if getattr(inductor_config, name, False)]
+        if timing_options:
+            self._assume(_NO_TIMING.format(", ".join(timing_options)))
         own = PatchSet()
-        _forget_triton()
+        _clear_triton_caches()
         try:
             own.set_all(tracing.patches(self._machine))
             own.set_all(convolutions.patches(self._machine.gpu))
             own.set_all(_gpu_patches(self._machine.gpus, self._properties, self._drivers))
             with (
-                of_dynamo.patch(_known(of_dynamo, _DYNAMO)),
-                of_inductor.patch(_known(of_inductor, _INDUCTOR)),
-                of_aot.patch(_known(of_aot, _AOT)),
+                dynamo_config.patch(_select_known_settings(dynamo_config, _DYNAMO)),
+                inductor_config.patch(_select_known_settings(inductor_config, _INDUCTOR)),
+                aot_config.patch(_select_known_settings(aot_config, _AOT)),
                 warnings.catch_warnings(),
             ):
-                # Dynamo asks results of layers for it; that is nobody's mistake.
+                # Dynamo reads `.grad` of results of layers, which is no mistake of the program.
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 yield
         finally:
-            own.undo(but_below=self._folder)  # what was generated runs on, with what stands for the driver
-            _forget_triton()
+            own.undo(but_below=self._folder)  # generated code keeps the patches of the driver
+            _clear_triton_caches()
 
 
 def _gpu_patches(gpus: Gpus, properties: Any, drivers: list[Patch]) -> Iterator[Patch]:
-    """Yield what Dynamo and Inductor ask of the GPU, answered below `torch.cuda`, whose own functions stay."""
-    # Streams of an accelerator are requested wherever there is one.
+    """Yield patches of the functions below `torch.cuda` by which Dynamo and Inductor query the GPU."""
+    # Inductor queries the accelerator's streams.
     yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")
-    # torch built for CUDA would ask a driver that is not there which of its devices is current.
+    # torch built for CUDA would query the current device of a driver that does not exist.
     yield cuda.accelerator_get_accelerator.patch(returning(None))
     for name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
         yield name.patch(lambda device: gpus.select(device))
@@ -359,41 +359,41 @@ def _gpu_patches(gpus: Gpus, properties: Any, drivers: list[Patch]) -> Iterator[
     yield inductor.triton_hash_with_backend.patch(returning("memprof"))
     triton = sys.modules.get("triton.runtime.driver")
     if triton is not None:
-        # Asked for the target of the program's own kernels, whose first form says which arguments they write.
+        # Triton compiles the program's kernels for a target; the first stage shows which arguments a kernel writes.
         kind: Any = importlib.import_module("triton.backends.compiler")
         target = kind.GPUTarget("cuda", 10 * properties.major + properties.minor, properties.warp_size)
         yield triton.driver, "_active", SimpleNamespace(get_current_target=returning(target))
 
 
-def _forget_triton() -> None:
-    """Let torch see anew what Triton can do: it keeps the answer for good, and here the GPU is there for a while."""
+def _clear_triton_caches() -> None:
+    """Clear torch's caches of Triton's features, which differ with and without the virtual GPU."""
     for function in vars(inductor.triton.get()).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 
 
-def _set_cache(folder: str | None) -> None:
+def _set_cache_folder(folder: str | None) -> None:
     if folder is None:
-        os.environ.pop(_CACHE, None)
+        os.environ.pop(_CACHE_VARIABLE, None)
     else:
-        os.environ[_CACHE] = folder
+        os.environ[_CACHE_VARIABLE] = folder
 
 
-def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def _select_known_settings(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
     names = set(module.get_config_copy()) if hasattr(module, "get_config_copy") else set(module._config)
     return {name: value for name, value in settings.items() if name in names}
 
 
 def _is_on_gpu(model: Any, inputs: Any) -> bool:
-    """Return whether anything of a graph is on the GPU: the rest of the host's work is run for its results."""
+    """Return whether a tensor of a graph is on the GPU; graphs of the host run eagerly, for their results."""
     values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 
 
-# Functions of torchao (torchao/optim/adam.py) that only write into their arguments, and are always compiled. Inductor
-# makes one kernel of this one: all else is elementwise around two maxima over a block of state. Tracing it for each
-# parameter's shape would take longer than the rest of a run.
-_FUSED = {
+# Functions of torchao (torchao/optim/adam.py) that are always compiled and only write into their arguments. Inductor
+# makes one kernel of each: elementwise operators around two maxima over a block of state. Tracing for the shape of each
+# parameter would take longer than the rest of a run.
+_FUSED_FUNCTIONS = {
     "single_param_adam": (
         "torchao's optimizers update each parameter in one compiled kernel: nothing is allocated beside their state."
     )

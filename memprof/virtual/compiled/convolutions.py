@@ -1,7 +1,7 @@
-"""Convolutions of fake tensors of the GPU, in the layouts that cuDNN gives them.
+"""Convolutions of fake GPU tensors, with the memory formats of cuDNN's results.
 
-What is traced asks C++ which kernels will run, and in which layout. A build for the CPU has no cuDNN to say; Inductor
-would expect contiguous results where it has given channels-last images, and check them in the code that it writes.
+Tracing queries C++ for the convolution backend and the memory format of the result. A CPU build of torch has no cuDNN:
+Inductor would expect contiguous results of channels-last images, and check the strides in generated code.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ _CUDNN = ("Cudnn", "CudnnTranspose")
 
 
 def patches(gpu: DeviceProperties) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) by which the GPU says what it runs."""
-    select, determine = dynamo.select_conv_backend, dynamo.conv_determine_backend_memory_format
-    if select.exists() and determine.exists():  # torch/_subclasses/fake_impls.py, `conv`, asks them
-        yield select.patch(_selecting(gpu, select.get()))
-        yield determine.patch(_in_layout_of(determine.get()))
+    """Yield the patches (owner, name, replacement) of the queries for backend and memory format."""
+    select_backend, determine_format = dynamo.select_conv_backend, dynamo.conv_determine_backend_memory_format
+    if select_backend.exists() and determine_format.exists():  # called by torch/_subclasses/fake_impls.py, `conv`
+        yield select_backend.patch(_make_select(gpu, select_backend.get()))
+        yield determine_format.patch(_make_determine(determine_format.get()))
 
 
-def _selecting(gpu: DeviceProperties, of_host: Callable[..., Any]) -> Callable[..., Any]:
-    """native/Convolution.cpp, `_select_conv_backend`, as far as layouts go."""
+def _make_select(gpu: DeviceProperties, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of `_select_conv_backend` (native/Convolution.cpp) that is exact as to memory formats."""
     backends = dynamo.ConvBackend.get()
 
-    def select(*args: Any, **named: Any) -> Any:
-        rest = dict(zip(("input", "weight"), args, strict=False)) | named  # releases differ in which have names
-        data, weight = rest["input"], rest["weight"]
+    def select_backend(*args: Any, **named: Any) -> Any:
+        # Releases of torch pass different arguments by keyword.
+        arguments = dict(zip(("input", "weight"), args, strict=False)) | named
+        data, weight = arguments["input"], arguments["weight"]
         if data.device.type != "cuda":
-            return of_host(*args, **named)
-        transposed = rest["transposed"]
-        too_big = transposed and padding_too_big(rest["stride"], rest["output_padding"])
-        if not uses_cudnn(gpu, data, weight, too_big):
+            return original(*args, **named)
+        is_transposed = arguments["transposed"]
+        is_too_big = is_transposed and padding_too_big(arguments["stride"], arguments["output_padding"])
+        if not uses_cudnn(gpu, data, weight, is_too_big):
             return backends.Slow2d
-        if is_depthwise(data, weight, transposed, rest["groups"]) and _layout(data, weight) is torch.contiguous_format:
+        groups = arguments["groups"]
+        if is_depthwise(data, weight, is_transposed, groups) and _layout(data, weight) is torch.contiguous_format:
             return backends.CudaDepthwise2d
-        return backends.CudnnTranspose if transposed else backends.Cudnn
+        return backends.CudnnTranspose if is_transposed else backends.Cudnn
 
-    return select
+    return select_backend
 
 
-def _in_layout_of(of_host: Callable[..., Any]) -> Callable[..., Any]:
-    def determine(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+def _make_determine(original: Callable[..., Any]) -> Callable[..., Any]:
+    def determine_format(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
         if data.device.type != "cuda":
-            return of_host(data, weight, backend)
+            return original(data, weight, backend)
         return _layout(data, weight) if backend.name in _CUDNN else torch.contiguous_format
 
-    return determine
+    return determine_format
 
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:

@@ -1,8 +1,9 @@
-"""CUDA graphs of compiled code (mode="reduce-overhead"): what they take is in one private pool, which is kept.
+"""CUDA graphs of compiled code (mode="reduce-overhead"), whose memory stays in one private pool.
 
-As torch/_inductor/cudagraph_trees.py has it: a function's first call warms up and its second is captured, both with
-memory of the pool that all graphs of the process share; inputs that are no parameters, and no results of another graph,
-are copied into tensors that the graph keeps. A replay takes nothing: here it takes from the pool what was captured.
+The rules are from torch/_inductor/cudagraph_trees.py: the first call of a function warms up and the second is captured,
+both with memory of the pool that all graphs of the process share. Inputs that are neither parameters nor results of
+another graph are copied into tensors that the graph keeps. A replay allocates nothing; memprof simulates a replay by
+allocating the captured memory again from the pool.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ TOLD = (
     "nothing else. A replay is counted as taking again from the pool what was captured."
 )
 _SKIPPED = "Compiled code of {} runs without CUDA graphs, as on a GPU: {}."
-_CAPTURED_AT = 2  # which call of a function, with sizes that it was not yet called with, is captured
+_CAPTURED_CALL = 2  # number of the call that is captured, for each combination of sizes
 
 
 class Graphs:
-    """The graphs of a run, which share one pool."""
+    """CUDA graphs of a run, which share one memory pool."""
 
     def __init__(self, recorder: Recorder, assume: Callable[[str], None]) -> None:
         self._recorder = recorder
@@ -35,20 +36,18 @@ class Graphs:
         self._sizes: Counter[str] = Counter()
 
     def keep(self, compiled: Any, settings: dict[str, Any], name: str) -> None:
-        """Run what Inductor compiled for the function `name` as a graph, unless a GPU would not."""
+        """Have the function `name`, compiled by Inductor, run as a CUDA graph, unless torch would not capture it."""
         static = set(settings.get("static_input_idxs") or ())
         written = set(getattr(compiled, "mutated_input_idxs", ())) - static
-        why_not = getattr(compiled, "disabled_cudagraphs_reason", None) or (
-            "it writes into an input" if written else ""
-        )
-        if why_not:
-            self._assume(_SKIPPED.format(name, str(why_not).partition("\n")[0].rstrip(". ")))
+        reason = getattr(compiled, "disabled_cudagraphs_reason", None) or ("it writes into an input" if written else "")
+        if reason:
+            self._assume(_SKIPPED.format(name, str(reason).partition("\n")[0].rstrip(". ")))
             return
         self._assume(TOLD)
         compiled.current_callable = _Graph(self, compiled.current_callable, static, not settings.get("is_backward"))
 
     def note_sizes(self) -> None:
-        """The program calls a function with sizes that it was not yet called with."""
+        """Count a graph for the program's current line: a function is called with new sizes."""
         line = self._recorder.attribution.place(sys._getframe(1)).source
         trace = self._recorder.trace
         if line != NONE:
@@ -58,7 +57,7 @@ class Graphs:
     def run(
         self, compiled: Callable[[list[Any]], Any], inputs: list[Any], copied: Iterable[int]
     ) -> tuple[Any, list[Any]]:
-        """Return what `compiled` gives, with memory of the pool; and copies of the inputs with these numbers."""
+        """Return the result of `compiled` in memory of the pool, and copies of the inputs at the indices `copied`."""
         if not self._pool:
             self._pool = torch.cuda.graph_pool_handle()[0]
         before = self._recorder.active_pool.select(self._pool, of_thread=False)
@@ -73,7 +72,7 @@ class Graphs:
 
 
 class _Graph:
-    """One compiled function, or its backward: called with a list of inputs, which it empties."""
+    """CUDA graph of one compiled function or backward; a call empties the list of inputs."""
 
     def __init__(
         self, graphs: Graphs, compiled: Callable[[list[Any]], Any], static: set[int], is_forward: bool
@@ -87,12 +86,12 @@ class _Graph:
 
     def __call__(self, inputs: list[Any]) -> Any:
         sizes = tuple(value for value in inputs if isinstance(value, int))
-        number = self._calls[sizes] = self._calls.get(sizes, 0) + 1
+        call_number = self._calls[sizes] = self._calls.get(sizes, 0) + 1
         copied: list[int] = []
-        if number == 1 and self._is_forward:
+        if call_number == 1 and self._is_forward:
             self._graphs.note_sizes()
-        if number == _CAPTURED_AT:
-            torch.cuda.empty_cache()  # torch.cuda.graph begins with it
+        if call_number == _CAPTURED_CALL:
+            torch.cuda.empty_cache()  # the first step of torch.cuda.graph
             tensors = (at for at, value in enumerate(inputs) if isinstance(value, torch.Tensor))
             copied = [at for at in tensors if at not in self._static]
         result, copies = self._graphs.run(self._compiled, inputs, copied)

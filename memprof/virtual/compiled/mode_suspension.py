@@ -1,4 +1,4 @@
-"""memprof taken off the program for a moment: while torch compiles, it sees its own functions and no modes."""
+"""Suspension of memprof's patches and modes while torch compiles."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from memprof.torch_private import dispatch
 from memprof.torch_private.dispatch import pop_function_mode, push_function_mode
 
 
-class Lifting:
-    """Takes the run's patches and modes away, and puts what compiling needs in their place."""
+class Suspension:
+    """Suspension of the run's `patches` and `modes`, in place of which the context manager `replacement` is entered."""
 
     def __init__(
-        self, patches: PatchSet, modes: tuple[object, ...], instead: Callable[[], AbstractContextManager[Any]]
+        self, patches: PatchSet, modes: tuple[object, ...], replacement: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         self._patches = patches
         self._modes = modes
-        self._instead = instead
-        self._held: contextlib.ExitStack | None = None
+        self._replacement = replacement
+        self._stack: contextlib.ExitStack | None = None
 
     @property
     def is_active(self) -> bool:
-        """Return whether nothing is lifted now."""
-        return self._held is None
+        """Return whether patches and modes are active, and not suspended."""
+        return self._stack is None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, torch is as it is without memprof, but for what compiling needs."""
-        if self._held is not None:
+        """Context manager: patches and modes are suspended; the patches for compilation are active."""
+        if self._stack is not None:
             yield
             return
-        self._lift()
+        self._suspend()
         try:
             yield
         finally:
-            self._put_back()
+            self._resume()
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Inside, the run is as it is outside of a lifting."""
-        if self._held is None:
+    def resume(self) -> Iterator[None]:
+        """Context manager: inside a suspension, patches and modes are active again."""
+        if self._stack is None:
             yield
             return
-        self._put_back()
+        self._resume()
         try:
             yield
         finally:
-            self._lift()
+            self._suspend()
 
-    def _lift(self) -> None:
+    def _suspend(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._without_modes())
             stack.enter_context(self._patches.suspended())
-            stack.enter_context(self._instead())
-            self._held = stack.pop_all()
+            stack.enter_context(self._replacement())
+            self._stack = stack.pop_all()
 
-    def _put_back(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
+    def _resume(self) -> None:
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
 
     @contextlib.contextmanager
     def _without_modes(self) -> Iterator[None]:
         functions = [pop_function_mode() for _ in range(dispatch.len_torch_function_stack())]
         operators = [dispatch.pop_dispatch_mode() for _ in range(dispatch.len_torch_dispatch_stack())]
-        _stack(functions, push_function_mode, self._modes)
-        _stack(operators, dispatch.push_dispatch_mode, self._modes)
+        _push_modes(functions, push_function_mode, self._modes)
+        _push_modes(operators, dispatch.push_dispatch_mode, self._modes)
         try:
             yield
         finally:
@@ -77,11 +77,11 @@ class Lifting:
                 pop_function_mode()
             for _ in range(dispatch.len_torch_dispatch_stack()):
                 dispatch.pop_dispatch_mode()
-            _stack(functions, push_function_mode)
-            _stack(operators, dispatch.push_dispatch_mode)
+            _push_modes(functions, push_function_mode)
+            _push_modes(operators, dispatch.push_dispatch_mode)
 
 
-def _stack(popped: list[Any], push: Callable[[Any], None], without: tuple[object, ...] = ()) -> None:
-    for mode in reversed(popped):
-        if not any(mode is one for one in without):
+def _push_modes(modes: list[Any], push: Callable[[Any], None], excluded: tuple[object, ...] = ()) -> None:
+    for mode in reversed(modes):
+        if not any(mode is one for one in excluded):
             push(mode)

@@ -1,8 +1,7 @@
-"""Origins of the buffers of generated code: the module, the line and the operator whose result each holds.
+"""Origins of the buffers of generated code: module, source line and operator of the result in each buffer.
 
-Inductor keeps with every buffer the nodes of the graph that it was made of, and with every node what Dynamo knew of it:
-the modules that were running, and the program's stack. A generated file has one line for each allocation, which says
-the buffer's name.
+Inductor keeps the graph nodes of every buffer; Dynamo keeps, in every node, the stack of modules and the program's
+stack. A generated file has one line for each allocation, with the name of the buffer.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from memprof.watch.recorder import Recorder
 
 _ALLOCATION = re.compile(r"^\s*(\w+) = ")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
-_ROOT = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")  # how Dynamo names what it compiles
-# Operators that lay out another's result.
-_MOVES = frozenset({"view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "alias"})
-UNKNOWN = "compiled kernel"  # what is said of a buffer without a node
+_ROOT = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")  # Dynamo's name of the compiled object
+# Operators that change the layout of another operator's result.
+_VIEWS = frozenset({"view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "alias"})
+UNKNOWN = "compiled kernel"  # operator of a buffer without a node
 
 
 class BufferOrigin(NamedTuple):
-    """The origin of one buffer: operator, module below the compiled one, and line (`file:line function`)."""
+    """Origin of one buffer: operator, path of the module in the compiled module, source (`file:line function`)."""
 
     op: str
     module: str
@@ -34,7 +33,7 @@ class BufferOrigin(NamedTuple):
 
 
 class Origins:
-    """The origins of the buffers of every generated file."""
+    """Table of the origins of all buffers, by generated file."""
 
     def __init__(self, recorder: Recorder, folder: Callable[[], str]) -> None:
         self._recorder = recorder
@@ -43,27 +42,27 @@ class Origins:
         self._lines: dict[tuple[str, int], BufferOrigin | None] = {}
         self._places: dict[tuple[int, BufferOrigin], CallSite] = {}
 
-    def note(self, graph: Any, file: str) -> None:
-        """`graph`, lowered by Inductor, became that file."""
-        self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := origin_of(node)) is not None}
+    def record_buffers(self, graph: Any, file: str) -> None:
+        """Record the origins of the buffers of `graph`, lowered by Inductor to the generated `file`."""
+        self._buffers[file] = {name: find_node_origin(node) for name, node in _find_buffer_nodes(graph)}
 
-    def place(self, frame: FrameType | None, known: CallSite) -> tuple[str, CallSite]:
-        """Return operator and place of the allocation in generated code that `frame` is called from."""
+    def find_place(self, frame: FrameType | None, call_site: CallSite) -> tuple[str, CallSite]:
+        """Return operator and call site of an allocation, from the nearest generated code above `frame`."""
         while frame is not None and not frame.f_code.co_filename.startswith(self._folder()):
             frame = frame.f_back
-        origin = None if frame is None else self._origin(frame.f_code.co_filename, frame.f_lineno)
+        origin = None if frame is None else self._find_origin(frame.f_code.co_filename, frame.f_lineno)
         if origin is None:
-            return UNKNOWN, known
-        key = (known.module, origin)
+            return UNKNOWN, call_site
+        key = (call_site.module, origin)
         place = self._places.get(key)
         if place is None:
             recorder = self._recorder
-            source = recorder.attribution.line(origin.source) if origin.source else known.source
-            place = CallSite(recorder.modules.below(known.module, origin.module), source, NONE)
+            source = recorder.attribution.line(origin.source) if origin.source else call_site.source
+            place = CallSite(recorder.modules.below(call_site.module, origin.module), source, NONE)
             self._places[key] = place
-        return origin.op, CallSite(place.module, place.source, known.forward_event)
+        return origin.op, CallSite(place.module, place.source, call_site.forward_event)
 
-    def _origin(self, file: str, line: int) -> BufferOrigin | None:
+    def _find_origin(self, file: str, line: int) -> BufferOrigin | None:
         key = (file, line)
         if key not in self._lines:
             with open(file, encoding="utf-8") as text:
@@ -72,26 +71,26 @@ class Origins:
         return self._lines[key]
 
 
-def _nodes(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each buffer of a lowered graph, and the node whose result it holds."""
+def _find_buffer_nodes(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each buffer of a lowered graph, and the node whose result the buffer holds."""
     for name, buffer in graph.name_to_buffer.items():
         nodes = list(getattr(buffer, "origins", ()))
         node = getattr(buffer, "origin_node", None) or next(iter(nodes), None)
         if node is not None:
-            yield name, next((one for one in (node, *nodes) if _operator(one) not in _MOVES), node)
+            yield name, next((one for one in (node, *nodes) if _operator_name(one) not in _VIEWS), node)
 
 
-def _operator(node: Any) -> str:
+def _operator_name(node: Any) -> str:
     target = node.meta.get("original_aten") or node.target
     return str(getattr(target, "__name__", target)).partition(".")[0]
 
 
-def origin_of(node: Any) -> BufferOrigin | None:
-    """Return the origin of a node that Dynamo traced."""
+def find_node_origin(node: Any) -> BufferOrigin:
+    """Return the origin of a traced node."""
     meta = node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     path = next((_ROOT.sub("", str(found[0])) for found in reversed(list(modules.values()))), "")
     frames = list(_FRAME.finditer(meta.get("stack_trace") or ""))
     own = [frame for frame in frames if is_program_file(frame["file"])]
     source = f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}" if own else ""
-    return BufferOrigin(f"aten.{_operator(node)}", path, source)
+    return BufferOrigin(f"aten.{_operator_name(node)}", path, source)

@@ -1,4 +1,4 @@
-"""Effects of Dynamo on the program itself: made as the program would make them, or left out."""
+"""Side effects of Dynamo on the program's objects: performed under memprof's patches, or omitted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Any
 
 from memprof.torch_private import dynamo
 from memprof.torch_private.dispatch import get_current_function_mode_stack
-from memprof.virtual.compiled.mode_suspension import Lifting
+from memprof.virtual.compiled.mode_suspension import Suspension
 
-_ONE_GRAPH = "Backward passes are not compiled as one graph here (compiled autograd), and run as without."
+_NO_COMPILED_AUTOGRAD = "Backward passes are not compiled as one graph here (compiled autograd), and run as without."
 
 
-def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+def patches(
+    suspension: Suspension, function_mode: Any, assume: Callable[[str], None]
+) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) of Dynamo."""
 
-    yield from _of_optimizers(dynamo.OptimizerVariable.get(), lifted)
-    yield from _of_streams()
+    yield from _patch_optimizers(dynamo.OptimizerVariable.get(), suspension)
+    yield from _patch_streams()
 
     @contextlib.contextmanager
     def enable(*args: Any, **kwargs: Any) -> Iterator[None]:
-        assume(_ONE_GRAPH)
+        assume(_NO_COMPILED_AUTOGRAD)
         yield
 
     yield dynamo.enable_compiled_autograd.patch(enable)
@@ -29,7 +31,7 @@ def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) 
     if replace is not None:
 
         def set_modes(modes: list[Any]) -> None:
-            # Compiled code that has entered or left a mode lays down the stack as it was when it was compiled.
+            # Compiled code that has entered or left a mode sets the stack of the time of compilation.
             own = [mode for mode in get_current_function_mode_stack() if mode is function_mode]
             replace([*(mode for mode in own if mode not in modes), *modes])
 
@@ -37,8 +39,8 @@ def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) 
 
 
 @contextlib.contextmanager
-def constants(kind: type) -> Iterator[None]:
-    """Inside, a value of this type is a constant for Dynamo, as a GPU's properties are."""
+def register_constant_type(kind: type) -> Iterator[None]:
+    """Context manager: Dynamo treats values of the type `kind` as constants, as it does a GPU's properties."""
     constant_types, variable = dynamo.common_constant_types.get(), dynamo.ConstantVariable.get()
     constant_types.add(kind)
     handlers = dynamo.type_handlers.get({})
@@ -50,19 +52,19 @@ def constants(kind: type) -> Iterator[None]:
         handlers.pop(kind, None)
 
 
-def _of_optimizers(variable: Any, lifted: Lifting) -> Iterator[tuple[Any, str, Any]]:
-    """Let a compiled optimizer make its state when it is compiled, by its own `_init_group`."""
+def _patch_optimizers(variable: Any, suspension: Suspension) -> Iterator[tuple[Any, str, Any]]:
+    """Yield patches by which Dynamo creates an optimizer's state under memprof's patches, by `_init_group`."""
     call = variable.call_method
 
     def call_method(self: Any, tracer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         optimizer = self.value
         if name != "_init_group" or not hasattr(optimizer, name) or name in vars(optimizer):
             return call(self, tracer, name, *args, **kwargs)
-        make = optimizer._init_group
+        original = optimizer._init_group
 
         def init_group(*given: Any, **named: Any) -> Any:
-            with lifted.put_back():
-                return make(*given, **named)
+            with suspension.resume():
+                return original(*given, **named)
 
         optimizer._init_group = init_group
         try:
@@ -72,32 +74,30 @@ def _of_optimizers(variable: Any, lifted: Lifting) -> Iterator[tuple[Any, str, A
 
     yield variable, "call_method", call_method
     for name in ("set_capturable", "_set_capturable"):
-        choose = getattr(variable, name, None)
-        if choose is not None:
+        original_set = getattr(variable, name, None)
+        if original_set is not None:
 
-            def set_capturable(self: Any, tracer: Any, choose: Any = choose) -> Any:
-                with lifted.put_back():
+            def set_capturable(self: Any, tracer: Any, original_set: Any = original_set) -> Any:
+                with suspension.resume():
                     for group in self.value.param_groups:
-                        fresh = all(p.is_cuda and p not in self.value.state for p in group.get("params", ()))
-                        if "capturable" in group and fresh:
+                        is_new = all(p.is_cuda and p not in self.value.state for p in group.get("params", ()))
+                        if "capturable" in group and is_new:
                             group["capturable"] = True
-                return choose(self, tracer)
+                return original_set(self, tracer)
 
             yield variable, name, set_capturable
 
 
-def _of_streams() -> Iterator[tuple[Any, str, Any]]:
-    """End a graph where the program enters a stream: those of the run are not of torch's own class.
-
-    Dynamo would give up the whole function.
-    """
-    make = dynamo.create_stream_context.get(None)
-    if make is None:
+def _patch_streams() -> Iterator[tuple[Any, str, Any]]:
+    """Yield a patch that breaks the graph where the program enters a stream: streams of the run are not of torch's
+    class, for which Dynamo would not compile the whole function."""
+    original = dynamo.create_stream_context.get(None)
+    if original is None:
         return
 
     def create(tracer: Any, stream: Any, **kwargs: Any) -> Any:
         if not hasattr(stream, "user_object_index"):
             raise dynamo.Unsupported("a stream is entered")
-        return make(tracer, stream, **kwargs)
+        return original(tracer, stream, **kwargs)
 
     yield dynamo.create_stream_context.patch(staticmethod(create))

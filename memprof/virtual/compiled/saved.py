@@ -1,9 +1,9 @@
-"""Tensors that a compiled forward keeps for its backward, beside those that eager autograd keeps.
+"""Tensors that a compiled forward saves for its backward, besides those that eager autograd saves.
 
-AOTAutograd traces forward and backward into one graph; what a node of the backward takes from a node of the forward is
-what autograd has saved there. The partitioner then merges nodes that compute the same, also of forward and backward,
-and cuts the graph anew where least is to be kept, but never computes products and reductions again. So a backward that
-computes again what it does not want kept (a `torch.autograd.Function` written to save memory) has it kept all the same.
+AOTAutograd traces forward and backward into one graph; a result of a forward node that a backward node reads is a
+tensor that eager autograd saves. The partitioner then merges equal nodes, also of forward and backward, and cuts the
+graph where the fewest bytes are saved, but never recomputes products and reductions. So the results that a backward
+recomputes to save memory (in a `torch.autograd.Function`) are saved in compiled code.
 """
 
 from __future__ import annotations
@@ -16,72 +16,74 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.torch_private import inductor
-from memprof.virtual.compiled.origins import origin_of
+from memprof.virtual.compiled.origins import find_node_origin
 
-MIN_BYTES = 1 << 20  # in one call of a graph: less is not noted
-# Tags of nodes that were traced before the backward began; what passes have put there since has none.
+MIN_BYTES = 1 << 20  # smallest number of bytes that is reported, in one call of a graph
+# Tags of nodes that were traced in the forward; nodes that passes insert have no tag.
 _FORWARD = ("is_forward", "must_be_in_forward")
 
 
 class SavedResult(NamedTuple):
-    """One result of a compiled graph, as `CompiledSavedTensors` has several."""
+    """Result of a compiled graph that is saved for the backward, and whether the eager backward recomputes it."""
 
     source: str
     op: str
     num_bytes: int
-    again: bool
+    recomputed: bool
 
 
-def patches(told: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[Any, str, Any]]:
+def patches(report: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patch (owner, name, replacement) of the partitioner.
 
     Args:
-        told: of each graph that keeps more than eager code would: what, the largest first, and how much more in all.
+        report: called for each graph that saves more than eager code, with the results, largest first, and the bytes
+            beyond those of eager code.
     """
     partition = inductor.min_cut_rematerialization_partition.get()
 
-    def partitioned(joint: Any, inputs: Any, *args: Any, num_fwd_outputs: int, **options: Any) -> Any:
-        eager, again = _eagerly(joint.graph)
+    def partition_and_report(joint: Any, inputs: Any, *args: Any, num_fwd_outputs: int, **options: Any) -> Any:
+        eager, recomputed = _find_eager_saved(joint.graph)
         forward, backward = partition(joint, inputs, *args, num_fwd_outputs=num_fwd_outputs, **options)
         results = next(node for node in forward.graph.nodes if node.op == "output").args[0]
-        given = {base.name for base in _bases(results[:num_fwd_outputs])}
-        saved = {base.name: base for base in _bases(results[num_fwd_outputs:]) if base.name not in given}
-        before = sum(num_bytes for name, num_bytes in eager.items() if name not in given)
-        more = sum(_num_bytes(node) for node in saved.values()) - before
-        if more >= MIN_BYTES:
+        output_names = {base.name for base in _find_base_nodes(results[:num_fwd_outputs])}
+        saved = {one.name: one for one in _find_base_nodes(results[num_fwd_outputs:]) if one.name not in output_names}
+        eager_bytes = sum(num_bytes for name, num_bytes in eager.items() if name not in output_names)
+        more_bytes = sum(_num_bytes(node) for node in saved.values()) - eager_bytes
+        if more_bytes >= MIN_BYTES:
             nodes = sorted((node for name, node in saved.items() if name not in eager), key=_num_bytes, reverse=True)
-            told([_kept(node, node.name in again) for node in nodes if _num_bytes(node) >= MIN_BYTES], more)
+            large = [node for node in nodes if _num_bytes(node) >= MIN_BYTES]
+            report([_make_saved_result(node, node.name in recomputed) for node in large], more_bytes)
         return forward, backward
 
-    yield inductor.min_cut_rematerialization_partition.patch(partitioned)
+    yield inductor.min_cut_rematerialization_partition.patch(partition_and_report)
 
 
-def _eagerly(graph: Any) -> tuple[dict[str, int], set[str]]:
-    """Return the names and bytes of what autograd has saved; names of what the backward computes again."""
+def _find_eager_saved(graph: Any) -> tuple[dict[str, int], set[str]]:
+    """Return names and bytes of the results that eager autograd saves, and names of recomputed results."""
     saved: dict[str, int] = {}
-    again: set[str] = set()
-    numbers: dict[Any, int] = {}  # what is computed -> its number
-    known: dict[Any, int] = {}  # node -> the number of what it computes
-    first: dict[int, str] = {}  # that number -> the first node of the forward
+    recomputed: set[str] = set()
+    numbers: dict[Any, int] = {}  # computation -> number
+    known: dict[Any, int] = {}  # node -> number of the node's computation
+    first: dict[int, str] = {}  # number of a computation -> first forward node
     nodes = list(graph.nodes)
     traced = [at for at, node in enumerate(nodes) if node.meta.get("partitioner_tag") in _FORWARD]
     backward = {*nodes[max(traced, default=len(nodes)) + 1 :]}
     for node in nodes:
-        given = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: known[argument])
-        key = (node.name if node.op == "placeholder" else "", str(node.target), str(given))
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: known[argument])
+        key = (node.name if node.op == "placeholder" else "", str(node.target), str(arguments))
         number = known[node] = numbers.setdefault(key, len(numbers))
         if node in backward:
             if number in first:
-                again.add(first[number])
+                recomputed.add(first[number])
             continue
         first.setdefault(number, node.name)
         if not backward.isdisjoint(user for user in node.users if user.op != "output"):
-            saved |= {base.name: _num_bytes(base) for base in _bases([node])}
-    return saved, again
+            saved |= {base.name: _num_bytes(base) for base in _find_base_nodes([node])}
+    return saved, recomputed
 
 
-def _bases(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes that made the memory in which these lie, but for what the graph was given."""
+def _find_base_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes that allocated the memory of the results of `nodes`, except for the graph's inputs."""
     for node in nodes:
         while isinstance(node, torch.fx.Node) and node.args and _is_view(node):
             node = node.args[0]
@@ -100,15 +102,15 @@ def _num_bytes(node: Any) -> int:
 
 
 def traced_bytes(value: Any) -> int:
-    """Return the bytes of a traced tensor, at the sizes that it was traced with; 0 for another value."""
+    """Return the bytes of a traced tensor, with the sizes of the trace; 0 for other values."""
     if not isinstance(value, torch.Tensor):
         return 0
     sizes = (size if isinstance(size, int) else size.node.hint or 0 for size in value.shape)
     return math.prod(sizes, start=value.element_size())
 
 
-def _kept(node: Any, again: bool) -> SavedResult:
-    origin = origin_of(node)
+def _make_saved_result(node: Any, recomputed: bool) -> SavedResult:
+    origin = find_node_origin(node)
     return SavedResult(
-        origin.source if origin else "", origin.op if origin else str(node.target), _num_bytes(node), again
+        origin.source if origin else "", origin.op if origin else str(node.target), _num_bytes(node), recomputed
     )

@@ -1,7 +1,7 @@
-"""Fake tensors of the GPU: on CUDA for Python and for the dispatcher, on meta for what C++ asks of a device.
+"""Fake tensors of the GPU: on CUDA for Python and the dispatcher, on meta for C++ code that reads the device.
 
-A build for the CPU has no streams that the autograd engine could ask for when it traces a backward pass on CUDA
-tensors. It asks by a tensor's device; autocast, dropout and other choices of C++ go by the dispatch keys.
+A CPU build of torch has no CUDA streams, which the autograd engine would query for a backward pass on CUDA tensors. The
+engine reads a tensor's device; autocast, dropout and other choices in C++ depend on the dispatch keys.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from memprof.virtual.kernels import registry
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_device_in_c: Callable[[torch.Tensor], torch.device] = tensors.TensorBase.device.__get__
+_get_cpp_device: Callable[[torch.Tensor], torch.device] = tensors.TensorBase.device.__get__
 
 
 def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) by which virtual tensors are traced as those of the GPU."""
-    make, wrap = tensors.make_subclass.get(), tensors.make_wrapper_subclass.get()
+    make, original_wrapper = tensors.make_subclass.get(), tensors.make_wrapper_subclass.get()
     fake, new = dynamo.FakeTensor.get(), dynamo.new_fake_tensor.get()
-    functional, inside = dynamo.FunctionalTensor.get(), dynamo.from_functional_tensor.get()
+    functional, unwrap = dynamo.FunctionalTensor.get(), dynamo.from_functional_tensor.get()
     describe, layout = dynamo.describe_tensor.get(), dynamo.TensorMeta.get()
 
     def make_subclass(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
@@ -43,42 +43,42 @@ def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
         return make(cls, data, require_grad, **kwargs)
 
     def make_wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        made = wrap(cls, *args, **kwargs)
-        if cls is not functional or _device_in_c(made) != _META:
-            return made
-        # Its own class would be requested the copy, and know of no functionalization yet.
+        result = original_wrapper(cls, *args, **kwargs)
+        if cls is not functional or _get_cpp_device(result) != _META:
+            return result
+        # The class's own dispatch would handle the copy, before functionalization is set up.
         with dispatch.DisableTorchDispatch():
-            return make(cls, made, made.requires_grad, device_for_backend_keys=torch.device(machine.gpus.named()))
+            return make(cls, result, result.requires_grad, device_for_backend_keys=torch.device(machine.gpus.named()))
 
-    def relabelled(cls: Any, fake_mode: Any, elem: Any, *args: Any, **kwargs: Any) -> Any:
-        # C++ makes tensors beside those that it is given, which it believes on meta.
+    def make_fake_tensor(cls: Any, fake_mode: Any, elem: Any, *args: Any, **kwargs: Any) -> Any:
+        # C++ also makes tensors on the device of its inputs, which is meta for C++.
         gpu = torch.device(machine.gpus.named())
         args = tuple(gpu if arg == _META else arg for arg in args)
         kwargs = {name: gpu if value == _META else value for name, value in kwargs.items()}
         return new(cls, fake_mode, elem, *args, **kwargs)
 
     def describe_tensor(describer: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        made = describe(describer, tensor, **kwargs)
+        result = describe(describer, tensor, **kwargs)
         if type(tensor) is not fake and tensor.is_meta:
-            believed = machine.device_of(tensor)
-            if believed != "meta":
-                object.__setattr__(made, "device", torch.device(believed))
-        return made
+            device = machine.device_of(tensor)
+            if device != "meta":
+                object.__setattr__(result, "device", torch.device(device))
+        return result
 
     def tensor_meta(*args: Any, **kwargs: Any) -> Any:
         if dispatch.get_dispatch_mode(dispatch.TorchDispatchModeKey.FAKE) is None and _is_cuda(kwargs.get("device")):
             kwargs["device"] = _META
         return layout(*args, **kwargs)
 
-    yield inductor.deduce_value.patch(_on_host(inductor.deduce_value.get()))
+    yield inductor.deduce_value.patch(_deduce_on_host(inductor.deduce_value.get()))
     yield dynamo.TensorMeta.patch(tensor_meta)
     for mode in (dynamo.FunctionalTensorMode.get(), proxy_tensor.ProxyTorchDispatchMode):
-        yield mode, "__torch_dispatch__", _naming_gpu(mode.__torch_dispatch__, machine)
-    yield dynamo.device_of_functional_tensor.patch(property(lambda tensor: inside(tensor.elem).device))
-    yield dynamo.is_meta_of_functional_tensor.patch(property(lambda tensor: inside(tensor.elem).is_meta))
+        yield mode, "__torch_dispatch__", _replace_meta_device(mode.__torch_dispatch__, machine)
+    yield dynamo.device_of_functional_tensor.patch(property(lambda tensor: unwrap(tensor.elem).device))
+    yield dynamo.is_meta_of_functional_tensor.patch(property(lambda tensor: unwrap(tensor.elem).is_meta))
     yield tensors.make_wrapper_subclass.patch(staticmethod(make_wrapper))
     yield tensors.make_subclass.patch(staticmethod(make_subclass))
-    yield dynamo.new_fake_tensor.patch(staticmethod(relabelled))
+    yield dynamo.new_fake_tensor.patch(staticmethod(make_fake_tensor))
     yield dynamo.describe_tensor.patch(describe_tensor)
     yield dynamo.is_meta_of_fake_tensor.patch(property(lambda fake: fake.device.type == "meta"))
     yield dynamo.init_gpu_context.patch(lambda *device: None)
@@ -86,8 +86,9 @@ def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     yield dynamo.ensure_cuda_device_guard_set.patch(lambda: None)
 
 
-def _naming_gpu(dispatch: Callable[..., Any], machine: DeviceState) -> Callable[..., Any]:
-    """C++ asks for new tensors on the device of a traced one, which it believes on meta: that is the GPU."""
+def _replace_meta_device(dispatch: Callable[..., Any], machine: DeviceState) -> Callable[..., Any]:
+    """Return `dispatch` with meta devices replaced by the GPU: C++ makes new tensors on the device of a traced tensor,
+    which is meta for C++."""
 
     def on_gpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == _META:
@@ -100,24 +101,24 @@ def _naming_gpu(dispatch: Callable[..., Any], machine: DeviceState) -> Callable[
     return on_gpu
 
 
-class _OnHost(TorchDispatchMode):
-    """Computes on the host what is asked of the GPU: constants of a few elements that passes over a graph look at."""
+class _HostConstants(TorchDispatchMode):
+    """Mode that computes small constants of a graph, which passes read, on the host in place of the GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda value: _CPU if _is_cuda(value) else value, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
+def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
     def _deduce_value(folder: Any, node: torch.fx.Node) -> Any:
-        with _OnHost():
+        with _HostConstants():
             return deduce(folder, node)
 
     return _deduce_value
 
 
 class Choices(OwnFunctionMode):
-    """Choices that C++ makes by device above all operators, made as on the GPU: autocast's casts, and kernels/'s."""
+    """Function mode with the choices that C++ makes by device above operators: autocast, and composites of kernels/."""
 
     def __init__(self, machine: DeviceState) -> None:
         super().__init__()
@@ -131,11 +132,11 @@ class Choices(OwnFunctionMode):
         return self._composites.get(func, func)(*args, **kwargs)
 
     @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
-        """Inside, functions run on traced tensors as on the GPU's."""
+    def activate(self) -> Iterator[None]:
+        """Context manager: functions on traced tensors run as on tensors of the GPU."""
         with PatchSet() as patches:
             patches.set_all(python_functions.python_function_patches())
-            patches.set(torch.Tensor, "to", _staying(torch.Tensor.to))
+            patches.set(torch.Tensor, "to", _keep_on_host(torch.Tensor.to))
             try:
                 with self:
                     yield
@@ -147,12 +148,12 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
-def _staying(to: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.to` by which a number that is known while a graph is traced stays where it can be read."""
+def _keep_on_host(to: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Tensor.to` that leaves CPU tensors of known numbers on the host while a graph is traced."""
 
-    def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def move_unless_known(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) is torch.Tensor and tensor.is_cpu and any(map(_is_cuda, (*args, *kwargs.values()))):
             return tensor
         return to(tensor, *args, **kwargs)
 
-    return stay
+    return move_unless_known

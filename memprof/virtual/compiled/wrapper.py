@@ -1,4 +1,4 @@
-"""Inductor's wrapper as it runs here: its buffers are virtual, its kernels are passed over."""
+"""Inductor's generated wrapper on the virtual GPU: buffers are virtual tensors, kernels are not launched."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from memprof.virtual.device_state import DeviceState
 
 _META = torch.device("meta")
 _SIGNATURE = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
-_ALIGNMENT = 16  # bytes that generated kernels take an input to be aligned to (torch/_inductor/utils.py)
-_READ_AND_WRITTEN = "in_out_ptr"
-_WRITTEN = ("out_ptr", _READ_AND_WRITTEN)
+_ALIGNMENT = 16  # alignment in bytes that generated kernels require of inputs (torch/_inductor/utils.py)
+_UPDATED_PREFIX = "in_out_ptr"
+_WRITTEN_PREFIXES = ("out_ptr", _UPDATED_PREFIX)
 
 
 class SkippedKernel:
-    """A kernel that Inductor generated: what it writes is unknown from then on.
+    """Stub of a kernel that Inductor generated; the values of written tensors become unknown.
 
     Args:
-        source: its Python.
-        written: told of each tensor that a launch writes.
-        counted: told of what a launch moves: each tensor once, twice if it is read and written.
+        source: Python source of the kernel.
+        on_write: called with each tensor that a launch writes.
+        on_launch: called with the tensors that a launch reads or writes; a tensor that is both is listed twice.
     """
 
     def __init__(
-        self, source: str, written: Callable[[torch.Tensor], None], counted: Callable[[list[torch.Tensor]], None]
+        self, source: str, on_write: Callable[[torch.Tensor], None], on_launch: Callable[[list[torch.Tensor]], None]
     ) -> None:
         found = _SIGNATURE.search(source)
         names = [name.split(":")[0].strip() for name in found[1].split(",")] if found else []
-        self._outputs = [at for at, name in enumerate(names) if name.startswith(_WRITTEN)]
-        self._updated = [at for at, name in enumerate(names) if name.startswith(_READ_AND_WRITTEN)]
-        self._written = written
-        self._counted = counted
+        self._outputs = [at for at, name in enumerate(names) if name.startswith(_WRITTEN_PREFIXES)]
+        self._updated = [at for at, name in enumerate(names) if name.startswith(_UPDATED_PREFIX)]
+        self._on_write = on_write
+        self._on_launch = on_launch
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Run it as the wrapper calls it."""
+        """Handle a launch of the kernel by the wrapper."""
         tensors = {at: value for at, value in enumerate(args) if isinstance(value, torch.Tensor)}
-        with torch.DisableTorchFunction():  # what asks for sizes is not the program
+        with torch.DisableTorchFunction():  # reads of sizes are not the program's
             for at in self._outputs:
                 if at in tensors:
-                    self._written(tensors[at])
-            self._counted([*tensors.values(), *(tensors[at] for at in self._updated if at in tensors)])
+                    self._on_write(tensors[at])
+            self._on_launch([*tensors.values(), *(tensors[at] for at in self._updated if at in tensors)])
 
 
-def patches(machine: DeviceState, origins: Origins, made: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) of what a generated wrapper takes from torch."""
+def patches(machine: DeviceState, origins: Origins, on_kernel: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, replacement) of the functions of torch that a generated wrapper calls."""
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         with torch.DisableTorchFunction(), dispatch.DisableTorchDispatch():
-            made = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+            buffer = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
-            op, place = origins.place(frame, machine.recorder.attribution.place(frame))
-            machine.record([made], op, place, machine.gpus.named())
-        return made
+            op, place = origins.find_place(frame, machine.recorder.attribution.place(frame))
+            machine.record([buffer], op, place, machine.gpus.named())
+        return buffer
 
     def copy_if_misaligned(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -67,41 +67,41 @@ def patches(machine: DeviceState, origins: Origins, made: Callable[[str], None])
             is_aligned = tensor.storage_offset() * tensor.element_size() % _ALIGNMENT == 0
         return tensor if is_aligned else inductor.clone_preserve_strides(tensor)
 
-    def written(tensor: torch.Tensor) -> None:
+    def forget_values(tensor: torch.Tensor) -> None:
         machine.values.store.drop(tensor.untyped_storage()._cdata)
 
-    def triton(compiler: Any, name: str, source: str, device_str: str = "cuda") -> SkippedKernel:
-        made(source)
-        return SkippedKernel(source, written, lambda tensors: machine.meter.kernel(UNKNOWN, tensors))
+    def make_kernel(compiler: Any, name: str, source: str, device_str: str = "cuda") -> SkippedKernel:
+        on_kernel(source)
+        return SkippedKernel(source, forget_values, lambda tensors: machine.meter.kernel(UNKNOWN, tensors))
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def reject_host_code(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("part of it runs on the CPU")
 
     for name in (inductor.codegen_node, inductor.codegen_template):
-        yield name.patch(refuse)
+        yield name.patch(reject_host_code)
     yield inductor.empty_strided_cuda.patch(empty_strided)
     if inductor.copy_if_misaligned.exists():
         yield inductor.copy_if_misaligned.patch(copy_if_misaligned)
-    yield inductor.compile_triton.patch(triton)
+    yield inductor.compile_triton.patch(make_kernel)
     yield inductor.wait.patch(lambda compiler, scope: None)
 
 
 def add_rules(mode: type) -> None:
-    """Operators that a graph calls around others to save the state of random numbers, under the run's own mode.
+    """Register, for the run's `mode`, the operators by which a graph saves the state of the random number generator.
 
-    No number is drawn here, and the states are on the host (torch/_prims/rng_prims.py).
+    No random number is drawn, and the states are on the host (torch/_prims/rng_prims.py).
     """
 
     rules: dict[str, Callable[..., Any]] = {
-        "run_and_save_rng_state": lambda operator, *args, **given: (
+        "run_and_save_rng_state": lambda operator, *args, **options: (
             torch.cuda.get_rng_state(),
-            operator(*args, **given),
+            operator(*args, **options),
         ),
-        "run_with_rng_state": lambda state, operator, *args, **given: operator(*args, **given),
-        "graphsafe_run_with_rng_state": lambda operator, *args, rng_state=None, **given: operator(*args, **given),
+        "run_with_rng_state": lambda state, operator, *args, **options: operator(*args, **options),
+        "graphsafe_run_with_rng_state": lambda operator, *args, rng_state=None, **options: operator(*args, **options),
     }
 
-    def under_mode(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
         def run(active: Any, *args: Any, **kwargs: Any) -> Any:
             with active:
                 return rule(*args, **kwargs)
@@ -111,4 +111,4 @@ def add_rules(mode: type) -> None:
     for name, rule in rules.items():
         operator = getattr(dynamo.rng_prims.get(), name, None)
         if operator is not None and mode not in operator.python_key_table:
-            operator.py_impl(mode)(under_mode(rule))
+            operator.py_impl(mode)(wrap_rule(rule))
