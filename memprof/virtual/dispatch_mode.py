@@ -336,7 +336,7 @@ class DispatchMode(DeviceState):
             return FILLS_ZEROS[call.func] if index == len(self.recorder.trace.storages) - 1 else None
         if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
             return None
-        return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
+        return formulas.find_in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
 
 
 def _to_virtual(tensor: torch.Tensor) -> torch.Tensor:
