@@ -1,5 +1,5 @@
 """`torch.distributed` for one rank of a program that is written for many.
 
-`joining.py` gives the program its process groups. `group.py` is such a group: what its collectives allocate on this
-rank. What the others contribute says `memprof/virtual/peers`.
+`joining.py` creates the program's process groups. `group.py` is a group: the allocations of the collectives on this
+rank. `memprof/virtual/peers` has the contributions of the other ranks.
 """

@@ -1,7 +1,7 @@
-"""A process group on the virtual GPU: rank R of N, of which every collective is done when it is called.
+"""Process group on the virtual GPU: rank R of N, whose collectives complete when they are called.
 
-It allocates on this rank what NCCL's does (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). What the others
-contribute says `alone.py`. What NCCL takes of the GPU outside the caching allocator is not known.
+Collectives allocate on this rank as NCCL's do (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). `alone.py` has the
+contributions of the other ranks. The memory of NCCL outside the caching allocator is not known.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class CompletedWork(_Work):
-    """The handle of work that is done when it is waited for. What it was given lives until then, what it made as long
-    as the handle does (`stashed_for_allocator_safety_`, `outputs_`)."""
+    """Handle of a collective, complete once waited for. Inputs live until `wait`, outputs as long as the handle
+    (`stashed_for_allocator_safety_`, `outputs_`)."""
 
-    def __init__(self, made: Any, given: Any = (), waits: Sequence[Callable[..., Any]] = ()) -> None:
+    def __init__(self, results: Any, given: Any = (), waits: Sequence[Callable[..., Any]] = ()) -> None:
         super().__init__()
-        self._made = list(made)
+        self._results = list(results)
         self._given = given
         self._waits = waits
         self._source: Any = 0
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until what others contribute is there."""
+        """Wait for the contributions of the other ranks."""
         waits, self._waits = self._waits, ()
         for wait in waits:
             self._source = wait()
@@ -52,21 +52,21 @@ class CompletedWork(_Work):
     is_success = is_completed
 
     def exception(self) -> None:
-        """Return none."""
+        """Return None: no collective fails."""
 
     def result(self) -> Any:
-        return self._made
+        return self._results
 
     def get_future(self) -> Any:
-        """Return the result as a future: what is to be called with it is called at once."""
+        """Return the result as a completed future, whose callbacks run at once."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._made)
+        future.set_result(self._results)
         return future
 
 
 class RankGroup(_ProcessGroup):
-    """A rank of several: a method for each that torch calls of a process group."""
+    """Process group of one rank, with the methods that torch calls."""
 
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
@@ -78,29 +78,29 @@ class RankGroup(_ProcessGroup):
         self._backend = backend
         self._others = context.others
         self._on_gpu = context.is_on_gpu
-        self._sent = context.tracker.meter.sent
+        self._meter_sent = context.tracker.meter.sent
         self._owners = context.recorder.owners
-        self._stream: Any = None  # NCCL's own, for what is sent to one rank
+        self._stream: Any = None  # NCCL's stream for sends and receives
         self._calls = 0
-        # What is to be waited for at the end of a group of calls (`_coalescing_manager`).
+        # Waits to run at the end of a group of calls (`_coalescing_manager`).
         self._coalesced: list[Callable[..., Any]] | None = None
 
-    # -- what it says of itself -------------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------------------------
 
     def size(self) -> int:
         return self._size
 
     @property
     def group_name(self) -> str:
-        """Return the name by which operators of torch find it."""
+        """Return the name by which torch's operators look up the group."""
         return str(distributed.world.get().pg_names[self])
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Return those that it has a backend for: objects are sent from the host if it is one, else from the GPU."""
-        of_backend = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"], "mpi": ["cpu", "cuda"]}
+        """Return the devices with a backend; torch sends objects from the host if possible, else from the GPU."""
+        devices_by_backend = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"], "mpi": ["cpu", "cuda"]}
         named = [part.partition(":")[0] for part in self._backend.split(",") if ":" in part]
-        return [torch.device(kind) for kind in named or of_backend.get(self._backend, ["cpu", "cuda"])]
+        return [torch.device(kind) for kind in named or devices_by_backend.get(self._backend, ["cpu", "cuda"])]
 
     @property
     def _has_nccl(self) -> bool:
@@ -130,123 +130,124 @@ class RankGroup(_ProcessGroup):
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        self._note_sent("allreduce", tensors, 2 * self._share_of_others)
+        self._note_sent("allreduce", tensors, 2 * self._remote_share)
         self._owners.mark_reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
-        return self._done(tensors, waits=waits)
+        return self._complete(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         self._note_sent("reduce", tensors, 1)
         self._owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
         waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
-        return self._done(tensors, waits=waits)
+        return self._complete(tensors, waits=waits)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
         self._note_sent("broadcast", tensors, 1)
         root = 0 if opts is None else opts.rootRank
-        return self._done(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
+        return self._complete(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
 
     def barrier(self, opts: Any = None) -> Any:
-        """NCCL's reduces a number on the GPU."""
-        made = [torch.zeros(1, device="cuda")] if self._has_nccl else []
-        return self._done(made, waits=[self._others.barrier(self.place)])
+        """Wait for all ranks; NCCL's barrier reduces a number on the GPU."""
+        results = [torch.zeros(1, device="cuda")] if self._has_nccl else []
+        return self._complete(results, waits=[self._others.barrier(self.place)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self._done([], waits=[self._others.barrier(self.place)]).wait()
+        self._complete([], waits=[self._others.barrier(self.place)]).wait()
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """NCCL gathers tensors of one size into one, and copies the parts out of it."""
-        self._note_sent("allgather", [part for parts in outputs for part in parts], self._share_of_others)
-        made: list[Any] = []
+        """Gather a tensor of each rank; NCCL gathers tensors of one size into one buffer, and copies the parts."""
+        self._note_sent("allgather", [part for parts in outputs for part in parts], self._remote_share)
+        buffers: list[Any] = []
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
-            made.append(self._flat(parts, tensor))
+            buffers.append(self._make_flat_buffer(parts, tensor))
             self._owners.mark_gathered(parts, [tensor])
             waits.append(self._others.all_gather(Parts(parts), tensor, self.place))
-        return self._done(made if made[0] is not None else outputs, inputs, waits)
+        return self._complete(buffers if buffers[0] is not None else outputs, inputs, waits)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
-        """NCCL scatters tensors of one size from one, into which they are copied."""
-        self._note_sent("reduce_scatter", [part for parts in inputs for part in parts], self._share_of_others)
+        """Reduce and scatter; NCCL copies tensors of one size into one buffer first."""
+        self._note_sent("reduce_scatter", [part for parts in inputs for part in parts], self._remote_share)
         flat, waits = [], []
         for tensor, parts in zip(outputs, inputs, strict=True):
-            flat.append(self._flat(parts, tensor))
+            flat.append(self._make_flat_buffer(parts, tensor))
             waits.append(self._others.reduce_scatter(tensor, Parts(parts), _reduction(opts), self.place))
-        return self._done(outputs, (flat, inputs), waits)
+        return self._complete(outputs, (flat, inputs), waits)
 
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Gather to one rank: the others give no lists."""
+        """Gather to one rank; the other ranks pass no output lists."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(outputs[0]) if outputs else None
-        return self._done(outputs, inputs, [self._others.gather(parts, inputs[0], root, self.place)])
+        return self._complete(outputs, inputs, [self._others.gather(parts, inputs[0], root, self.place)])
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
-        """Scatter from one rank: the others give no lists."""
+        """Scatter from one rank; the other ranks pass no input lists."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(inputs[0]) if inputs else None
-        return self._done(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
+        return self._complete(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        self._note_sent("alltoall", inputs, self._share_of_others)
-        return self._done(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
+        self._note_sent("alltoall", inputs, self._remote_share)
+        return self._complete(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
 
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
-        """Exchange the parts of one tensor, which lie one after the other along its first dimension."""
-        self._note_sent("alltoall", [tensor], self._share_of_others)
+        """Exchange the parts of one tensor, split along the first dimension."""
+        self._note_sent("alltoall", [tensor], self._remote_share)
         takes, gives = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
-        return self._done([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
+        return self._complete([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        self._note_sent("allgather", [output], self._share_of_others)
+        self._note_sent("allgather", [output], self._remote_share)
         self._owners.mark_gathered([output], [tensor])
-        parts = _pieces(output, self._size)
-        return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
+        parts = _split_evenly(output, self._size)
+        return self._complete([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
-        self._note_sent("reduce_scatter", [tensor], self._share_of_others)
+        self._note_sent("reduce_scatter", [tensor], self._remote_share)
         self._owners.mark_reduced([tensor])
-        parts = _pieces(tensor, self._size)
+        parts = _split_evenly(tensor, self._size)
         waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
-        return self._done([output], tensor, waits)
+        return self._complete([output], tensor, waits)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        each = [self._allgather_base(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._done(outputs, inputs, [one.wait for one in each])
+        works = [self._allgather_base(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._complete(outputs, inputs, [work.wait for work in works])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        each = [self._reduce_scatter_base(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._done(outputs, inputs, [one.wait for one in each])
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs]
+        return self._complete(outputs, inputs, [work.wait for work in works])
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Gather lists of parts: of each rank, one of each tensor."""
-        self._note_sent("allgather", [part for parts in outputs for part in parts], self._share_of_others)
-        each = zip(zip(*outputs, strict=True), inputs, strict=True)
-        waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in each]
-        return self._done(outputs, inputs, waits)
+        """Gather several tensors; `outputs` has for each rank a list with a part of each tensor."""
+        self._note_sent("allgather", [part for parts in outputs for part in parts], self._remote_share)
+        pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
+        waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in pairs]
+        return self._complete(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """Send to one rank, which takes it in its time."""
+        """Send to one rank, without waiting for the receiver."""
         self._note_sent("send", tensors, 1)
         waits = [self._others.send(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
+        return self._complete(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
         return self.recv(tensors, None, tag)
 
     def recv(self, tensors: _Tensors, rank: int | None, tag: int = 0) -> Any:
         waits = [self._others.receive(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._done(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
+        return self._complete(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
 
     def _use_stream_of_nccl(self, tensors: _Tensors) -> list[Callable[[], None]]:
-        """Lend what one rank is sent to a stream of NCCL's (`pointToPoint`); collectives lend nothing from torch 2.8
-        on. Return what is to be called once the program waits."""
+        """Record `tensors` on NCCL's stream for sends and receives (`pointToPoint`), and return the functions to call
+        when the program waits. Collectives record no streams from torch 2.8 on."""
         tensors = [tensor for tensor in tensors if self._has_nccl and self._on_gpu(tensor)]
         if not tensors:
             return []
@@ -257,7 +258,7 @@ class RankGroup(_ProcessGroup):
             tensor.record_stream(stream)
         return [lambda: torch.cuda.current_stream(device).wait_stream(stream)]
 
-    # Names of these in releases of torch before and after 2.12.
+    # Names of the methods from torch 2.12 on.
     allreduce_coalesced = allreduce
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
@@ -266,28 +267,28 @@ class RankGroup(_ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _note_sent(self, name: str, tensors: _Tensors, share: float) -> None:
-        """`share` of `tensors` leaves this GPU, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth)."""
+        """Record that `share` of the bytes of `tensors` leaves the GPU, in a ring (nccl-tests, PERFORMANCE.md)."""
         for tensor in tensors:
             if self._size > 1 and self._on_gpu(tensor):
-                self._sent(f"c10d.{name}", tensor, round(tensor.numel() * tensor.element_size() * share))
+                self._meter_sent(f"c10d.{name}", tensor, round(tensor.numel() * tensor.element_size() * share))
 
     @property
-    def _share_of_others(self) -> float:
-        """Return the share of the others of what is spread evenly over the ranks."""
+    def _remote_share(self) -> float:
+        """Return the fraction of evenly distributed data that is on other ranks."""
         return (self._size - 1) / self._size
 
-    def _flat(self, parts: _Tensors, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Flatten as `newLikeFlat` does; tensors of several sizes are sent one by one instead."""
+    def _make_flat_buffer(self, parts: _Tensors, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return NCCL's buffer for all parts (`newLikeFlat`); None for tensors of several sizes, sent one by one."""
         if not self._has_nccl or not self._on_gpu(tensor) or any(part.shape != parts[0].shape for part in parts):
             return None
         return torch.empty((len(parts), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
 
-    def _done(self, made: Any, given: Any = (), waits: Sequence[Any] = ()) -> Any:
+    def _complete(self, results: Any, given: Any = (), waits: Sequence[Any] = ()) -> Any:
         self._calls += 1
-        done = CompletedWork(made, given, [wait for wait in waits if wait is not None])
+        work = CompletedWork(results, given, [wait for wait in waits if wait is not None])
         if self._coalesced is not None:
-            self._coalesced.append(done.wait)
-        return done
+            self._coalesced.append(work.wait)
+        return work
 
 
 def _reduction(opts: Any) -> str:
@@ -297,10 +298,10 @@ def _reduction(opts: Any) -> str:
     return str(getattr(reduction, "op", reduction)).rpartition(".")[2]
 
 
-def _pieces(tensor: torch.Tensor, size: int) -> Parts:
-    return Parts([tensor], size) if tensor.dim() == 1 else _Flat([tensor], size)
+def _split_evenly(tensor: torch.Tensor, size: int) -> Parts:
+    return Parts([tensor], size) if tensor.dim() == 1 else _FlatParts([tensor], size)
 
 
-class _Flat(Parts):
+class _FlatParts(Parts):
     def each(self) -> _Tensors:
         return list(self.tensors[0].reshape(len(self.sizes), -1))

@@ -1,7 +1,7 @@
-"""The joining of `torch.distributed`'s process groups by a program, and what it finds there.
+"""Creation of `torch.distributed`'s process groups without NCCL.
 
-There is no NCCL. The groups that the program asks for are those of group.py. All else is torch's
-own, so that DistributedDataParallel makes its buckets, and fully_shard its shards, where and when they do on a GPU.
+The program's groups are `RankGroup`s (group.py). Everything else is torch's code, so that DistributedDataParallel
+allocates buckets, and fully_shard shards, in the order of a run on a GPU.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import invalid_on_cuda_error
 from memprof.virtual.peers.known import GroupRank
 
-_c10d: Any = getattr(dist, "distributed_c10d", None)  # None in a build of torch without it
-_OF_HOSTS = ("gloo", "mpi")  # backends that take as many processes on a GPU as there are
+_c10d: Any = getattr(dist, "distributed_c10d", None)  # None if torch was built without torch.distributed
+_HOST_BACKENDS = ("gloo", "mpi")  # backends that allow several processes per GPU
 _REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "undefined"})
 _TIMEOUT = datetime.timedelta(minutes=10)
-_OUTSIDE = "What NCCL takes of the GPU outside the caching allocator is not known, and not counted."
+_NCCL_MEMORY = "What NCCL takes of the GPU outside the caching allocator is not known, and not counted."
 _ONE_PROCESS = "torch.distributed runs with one process: collectives change nothing."
 
 
 class ProcessGroups(Extension):
-    """`torch.distributed`, and its groups, which end with the run."""
+    """Patches of `torch.distributed`; process groups are destroyed when the run ends."""
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
-        """Return what destroys groups that the program leaves behind."""
-        return groups_end_with_the_run()
+        """Return a context manager that destroys the program's remaining groups on exit."""
+        return destroy_groups_at_end()
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace what joins groups and makes them."""
+        """Yield the replacements of the functions that initialize and create process groups."""
         self._context = context
-        self._store = stores.kind(context.channel)
-        self._found = RankFacts()  # what the program has joined as
+        self._store = stores.make_store_class(context.channel)
+        self._facts = RankFacts()  # rank and world size of the program
         if _c10d is None:
             return
-        starting = self._starting(dist.init_process_group)
-        for owner in (dist, _c10d, getattr(dist, "device_mesh", None)):  # a mesh joins where the program has not
-            for name, joining in (("init_process_group", starting), ("split_group", _split_group)):
+        init_function = self._make_init_process_group(dist.init_process_group)
+        for owner in (dist, _c10d, getattr(dist, "device_mesh", None)):  # a mesh initializes a group that is missing
+            for name, replacement in (("init_process_group", init_function), ("split_group", _split_group)):
                 if hasattr(owner, name):
-                    yield owner, name, joining
-        yield distributed.new_process_group_helper.patch(self._creating(distributed.new_process_group_helper.get()))
+                    yield owner, name, replacement
+        helper = distributed.new_process_group_helper
+        yield helper.patch(self._make_group_helper(helper.get()))
         yield distributed.store_based_barrier.patch(lambda *args, **options: None)
         for owner in (dist, _c10d):
             for name in ("TCPStore", "FileStore"):
@@ -65,12 +66,12 @@ class ProcessGroups(Extension):
                     yield owner, name, self._store
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: nccl_version(torch_release())
-        if hasattr(dist, "Logger"):  # of DistributedDataParallel: it has no timers for such tensors, and says so
+        if hasattr(dist, "Logger"):  # DistributedDataParallel has no timers for meta tensors, and would warn
             yield dist.Logger, "set_runtime_stats_and_log", lambda logger: None
         if getattr(_c10d, "default_pg_nccl_timeout", None) is None:  # a build without NCCL warns
             yield _c10d, "default_pg_nccl_timeout", _TIMEOUT
 
-    def _starting(self, original: Callable[..., Any]) -> Callable[..., None]:
+    def _make_init_process_group(self, original: Callable[..., Any]) -> Callable[..., None]:
         def init_process_group(
             backend: Any = None,
             init_method: str | None = None,
@@ -83,64 +84,64 @@ class ProcessGroups(Extension):
             **options: Any,
         ) -> None:
             size = world_size if world_size > 0 else _read_setting("world_size", init_method)
-            place = rank if rank >= 0 else _read_setting("rank", init_method)
-            if size is None or (size > 1 and place is None) or str(backend) == "fake":  # torch says what is missing
+            group_rank = rank if rank >= 0 else _read_setting("rank", init_method)
+            if size is None or (size > 1 and group_rank is None) or str(backend) == "fake":  # torch raises the error
                 self._context.note_joined(RankFacts())
                 original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
                 return
-            found = RankFacts(place or 0, size, without_nccl=str(backend) in _OF_HOSTS)
-            self._check(found, str(backend))
-            if not found.without_nccl:
-                self._context.assume(_OUTSIDE)
+            facts = RankFacts(group_rank or 0, size, without_nccl=str(backend) in _HOST_BACKENDS)
+            self._check(facts, str(backend))
+            if not facts.without_nccl:
+                self._context.assume(_NCCL_MEMORY)
             if size == 1:
                 self._context.assume(_ONE_PROCESS)
-            self._context.note_joined(found)
-            self._found = found
-            # Neither a store of the network nor what only NCCL understands (pg_options, device_id).
-            where = {} if backend == "mpi" else {"store": self._store(), "rank": found.rank, "world_size": size}
-            original(backend, timeout=timeout or _TIMEOUT, **where)
+            self._context.note_joined(facts)
+            self._facts = facts
+            # Without a network store and options for NCCL only (pg_options, device_id).
+            store_options = {} if backend == "mpi" else {"store": self._store(), "rank": facts.rank, "world_size": size}
+            original(backend, timeout=timeout or _TIMEOUT, **store_options)
 
         return init_process_group
 
-    def _check(self, found: RankFacts, backend: str) -> None:
-        if not found.rank < found.world_size:
+    def _check(self, facts: RankFacts, backend: str) -> None:
+        if not facts.rank < facts.world_size:
             raise invalid_on_cuda_error(
-                f"is rank {found.rank} of {found.world_size}, and there is none", "ranks count from 0"
+                f"is rank {facts.rank} of {facts.world_size}, and there is none", "ranks count from 0"
             )
         most_ranks = self._context.gpus.number * self._context.options.nodes
-        if found.world_size > most_ranks and backend not in _OF_HOSTS:
+        if facts.world_size > most_ranks and backend not in _HOST_BACKENDS:
             raise invalid_on_cuda_error(
-                f"joins a group of {found.world_size} processes, and there are GPUs for {most_ranks}",
-                f"memprof run --gpus {found.world_size}, or with --nodes: so many on each machine",
+                f"joins a group of {facts.world_size} processes, and there are GPUs for {most_ranks}",
+                f"memprof run --gpus {facts.world_size}, or with --nodes: so many on each machine",
             )
         channel = self._context.channel
-        if channel is not None and (found.rank, found.world_size) != (channel.rank, channel.size):
+        if channel is not None and (facts.rank, facts.world_size) != (channel.rank, channel.size):
             raise invalid_on_cuda_error(
-                f"joins as rank {found.rank} of {found.world_size}, where rank {channel.rank} of {channel.size} runs",
+                f"joins as rank {facts.rank} of {facts.world_size}, where rank {channel.rank} of {channel.size} runs",
                 "ask for as many ranks as the program has: --gpus and --nodes, or its launcher's options",
             )
 
-    def _creating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_group_helper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create(
             size: int, rank: int, ranks: Any, backend: Any, store: Any, group_name: str, *rest: Any, **more: Any
         ) -> Any:
-            asked = str(backend)
-            if not {part.rpartition(":")[2] for part in asked.split(",")} <= _REPLACED:
+            backend_name = str(backend)
+            if not {part.rpartition(":")[2] for part in backend_name.split(",")} <= _REPLACED:
                 return original(size, rank, ranks, backend, store, group_name, *rest, **more)
             more.pop("backend_options", None)
-            if self._found.without_nccl and asked not in _OF_HOSTS:
-                self._found = dataclasses.replace(self._found, without_nccl=False)
-                self._context.note_joined(self._found)
-                self._context.assume(_OUTSIDE)
-            if size < 0:  # of MPI, which would say that itself
-                size, rank, store = self._found.world_size, self._found.rank, self._store()
-            place = GroupRank(str(group_name), tuple(ranks or range(size)), rank)
-            _forget_layouts(place)
-            with _registered(lambda *given: RankGroup(place, asked, self._context)):
+            if self._facts.without_nccl and backend_name not in _HOST_BACKENDS:
+                self._facts = dataclasses.replace(self._facts, without_nccl=False)
+                self._context.note_joined(self._facts)
+                self._context.assume(_NCCL_MEMORY)
+            if size < 0:  # MPI would provide the size
+                size, rank, store = self._facts.world_size, self._facts.rank, self._store()
+            group_rank = GroupRank(str(group_name), tuple(ranks or range(size)), rank)
+            _forget_layouts(group_rank)
+            with _registered(lambda *given: RankGroup(group_rank, backend_name, self._context)):
                 group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, group_name, *rest, **more)
             if isinstance(group, RankGroup):
-                # What the program reads as its backend.
-                name = "nccl" if asked == "undefined" else asked
+                # The backend that the program reads.
+                name = "nccl" if backend_name == "undefined" else backend_name
                 distributed.world.get().pg_map[group] = (name, distributed.world.get().pg_map[group][1])
                 distributed.world.get().pg_backend_config[group] = str(_c10d.BackendConfig(_c10d.Backend(name)))
             return group, prefix
@@ -148,39 +149,39 @@ class ProcessGroups(Extension):
         return create
 
 
-# By name: the ranks of the last group of that name in this process, and whether it had this one.
+# Name of a group -> ranks of the last group of the name in this process, and whether this rank was a member.
 _GROUPS: dict[str, tuple[tuple[int, ...], bool]] = {}
 
 
 def _forget_layouts(place: GroupRank) -> None:
-    """DTensor keeps what an operator does to meshes of equal shape, with the names of their groups, for the process:
-    another rank, run after this one, is in other groups."""
-    found = place.ranks, place.rank in range(len(place.ranks))
-    if _GROUPS.get(place.name, found) != found and "torch.distributed.tensor" in sys.modules:
+    """Clear DTensor's caches of sharding propagation, which have names of groups, if the process has run another rank,
+    with other groups, before."""
+    membership = place.ranks, place.rank in range(len(place.ranks))
+    if _GROUPS.get(place.name, membership) != membership and "torch.distributed.tensor" in sys.modules:
         distributed.op_dispatcher.get().sharding_propagator.propagate_op_sharding.cache_clear()
         if distributed.clear_fast_path_sharding_prop_cache.exists():
             distributed.clear_fast_path_sharding_prop_cache()
         _GROUPS.clear()
-    _GROUPS[place.name] = found
+    _GROUPS[place.name] = membership
 
 
 def _split_group(
     parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None, *args: Any, **more: Any
 ) -> Any:
-    """New groups of parts of another, which NCCL splits a communicator for; the one in which this rank is."""
+    """Create a group for each part of a parent group, as NCCL's communicator split; return the group of this rank."""
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     parent: Any = parent_pg or dist.group.WORLD
     own = None
     for part in split_ranks:
-        made = dist.new_group([dist.get_global_rank(parent, rank) for rank in part], timeout=timeout)
-        own = made if dist.get_rank(parent) in part else own
+        group = dist.new_group([dist.get_global_rank(parent, rank) for rank in part], timeout=timeout)
+        own = group if dist.get_rank(parent) in part else own
     return own
 
 
 @contextlib.contextmanager
-def groups_end_with_the_run() -> Iterator[None]:
-    """A group that the program leaves behind belongs to no process afterwards; nor does the hook that it installs."""
+def destroy_groups_at_end() -> Iterator[None]:
+    """Context manager: on exit, destroy the groups that the program has created, and restore `sys.excepthook`."""
     hook = sys.excepthook
     before = _c10d is not None and dist.is_initialized()
     try:
@@ -192,7 +193,7 @@ def groups_end_with_the_run() -> Iterator[None]:
 
 
 def _read_setting(name: str, init_method: str | None) -> int | None:
-    """Return a number that a program does not give as an argument; None if it is not set."""
+    """Return the number `name` of the URL `init_method` or of the environment; None if it is not set."""
     query = urllib.parse.parse_qs(urllib.parse.urlparse(init_method or "").query)
     text = query.get(name, [os.environ.get(name.upper(), "")])[0]
     return int(text) if text.isdigit() else None
@@ -200,7 +201,7 @@ def _read_setting(name: str, init_method: str | None) -> int | None:
 
 @contextlib.contextmanager
 def _registered(create: Callable[..., Any]) -> Iterator[None]:
-    """Our backend, known to torch while a group is made."""
+    """Context manager: memprof's backend is registered in torch while a group is created."""
     backend = _c10d.Backend
     backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
     try:

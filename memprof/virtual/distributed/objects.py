@@ -1,7 +1,6 @@
-"""Objects that other ranks send: of one that does not run they are not known, and what the program has in their place
-stays.
+"""Objects from other ranks: objects of a rank that does not run are not known, and the program's lists are not changed.
 
-What a rank sends that runs, and what is gathered, goes through torch's own code: pickled, as bytes on the GPU.
+Objects that running ranks send, and gathered objects, go through torch's code: pickled, as bytes on the GPU.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 
 class ObjectsOfRanks(Extension):
-    """Receipt of objects from other ranks; checkpoints and optimizer states that are spread over them."""
+    """Patches for objects from other ranks, sharded checkpoints, and sharded optimizer states."""
 
     imports = (distributed.validate_global_plan.module, distributed.map_param_key_to_optim_keys.module)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace what receives an object of one other rank."""
+        """Yield replacements of the functions that receive objects of one rank."""
         if _c10d is not None:
-            yield from _of_objects(context.others)
+            yield from _patch_object_lists(context.others)
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Replace what asks the other ranks for their parts of a checkpoint, or of an optimizer's state."""
+        """Yield replacements of the functions that gather parts of a checkpoint or of an optimizer's state."""
         if module.__name__.endswith("default_planner"):
-            yield from _of_checkpoints(context.others)
+            yield from _patch_checkpoints(context.others)
         else:
-            yield from _of_optimizer_states()
+            yield from _patch_optimizer_states()
 
 
-def _of_objects(others: SingleRankBackend) -> Iterator[Patch]:
+def _patch_object_lists(others: SingleRankBackend) -> Iterator[Patch]:
     received = {
-        name: _from_one(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
+        name: _skip_unknown(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
     }
 
     receive: Any = getattr(dist, "recv_object_list", None)
 
     def recv_object_list(*args: Any, **options: Any) -> Any:
-        source, group = _sender(1, args, options)
+        source, group = _find_sender(1, args, options)
         if others.has([source] if source is not None else dist.get_process_group_ranks(group)):
             return receive(*args, **options)
         raise unsupported_error(
@@ -62,8 +61,8 @@ def _of_objects(others: SingleRankBackend) -> Iterator[Patch]:
             yield owner, "recv_object_list", recv_object_list
 
 
-def _of_checkpoints(others: SingleRankBackend) -> Iterator[Patch]:
-    """Once distributed checkpoints are imported: they are of this rank's parts, without a plan of the others'."""
+def _patch_checkpoints(others: SingleRankBackend) -> Iterator[Patch]:
+    """Yield patches by which a distributed checkpoint has the parts of this rank, without a plan of other ranks."""
     original = distributed.init_dist_wrapper.get(None)
     validate = distributed.validate_global_plan.get(None)
     if original is None or validate is None:
@@ -76,52 +75,52 @@ def _of_checkpoints(others: SingleRankBackend) -> Iterator[Patch]:
             original(wrapper, None, False, 0)
 
     yield distributed.init_dist_wrapper.patch(__init__)
-    # Parts of other ranks are missing: what it says of a plan without tensors.
+    # Parts of other ranks are missing: validate an empty plan.
 
-    def of_all(*given: Any) -> Any:
+    def validate_if_complete(*given: Any) -> Any:
         is_whole = dist.is_initialized() and others.has(range(dist.get_world_size()))
         return validate(*given) if is_whole else validate([], SimpleNamespace(state_dict_metadata={}))
 
-    yield distributed.validate_global_plan.patch(of_all)
+    yield distributed.validate_global_plan.patch(validate_if_complete)
 
 
-def _of_optimizer_states() -> Iterator[Patch]:
-    """Once states of optimizers of FSDP1 are imported: those of other ranks' parts have the names of their parameters,
-    which have no element on this one and so no state."""
+def _patch_optimizer_states() -> Iterator[Patch]:
+    """Yield a patch for optimizer states of FSDP1: parameters without an element on this rank have no state, and get
+    an empty state, so that their names are found."""
     original = distributed.map_param_key_to_optim_keys.get(None)
     if original is None:
         return
 
-    def keys(state: dict[str, Any], group: Any, parameters: dict[Any, Any], *rest: Any, **options: Any) -> Any:
-        own = state["state"]
-        theirs: dict[Any, Any] = {key: {} for key, one in parameters.items() if one.requires_grad and not one.numel()}
-        # Names are gathered, not sent by the first rank, which may be another.
-        known = original({**state, "state": {**theirs, **own}}, group, parameters, *rest[:2], merge_keys=True)
-        return known[0], {name: key for name, key in known[1].items() if key in own}
+    def map_keys(state: dict[str, Any], group: Any, parameters: dict[Any, Any], *rest: Any, **options: Any) -> Any:
+        local = state["state"]
+        remote: dict[Any, Any] = {key: {} for key, one in parameters.items() if one.requires_grad and not one.numel()}
+        # Names are gathered and not sent by the first rank, which may not run.
+        known = original({**state, "state": {**remote, **local}}, group, parameters, *rest[:2], merge_keys=True)
+        return known[0], {name: key for name, key in known[1].items() if key in local}
 
-    yield distributed.map_param_key_to_optim_keys.patch(keys)
-
-
-_NOT_KNOWN = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
+    yield distributed.map_param_key_to_optim_keys.patch(map_keys)
 
 
-def _from_one(original: Callable[..., Any], others: SingleRankBackend) -> Callable[..., Any]:
-    at = 2 if original.__name__ == "scatter_object_list" else 1
+_UNKNOWN_OBJECTS = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
+
+
+def _skip_unknown(original: Callable[..., Any], others: SingleRankBackend) -> Callable[..., Any]:
+    position = 2 if original.__name__ == "scatter_object_list" else 1
 
     def send(*args: Any, **options: Any) -> Any:
-        source, group = _sender(at, args, options)
+        source, group = _find_sender(position, args, options)
         if dist.get_rank() == (source or 0) or dist.get_rank(group) < 0 or others.has([source or 0]):
             return original(*args, **options)
-        others.say("objects", _NOT_KNOWN)
+        others.say("objects", _UNKNOWN_OBJECTS)
         return None
 
     return send
 
 
-def _sender(at: int, args: Any, options: Any) -> tuple[int | None, Any]:
-    """Return the rank that sends, and the group, which follows it at this place of the arguments."""
-    source = args[at] if len(args) > at else options.get("src")
-    group = args[at + 1] if len(args) > at + 1 else options.get("group")
+def _find_sender(position: int, args: Any, options: Any) -> tuple[int | None, Any]:
+    """Return the sending rank (argument `position`), and the group (the next argument)."""
+    source = args[position] if len(args) > position else options.get("src")
+    group = args[position + 1] if len(args) > position + 1 else options.get("group")
     if options.get("group_src") is not None:
         source = _c10d.get_global_rank(group or dist.group.WORLD, options["group_src"])
     return source, group

@@ -1,4 +1,4 @@
-"""torch.distributed.rpc: calls from process to process; one that runs alone would wait for the others for ever."""
+"""Rejection of torch.distributed.rpc, where a rank that runs alone would wait for other processes forever."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memprof.virtual.limits import unsupported_error
 
 
 class Rpc(Extension):
-    """`torch.distributed.rpc`, once it is imported."""
+    """Patch of `torch.distributed.rpc`, once the module is imported."""
 
     imports = ("torch.distributed.rpc",)
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Replace what joins a group that is larger than this process."""
+        """Yield a replacement of `init_rpc` that raises for more than one process."""
         original = getattr(module, "init_rpc", None)  # not in every build
         if original is None:
             return

@@ -1,4 +1,4 @@
-"""Stores of keys that processes share: alone there are the keys of this one, together those of all that run."""
+"""Key-value stores of torch.distributed: local to a rank that runs alone, shared by ranks that run together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HashStore: Any = distributed.HashStore.get(None)
 _Store: Any = getattr(dist, "Store", object)
 
 
-def kind(channel: Channel | None) -> Any:
-    """Return the class that stands for TCPStore and FileStore."""
+def make_store_class(channel: Channel | None) -> Any:
+    """Return the class that replaces TCPStore and FileStore."""
     if channel is None:
-        return _Own
+        return _LocalStore
 
-    class SharedStore(_Shared):
+    class SharedStore(_ChannelStore):
         def __init__(self, host_or_file: Any = "", port: Any = 0, *args: Any, **options: Any) -> None:
             of = options.get("host_name", options.get("file_name", host_or_file))
             assert channel is not None
@@ -28,8 +28,8 @@ def kind(channel: Channel | None) -> Any:
     return SharedStore
 
 
-class _Own(_HashStore or object):  # type: ignore[misc]
-    """A store of this rank alone: what other processes would put there is absent."""
+class _LocalStore(_HashStore or object):  # type: ignore[misc]
+    """Store of a rank that runs alone, without the keys of other processes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
@@ -45,39 +45,39 @@ class _Own(_HashStore or object):  # type: ignore[misc]
             )
 
 
-class _Shared(_Store):  # type: ignore[misc]
-    """A store that all running ranks share. C++ calls these too, some by names of its own."""
+class _ChannelStore(_Store):  # type: ignore[misc]
+    """Store that all running ranks share. C++ also calls the methods, some by C++ names."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         super().__init__()
         self._channel, self._name = channel, name
 
-    def _ask(self, operation: str, key: str, *more: Any) -> Any:
+    def _call(self, operation: str, key: str, *more: Any) -> Any:
         return self._channel.store(operation, f"{self._name}/{key}", *more)
 
     def set(self, key: str, value: Any) -> None:
-        self._ask("set", key, _bytes(value))
+        self._call("set", key, _to_bytes(value))
 
     def get(self, key: str) -> Any:
-        return self._ask("get", key)
+        return self._call("get", key)
 
     def add(self, key: str, amount: int) -> Any:
-        """Add to a number, and return the sum."""
-        return self._ask("add", key, amount)
+        """Add `amount` to the number of `key`, and return the sum."""
+        return self._call("add", key, amount)
 
     def append(self, key: str, value: Any) -> None:
-        self._ask("append", key, _bytes(value))
+        self._call("append", key, _to_bytes(value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        """Put there if `expected` is there; what is there then."""
-        return self._ask("compare_set", key, _bytes(expected), _bytes(desired))
+        """Set `key` to `desired` if the value is `expected`; return the value afterwards."""
+        return self._call("compare_set", key, _to_bytes(expected), _to_bytes(desired))
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._ask("check", key) for key in keys)
+        return all(self._call("check", key) for key in keys)
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
         for key in keys:
-            self._ask("get", key)
+            self._call("get", key)
 
     def multi_get(self, keys: list[str]) -> list[Any]:
         return [self.get(key) for key in keys]
@@ -87,16 +87,16 @@ class _Shared(_Store):  # type: ignore[misc]
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", key))
+        return bool(self._call("delete", key))
 
     def num_keys(self) -> int:
-        return int(self._ask("count", ""))
+        return int(self._call("count", ""))
 
     def has_extended_api(self) -> bool:
         return True
 
     def set_timeout(self, timeout: Any) -> None:
-        """Do nothing: nobody waits for what cannot come."""
+        """Do nothing: the store has no timeouts."""
 
     def clone(self) -> Any:
         return self
@@ -104,5 +104,5 @@ class _Shared(_Store):  # type: ignore[misc]
     deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api  # noqa: N815
 
 
-def _bytes(value: Any) -> bytes:
+def _to_bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)

@@ -142,7 +142,7 @@ def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callab
         if not is_exact:
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
         first_storage = len(tracker.recorder.trace.storages)
-        with joining.groups_end_with_the_run():
+        with joining.destroy_groups_at_end():
             fn(context.options.rank % nprocs, *args)
         # The next rank is a process of its own.
         gc.collect()

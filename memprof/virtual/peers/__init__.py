@@ -1,1 +1,1 @@
-"""Contributions of a program's other ranks: `alone.py` where none of them runs, `together.py` where some do."""
+"""Contributions of a program's other ranks: `alone.py` if this rank runs alone, `together.py` if others run too."""

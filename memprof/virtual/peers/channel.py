@@ -1,7 +1,7 @@
-"""A rank's end of the line to the process in which the ranks meet (script/exchange.py).
+"""Channel of a rank to the process that matches the calls of all ranks (script/exchange.py).
 
-One line carries all: what a rank contributes to a collective, what it sends another, what it puts into a store, and
-whether it has shown enough. No port is opened and no file is made.
+One pipe carries contributions to collectives, messages to other ranks, operations on stores, and whether a rank has run
+enough steps. No port is opened and no file is created.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from typing import Any, NamedTuple, NoReturn
 
 from memprof.virtual.limits import program_line, unsupported_error
 
-Payload = Any  # what is known of the tensors that a rank gives, in plain Python
+Payload = Any  # known values of tensors in a message, as plain Python
 
 
 class CollectiveCall(NamedTuple):
-    """A call of a collective by a rank: two that do not agree in `key` meet in an error."""
+    """Call of a collective by a rank; calls of one collective with different `key` are an error."""
 
     group: str
     ranks: tuple[int, ...]  # of the program, in the group's order
-    number: int  # how many calls of this group there were before on this rank
+    number: int  # number of earlier calls of the group on this rank
     name: str  # all_reduce, and so on
-    detail: str  # the reduction, or the rank that it is from or to
+    detail: str  # the reduction, or the source or destination rank
     dtype: str
     gives: tuple[int, ...]  # elements to each rank of the group
     takes: tuple[int, ...]  # elements from each
-    text: str  # all of this as one says it
+    text: str  # the call in words
     line: str  # of the program: `file:line function`
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return what is the same on all ranks."""
+        """Return the properties that have to be equal on all ranks."""
         return self.name, self.detail, self.dtype
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], int]:
-        """Return what calls that meet have in common."""
+        """Return the identity of the collective, which the calls of all its ranks share."""
         return self.group, self.ranks, self.number
 
 
 class Channel:
-    """The line of one rank."""
+    """Channel of one rank to the parent process."""
 
     def __init__(self, connection: Connection, rank: int, ranks: Sequence[int], size: int) -> None:
         self._connection = connection
         self.rank, self.ranks, self.size = rank, tuple(ranks), size
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self.stop: Callable[[str], NoReturn] = _no_more  # called where this rank is told to end: with why
-        self.told: str | None = None  # why, once it was told
+        self.stop: Callable[[str], NoReturn] = _no_more  # called with the reason when the parent ends this rank
+        self.told: str | None = None  # reason, once the parent has ended this rank
 
     def tell(self, *message: Any) -> None:
-        """Tell it to the parent, which does not answer."""
+        """Send `message` to the parent process, without an answer."""
         if os.getpid() != self._process:
             raise unsupported_error(
                 "talks to other ranks from a process of its own (os.fork)", "have the rank itself do that"
@@ -63,11 +63,11 @@ class Channel:
             raise unsupported_error("talks to other ranks from a thread of its own", "have the main thread do that")
         try:
             self._connection.send_bytes(pickle.dumps(message))
-        except OSError:  # there is nobody left who would want to know
+        except OSError:  # the parent process has ended
             os._exit(1)
 
     def ask(self, *message: Any) -> Any:
-        """Return the answer, which may take as long as other ranks do."""
+        """Send `message` to the parent process and return the answer, which may wait for other ranks."""
         self.tell(*message)
         try:
             told, answer = pickle.loads(self._connection.recv_bytes())
@@ -79,11 +79,11 @@ class Channel:
         return answer
 
     def store(self, name: str, *arguments: Any) -> Any:
-        """Run an operation on the store that all share."""
+        """Run an operation on the store that all ranks share."""
         return self.ask("store", name, arguments, program_line())
 
     def agrees(self, enough: bool) -> bool:
-        """Return whether all ranks have shown enough, as this one has or has not, after a step of its own."""
+        """Return whether all ranks have run enough steps; `enough` says so of this rank, after a step."""
         return bool(self.ask("step", enough))
 
 

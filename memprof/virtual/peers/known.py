@@ -1,6 +1,6 @@
-"""Known values of the tensors that ranks give each other, read and written behind the program's back.
+"""Known values of the tensors in collectives, read and written without an operator of the program.
 
-No operator of the program runs for it, and autograd does not see it, as with what NCCL writes.
+Autograd does not see the writes, as it does not see NCCL's.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from memprof.virtual.values.budget import is_cheap_to_compute
 
 
 class GroupRank(NamedTuple):
-    """The place of this rank in a group."""
+    """Rank of this process in a group."""
 
     name: str
     ranks: tuple[int, ...]  # of the program, in the group's order
-    rank: int  # this one's number in the group
+    rank: int  # rank of this process in the group
 
     @property
     def size(self) -> int:
-        """Return the number of ranks in it."""
+        """Return the number of ranks in the group."""
         return len(self.ranks)
 
 
 class Parts:
-    """The tensors that a rank gives each rank of a group, or takes: one each, or pieces of one, not cut
-    before somebody looks at them.
+    """Tensors that a rank sends to, or receives from, each rank of a group: a list, or one tensor that is split when
+    the parts are read.
 
     Args:
-        tensors: one for each rank; or, with `pieces`, one alone.
-        pieces: so many, along the first dimension.
-        splits: lengths of these, if they are not alike.
+        tensors: one tensor for each rank; or, with `pieces`, a single tensor.
+        pieces: number of parts of the single tensor along the first dimension.
+        splits: lengths of the parts, if they differ.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], pieces: int = 0, splits: Sequence[int] = ()) -> None:
@@ -55,24 +55,24 @@ class Parts:
         return tuple(whole // rows * length for length in self._splits)
 
     def each(self) -> Sequence[torch.Tensor]:
-        """Return the parts."""
+        """Return the tensor of each rank."""
         if not self._pieces:
             return self.tensors
         return self.tensors[0].split(list(self._splits)) if self._splits else self.tensors[0].chunk(self._pieces)
 
 
 class Known:
-    """Access to what is known of them."""
+    """Access to the known values of tensors in collectives."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Return whether something is known of what `tensor` holds."""
+        """Return whether values of `tensor` are known."""
         return not has_no_data(tensor) or self._values.store.knows(tensor.untyped_storage()._cdata)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return what it holds, in memory that is not to be written to; None if unknown, or too much to tell."""
+        """Return the values of `tensor`, read-only; None if they are not known, or too large to send."""
         if not self.knows(tensor):
             return None
         with torch.DisableTorchFunction(), disable_current_modes():
@@ -82,7 +82,7 @@ class Known:
         return None
 
     def write(self, function: Any, target: torch.Tensor, *arguments: Any) -> None:
-        """Run an operator in place on what `target` holds."""
+        """Run the in-place operator `function` on the values of `target`."""
         with torch.no_grad(), torch.DisableTorchFunction(), disable_current_modes():
             if target.is_meta:
                 self._values.write(function, (target, *arguments), {}, target)
@@ -90,8 +90,8 @@ class Known:
                 function(target.data, *arguments)
 
     def put(self, target: torch.Tensor, held: torch.Tensor | None) -> None:
-        """Have `target` hold what `held` does, spread over its shape. None: that is not known, and a tensor that really
-        is on the host stays as it is."""
+        """Set the values of `target` to `held`, in the shape of `target`. None: the values are not known, and a real
+        tensor on the host is not changed."""
         if held is None:
             self.drop(target)
         else:
@@ -100,12 +100,12 @@ class Known:
             self.write(torch.ops.aten.copy_.default, target, held)
 
     def drop(self, target: torch.Tensor) -> None:
-        """Forget what `target` holds."""
+        """Forget the values of `target`."""
         if has_no_data(target):
             self._values.store.drop(target.untyped_storage()._cdata)
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Return what the tensor is, not what the program is told of it."""
+    """Return whether `tensor` is a meta tensor, whatever device the program sees."""
     with torch.DisableTorchFunction():
         return tensor.is_meta
