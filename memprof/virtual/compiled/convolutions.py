@@ -31,8 +31,7 @@ def _make_select(gpu: DeviceProperties, original: Callable[..., Any]) -> Callabl
     backends = dynamo.ConvBackend.get()
 
     def select_backend(*args: Any, **named: Any) -> Any:
-        # Releases of torch pass different arguments by keyword.
-        arguments = dict(zip(("input", "weight"), args, strict=False)) | named
+        arguments = dict(zip(("input", "weight"), args, strict=False)) | named  # releases differ in keywords
         data, weight = arguments["input"], arguments["weight"]
         if data.device.type != "cuda":
             return original(*args, **named)
@@ -40,8 +39,8 @@ def _make_select(gpu: DeviceProperties, original: Callable[..., Any]) -> Callabl
         is_too_big = is_transposed and padding_too_big(arguments["stride"], arguments["output_padding"])
         if not uses_cudnn(gpu, data, weight, is_too_big):
             return backends.Slow2d
-        groups = arguments["groups"]
-        if is_depthwise(data, weight, is_transposed, groups) and _layout(data, weight) is torch.contiguous_format:
+        depthwise = is_depthwise(data, weight, is_transposed, arguments["groups"])
+        if depthwise and _layout(data, weight) is torch.contiguous_format:
             return backends.CudaDepthwise2d
         return backends.CudnnTranspose if is_transposed else backends.Cudnn
 

@@ -36,8 +36,7 @@ def patches(report: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[
     """Yield the patch (owner, name, replacement) of the partitioner.
 
     Args:
-        report: called for each graph that saves more than eager code, with the results, largest first, and the bytes
-            beyond those of eager code.
+        report: called for each graph that saves more than eager code, with the results, largest first, and the excess.
     """
     partition = inductor.min_cut_rematerialization_partition.get()
 

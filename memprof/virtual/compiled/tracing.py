@@ -87,8 +87,7 @@ def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _replace_meta_device(dispatch: Callable[..., Any], machine: DeviceState) -> Callable[..., Any]:
-    """Return `dispatch` with meta devices replaced by the GPU: C++ makes new tensors on the device of a traced tensor,
-    which is meta for C++."""
+    """Return `dispatch` with meta devices replaced by the GPU: C++ reads meta as the device of traced tensors."""
 
     def on_gpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == _META:

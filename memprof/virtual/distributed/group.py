@@ -221,8 +221,7 @@ class RankGroup(_ProcessGroup):
         return self._complete(outputs, inputs, [work.wait for work in works])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs]
+        works = [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return self._complete(outputs, inputs, [work.wait for work in works])
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:

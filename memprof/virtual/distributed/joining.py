@@ -57,8 +57,7 @@ class ProcessGroups(Extension):
             for name, replacement in (("init_process_group", init_function), ("split_group", _split_group)):
                 if hasattr(owner, name):
                     yield owner, name, replacement
-        helper = distributed.new_process_group_helper
-        yield helper.patch(self._make_group_helper(helper.get()))
+        yield distributed.new_process_group_helper.patch(self._make_helper(distributed.new_process_group_helper.get()))
         yield distributed.store_based_barrier.patch(lambda *args, **options: None)
         for owner in (dist, _c10d):
             for name in ("TCPStore", "FileStore"):
@@ -121,7 +120,7 @@ class ProcessGroups(Extension):
                 "ask for as many ranks as the program has: --gpus and --nodes, or its launcher's options",
             )
 
-    def _make_group_helper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_helper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create(
             size: int, rank: int, ranks: Any, backend: Any, store: Any, group_name: str, *rest: Any, **more: Any
         ) -> Any:

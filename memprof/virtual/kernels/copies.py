@@ -38,8 +38,7 @@ def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
 
 @functools.lru_cache(maxsize=4096)
 def _is_channels_last(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Return whether strides are channels-last; False for one channel or position (c10/core/MemoryFormat.h,
-    is_channels_last_strides)."""
+    """Return whether strides are channels-last, not ambiguous (c10/core/MemoryFormat.h, is_channels_last_strides)."""
     if not stride[1]:
         return False
     min_stride = 0

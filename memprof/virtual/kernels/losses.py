@@ -120,8 +120,7 @@ def ctc_loss_with_lengths(
 
 @kernel(aten._ctc_loss, on_host=True)
 def ctc_loss(launch: KernelContext) -> Any:
-    """Make the loss of each sample, and alpha, the alignments' log probabilities (native/cuda/LossCTC.cu,
-    ctc_loss_gpu_template)."""
+    """Make each sample's loss, and alignments' log probabilities (native/cuda/LossCTC.cu, ctc_loss_gpu_template)."""
     log_probs, targets, _, target_lengths = launch.args[:4]
     if not log_probs.is_meta:
         return NotImplemented
@@ -171,8 +170,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Run cross entropy under autocast: the log-softmax keeps its dtype, and later operators are cast to float32
-    (native/LossNLL.cpp)."""
+    """Run cross entropy under autocast: only operators after the log-softmax are in float32 (native/LossNLL.cpp)."""
     if not _is_autocast_to_float32(machine, input):
         return NotImplemented
     classes = 1 if input.dim() > 1 else 0

@@ -292,8 +292,7 @@ def _compute_staging_buffers(data: torch.Tensor, per_channel: int) -> list[int]:
 
 
 def _uses_channels_last_kernels(data: torch.Tensor) -> bool:
-    """Return whether torch runs its channels-last kernels (batch_norm_choose_impl): for dense channels-last inputs, and
-    inputs without dimensions after the channels."""
+    """Return whether inputs are channels-last, or have no dimension after the channels (batch_norm_choose_impl)."""
     if data.is_contiguous():
         return data.stride(1) == 1
     return data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last)

@@ -76,8 +76,7 @@ _MIN_CHANNELS_LAST = 4
 
 
 def _copy_image(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a contiguous result, if the result (size: argument `size_at`) is not contiguous, and of a
-    copy of the source."""
+    """Return the bytes of a contiguous result, if the result is not contiguous, and of a copy of the source."""
     source, result = args[0], (*args[0].shape[:2], *args[size_at][-2:])
     if tuple(source.shape) == result or not source.numel():
         return []

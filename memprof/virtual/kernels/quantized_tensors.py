@@ -306,8 +306,8 @@ def add(launch: KernelContext) -> Any:
     data, _, scale, zero_point = launch.args
     floats = 4 * data.numel()
     with launch.scratch(floats):
-        parameters = {"scale": scale, "zero_point": zero_point}
-        result = _make_quantized(launch, data.shape, torch.qint8, torch.contiguous_format, **parameters)
+        quantizer = {"scale": scale, "zero_point": zero_point}
+        result = _make_quantized(launch, data.shape, torch.qint8, torch.contiguous_format, **quantizer)
         launch.transients(floats, floats)
     return result
 

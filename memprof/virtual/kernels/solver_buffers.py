@@ -23,8 +23,7 @@ def of_potrf(rows: int) -> int:
 
 
 def of_getrf(rows: int) -> int:
-    """Return the bytes for LU factors. Exact for all 12 recorded sizes up to 1024 rows, of every dtype; 34 KiB too few
-    for 2048 and 3000 rows."""
+    """Return the bytes for LU factors. Exact for all 12 sizes up to 1024 rows; 34 KiB too few for 2048 and 3000."""
     return 256 + round_up(8 * rows, 256) + 8 * min(512, max(32, 1 << (rows - 1).bit_length()))
 
 
@@ -39,16 +38,14 @@ def of_geqrf(columns: int, item_bytes: int) -> int:
 
 
 def of_orgqr(rows: int, columns: int, reflectors: int, item_bytes: int) -> int:
-    """Return the bytes for the orthogonal matrix of reflectors. Exact for all 44 recorded matrices, none of which has
-    65 to 127 reflectors."""
+    """Return the bytes for the orthogonal matrix. Exact for all 44 matrices, none with 65 to 127 reflectors."""
     block = min(reflectors, 128)
     numbers = max(33_024 + rows * min(reflectors, 64), 16_640 + block * (rows + 2 * columns))
     return round_up(numbers, 32) * item_bytes
 
 
 def of_ormqr(rows: int, reflectors: int, sides: int, item_bytes: int) -> int:
-    """Return the bytes for the product of the orthogonal matrix with `sides` columns. Exact for 25 recorded matrices
-    with 8 columns, except for 8 rows, and for one with 256 columns."""
+    """Return the bytes for the product of the orthogonal matrix with `sides` columns. Exact for 25 of 26 matrices."""
     numbers = (rows + reflectors) * reflectors + 256 * rows + 65_792 + 512 * sides + round_up(sides, 32)
     return round_up(numbers, 32) * item_bytes
 
@@ -65,8 +62,7 @@ def of_syevd(rows: int, item_bytes: int) -> int:
 
 
 def of_geev(rows: int, item_bytes: int) -> int:
-    """Return the bytes for eigenvalues of any square matrix. Exact for real matrices of 512 to 2048 rows, within 12 KB
-    for the 19 others."""
+    """Return the bytes for eigenvalues. Exact for real matrices of 512 to 2048 rows, within 12 KB for 19 others."""
     return max(of_orgqr(rows, rows, rows, item_bytes), item_bytes * (rows * rows + 4 * rows) + 512)
 
 

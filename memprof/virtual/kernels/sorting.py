@@ -115,8 +115,7 @@ def _read_dim(args: Any, position: int, rank: int, default: int = -1) -> int:
 
 
 def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the buffers of a sort: of one row, in segments, or in place up to 4,096 values
-    (native/cuda/Sort.cpp, SortStable.cu)."""
+    """Return the bytes of a sort: of one row, in segments, or in place up to 4,096 values (native/cuda/Sort.cpp)."""
     length = data.shape[dim] if data.dim() else 1
     count, item = data.numel(), data.element_size()
     if not count:
@@ -153,8 +152,7 @@ _MULTIBLOCK = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_00
 
 @scratch(aten.topk)
 def topk(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of `topk` (native/cuda/TensorTopK.cu): several blocks search long slices, and the results are
-    sorted by another sort for k > 4,096."""
+    """Return the bytes of `topk` (native/cuda/TensorTopK.cu): several blocks for long slices, a sort for k > 4,096."""
     data, k = args[0], args[1]
     dim = _read_dim(args, 2, data.dim())
     length = data.shape[dim] if data.dim() else 1

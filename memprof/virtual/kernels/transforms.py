@@ -83,8 +83,7 @@ def _allocate_plan(
     is_first: bool = True,
     in_columns: bool = False,
 ) -> None:
-    """Allocate the temporaries of one plan: a copy of an input whose other dimensions do not merge into one dimension
-    in memory, and the workspace."""
+    """Allocate the temporaries of one plan: a copy of an input with unmergeable batch dimensions, and the workspace."""
     others = [dim for dim, size in enumerate(data.shape) if dim not in dims and size > 1]
     batch = sorted(((data.stride(dim), data.shape[dim]) for dim in others), reverse=True)
     is_dense_batch = all(outer == stride * size for (outer, _), (stride, size) in itertools.pairwise(batch))
@@ -123,15 +122,13 @@ def workspace_bytes(
     *outer, last = lengths
     spectrum = batch * math.prod(outer) * (last // 2 + 1 if is_real else last)
     if is_real:
-        num_bytes = _compute_real_workspace(batch, math.prod(outer), last, item_bytes, in_columns)
+        num_bytes = _real_workspace(batch, math.prod(outer), last, item_bytes, in_columns)
     else:
-        num_bytes = _compute_complex_workspace(spectrum // last, last, item_bytes, in_columns)
-    return max(
-        [num_bytes, *(_compute_complex_workspace(spectrum // length, length, item_bytes, True) for length in outer)]
-    )
+        num_bytes = _complex_workspace(spectrum // last, last, item_bytes, in_columns)
+    return max([num_bytes, *(_complex_workspace(spectrum // length, length, item_bytes, True) for length in outer)])
 
 
-def _compute_real_workspace(batch: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
+def _real_workspace(batch: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
     if length & (length - 1) == 0:
         largest = _LONGEST_REAL_POWER[in_columns] if item_bytes <= 8 else 4096
     elif length % 2:
@@ -142,20 +139,19 @@ def _compute_real_workspace(batch: int, rows: int, length: int, item_bytes: int,
         return 0
     if length % 2 == 0:  # run as one complex signal of half the length
         half = length // 2
-        return batch * rows * (half + (_compute_complex_workspace(1, half, item_bytes, False) > 0)) * item_bytes
+        return batch * rows * (half + (_complex_workspace(1, half, item_bytes, False) > 0)) * item_bytes
     pairs = -(-batch // 2) * rows  # two real signals run as one complex signal
     copied = pairs * length * item_bytes
     return copied + (2 * _padded_bytes(pairs, length, item_bytes, 1) or _round_up(copied))
 
 
-def _compute_complex_workspace(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
+def _complex_workspace(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
     is_split = length > _LONGEST_COMPLEX[in_columns] or length in _COMPLEX_IN_SEVERAL[in_columns]
     return 2 * _padded_bytes(batch, length, item_bytes) or batch * length * item_bytes * is_split
 
 
 def _padded_bytes(batch: int, length: int, item_bytes: int, extra_bytes: int = 0) -> int:
-    """Return the bytes of signals padded to a product of 2, 3 and 5, for Bluestein's algorithm; 0 if no prime factor is
-    large."""
+    """Return the bytes of signals padded to a product of 2, 3 and 5 (Bluestein's algorithm); 0 without large primes."""
     if length <= _LONGEST_PRIME or _divide_out_factors(length, _LARGEST_RADIX) == 1:
         return 0
     padded = 2 * length - 1

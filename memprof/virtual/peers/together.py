@@ -75,18 +75,16 @@ class MultiRankBackend(SingleRankBackend):
 
     def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, place: GroupRank) -> Finish:
         takes = (output.numel(),) * place.size
-        wait = self._exchange(
-            "reduce_scatter", self._pieces(parts, place), place, parts.sizes, takes, reduction, of=parts
-        )
+        pieces = self._pieces(parts, place)
+        wait = self._exchange("reduce_scatter", pieces, place, parts.sizes, takes, reduction, of=parts)
         return lambda: self._known.put(output, _reduce_known([one[place.rank] for one in wait()], reduction))
 
     def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, place: GroupRank) -> Finish:
         gives = (0,) * place.size if parts is None else parts.sizes
         pieces = [output] * place.size if parts is None else self._pieces(parts, place)
         takes = _sizes_to_root(root, output.numel(), place)
-        wait = self._exchange(
-            "scatter", pieces, place, gives, takes, f"from rank {place.ranks[root]}", of=Parts([output])
-        )
+        detail = f"from rank {place.ranks[root]}"
+        wait = self._exchange("scatter", pieces, place, gives, takes, detail, of=Parts([output]))
         return lambda: self._known.put(output, wait()[root][place.rank])
 
     def all_to_all(self, outputs: Parts, inputs: Parts, place: GroupRank) -> Finish:

@@ -55,8 +55,7 @@ class TensorLayout(NamedTuple):
         return view.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the storage's elements, [num_elements], where a tensor with this layout owns the storage and holds
-        `value` (of the same shape)."""
+        """Return the elements, [num_elements], of the storage of a tensor with this layout that holds `value`."""
         flat = torch.empty(self.num_elements, dtype=self.dtype)
         # An expanded tensor repeats elements: each element is written once.
         sizes = [size if stride else 1 for size, stride in zip(self.size, self.stride, strict=True)]

@@ -63,8 +63,7 @@ _OVERLOADED = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
 
 
 def count_mask(overload: Any, args: Any, output: torch.Tensor, density: float) -> torch.Tensor | None:
-    """Return the result of an operator that counts the true elements, a fraction `density`, of the mask `args[0]`; None
-    if `overload` does not count."""
+    """Return the result of an operator that counts a mask, `args[0]`, of known `density`; None for other operators."""
     packet, data = overload.overloadpacket, args[0]
     if packet in _COUNTS and not output.is_floating_point():
         total = round(density * data.numel())
