@@ -1,7 +1,7 @@
-"""The tables of a document as pandas' data frames. Columns have the names of the JSON, sizes are bytes.
+"""The tables of a document as pandas data frames. Columns have the names of the JSON, sizes are bytes.
 
-A row within a row gives columns named with a dot (`cost.step_seconds`). What is not known is missing (`NA`), and whole
-numbers stay whole beside it. A table without rows has its columns all the same.
+Fields of a nested row become columns named with a dot (`cost.step_seconds`). Unknown values are missing (`NA`), and
+whole numbers stay whole in such a column. A table without rows has all columns.
 """
 
 from __future__ import annotations
@@ -17,61 +17,66 @@ from memprof.trace.json_values import json_fields, to_plain
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Type of a field -> that of its column, and that of one which may lack values.
+# Type of a field -> dtype of its column, and dtype of a column with missing values.
 _DTYPES = {int: ("int64", "Int64"), bool: ("bool", "boolean"), float: ("float64", "float64")}
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """A table of a document: rows of one dataclass, each behind the values of the columns `before` it."""
+    """A table of a document: rows of one dataclass, each after the values of the columns `before`."""
 
     rows: Iterable[Any]
-    row: type | None = None  # None: the columns `before` are all that there are.
+    row: type | None = None  # None: only the columns `before`.
     before: dict[str, type] = field(default_factory=dict)
 
     def to_frame(self) -> DataFrame:
-        """Return the rows as a data frame; what they hold of other rows gives columns named with a dot."""
+        """Return the rows as a data frame; fields of nested rows become columns named with a dot."""
         import pandas
 
         known = [one if self.before else (one,) for one in self.rows]
         columns = {name: ([one[at] for one in known], kind) for at, (name, kind) in enumerate(self.before.items())}
         if self.row is not None:
             plain = [to_plain(one[-1]) for one in known]
-            for path, kind in _fields(self.row):
+            for path, kind in _list_fields(self.row):
                 inside = plain
                 for name in path:
                     inside = [None if one is None else one[name] for one in inside]
                 columns[".".join(path)] = (inside, kind)
         return pandas.DataFrame(
-            {name: pandas.Series(map(_text, values), dtype=_dtype(kind)) for name, (values, kind) in columns.items()}
+            {
+                name: pandas.Series(map(_escape_surrogates, values), dtype=_choose_dtype(kind))
+                for name, (values, kind) in columns.items()
+            }
         )
 
 
-def _text(value: Any) -> Any:
-    """Return a value; halves of characters, which pandas refuses in a text, as escapes."""
+def _escape_surrogates(value: Any) -> Any:
+    """Return a value; in a text, unpaired surrogates, which pandas rejects, become escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def _fields(row: type, path: tuple[str, ...] = (), *, optional: bool = False) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield where the fields of a row and of rows within it are, and their types; rows in lists are other tables."""
+def _list_fields(
+    row: type, path: tuple[str, ...] = (), *, optional: bool = False
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and type of each field of a row and of rows in it; rows in lists are separate tables."""
     for _, name, hint in json_fields(row):
         kind = hint | None if optional else hint
         place = (*path, name)
-        (known, *others), lacks = _kinds(kind)
+        (known, *others), is_optional = _split_union(kind)
         if dataclasses.is_dataclass(known) and isinstance(known, type) and not others:
-            yield from _fields(known, place, optional=lacks)
+            yield from _list_fields(known, place, optional=is_optional)
         elif not any(dataclasses.is_dataclass(one) for one in get_args(known)):
             yield place, kind
 
 
-def _kinds(kind: Any) -> tuple[list[Any], bool]:
-    """Return the types in a union, but for None; and whether None is in it."""
+def _split_union(kind: Any) -> tuple[list[Any], bool]:
+    """Return the types in a union without None, and whether None is in the union."""
     inside = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return [one for one in inside if one is not NoneType], NoneType in inside
 
 
-def _dtype(kind: Any) -> str:
-    (known, *others), lacks = _kinds(kind)
+def _choose_dtype(kind: Any) -> str:
+    (known, *others), is_optional = _split_union(kind)
     if others or not isinstance(known, type):
         return "object"
-    return "string" if issubclass(known, str) else _DTYPES.get(known, ("object", "object"))[lacks]
+    return "string" if issubclass(known, str) else _DTYPES.get(known, ("object", "object"))[is_optional]

@@ -1,6 +1,6 @@
-"""The typed document of `memprof analyze`: what a recording says, with the names that its JSON has.
+"""The typed document of `memprof analyze`: the contents of a recording, under the names of its JSON.
 
-All sizes are integer bytes; events are indices of the device's trace, -1 before its first. What is not known is None.
+All sizes are integer bytes; events are indices of the device's trace, -1 before its first. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Amounts:
     """The bytes that the allocator held after an event."""
 
     event: int
-    requested_bytes: int  # Asked for, of blocks in use or waiting for other streams (torch's requested_bytes).
+    requested_bytes: int  # Of blocks in use or waiting for other streams (torch's requested_bytes).
     allocated_bytes: int
     reserved_bytes: int
-    # What was being done: a stage of a simulated run, an annotation of a recorded one; else None.
+    # The current stage of a simulated run, or annotation of a recorded one; None: neither.
     stage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """One block."""
+    """One block of a segment."""
 
     address: int
     allocated_bytes: int
@@ -46,12 +46,12 @@ class BlockRow:
     module: str
     category: str
     frames: tuple[str, ...]  # The Python lines of its stack, innermost first.
-    alike: int = 1  # Blocks of this size, line, operator and category, of which it is one.
+    alike: int = 1  # Number of blocks with this size, line, operator and category, this one included.
 
 
 @dataclass(frozen=True, slots=True)
 class LiveMoment:
-    """The blocks that are live at the moment that was requested."""
+    """The live blocks at the requested moment."""
 
     what: str  # peak, end, oom or event.
     amounts: Amounts
@@ -65,7 +65,7 @@ class LiveMoment:
 
 @dataclass(frozen=True, slots=True)
 class PinnedSegment:
-    """A nearly empty segment, and the live blocks that keep it."""
+    """A nearly empty segment, and the live blocks that keep it from being released."""
 
     address: int
     size_bytes: int
@@ -79,14 +79,14 @@ class PinnedSegment:
 
 @dataclass(frozen=True, slots=True)
 class FragmentationRow(Fragmentation):
-    """The fragmentation at one moment."""
+    """The fragmentation at one moment, with nearly empty segments."""
 
-    nearly_empty: tuple[PinnedSegment, ...]  # Of them, those with the most pinned bytes.
+    nearly_empty: tuple[PinnedSegment, ...]  # The nearly empty segments with the most pinned bytes.
 
 
 @dataclass(frozen=True, slots=True)
 class StepsRow:
-    """The steps that were recognised."""
+    """The recognised steps."""
 
     count: int
     found_by: str
@@ -95,7 +95,7 @@ class StepsRow:
 
 @dataclass(frozen=True, slots=True)
 class MissingFrames:
-    """Blocks of which nothing says who made them."""
+    """Blocks without a stack, so that their origin is unknown."""
 
     count: int
     allocated_bytes: int
@@ -114,7 +114,7 @@ class ReplayRow:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """The highest values of equal stretches of the recording, for a picture."""
+    """The highest values in equal stretches of the recording, for a chart."""
 
     events: tuple[int, ...]  # Where each stretch begins.
     allocated_bytes: tuple[int, ...]
@@ -124,14 +124,14 @@ class TimelineRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """One device."""
+    """The analysis of one device."""
 
     device: int
     events: int
     allocations: int
-    state_only: bool  # No events were recorded: only the state at the end is known.
+    state_only: bool  # No events were recorded: only the final state is known.
     start: Amounts
-    peak: Amounts  # The first event at which most is allocated.
+    peak: Amounts  # The first event with the highest allocated bytes.
     peak_requested_bytes: int
     peak_reserved_bytes: int
     peak_reserved_event: int
@@ -150,7 +150,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Analysis(DisplayedDocument):
-    """The whole document."""
+    """The whole document of `memprof analyze`."""
 
     schema: int
     memprof_version: str
@@ -160,7 +160,7 @@ class Analysis(DisplayedDocument):
     format: str
     settings: str  # The allocator's, as the file gives them.
     devices: tuple[DeviceReport, ...]
-    replay: ReplayRow  # Of all devices together.
+    replay: ReplayRow  # Summed over all devices.
     assumptions: tuple[str, ...]
 
     @property
@@ -169,13 +169,15 @@ class Analysis(DisplayedDocument):
         return any(device.ooms for device in self.devices)
 
     def tables(self) -> dict[str, RowTable]:
-        """Return what was held, by whom, and what went wrong, as rows that begin with their device."""
+        """Return the tables of the document; each row begins with its device."""
 
-        def of(rows: Callable[[DeviceReport], Iterable[Any]], row: type | None = None, **before: type) -> RowTable:
+        def make_table(
+            rows: Callable[[DeviceReport], Iterable[Any]], row: type | None = None, **before: type
+        ) -> RowTable:
             found = ((d.device, *one) if before else (d.device, one) for d in self.devices for one in rows(d))
             return RowTable(found, row, {"device": int, **before})
 
-        def at_ends(device: DeviceReport) -> list[tuple[str, FragmentationRow]]:
+        def fragmentation_rows(device: DeviceReport) -> list[tuple[str, FragmentationRow]]:
             return [("peak", device.fragmentation_at_peak), ("end", device.fragmentation_at_end)]
 
         def over_time(device: DeviceReport) -> Iterable[tuple[int, int, int]]:
@@ -183,19 +185,21 @@ class Analysis(DisplayedDocument):
             return zip(line.events, line.allocated_bytes, line.reserved_bytes, strict=True)
 
         return {
-            "amounts": of(lambda d: (("start", d.start), ("peak", d.peak), ("end", d.end)), Amounts, moment=str),
-            "timeline": of(over_time, event=int, allocated_bytes=int, reserved_bytes=int),
-            "groups": of(lambda device: device.moment.groups, Group),
-            "blocks": of(lambda device: device.moment.blocks, BlockRow),
-            "fragmentation": of(at_ends, FragmentationRow, moment=str),
-            "nearly_empty": of(
-                lambda d: [(moment, one) for moment, row in at_ends(d) for one in row.nearly_empty],
+            "amounts": make_table(
+                lambda d: (("start", d.start), ("peak", d.peak), ("end", d.end)), Amounts, moment=str
+            ),
+            "timeline": make_table(over_time, event=int, allocated_bytes=int, reserved_bytes=int),
+            "groups": make_table(lambda device: device.moment.groups, Group),
+            "blocks": make_table(lambda device: device.moment.blocks, BlockRow),
+            "fragmentation": make_table(fragmentation_rows, FragmentationRow, moment=str),
+            "nearly_empty": make_table(
+                lambda d: [(moment, one) for moment, row in fragmentation_rows(d) for one in row.nearly_empty],
                 PinnedSegment,
                 moment=str,
             ),
-            "ooms": of(lambda device: device.ooms, OutOfMemoryEvent),
-            "leaks": of(lambda device: device.leaks, Leak),
-            "what_if": of(
+            "ooms": make_table(lambda device: device.ooms, OutOfMemoryEvent),
+            "leaks": make_table(lambda device: device.leaks, Leak),
+            "what_if": make_table(
                 lambda d: [("before", d.what_if.before), ("after", d.what_if.after)] if d.what_if else [],
                 ReplayOutcome,
                 run=str,

@@ -1,4 +1,4 @@
-"""Recordings made into the document of `memprof analyze`."""
+"""Conversion of recordings to the document of `memprof analyze`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_PINS = 5  # Blocks named per nearly empty segment.
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """The moment and the rows that the user asks for."""
+    """The moment and the rows that the user requests."""
 
     at: str = "peak"  # peak, end, oom or the number of an event.
     by: str = "frame"
@@ -37,7 +37,7 @@ class AnalysisRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordingOrigin:
-    """The file of some recordings: what is known beside them."""
+    """The file of some recordings, with its facts that recordings lack."""
 
     file: str
     format: str
@@ -49,8 +49,8 @@ class RecordingOrigin:
 def build_analysis(
     recordings: Sequence[Recording], origin: RecordingOrigin, question: AnalysisRequest
 ) -> analysis.Analysis:
-    """Return the document on `recordings`. Raises UsageError: the moment that was requested is not in them."""
-    devices = tuple(_device(one, question) for one in recordings)
+    """Return the document on `recordings`. Raises UsageError: the requested moment is not in the recordings."""
+    devices = tuple(_build_device(one, question) for one in recordings)
     return analysis.Analysis(
         schema=analysis.SCHEMA,
         memprof_version=__version__,
@@ -66,7 +66,7 @@ def build_analysis(
     )
 
 
-def _device(recording: Recording, question: AnalysisRequest) -> analysis.DeviceReport:
+def _build_device(recording: Recording, question: AnalysisRequest) -> analysis.DeviceReport:
     steps = recording.steps
     peak = recording.peak()[1]
     peak_reserved, reserved_event = recording.peak("reserved")
@@ -76,32 +76,32 @@ def _device(recording: Recording, question: AnalysisRequest) -> analysis.DeviceR
         events=len(recording.events),
         allocations=replay.allocations,
         state_only=recording.events.actions.count(SNAPSHOT) == len(recording.events),
-        start=_amounts(recording, BEFORE),
-        peak=_amounts(recording, peak),
+        start=_build_amounts(recording, BEFORE),
+        peak=_build_amounts(recording, peak),
         peak_requested_bytes=recording.peak("requested")[0],
         peak_reserved_bytes=peak_reserved,
         peak_reserved_event=reserved_event,
-        end=_amounts(recording, recording.end),
-        timeline=_timeline(recording),
-        moment=_moment(recording, question),
-        fragmentation_at_peak=_fragmentation(recording, peak, question.top),
-        fragmentation_at_end=_fragmentation(recording, recording.end, question.top),
+        end=_build_amounts(recording, recording.end),
+        timeline=_build_timeline(recording),
+        moment=_build_moment(recording, question),
+        fragmentation_at_peak=_build_fragmentation(recording, peak, question.top),
+        fragmentation_at_end=_build_fragmentation(recording, recording.end, question.top),
         ooms=tuple(find_out_of_memory_events(recording)),
         steps=None if steps is None else analysis.StepsRow(len(steps.begins), steps.found_by, steps.begins),
         leaks=() if steps is None else tuple(find_leaks(recording, steps)),
-        missing_frames=_missing(recording, peak),
+        missing_frames=_find_missing_frames(recording, peak),
         replay=analysis.ReplayRow(**{row.name: getattr(replay, row.name) for row in fields(analysis.ReplayRow)}),
         what_if=None if question.what_if is None else what_if(recording, question.what_if),
     )
 
 
-def _amounts(recording: Recording, event: int) -> analysis.Amounts:
+def _build_amounts(recording: Recording, event: int) -> analysis.Amounts:
     stage = next((name for name, begin, end in reversed(recording.stages) if begin <= event < end), None)
     return analysis.Amounts(event, *recording.at(event), stage)
 
 
 def moment_of(recording: Recording, at: str) -> tuple[str, int]:
-    """Return the event that `at` means, and what to call it. Raises UsageError: it means none."""
+    """Return the event that `at` names, and a name for its kind. Raises UsageError: `at` names no event."""
     if at == "peak":
         return at, recording.peak()[1]
     if at == "end":
@@ -123,34 +123,34 @@ def moment_of(recording: Recording, at: str) -> tuple[str, int]:
     return "event", event
 
 
-def _moment(recording: Recording, question: AnalysisRequest) -> analysis.LiveMoment:
+def _build_moment(recording: Recording, question: AnalysisRequest) -> analysis.LiveMoment:
     assert question.by in BY
     what, event = moment_of(recording, question.at)
     alive = recording.alive(event)
     groups = group(alive, question.by)
     return analysis.LiveMoment(
         what=what,
-        amounts=_amounts(recording, event),
+        amounts=_build_amounts(recording, event),
         pending_bytes=sum(life.size for life in alive if life.freed <= event),
         by=question.by,
         groups=tuple(groups[: question.top]),
-        blocks=_largest(alive, question.top),
+        blocks=_largest_blocks(alive, question.top),
         num_groups=len(groups),
         num_blocks=len(alive),
     )
 
 
-def _largest(lives: Sequence[BlockLife], most: int) -> tuple[analysis.BlockRow, ...]:
-    alike = Counter(_kind(life) for life in lives)
+def _largest_blocks(lives: Sequence[BlockLife], most: int) -> tuple[analysis.BlockRow, ...]:
+    alike = Counter(_block_key(life) for life in lives)
     largest = sorted(lives, key=lambda life: (-life.size, life.born, life.address))
-    return tuple(_block(life, alike[_kind(life)]) for life in largest[:most])
+    return tuple(_build_block(life, alike[_block_key(life)]) for life in largest[:most])
 
 
-def _kind(life: BlockLife) -> tuple[object, ...]:
+def _block_key(life: BlockLife) -> tuple[object, ...]:
     return life.size, life.origin.source, life.origin.op, life.category
 
 
-def _block(life: BlockLife, alike: int) -> analysis.BlockRow:
+def _build_block(life: BlockLife, alike: int) -> analysis.BlockRow:
     lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in life.stack if frame.filename.endswith(".py")]
     return analysis.BlockRow(
         address=life.address,
@@ -167,13 +167,13 @@ def _block(life: BlockLife, alike: int) -> analysis.BlockRow:
     )
 
 
-def _fragmentation(recording: Recording, event: int, top: int) -> analysis.FragmentationRow:
+def _build_fragmentation(recording: Recording, event: int, top: int) -> analysis.FragmentationRow:
     found, segments = fragmentation(recording, event)
-    nearly_empty = [_pinned(segment) for segment in segments if segment.is_nearly_empty]
+    nearly_empty = [_build_pinned_segment(segment) for segment in segments if segment.is_nearly_empty]
     return analysis.FragmentationRow(**asdict(found), nearly_empty=tuple(nearly_empty[:top]))
 
 
-def _pinned(segment: SegmentUse) -> analysis.PinnedSegment:
+def _build_pinned_segment(segment: SegmentUse) -> analysis.PinnedSegment:
     return analysis.PinnedSegment(
         address=segment.address,
         size_bytes=segment.size,
@@ -182,11 +182,11 @@ def _pinned(segment: SegmentUse) -> analysis.PinnedSegment:
         pool=pool_name(segment.is_small, segment.pool_id),
         stream=segment.stream,
         expandable=segment.expandable,
-        blocks=_largest(segment.live, MAX_PINS),
+        blocks=_largest_blocks(segment.live, MAX_PINS),
     )
 
 
-def _timeline(recording: Recording) -> analysis.TimelineRow:
+def _build_timeline(recording: Recording) -> analysis.TimelineRow:
     count = len(recording.events)
     columns = min(TIMELINE_COLUMNS, count)
     begins = [count * column // columns for column in range(columns)]
@@ -200,17 +200,17 @@ def _timeline(recording: Recording) -> analysis.TimelineRow:
     )
 
 
-def _missing(recording: Recording, peak: int) -> analysis.MissingFrames:
-    """Return blocks live at the peak without a stack, and what in the file explains them."""
+def _find_missing_frames(recording: Recording, peak: int) -> analysis.MissingFrames:
+    """Return the blocks live at the peak without a stack, and the reasons found in the file."""
     if recording.exact_origins:
         return analysis.MissingFrames(0, 0, ())
-    without = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
-    old = [life for life in without if life.born == BEFORE]
+    lacking = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
+    old = [life for life in lacking if life.born == BEFORE]
     reasons, events = [], recording.events
     if old:
         size = f"{format_bytes(sum(life.size for life in old))} in {len(old):,} blocks are older than the recording"
         reasons.append(f"{size}: call torch.cuda.memory._record_memory_history() before the model is made")
-    if len(without) > len(old):
+    if len(lacking) > len(old):
         named = any(action == ALLOC and stack for action, stack in zip(events.actions, events.stacks, strict=True))
         reasons.append(
             "the stacks of some events are empty: they were allocated in a thread without Python and C++ stacks were "
@@ -227,4 +227,4 @@ def _missing(recording: Recording, peak: int) -> analysis.MissingFrames:
         reasons.append(
             f"{recording.unmatched_events:,} events do not fit to what went before: parts of the trace are lost"
         )
-    return analysis.MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))
+    return analysis.MissingFrames(len(lacking), sum(life.size for life in lacking), tuple(reasons))

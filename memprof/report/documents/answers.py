@@ -1,4 +1,4 @@
-"""The short answers in JSON: lists, and what was written where. Each begins with its version, and whose it is."""
+"""Short answers in JSON: lists, and the paths of written files. Each begins with its schema version and its command."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from memprof.version import __version__
 from memprof.workload.catalog.models import ModelEntry
 
 
-def _fields(row: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by their names; `asdict` would take apart what is in them."""
+def _read_fields(row: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; `asdict` would also convert the values inside."""
     return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(JsonValue):
-    """The fields that every answer begins with."""
+    """The common first fields of every answer."""
 
-    schema: int = 2  # Goes up when a name changes its meaning.
+    schema: int = 2  # Increases when a name changes its meaning.
     memprof_version: str = __version__
     command: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelList(Answer):
-    """`memprof models`."""
+    """The answer of `memprof models`."""
 
     command: str = "models"
     models: tuple[ModelEntry, ...]
@@ -42,7 +42,7 @@ class ModelList(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuList(Answer):
-    """`memprof gpus`."""
+    """The answer of `memprof gpus`."""
 
     command: str = "gpus"
     gpus: tuple[Gpu, ...]
@@ -50,32 +50,32 @@ class GpuList(Answer):
 
 @dataclass(frozen=True, slots=True)
 class PresentGpu(NvmlGpu):
-    """A GPU of this machine; `gpu` is what the catalog calls it, null if it has none of that name."""
+    """A GPU of this machine; `gpu` is the catalog's name for it, null if the catalog lacks it."""
 
     gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentGpus(Answer):
-    """`memprof gpus --present`."""
+    """The answer of `memprof gpus --present`."""
 
     command: str = "gpus --present"
     gpus: tuple[PresentGpu, ...]
     driver_version: str | None
-    cuda_version: str | None  # The newest that the driver runs.
+    cuda_version: str | None  # The newest version that the driver supports.
     notes: tuple[str, ...]
     environment: Environment
 
     @classmethod
     def of(cls, reading: NvmlSample, names: tuple[str | None, ...], environment: Environment) -> PresentGpus:
-        """Return what was read; `names` are the catalog's, one a GPU."""
-        gpus = (PresentGpu(**_fields(gpu), gpu=name) for gpu, name in zip(reading.gpus, names, strict=True))
-        return cls(**_fields(reading) | {"gpus": tuple(gpus)}, environment=environment)
+        """Return the answer for an NVML sample; `names` are the catalog's names, one per GPU."""
+        gpus = (PresentGpu(**_read_fields(gpu), gpu=name) for gpu, name in zip(reading.gpus, names, strict=True))
+        return cls(**_read_fields(reading) | {"gpus": tuple(gpus)}, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnoses(Answer):
-    """`memprof doctor`."""
+    """The answer of `memprof doctor`."""
 
     command: str = "doctor"
     file: str
@@ -84,39 +84,39 @@ class Diagnoses(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked(Answer):
-    """`memprof doctor --env`."""
+    """The answer of `memprof doctor --env`."""
 
     command: str = "doctor --env"
-    facts: dict[str, str]  # What is here, by name.
+    facts: dict[str, str]  # Facts of this installation, by name.
     findings: tuple[Check, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported(Answer):
-    """`memprof export`."""
+    """The answer of `memprof export`."""
 
     command: str = "export"
     file: str
-    viewer: str  # Where it can be opened.
+    viewer: str  # The viewer that opens the file.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorLine(MonitorSample):
-    """`memprof monitor`: a line, one sample each."""
+    """A line of `memprof monitor`: one sample."""
 
-    peaks: Peaks  # Up to and with this sample.
+    peaks: Peaks  # Peaks so far, including this sample.
     schema: int = 2
     command: str = "monitor"
 
     @classmethod
     def of(cls, sample: MonitorSample, peaks: Peaks) -> MonitorLine:
-        """Return the line of a sample."""
-        return cls(**_fields(sample), peaks=peaks)
+        """Return the line for a sample."""
+        return cls(**_read_fields(sample), peaks=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorEnd(JsonValue):
-    """`memprof monitor -- COMMAND`: the last line."""
+    """The last line of `memprof monitor -- COMMAND`."""
 
     outcome: MonitorOutcome
     schema: int = 2
@@ -125,7 +125,7 @@ class MonitorEnd(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A page of the documentation, by the name that `memprof help` takes."""
+    """A page of the documentation, by its name in `memprof help`."""
 
     name: str
     title: str
@@ -133,11 +133,11 @@ class Topic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topics(Answer):
-    """`memprof help`."""
+    """The answer of `memprof help`."""
 
     command: str = "help"
     topics: tuple[Topic, ...]
-    text: str | None = None  # Of the one page that was requested, as Markdown.
+    text: str | None = None  # Markdown of the one requested page.
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipes(Answer):
-    """`memprof recipes ls` and `memprof recipes cp`."""
+    """The answer of `memprof recipes ls` and `memprof recipes cp`."""
 
     command: str = "recipes ls"
     recipes: tuple[Recipe, ...]
@@ -160,28 +160,28 @@ class Recipes(Answer):
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """A kept run: its command, and what is kept of it; `used` in seconds since the epoch."""
+    """A cached result: its command and its size; `used` is in seconds since the epoch."""
 
     asked: str
     num_bytes: int = field(metadata=json_name("bytes"))
-    used: float  # When it was requested last.
+    used: float  # Time of the last request.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptAnswers(Answer):
-    """`memprof cache`."""
+    """The answer of `memprof cache`."""
 
     command: str = "cache"
-    folder: str | None  # None: nothing is kept.
+    folder: str | None  # The cache folder; None: caching is off.
     num_bytes: int = field(metadata=json_name("bytes"))
-    most_bytes: int  # What is kept at the most.
-    removed: int  # How many answers, with --clear.
+    most_bytes: int  # Limit of the cache.
+    removed: int  # Number of removed results, with --clear.
     answers: tuple[KeptAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error: what went wrong, what was wrong about, and what to do."""
+    """An error: the problem, the wrong value, and a hint."""
 
     problem: str
     value: str | None
@@ -191,7 +191,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(JsonValue):
-    """Any command that fails where JSON is requested."""
+    """The answer of any failing command with JSON output."""
 
     schema: int = 2
     error: Fault

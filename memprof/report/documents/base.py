@@ -1,4 +1,4 @@
-"""The base of documents on runs, recordings and comparisons: tables, a text, and a file, beside JSON."""
+"""The base of documents on runs, recordings and comparisons, with tables, text, and saving, in addition to JSON."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _REPORT = FileKind("report", "its path", lambda begin, end: begin.startswith(b"{
 
 
 class DisplayedDocument(JsonValue):
-    """Base of a document with tables, and with a view in the file of terminal/ that has its own file's name."""
+    """Base of a document with tables, whose view is in the file of the same name in terminal/."""
 
     __slots__ = ()
 
     def frames(self) -> dict[str, DataFrame]:
-        """Return its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
+        """Return the document's tables by name, as pandas data frames (docs/data-frames.md); sizes are bytes."""
         return {name: table.to_frame() for name, table in self.tables().items()}
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the rows of each table by its name."""
+        """Return the rows of each table, by the table's name."""
         raise NotImplementedError
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write it to a file in JSON, as `--json` prints it, for `memprof.load` and `memprof show`.
+        """Write the document to a JSON file, as `--json` prints it, for `memprof.load` and `memprof show`.
 
         Args:
-            path: of the file; a report of memprof that is there is replaced.
-            force: replace another file, too.
+            path: path of the file; a report of memprof at this path is replaced.
+            force: also replace another file.
 
         Raises:
-            UsageError: another file is there.
+            UsageError: another file is at `path`.
             MemprofError: the file cannot be written.
         """
         write_atomically(Path(path), (json.dumps(self.to_json(), indent=1) + "\n").encode(), _REPORT, force=force)
@@ -51,15 +51,15 @@ class DisplayedDocument(JsonValue):
     def __str__(self) -> str:
         from memprof.report.terminal.console import text_of
 
-        return text_of(self._view())
+        return text_of(self._build_view())
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows of it: the text, in colour."""
+        """Return the HTML of the document for a notebook: the text, in colour."""
         from memprof.report.terminal.console import html_of
 
-        return html_of(self._view())
+        return html_of(self._build_view())
 
-    def _view(self) -> RenderableType:
+    def _build_view(self) -> RenderableType:
         module = importlib.import_module(type(self).__module__.replace(".documents.", ".terminal."))
         shown: RenderableType = module.view(self)
         return shown

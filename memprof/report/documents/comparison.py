@@ -1,6 +1,6 @@
-"""The typed document of `memprof compare`: two runs side by side, with the names that its JSON has.
+"""The typed document of `memprof compare`: two runs side by side, under the names of its JSON.
 
-All sizes are integer bytes. A difference is B less A. What is not known is None.
+All sizes are integer bytes. A difference is B minus A. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from memprof.trace.json_values import json_name
 
 SCHEMA = 2  # 2: names (old_names.py)
 
-SAME, DIFFERS, ONLY_IN_A, ONLY_IN_B = "same", "differs", "only in A", "only in B"  # How a stage is in both.
+SAME, DIFFERS, ONLY_IN_A, ONLY_IN_B = "same", "differs", "only in A", "only in B"  # Status of a stage.
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two: what file it is from, and what kind of run that was."""
+    """One of the two compared runs: its file, and the kind of run."""
 
     file: str
     format: str  # `memprof capture`, `memprof report` or `torch snapshot`.
@@ -28,16 +28,16 @@ class Side:
     device: str | None
     on_gpu: bool  # False for a run on a CPU.
     fits: bool | None
-    failure: str | None  # Why the run ended before its time.
-    notes: tuple[str, ...] = ()  # What this file does not say, or says otherwise.
-    peak_at: str | None = None  # Stage, step and micro-batch in which most is allocated; None: the file does not say.
-    # For the page; None: of JSON, or of a file that has none.
+    failure: str | None  # The error that ended the run early.
+    notes: tuple[str, ...] = ()  # Values that this file lacks, or has in another form.
+    peak_at: str | None = None  # Stage, step and micro-batch of the allocated peak; None: unknown.
+    # For the page; None: from JSON, or from a file without it.
     over_time: OverTime | None = field(default=None, compare=False, repr=False, metadata=json_name(None))
 
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """A setting that is not the same; values as the reports have them."""
+    """A setting that differs; values as in the reports."""
 
     name: str
     a: Any
@@ -46,15 +46,15 @@ class SettingRow:
 
 @dataclass(frozen=True, slots=True)
 class TotalRow:
-    """A figure of the whole run."""
+    """A total of the whole run."""
 
     name: str
     a_bytes: int | None
     b_bytes: int | None
     difference_bytes: int | None
-    compared: bool  # Whether it decides the exit code: both are known and mean the same.
-    within: bool | None  # The tolerance; None where it is not compared.
-    why_not: str = ""  # Why it is not compared.
+    compared: bool  # Whether it decides the exit code: both values are known and mean the same.
+    within: bool | None  # Whether it is within the tolerance; None if not compared.
+    why_not: str = ""  # The reason if not compared.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StageAmounts:
 class StageRow:
     """One stage, matched by its name (a layer's has its number), step and micro-batch."""
 
-    order: int  # Its place in the run.
+    order: int  # Index in the run.
     name: str
     step: int
     micro_batch: int
@@ -87,7 +87,7 @@ class StageRow:
 
 @dataclass(frozen=True, slots=True)
 class CategoryRow:
-    """A category at each one's own peak."""
+    """A category at the peak of each run."""
 
     category: str
     a_bytes: int
@@ -99,9 +99,9 @@ class CategoryRow:
 class TensorSide:
     """Equal tensors live at one run's peak."""
 
-    num_bytes: int = field(metadata=json_name("bytes"))  # Of one, as requested.
+    num_bytes: int = field(metadata=json_name("bytes"))  # Requested bytes of one tensor.
     count: int
-    shape: tuple[int, ...] | None  # None: the file does not say; `dtype` likewise.
+    shape: tuple[int, ...] | None  # None: unknown; `dtype` likewise.
     dtype: str | None
     op: str
     source: str | None
@@ -110,15 +110,15 @@ class TensorSide:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of all of them."""
+        """Return the bytes of all these tensors."""
         return self.num_bytes * self.count
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors of one place in both runs, where something about them is not the same."""
+    """Tensors of one place in both runs that differ."""
 
-    status: str  # only in A, only in B, count, shape, dtype or operator: what is not the same.
+    status: str  # The difference: only in A, only in B, count, shape, dtype or operator.
     category: str
     where: str | None  # Parameter, gradient or module, layer numbers replaced by `*`.
     a: TensorSide | None
@@ -128,7 +128,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """The bytes that kernels and libraries took for themselves at a run's peak: no tensors of the program."""
+    """The bytes that kernels and libraries allocate for themselves at a run's peak."""
 
     kind: str  # CPU kernels or CUDA kernels.
     num_bytes: int = field(metadata=json_name("bytes"))
@@ -137,7 +137,7 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A step of the bridge where most is reserved."""
+    """A step of the bridge at the reserved peak."""
 
     name: str
     a_bytes: int | None
@@ -147,7 +147,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class FindingRow:
-    """A finding that only one has, or with other bytes."""
+    """A finding that only one run has, or whose bytes differ."""
 
     id: str
     in_a: bool
@@ -158,7 +158,7 @@ class FindingRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison(DisplayedDocument):
-    """The whole document. Every list has its largest differences first."""
+    """The whole document of `memprof compare`. Every list is sorted by difference, largest first."""
 
     schema: int
     memprof_version: str
@@ -173,7 +173,7 @@ class Comparison(DisplayedDocument):
     stages: tuple[StageRow, ...]
     categories: tuple[CategoryRow, ...]
     tensors: tuple[TensorRow, ...]
-    same_tensors: int  # Rows of equal tensors that are the same in both, and `same_tensors_bytes` of them.
+    same_tensors: int  # Rows of tensors that are equal in both, with `same_tensors_bytes` in all.
     same_tensors_bytes: int
     tensors_matched_by: str
     kernels_a: KernelUse
@@ -191,7 +191,7 @@ class Comparison(DisplayedDocument):
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
 
     def tables(self) -> dict[str, RowTable]:
-        """Return what is not the same, as rows."""
+        """Return the differences as tables."""
         kernels = ((run, one) for run, use in (("a", self.kernels_a), ("b", self.kernels_b)) for one in use.tensors)
         return {
             "settings": RowTable(self.settings, SettingRow),

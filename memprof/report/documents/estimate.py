@@ -25,7 +25,7 @@ from memprof.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class EstimateTarget:
-    """The model and its use, as requested."""
+    """The requested model and its use."""
 
     model: str
     given: str
@@ -42,7 +42,7 @@ class EstimateTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRow(JsonValue):
-    """One method in one dtype; the second half of the fields is of one GPU, or of one of several (`strategy`)."""
+    """One method in one dtype; the second half of the fields is for one GPU, or for one of several (`strategy`)."""
 
     method: str
     strategy: str | None = None
@@ -51,23 +51,23 @@ class EstimateRow(JsonValue):
     allocated_bytes: int
     reserved_bytes: int
     device_used_bytes: int
-    at_least_bytes: int  # Of what is in use on the GPU, as is the most.
+    at_least_bytes: int  # Lower bound of the memory in use on the GPU; `at_most_bytes` is the upper bound.
     at_most_bytes: int
-    ranges: dict[str, tuple[int, int]]  # By kind of figure: the least and the most.
+    ranges: dict[str, tuple[int, int]]  # By kind of figure: lower and upper bound.
     categories: dict[str, int]
     depends_on_derived_geometry: bool | None = None
     gpus: dict[str, str] | None = None
-    formulas: dict[str, str] | None = None  # With --explain, as is what a layer keeps for the backward.
+    formulas: dict[str, str] | None = None  # With --explain, like the next field.
     kept_per_layer_bytes_per_token: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row without what does not apply."""
+        """Return the row without fields that do not apply."""
         return {name: value for name, value in super(EstimateRow, self).to_json().items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class ExactRow:
-    """A method that was also run; `error` is the closed form's, as a share."""
+    """A method that was also simulated; `error` is that of the analytical estimate, as a share."""
 
     method: str
     dtype: str
@@ -80,7 +80,7 @@ class ExactRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateDocument(JsonValue):
-    """Everything, with stable names; sizes are bytes."""
+    """The whole document of `memprof estimate`; sizes are bytes."""
 
     schema: int = 2
     memprof_version: str = __version__
@@ -94,14 +94,14 @@ class EstimateDocument(JsonValue):
     assumptions: tuple[str, ...]
 
 
-_ASKED = ("dtype", "batch_size", "context_length", "lora_rank", "lengths", "gpus")
+_REQUESTED = ("dtype", "batch_size", "context_length", "lora_rank", "lengths", "gpus")
 _GEOMETRY = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied")
 
 
 def estimate_document(
     estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
 ) -> EstimateDocument:
-    """Return the answer on these GPUs; `exact` are the runs that were made, and `explain` adds the formulas."""
+    """Return the document for these GPUs; `exact` are simulated runs, and `explain` adds the formulas."""
     subject, g = estimate.subject, estimate.subject.geometry
     rows = (
         EstimateRow(
@@ -111,7 +111,7 @@ def estimate_document(
             gpus=verdicts_by_gpu(cell, gpus),
             formulas={name: formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
             kept_per_layer_bytes_per_token=dict(kept_tensors(estimate, cell)) if explain else None,
-            **_sizes(cell),
+            **_size_fields(cell),
         )
         for cell in estimate.cells.values()
     )
@@ -120,14 +120,14 @@ def estimate_document(
             subject.name,
             subject.given,
             subject.num_parameters,
-            **{name: getattr(estimate, name) for name in _ASKED},
+            **{name: getattr(estimate, name) for name in _REQUESTED},
             geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY},
             geometry_is_derived=subject.derived,
         ),
         bands={kind: band_of(kind) for kind in KINDS},
         estimates=tuple(rows),
         sharded=tuple(
-            EstimateRow(method=cell.method.key, strategy=cell.strategy, dtype=estimate.dtype, **_sizes(cell))
+            EstimateRow(method=cell.method.key, strategy=cell.strategy, dtype=estimate.dtype, **_size_fields(cell))
             for cell in estimate.sharded
         ),
         exact=None if exact is None else tuple(_exact_row(estimate, key, run) for key, run in exact.items()),
@@ -135,7 +135,7 @@ def estimate_document(
     )
 
 
-def _sizes(cell: Cell) -> dict[str, Any]:
+def _size_fields(cell: Cell) -> dict[str, Any]:
     figures = cell.figures()
     device, low, high = figures[DEVICE_USED]
     return {

@@ -1,4 +1,4 @@
-"""The ladder: fixes in force one after another. Every figure is of a run that was made with the fixes on."""
+"""The ladder: fixes enabled one after another. Every figure is from a run with these fixes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The cause of a run's need: where it runs out of memory, or what the most of its peak is."""
+    """The cause of a run's need: where it runs out of memory, or the largest part of its peak."""
 
     stage: str
     step: int
@@ -18,7 +18,7 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a row's fixes, against the run as it is; None where the work was not counted."""
+    """The cost of a row's fixes, compared with the baseline; None where the work was not counted."""
 
     operations: int | None
     extra_operations: int | None
@@ -29,19 +29,19 @@ class Cost:
     extra_compute_seconds: float | None
     extra_bus_seconds: float | None
     host_bytes: int | None  # Read and written on the CPU in a step: an optimizer that steps there takes its time.
-    numerics: str  # exact, approximate or different: the worst of the fixes'.
-    note: str  # What the last fix costs, in words.
+    numerics: str  # exact, approximate or different: the worst of the fixes.
+    note: str  # The cost of the last fix, in words.
     link_bytes: int | None = None  # Sent to other GPUs in a step, by this one.
     extra_link_bytes: int | None = None
     extra_link_seconds: float | None = None
-    # What torch.compile took in this row's run, on this machine and without making kernels; None: nothing was compiled,
-    # or it was not noted.
+    # Duration of torch.compile in this row's run, on this machine and without compiling kernels; None: nothing was
+    # compiled, or the duration was not recorded.
     compile_seconds: float | None = None
-    compiled_kernels: int | None = None  # Different ones that Inductor wrote then.
+    compiled_kernels: int | None = None  # Different kernels that Inductor generated.
 
     @property
     def compiling(self) -> str:
-        """Return what compiling took, in words."""
+        """Return a sentence on the duration of compiling."""
         if self.compile_seconds is None:
             return "how long that takes is not known"
         making = f"how long making its {self.compiled_kernels} kernels takes is not known"
@@ -50,17 +50,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One row: the run with these fixes in force."""
+    """One row: the run with these fixes."""
 
     fixes: tuple[str, ...]
-    added: str | None  # The last of them; None for the run as it is.
+    added: str | None  # The last fix; None for the baseline.
     peak_allocated_bytes: int
     reserved_bytes: int
-    device_used_bytes: int  # Needed on the GPU, the CUDA context included.
+    device_used_bytes: int  # Needed on the GPU, including the CUDA context.
     host_peak_bytes: int
-    saved_bytes: int  # Of the device memory that is needed, against the row above.
+    saved_bytes: int  # Saved device memory, compared with the row above.
     fits: bool | None
     next_bottleneck: Bottleneck
     cost: Cost
-    parallel: str | None = None  # How this run is spread over GPUs.
-    command: str = ""  # That makes this run alone; empty in reports of early releases.
+    parallel: str | None = None  # The distribution of this run over GPUs.
+    command: str = ""  # The command for this run alone; empty in reports of early releases.

@@ -1,6 +1,6 @@
-"""One typed document, many renderers: what a report says, with the names that its JSON has.
+"""The typed document of a report, for many renderers, under the names of its JSON.
 
-All sizes are integer bytes. A value that is not known is None, and `assumptions` says why.
+All sizes are integer bytes. An unknown value is None, and `assumptions` has the reason.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ SCHEMA = 3
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which most is allocated; and of reserved, which may have its peak elsewhere."""
+    """The allocated peak; and the reserved peak, which may be at another moment."""
 
     stage: str
     step: int
     micro_batch: int
     allocated_bytes: int
-    reserved_bytes: int  # The most that is reserved in the run, first reached in `reserved_stage` of `reserved_step`.
+    reserved_bytes: int  # The reserved peak of the run, first reached in `reserved_stage` of `reserved_step`.
     reserved_stage: str
     reserved_step: int
     reserved_micro_batch: int
-    device_used_bytes: int  # The most of the GPU: reserved and the CUDA context.
+    device_used_bytes: int  # The peak of device memory: reserved and the CUDA context.
     # In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run.
     host_allocated_bytes: int
     categories: dict[str, int]
@@ -67,7 +67,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a run: whether it fits the GPU, where it runs out of memory if not, and what it needs."""
+    """The verdict on a run: whether it fits the GPU, where it runs out of memory if not, and its need."""
 
     # None if the run failed, or was stopped, before it was known. Of a program that caught out-of-memory errors:
     # whether what it did instead fits.
@@ -79,16 +79,16 @@ class Verdict:
     oom_shape: tuple[int, ...] | None
     oom_dtype: str | None
     oom_source: str | None  # `file:line function`.
-    oom_message: str | None  # What that release of torch prints there.
+    oom_message: str | None  # The message of that release of torch.
     tried_to_allocate_bytes: int | None  # The segment that the driver refuses: as a rule a little more than the tensor.
     in_use_bytes: int | None  # Allocated then.
     reserved_bytes: int | None  # Reserved then; what is more than in use is free, and of no use to this request.
-    free_bytes: int | None  # Of the GPU then.
-    retries: int  # Times that the GPU was full, and it was enough to give the allocator's cache back.
+    free_bytes: int | None  # Free on the GPU then.
+    retries: int  # Times that an allocation succeeded only after the allocator's cache was released.
     # Of device memory, so that nothing is ever refused: the most that is reserved on a GPU without limit, and the CUDA
     # context. What a program was refused and went on without is not in it.
     required_bytes: int
-    out_of_memory_caught: int = 0  # Out-of-memory errors that were raised in the program, and that it caught.
+    out_of_memory_caught: int = 0  # Out-of-memory errors that the program caught.
     first_caught: CaughtError | None = None  # The first of them.
     # Memory that training steps leave behind; None: none, or it ran out already. `fits` is False where the program goes
     # on for longer than that lasts.
@@ -99,7 +99,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class FailureRow:
-    """The error that stopped the run: everything else in the document is the run up to there."""
+    """The error that ended the run early: the document covers the run until then."""
 
     kind: str
     phase: str
@@ -118,10 +118,10 @@ class Report(DisplayedDocument):
     memprof_version: str
     command: str
     source: str
-    target: Target | None  # None (in JSON an empty object): not of `memprof profile`.
+    target: Target | None  # None (in JSON an empty object): not from `memprof profile`.
     program: ProgramFacts | None  # Of `memprof run`.
     device: DeviceFacts
-    allocator: AllocatorFacts  # Whose rules, and by which settings.
+    allocator: AllocatorFacts  # Release and settings.
     stages: tuple[Stage, ...]
     peak: Peak
     host_peak_bytes: int
@@ -129,12 +129,12 @@ class Report(DisplayedDocument):
     bridge: Bridge | None = None
     model_state: ModelState | None = None  # None: a report of an early release.
     findings: tuple[Finding, ...]
-    ladder: tuple[Rung, ...]  # Runs with fixes in force, where they were requested.
+    ladder: tuple[Rung, ...]  # Runs with fixes, if requested.
     verdict: Verdict
     assumptions: tuple[str, ...]
-    failure: FailureRow | None = None  # Why the run ended before its time; None if it came to its end.
-    ladder_reason: str = ""  # Why the ladder's fixes were chosen, if they were (`--fix auto`).
-    ladder_left_out: dict[str, str] = field(default_factory=dict)  # Fix -> why it is no row.
+    failure: FailureRow | None = None  # The error that ended the run early; None if it completed.
+    ladder_reason: str = ""  # Why the ladder's fixes were chosen, for `--fix auto`.
+    ladder_left_out: dict[str, str] = field(default_factory=dict)  # Fix -> why it has no row.
     batches: Batches | None = None  # Of a run whose lengths vary (`--lengths`), and of a program whose steps differ.
     # Of a program that names no phases of its own, if two or more of its steps ended.
     steps: tuple[TrainingStep, ...] = ()
@@ -157,26 +157,26 @@ class Report(DisplayedDocument):
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether it was measured on a CPU, where there is neither CUDA context nor allocator's cache."""
-        of_old = self.model_state is None  # which have no bridge either
+        """Return whether the run was measured on a CPU, where there is neither CUDA context nor allocator's cache."""
+        is_old = self.model_state is None  # these have no bridge either
         asked = None if self.target is None else self.target.asked.device
-        return self.source == "measured" and (asked == "cpu" if of_old else self.bridge is None)
+        return self.source == "measured" and (asked == "cpu" if is_old else self.bridge is None)
 
     def plot(self, kind: str = "timeline") -> Any:
-        """Return a figure of plotly (`memprof[html]`): memory over the run, who holds its peak, or what fixes would do.
+        """Return a plotly figure (`memprof[html]`): memory over the run, a treemap of the peak, or the fixes.
 
         Args:
             kind: `timeline`, `treemap` or `ladder`.
 
         Raises:
-            UsageError: there is no such figure, or the report has nothing for it: one of JSON has no moments.
+            UsageError: no such figure, or the report lacks its data: a report from JSON has no moments.
         """
         from memprof.report.page.figures import figure
 
         return figure(kind, self.ledger, self.device, self.ladder)
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the stages, the peak, the findings and what else there is, as rows."""
+        """Return the tables of the report: stages, peak, findings and others."""
         batches = self.batches
         evidence = ((finding.id, one) for finding in self.findings for one in finding.evidence)
         return {
@@ -206,7 +206,7 @@ class Report(DisplayedDocument):
         return {name: plain[name] for name in plain if name not in absent}
 
 
-_NOT_OF_ALL = ("alike", "without_nccl")  # Of what is said of a rank.
+_NOT_OF_ALL = ("alike", "without_nccl")  # Left out of JSON if empty.
 
 
 def build_document(
@@ -217,7 +217,7 @@ def build_document(
     streams: StreamMemory | None = None,
     growth: Growth | None = None,
 ) -> Report:
-    """Return the report on a ledger; `settings` are those of its replay, the others its own, if there are any."""
+    """Return the report on a ledger; `settings` are those of its replay, the other arguments belong to the ledger."""
     trace = ledger.trace
     facts = trace.facts
     context, host = facts.device.context_bytes, facts.device.host_memory_bytes
@@ -257,7 +257,7 @@ def build_document(
         model_state=model_state(trace),
         findings=tuple(findings),
         ladder=(),
-        verdict=_verdict(ledger, beside_torch, growth),
+        verdict=_build_verdict(ledger, beside_torch, growth),
         assumptions=(
             *trace.assumptions,
             *(() if host is None else (f"The machine has {format_bytes(host)} of host memory (--host-memory).",)),
@@ -273,8 +273,8 @@ def build_document(
     )
 
 
-def _fits(trace: Trace, oom: OutOfMemoryMoment | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
-    """Return False also if memory ran out while it was measured, will as it grows, or the host's is not enough."""
+def _judge_fit(trace: Trace, oom: OutOfMemoryMoment | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
+    """Return False also if a measured run ran out of memory, growth will, or host memory does not suffice."""
     failure = trace.failure
     runs_out = growth is not None and growth.runs_out and failure is None
     if oom or host_over_bytes or runs_out or (failure is not None and failure.kind is FailureKind.OUT_OF_MEMORY):
@@ -305,14 +305,14 @@ def _gpu_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[
     )
 
 
-def _verdict(ledger: Ledger, beside_torch: int, growth: Growth | None) -> Verdict:
+def _build_verdict(ledger: Ledger, beside_torch: int, growth: Growth | None) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
     caught = caught_errors(ledger)
     host_limit = trace.facts.device.host_memory_bytes
     host_over = 0 if host_limit is None else max(ledger.host_peak_bytes - host_limit, 0)
     return Verdict(
-        fits=_fits(trace, oom, host_over, growth),
+        fits=_judge_fit(trace, oom, host_over, growth),
         oom_stage=oom.stage.name if oom else None,
         oom_step=oom.stage.step if oom else None,
         oom_op=trace.op(storage) if storage else None,

@@ -11,40 +11,40 @@ from memprof.version import __version__
 SCHEMA = 2  # 2: names (old_names.py)
 
 
-class _Judged(JsonValue):
-    """A row with a bound; `passed` is whether it is kept."""
+class _BoundedRow(JsonValue):
+    """A row with a bound; `passed` is whether the row keeps the bound."""
 
     @property
     def passed(self) -> bool:
-        """Return whether it is within the bound."""
+        """Return whether the row is within its bound."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row with the judgement."""
+        """Return the row as JSON values, with `passed`."""
         return {**super().to_json(), "passed": self.passed}
 
 
 @dataclass(frozen=True)
-class Deviation(_Judged):
-    """The distance of original and fixed from a float64 run, at the worst place of all seeds and cases."""
+class Deviation(_BoundedRow):
+    """The deviation of original and fixed model from a float64 run, at the worst place of all seeds and cases."""
 
     fix: str  # its name.
     model: str  # the model it was tried on.
     quantity: str  # "loss", "gradients" or "parameters after N steps".
     case: str  # where the worst place is.
     tensor: str  # of which parameter; empty for the loss.
-    original: float  # largest absolute deviation of the model as it is.
+    original: float  # largest absolute deviation of the unchanged model.
     fixed: float  # the same with the fix.
-    bound: float  # what `fixed` may be.
+    bound: float  # upper bound of `fixed`.
 
     @property
     def passed(self) -> bool:
-        """Return whether it is within the bound; a deviation that is no number is not."""
+        """Return whether the deviation is within its bound; NaN is not."""
         return self.fixed <= self.bound
 
 
 @dataclass(frozen=True)
-class Precision(_Judged):
+class Precision(_BoundedRow):
     """The effect of lower precision on the same model and inputs, against float64."""
 
     precision: str  # "float32", "float16", "bfloat16", "amp-float16", "amp-bfloat16" or "int8 weights".
@@ -53,17 +53,17 @@ class Precision(_Judged):
     logits_rms: float  # root mean square of the deviations, over that of the logits.
     argmax_agreement: float  # share of positions whose likeliest token is the same, 0 to 1.
     layers_rms: tuple[float, ...]  # as `logits_rms`, for the output of each layer.
-    bound: float  # what `logits_rms` may be.
+    bound: float  # upper bound of `logits_rms`.
 
     @property
     def passed(self) -> bool:
-        """Return whether it is within the bound."""
+        """Return whether the deviation is within its bound."""
         return self.logits_rms <= self.bound
 
 
 @dataclass(frozen=True)
-class OptimizerRow(_Judged):
-    """Some steps of an optimizer, against AdamW in float64 from the same weights and on the same batches."""
+class OptimizerRow(_BoundedRow):
+    """Some steps of an optimizer, compared with AdamW in float64 from the same weights and on the same batches."""
 
     optimizer: str  # "float32 AdamW", "bfloat16 AdamW" (weights and states) or that of a package.
     model: str  # what it trained.
@@ -73,17 +73,17 @@ class OptimizerRow(_Judged):
     largest: float  # largest deviation of a parameter, over the learning rate.
     loss: float  # deviation of the loss after the steps.
     state_bytes: int  # of the optimizer's state.
-    bound: float | None  # what `update_rms` may be; None for a row that is there to compare with.
+    bound: float | None  # upper bound of `update_rms`; None for a row that is there for comparison.
 
     @property
     def passed(self) -> bool:
-        """Return whether it is within the bound."""
+        """Return whether the deviation is within its bound, or has none."""
         return self.bound is None or self.update_rms <= self.bound
 
 
 @dataclass(frozen=True)
 class FixPeak(JsonValue):
-    """Peak of a training step, in bytes: as the model is, and with the fix."""
+    """Peak of a training step, in bytes: of the original model, and with the fix."""
 
     fix: str  # its name.
     workload: str  # what is trained.
@@ -97,7 +97,7 @@ class FixPeak(JsonValue):
 
 @dataclass
 class Verification(JsonValue):
-    """All of it."""
+    """The whole document of `memprof verify`."""
 
     seeds: int = 0
     deviations: list[Deviation] = field(default_factory=list)  # of the fixes that promise the same numbers.
@@ -111,7 +111,7 @@ class Verification(JsonValue):
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
     def take(self, part: Verification) -> None:
-        """Add what was found apart from this; of what is in both, this has the say."""
+        """Add the results of `part`; for keys in both, the results of this verification stay."""
         for name in ("deviations", "precisions", "optimizers", "peaks", "notes"):
             getattr(self, name).extend(getattr(part, name))
         self.narrow = {**part.narrow, **self.narrow}
@@ -119,12 +119,12 @@ class Verification(JsonValue):
 
     @property
     def passed(self) -> bool:
-        """Return whether all that was tried is within its bound, and something was tried."""
+        """Return whether all results are within their bounds, and there is a result."""
         return self.tried and all(row.passed for row in (*self.deviations, *self.precisions, *self.optimizers))
 
     @property
     def tried(self) -> bool:
-        """Return whether anything could be tried."""
+        """Return whether there is any result."""
         return bool(self.deviations or self.precisions or self.optimizers or self.peaks)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Verification(JsonValue):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Verification:
-        """Return the reverse."""
+        """Return the verification of `to_json`."""
         found = super().from_json(values)
         found.skipped = {(row["fix"], row["model"]): row["reason"] for row in values["skipped"]}
         return found

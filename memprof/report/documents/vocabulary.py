@@ -1,6 +1,6 @@
-"""The typed document of `memprof vocab`: what a corpus holds, and what a smaller vocabulary saves.
+"""The typed document of `memprof vocab`: a corpus, and the savings of a smaller vocabulary.
 
-All sizes are integer bytes, coverage is a share from 0 to 1. What is not known is None.
+All sizes are integer bytes, coverage is a share from 0 to 1. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIMULATED, ARITHMETIC = "simulated", "arithmetic"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The most frequent `tokens` make up this share of the corpus."""
+    """A share of the corpus that the most frequent `tokens` cover."""
 
     tokens: int
     coverage: float
@@ -23,7 +23,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """One cap."""
+    """One cap of the vocabulary."""
 
     name: str  # The coverage that was requested, such as 99.9%, or `asked` for a number of tokens.
     tokens: int  # The most frequent ones, which stay.
@@ -34,7 +34,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMemory:
-    """The memory of one vocabulary, the most of each part that is live at once."""
+    """The memory with one vocabulary: the peak of each part."""
 
     name: str  # `before`, or the name of a cap.
     vocab_size: int
@@ -50,7 +50,7 @@ class VocabularyMemory:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """The run before and with each cap, the fewest rows last."""
+    """The run before and with each cap, the smallest vocabulary last."""
 
     source: str  # simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone.
     what: str  # The model and the run, in words.
@@ -62,12 +62,12 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(JsonValue):
-    """The whole document."""
+    """The whole document of `memprof vocab`."""
 
     schema: int
     memprof_version: str
     command: str
-    corpus: tuple[str, ...]  # As the user named it.
+    corpus: tuple[str, ...]  # As given by the user.
     files: int
     rows: int
     num_bytes: int

@@ -1,4 +1,4 @@
-"""The tables of a document as CSV, one file a table: comma, UTF-8, a header line; lists are written as in JSON."""
+"""The tables of a document as CSV, one file per table: comma, UTF-8, a header line; lists are written as in JSON."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_folder(folder: Path) -> None:
-    """Check that tables can be written into `folder`, before the work that they are to hold.
-    Raises UsageError: it is a file or below one, or may not be written to."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
-    if not there.is_dir():
-        raise UsageError("this is a file, not a folder for tables", value=there, hint=f"change {OPTION}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError("this folder may not be written to", value=there, hint=f"change {OPTION}")
+    """Check that tables can be written into `folder`, before the work that produces them. Raises UsageError: `folder`
+    is a file or below one, or must not be written to."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise UsageError("this is a file, not a folder for tables", value=existing, hint=f"change {OPTION}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError("this folder may not be written to", value=existing, hint=f"change {OPTION}")
 
 
 def write_csv(document: DisplayedDocument, folder: Path, *, force: bool = False) -> None:
-    """Write every table of `document` to `folder`/TABLE.csv, each whole or not at all; the folder is made.
+    """Write every table of `document` to `folder`/TABLE.csv, each atomically; create the folder.
 
-    A table of that name is replaced, one without rows too, so that nothing of an earlier run stays; nothing else in the
-    folder is touched.
+    A table of that name is replaced, even by one without rows, so that no table of an earlier run stays; other files in
+    the folder are not touched.
 
     Raises:
         UsageError: `folder` is no folder, or has another file of that name, which only `force` replaces.
-        MemprofError: something cannot be written.
+        MemprofError: a file cannot be written.
     """
     check_folder(folder)
     try:
@@ -44,16 +44,16 @@ def write_csv(document: DisplayedDocument, folder: Path, *, force: bool = False)
         hint = f"{error.strerror}: change {OPTION}"
         raise MemprofError("the folder for tables could not be made", value=folder, hint=hint) from error
     for name, frame in document.frames().items():
-        lists = {column: frame[column].map(_cell) for column in frame.select_dtypes(["object", "string"])}
+        lists = {column: frame[column].map(_format_cell) for column in frame.select_dtypes(["object", "string"])}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
         header = text.partition("\n")[0].encode()
         write_atomically(folder / f"{name}.csv", text.encode(), table_form("such table", OPTION, header), force=force)
 
 
-def _cell(value: Any) -> Any:
-    """Return a list as in JSON; of a text, what a spreadsheet would take for a formula begins with an apostrophe.
+def _format_cell(value: Any) -> Any:
+    """Return a list as JSON; return a text with an apostrophe before it if a spreadsheet would read a formula.
 
-    Which characters these are: https://owasp.org/www-community/attacks/CSV_Injection
+    The characters that begin a formula: https://owasp.org/www-community/attacks/CSV_Injection
     """
     if isinstance(value, list | tuple | dict):
         return json.dumps(value)

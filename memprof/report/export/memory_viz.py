@@ -1,7 +1,7 @@
 """A snapshot as the pickle that pytorch.org/memory_viz and torch.cuda._memory_viz read.
 
-Protocol 4, dicts, lists, tuples, strings, integers, floats, booleans and None alone: the viewer's unpickler knows no
-more. Field names as `THCPModule_memorySnapshot` (torch/csrc/cuda/Module.cpp) writes them.
+Protocol 4, with only dicts, lists, tuples, strings, integers, floats, booleans and None: the viewer's unpickler
+supports no more. Field names as in `THCPModule_memorySnapshot` (torch/csrc/cuda/Module.cpp).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ FORM = FileKind("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and 
 
 
 def write_snapshot(snapshot: Snapshot, path: Path, *, force: bool = False) -> None:
-    """Write `snapshot` to `path`, whole or not at all.
-    Raises UsageError: another file is there, which only `force` replaces; MemprofError: it cannot be written."""
+    """Write `snapshot` to `path` atomically. Raises UsageError: another file is there, which only `force` replaces;
+    MemprofError: the file cannot be written."""
     data = as_plain(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
     write_atomically(path, pickle.dumps(data, protocol=PROTOCOL), FORM, force=force)
 
 
 def as_plain(snapshot: Snapshot) -> dict[str, Any]:
     """Return `snapshot` as torch's dictionary; equal stacks and frames are one object, which keeps the file small."""
-    stacks = _Stacks()
+    stacks = _PlainStacks()
     return {
-        "segments": [_segment(segment, stacks) for segment in snapshot.segments],
-        "device_traces": [[_event(event, stacks) for event in trace] for trace in snapshot.traces],
+        "segments": [_segment_to_plain(segment, stacks) for segment in snapshot.segments],
+        "device_traces": [[_event_to_plain(event, stacks) for event in trace] for trace in snapshot.traces],
         "allocator_settings": dict(snapshot.settings),
         "external_annotations": [dict(note) for note in snapshot.annotations],
     }
 
 
-class _Stacks:
+class _PlainStacks:
     def __init__(self) -> None:
         self.stacks: dict[int, list[dict[str, Any]]] = {}
         self._frame = functools.cache(Frame._asdict)
@@ -58,7 +58,7 @@ class _Stacks:
         return known
 
 
-def _segment(segment: SnapshotSegment, stacks: _Stacks) -> dict[str, Any]:
+def _segment_to_plain(segment: SnapshotSegment, stacks: _PlainStacks) -> dict[str, Any]:
     blocks = segment.blocks
     used = [block for block in blocks if block.state is not BlockState.INACTIVE]
     return {
@@ -86,7 +86,7 @@ def _segment(segment: SnapshotSegment, stacks: _Stacks) -> dict[str, Any]:
     }
 
 
-def _event(event: SnapshotEvent, stacks: _Stacks) -> dict[str, Any]:
+def _event_to_plain(event: SnapshotEvent, stacks: _PlainStacks) -> dict[str, Any]:
     found: dict[str, Any] = {
         "action": event.action.value,
         "device_free" if event.action is Action.OOM else "addr": event.address,
@@ -95,5 +95,5 @@ def _event(event: SnapshotEvent, stacks: _Stacks) -> dict[str, Any]:
     }
     if event.time_us is not None:
         found["time_us"] = event.time_us
-    beside = {"compile_context": "N/A", "user_metadata": "", "pool_id": tuple(event.pool_id)}
-    return {**found, **beside, "frames": stacks.plain(event.frames)}
+    constants = {"compile_context": "N/A", "user_metadata": "", "pool_id": tuple(event.pool_id)}
+    return {**found, **constants, "frames": stacks.plain(event.frames)}

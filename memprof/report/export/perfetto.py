@@ -26,21 +26,21 @@ FORM = FileKind(
 def write_perfetto(
     recordings: Iterable[tuple[Recording, list[int], list[TimelineSlice]]], path: Path, *, force: bool = False
 ) -> None:
-    """Write recordings, each with the times of its events and its slices, to `path`, whole or not at all.
-    Raises UsageError: another file is there, which only `force` replaces; MemprofError: it cannot be written."""
+    """Write recordings, each with the times of its events and its slices, to `path` atomically. Raises UsageError:
+    another file is there, which only `force` replaces; MemprofError: the file cannot be written."""
     text = json.dumps(as_trace_events(recordings), separators=(",", ":"))
     write_atomically(path, text.encode(), FORM, force=force)
 
 
 def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[TimelineSlice]]]) -> dict[str, Any]:
-    """Return the JSON value; one process per device."""
+    """Return the trace as a JSON value; one process per device."""
     events: list[dict[str, Any]] = []
     for recording, times, slices in recordings:
         device = recording.device
-        events.append(_name("process_name", device, 0, f"GPU {device}"))
+        events.append(_name_event("process_name", device, 0, f"GPU {device}"))
         for number, track in enumerate(TRACKS, 1):
             if any(one.track == track for one in slices):
-                events.append(_name("thread_name", device, number, track))
+                events.append(_name_event("thread_name", device, number, track))
         shown: dict[str, int] = {}
         for time, allocated, reserved in zip(times, recording.allocated, recording.reserved, strict=True):
             for name, value in (("allocated", allocated), ("reserved", reserved)):
@@ -57,5 +57,5 @@ def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Timeli
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"writer": f"{_WRITER} {__version__}"}}
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _name_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": {"name": name}}

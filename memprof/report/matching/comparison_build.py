@@ -1,4 +1,4 @@
-"""Two runs made into the document of `memprof compare`."""
+"""Conversion of two runs to the document of `memprof compare`."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from memprof.version import __version__
 
 _DEFAULTS = {one.name: one.default for one in dataclasses.fields(TargetSpec) if one.default is not dataclasses.MISSING}
 
-_HELD = ("allocated_bytes", "delta_bytes", "peak_allocated_bytes")  # What makes a stage of both the same.
+_STAGE_AMOUNTS = ("allocated_bytes", "delta_bytes", "peak_allocated_bytes")  # compared in stages of both runs
 _OTHER_KERNELS = "a CPU and a GPU run other kernels"
 
 
 def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Comparison:
-    """Return what differs between `a` and `b`, largest differences first."""
-    settings, same_settings = _settings(a, b)
-    totals = (*(_total(name, a, b, tolerance) for name in TOTALS), *_ranks(a, b, tolerance))
+    """Return the differences between `a` and `b`, largest first."""
+    settings, same_settings = _compare_settings(a, b)
+    totals = (*(_compare_total(name, a, b, tolerance) for name in TOTALS), *_compare_ranks(a, b, tolerance))
     matched = match_tensors(
         [row for row in a.tensors if row.category != KERNELS],
         [row for row in b.tensors if row.category != KERNELS],
@@ -68,48 +68,48 @@ def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Co
         settings=settings,
         same_settings=same_settings,
         totals=totals,
-        stages=_stages(a, b),
-        categories=_categories(a.categories, b.categories),
+        stages=_compare_stages(a, b),
+        categories=_compare_categories(a.categories, b.categories),
         tensors=matched.rows,
         same_tensors=matched.same,
         same_tensors_bytes=matched.same_bytes,
         tensors_matched_by=matched.by,
-        kernels_a=_kernels(a),
-        kernels_b=_kernels(b),
+        kernels_a=_sum_kernels(a),
+        kernels_b=_sum_kernels(b),
         reserved=tuple(
-            StepRow(name, a.bridge[name], b.bridge[name], _difference(a.bridge[name], b.bridge[name]))
+            StepRow(name, a.bridge[name], b.bridge[name], _subtract(a.bridge[name], b.bridge[name]))
             for name in BRIDGE
             if a.bridge[name] is not None or b.bridge[name] is not None
         ),
-        seconds_a=_seconds(a),
-        seconds_b=_seconds(b),
-        findings=_findings(a.findings, b.findings),
+        seconds_a=_sum_seconds(a),
+        seconds_b=_sum_seconds(b),
+        findings=_compare_findings(a.findings, b.findings),
         assumptions_only_in_a=tuple(one for one in a.assumptions if one not in b.assumptions),
         assumptions_only_in_b=tuple(one for one in b.assumptions if one not in a.assumptions),
     )
 
 
-def _difference(a: int | None, b: int | None) -> int | None:
+def _subtract(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else b - a
 
 
-def _settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[SettingRow, ...], int]:
+def _compare_settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[SettingRow, ...], int]:
     both = dict.fromkeys([*a.settings, *b.settings])
     names = [name for name in both if all(run.all_settings or name in run.settings for run in (a, b))]
-    # An option that is newer than a report had its default there.
+    # An option that is newer than a report had its default then.
     rows = [SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names]
     differing = tuple(row for row in rows if _plain_setting(row.a) != _plain_setting(row.b))
     return differing, len(rows) - len(differing)
 
 
 def _plain_setting(value: Any) -> Any:
-    """A setting's value as JSON has it; one that is not set is the same as one that an earlier release did not know."""
+    """Return a setting's value as in JSON; an unset value equals one that an earlier release did not have."""
     if isinstance(value, list | tuple):
         return [_plain_setting(one) for one in value] or None
     return None if value is False or value == "" else value
 
 
-def _total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> TotalRow:
+def _compare_total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> TotalRow:
     mine, theirs = a.totals[name], b.totals[name]
     why = ""
     if mine is None or theirs is None:
@@ -118,16 +118,16 @@ def _total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> T
         why = _OTHER_KERNELS
     elif name == DEVICE_USED and a.side.source != b.side.source:
         why = "other processes are not simulated"
-    return _compared(name, mine, theirs, tolerance, why)
+    return _build_total(name, mine, theirs, tolerance, why)
 
 
-def _compared(name: str, mine: int | None, theirs: int | None, tolerance: Tolerance, why_not: str) -> TotalRow:
+def _build_total(name: str, mine: int | None, theirs: int | None, tolerance: Tolerance, why_not: str) -> TotalRow:
     within = None if why_not else tolerance.allows(mine or 0, theirs or 0)
-    return TotalRow(name, mine, theirs, _difference(mine, theirs), not why_not, within, why_not)
+    return TotalRow(name, mine, theirs, _subtract(mine, theirs), not why_not, within, why_not)
 
 
-def _ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[TotalRow]:
-    """Yield what each rank allocates at the most; ranks with the same figures are one row."""
+def _compare_ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[TotalRow]:
+    """Yield the allocated peak of each rank; ranks with the same figures are one row."""
     pairs: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in sorted(a.ranks.keys() | b.ranks.keys()):
         pairs.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
@@ -136,32 +136,32 @@ def _ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[Tot
         if a.side.on_gpu != b.side.on_gpu:
             why = _OTHER_KERNELS
         name = f"{ALLOCATED}, rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
-        yield _compared(name, mine, theirs, tolerance, why)
+        yield _build_total(name, mine, theirs, tolerance, why)
 
 
-def _stages(a: ComparedRun, b: ComparedRun) -> tuple[StageRow, ...]:
+def _compare_stages(a: ComparedRun, b: ComparedRun) -> tuple[StageRow, ...]:
     rows = []
-    for order, key in enumerate(_merged(list(a.stages), list(b.stages))):
+    for order, key in enumerate(_merge_keys(list(a.stages), list(b.stages))):
         mine, theirs = a.stages.get(key), b.stages.get(key)
         known = theirs if mine is None or (theirs is not None and theirs.stack) else mine
         assert known is not None
         difference, status = None, ONLY_IN_B if mine is None else ONLY_IN_A
         if mine is not None and theirs is not None:
             difference = theirs.peak_allocated_bytes - mine.peak_allocated_bytes
-            is_same = all(getattr(mine, name) == getattr(theirs, name) for name in _HELD)
+            is_same = all(getattr(mine, name) == getattr(theirs, name) for name in _STAGE_AMOUNTS)
             status = SAME if is_same else DIFFERS
         where = (order, *key[:2], known.micro_batch, known.stack, known.index)
-        rows.append(StageRow(*where, status, _amounts(mine), _amounts(theirs), difference))
+        rows.append(StageRow(*where, status, _build_amounts(mine), _build_amounts(theirs), difference))
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
 
 
-def _amounts(stage: Stage | None) -> StageAmounts | None:
+def _build_amounts(stage: Stage | None) -> StageAmounts | None:
     names = [field.name for field in dataclasses.fields(StageAmounts)]
     return None if stage is None else StageAmounts(**{name: getattr(stage, name) for name in names})
 
 
-def _merged(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
-    """Return both lists in one, each in its own order; what only `b` has follows what it follows there."""
+def _merge_keys(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
+    """Return both lists merged, each in its own order; keys only in `b` follow their predecessor in `b`."""
     known = set(a)
     following: dict[StageKey | None, list[StageKey]] = defaultdict(list)
     last: StageKey | None = None
@@ -176,13 +176,13 @@ def _merged(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
     return merged
 
 
-def _categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]:
+def _compare_categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]:
     sizes = ((name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys([*a, *b]))
     rows = [CategoryRow(name, mine, theirs, theirs - mine) for name, mine, theirs in sizes]
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -max(row.a_bytes, row.b_bytes))))
 
 
-def _kernels(run: ComparedRun) -> KernelUse:
+def _sum_kernels(run: ComparedRun) -> KernelUse:
     own = [row for row in run.tensors if row.category == KERNELS]
     return KernelUse(
         kind="CUDA kernels" if run.side.on_gpu else "CPU kernels",
@@ -191,12 +191,14 @@ def _kernels(run: ComparedRun) -> KernelUse:
     )
 
 
-def _seconds(run: ComparedRun) -> float | None:
+def _sum_seconds(run: ComparedRun) -> float | None:
     measured = [stage.seconds for stage in run.stages.values() if stage.seconds is not None]
     return sum(measured) if measured else None
 
 
-def _findings(a: dict[str, int | None] | None, b: dict[str, int | None] | None) -> tuple[FindingRow, ...] | None:
+def _compare_findings(
+    a: dict[str, int | None] | None, b: dict[str, int | None] | None
+) -> tuple[FindingRow, ...] | None:
     if a is None or b is None:
         return None
     rows = [FindingRow(name, name in a, name in b, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])]

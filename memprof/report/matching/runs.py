@@ -1,4 +1,4 @@
-"""A report, or a recording of torch, in the one form that can be compared with another."""
+"""A report, or a recording of torch, in the common form for comparisons."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from memprof.trace.facts import Target, target_to_json
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
 
-# The category of what kernels and libraries take for themselves: hidden storages.
+# The category of memory that kernels and libraries allocate for themselves: hidden storages.
 KERNELS = Category.LIBRARY_WORKSPACE.value
 
 ALL_TENSORS = "all tensors"
-# Totals that no allocator has a part in, and their names in a report's `model_state`.
+# Totals that do not depend on an allocator, and their names in a report's `model_state`.
 STATE = {
     "parameters": "parameters_bytes",
     "gradients": "gradients_bytes",
@@ -51,26 +51,26 @@ BRIDGE = {
     "device used": "device_used_bytes",
 }
 
-# Events of the driver for one request, at most, as a rule one: a segment, or stretches mapped into one.
+# Most driver events for one request, usually one: a segment, or stretches mapped into one.
 MOST_MAPPED = 8
 
-# Adafactor steps parameter by parameter wherever they are; other libraries have one way each.
-_CHOOSES_FOREACH = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
+# Adafactor steps parameter by parameter on any device; other libraries have one implementation each.
+_FOREACH_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 
-_NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # the allocator's own say more; what came of settings
+_NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # the allocator's facts have these; run results
 
 _STEP = re.compile(r"(.*) \(step (\d+)\)")
 
-StageKey = tuple[str, int, int]  # Name (a layer's has its number), step, and which of those that have both in common.
+StageKey = tuple[str, int, int]  # Name (a layer's has its number), step, and index among equal names and steps.
 
 
 @dataclass(slots=True)
 class ComparedRun:
-    """One of the two runs."""
+    """One of the two compared runs."""
 
     side: Side
     settings: dict[str, Any]
-    all_settings: bool  # Whether a setting that is missing has no value; else nothing is known of it.
+    all_settings: bool  # Whether a missing setting has no value; else it is unknown.
     totals: dict[str, int | None]
     stages: dict[StageKey, Stage]
     categories: dict[str, int]
@@ -79,11 +79,11 @@ class ComparedRun:
     bridge: dict[str, int | None]
     findings: dict[str, int | None] | None = None  # Bytes by finding; None: the file has none.
     assumptions: tuple[str, ...] = ()
-    ranks: dict[int, int] = field(default_factory=dict)  # Of ranks that ran together: the most that each allocated.
+    ranks: dict[int, int] = field(default_factory=dict)  # For ranks that ran together: the allocated peak of each.
 
 
 def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
-    """Return the run of a report of `memprof profile` or `memprof run`."""
+    """Return the comparable form of a report of `memprof profile` or `memprof run`."""
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
     old = ("written by an earlier memprof: the totals of parameters, gradients and state are not in it",)
@@ -103,7 +103,7 @@ def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
         "torch": allocator.torch,
         "alloc_conf": allocator.alloc_conf,
         **{name: value for name, value in target_to_json(target).items() if name not in _NOT_SETTINGS},
-        **_effective(target, on_gpu=on_gpu),
+        **_effective_defaults(target, on_gpu=on_gpu),
     }
     return ComparedRun(
         side=Side(
@@ -124,7 +124,9 @@ def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
         stages=_stages_by_key(document.stages),
         categories={name: num_bytes for name, num_bytes in peak.categories.items() if name != KERNELS},
         tensors=[
-            TensorSide(one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _owner(one))
+            TensorSide(
+                one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _owner_name(one)
+            )
             for one in peak.tensors
         ],
         knows_shapes=True,
@@ -132,15 +134,15 @@ def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
             name: None if bridge is None else getattr(bridge.peak_reserved, attribute)
             for name, attribute in BRIDGE.items()
         },
-        findings=_findings(document.findings),
+        findings=_bytes_by_finding(document.findings),
         assumptions=document.assumptions,
         ranks={row.rank: row.peak_allocated_bytes for row in document.ranks},
     )
 
 
-def _effective(target: Target | None, *, on_gpu: bool) -> dict[str, Any]:
-    """Return what torch chooses where nothing was asked (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
-    if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _CHOOSES_FOREACH:
+def _effective_defaults(target: Target | None, *, on_gpu: bool) -> dict[str, Any]:
+    """Return torch's defaults for unset options (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
+    if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _FOREACH_OPTIMIZERS:
         return {}
     return {"optimizer_impl": "foreach" if on_gpu else "single"}
 
@@ -155,13 +157,13 @@ def _stages_by_key(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
     return found
 
 
-def _owner(tensor: LiveTensor) -> str | None:
+def _owner_name(tensor: LiveTensor) -> str | None:
     where = tensor.name or tensor.module
     return None if where is None else without_numbers(where)
 
 
-def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
-    """Return the bytes by finding; None of one that is not about bytes."""
+def _bytes_by_finding(rows: tuple[Finding, ...]) -> dict[str, int | None]:
+    """Return the bytes by finding; None for a finding that is not about bytes."""
     found: dict[str, int | None] = {}
     for row in rows:
         known = found.get(row.id)
@@ -172,11 +174,13 @@ def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
 def run_of_recording(
     recording: Recording, file: str, settings: str, notes: tuple[str, ...], source: str = "measured"
 ) -> ComparedRun:
-    """Return the run of one device of a snapshot of torch; categories and modules are guesses."""
+    """Return the comparable form of one device of a torch snapshot; categories and modules are guesses."""
     allocated, event = recording.peak()
-    peak_at = next((at_stage(*_key(title)) for title, begin, end in recording.stages if begin <= event < end), None)
+    peak_at = next(
+        (at_stage(*_split_title(title)) for title, begin, end in recording.stages if begin <= event < end), None
+    )
     reserved, reserved_event = recording.peak("reserved")
-    if reserved in recording.reserved:  # as in a report: when the block is handed out that it was first reserved for
+    if reserved in recording.reserved:  # as in a report: at the allocation that reserved the memory
         reserved_event = recording.reserved.index(reserved)
         following = recording.events[reserved_event : reserved_event + 1 + MOST_MAPPED]
         allocation = next((number for number, one in enumerate(following) if one.action is Action.ALLOC), 0)
@@ -205,7 +209,7 @@ def run_of_recording(
         settings={"source": source, "alloc_conf": settings or None},
         all_settings=False,
         totals=totals,
-        stages=_stages_by_key(_recorded_stages(recording)),
+        stages=_stages_by_key(_build_stages(recording)),
         categories={
             one.category.value: one.allocated_bytes for one in group(alive, "category") if one.category.value != KERNELS
         },
@@ -218,19 +222,19 @@ def run_of_recording(
     )
 
 
-def _key(title: str) -> tuple[str, int]:
+def _split_title(title: str) -> tuple[str, int]:
     """Return name and step of a stage of a recording."""
     named = _STEP.fullmatch(title)
     return (named[1], int(named[2])) if named else (title, 0)
 
 
-def _recorded_stages(recording: Recording) -> Iterator[Stage]:
+def _build_stages(recording: Recording) -> Iterator[Stage]:
     for title, begin, end in recording.stages:
         if within := recording.allocated[begin:end]:
             requested, allocated, reserved = recording.at(begin + len(within) - 1)
             before = recording.at(begin - 1)[1]
             yield Stage(
-                *_key(title),
+                *_split_title(title),
                 micro_batch=0,
                 allocated_bytes=allocated,
                 delta_bytes=allocated - before,

@@ -1,4 +1,4 @@
-"""The tolerance within which two figures are called the same."""
+"""The tolerance within which two figures count as equal."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from memprof.units import parse_gib
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Bytes, or a share of the larger figure."""
+    """A tolerance in bytes, or as a share of the larger figure."""
 
     text: str = "0"
     bytes: int = 0
     share: float = 0.0
 
     def allows(self, a: int, b: int) -> bool:
-        """Return whether `a` and `b` are within it."""
+        """Return whether the difference of `a` and `b` is within the tolerance."""
         return abs(a - b) <= max(self.bytes, self.share * max(abs(a), abs(b)))
 
 
 def parse_tolerance(text: str) -> Tolerance:
-    """Return the tolerance in "0.1%", "16MiB" or a plain number of bytes. Raises UsageError: none of these."""
+    """Return the tolerance in "0.1%", "16MiB" or a plain number of bytes. Raises UsageError: another text."""
     if percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
         return Tolerance(text.strip(), share=float(percent[1]) / 100)
     if plain := re.fullmatch(r"\s*(\d+)\s*", text):

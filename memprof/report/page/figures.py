@@ -1,4 +1,4 @@
-"""Figures of plotly for notebooks: memory over the run, who holds its peak, and the ladder."""
+"""Plotly figures for notebooks: memory over the run, a treemap of the peak, and the ladder."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from memprof.trace.events import NONE
 from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
 
-# Of the categories, and of what is beside them; from the ground of a stack up.
+# Colours of categories and of other memory, from the bottom of a stack up.
 COLOURS = {
     "parameters": "#4e79a7", "unsharded parameters": "#85b6dd", "gradients": "#f28e2b", "optimizer state": "#59a14f",
     "activations": "#e15759", "logits and loss": "#b07aa1", "inputs": "#9c755f", "buffers": "#8cd17d",
     "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295", "library workspace": "#a0cbe8",
     "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
 }  # fmt: skip
-FITS, OVER = "#59a14f", "#e15759"  # Bars of what fits the GPU, and of what does not.
-_MOST_BINS = 1200
-_LEAST_SHARE = 1 / 3000  # Of the peak: what is less is no pixel of a treemap.
-Figure = Any  # plotly's `Figure`, which has no types of its own.
+FITS, OVER = "#59a14f", "#e15759"  # Bars of runs that fit the GPU, and of runs that do not.
+_MAX_BINS = 1200
+_MIN_SHARE = 1 / 3000  # Of the peak: smaller parts are less than a pixel of a treemap.
+Figure = Any  # plotly's `Figure`, which has no type annotations.
 
 
 def figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rungs: tuple[Rung, ...]) -> Figure:
-    """Return a figure of a run on `device`: `timeline` or `treemap`, of the ledger, or `ladder`, of its rows. Raises
-    UsageError: there is no such figure, the report has nothing for it, or plotly is not installed."""
+    """Return a figure of a run on `device`: `timeline` or `treemap`, from the ledger, or `ladder`, from its rows.
+    Raises UsageError: no such figure, no data for it in the report, or plotly is not installed."""
     kinds = ("timeline", "treemap", "ladder")
     if kind not in kinds:
         raise unknown_name("figure", kind, kinds)
     check_plotly("plot()")
     if kind == "ladder":
-        return _ladder(rungs, device.total_bytes)
+        return _draw_ladder(rungs, device.total_bytes)
     if ledger is None:
         hint = "load a capture, which save() of the GPU keeps"
         raise UsageError("a report in JSON has no moments to show", value="plot()", hint=hint)
-    return _treemap(ledger) if kind == "treemap" else _timeline(ledger, device.usable_bytes)
+    return _draw_treemap(ledger) if kind == "treemap" else _draw_timeline(ledger, device.usable_bytes)
 
 
 def plain_words(text: str) -> str:
-    """Return a text that plotly shows as it is: it reads a few tags of HTML."""
+    """Return a text with HTML escaped, so that plotly shows it unchanged."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 # -- memory over the run -----------------------------------------------------------------------------------------------
 
 
-def _timeline(ledger: Ledger, usable: int | None) -> Figure:
+def _draw_timeline(ledger: Ledger, usable: int | None) -> Figure:
     moments = moments_of(ledger)
-    events = _drawn(ledger)
+    events = _select_events(ledger)
     sums = _bytes_by_category(moments, events)
     unit = unit_for(ledger.peak_bytes)
     scale = float(unit.num_bytes)
@@ -73,13 +73,13 @@ def _timeline(ledger: Ledger, usable: int | None) -> Figure:
         "line": {"shape": "hv", "width": 1, "color": "#444"},
         "hovertemplate": f"%{{y:,.2f}} {unit.name}<extra>allocated</extra>",
     })  # fmt: skip
-    shapes = [_line("x", ledger.peak_event, "#444")]
-    notes = [_note(ledger.peak_event, f"peak {format_bytes(ledger.peak_bytes)}")]
+    shapes = [_line_shape("x", ledger.peak_event, "#444")]
+    notes = [_annotation(ledger.peak_event, f"peak {format_bytes(ledger.peak_bytes)}")]
     if (oom := ledger.out_of_memory) is not None:
-        shapes.append(_line("x", oom.event, "#c62828"))
-        notes.append({**_note(oom.event, f"refused: {format_bytes(oom.tried_bytes)}"), "y": 0.85})
+        shapes.append(_line_shape("x", oom.event, "#c62828"))
+        notes.append({**_annotation(oom.event, f"refused: {format_bytes(oom.tried_bytes)}"), "y": 0.85})
     if usable is not None and usable < 3 * ledger.peak_bytes:
-        shapes.append({**_line("y", usable / scale, "#c62828"), "line": {"color": "#c62828", "dash": "dash"}})
+        shapes.append({**_line_shape("y", usable / scale, "#c62828"), "line": {"color": "#c62828", "dash": "dash"}})
     return figure_of(
         traces,
         {
@@ -91,14 +91,14 @@ def _timeline(ledger: Ledger, usable: int | None) -> Figure:
     )  # fmt: skip
 
 
-def _drawn(ledger: Ledger) -> list[int]:
-    """Return the events that are drawn: all, or of each of many bins those with the most and with the least."""
+def _select_events(ledger: Ledger) -> list[int]:
+    """Return the events that are drawn: all, or in each of many bins those with the highest and lowest values."""
     count, allocated = len(ledger.allocated), ledger.allocated
-    if count <= 3 * _MOST_BINS:
+    if count <= 3 * _MAX_BINS:
         return list(range(count))
     chosen = {0, count - 1}
-    for number in range(_MOST_BINS):
-        within = range(count * number // _MOST_BINS, count * (number + 1) // _MOST_BINS)
+    for number in range(_MAX_BINS):
+        within = range(count * number // _MAX_BINS, count * (number + 1) // _MAX_BINS)
         chosen |= {max(within, key=allocated.__getitem__), min(within, key=allocated.__getitem__), within[-1]}
     return sorted(chosen | {ledger.peak_event})
 
@@ -124,7 +124,7 @@ def _bytes_by_category(moments: Moments, events: list[int]) -> dict[str, list[in
     return columns
 
 
-def _line(axis: str, at: float, colour: str) -> dict[str, Any]:
+def _line_shape(axis: str, at: float, colour: str) -> dict[str, Any]:
     other = "y" if axis == "x" else "x"
     place = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
     return {
@@ -133,14 +133,14 @@ def _line(axis: str, at: float, colour: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _note(event: int, text: str) -> dict[str, Any]:
+def _annotation(event: int, text: str) -> dict[str, Any]:
     return {"x": event, "y": 1.0, "yref": "paper", "text": text, "showarrow": False, "xanchor": "left", "xshift": 4}
 
 
 # -- who holds the peak ------------------------------------------------------------------------------------------------
 
 
-def _treemap(ledger: Ledger) -> Figure:
+def _draw_treemap(ledger: Ledger) -> Figure:
     moments = moments_of(ledger)
     kinds, words = moments.kinds, moments.words
     bytes_of, colours = Counter[tuple[str, ...]](), dict[tuple[str, ...], Counter[str]]()
@@ -153,7 +153,7 @@ def _treemap(ledger: Ledger) -> Figure:
             for depth in range(1, len(path) + 1 if num_bytes else 1):
                 bytes_of[path[:depth]] += num_bytes
                 colours.setdefault(path[:depth], Counter())[path[-1]] += num_bytes
-    shown = [path for path, num_bytes in bytes_of.items() if num_bytes > ledger.peak_bytes * _LEAST_SHARE]
+    shown = [path for path, num_bytes in bytes_of.items() if num_bytes > ledger.peak_bytes * _MIN_SHARE]
     tree = {
         "type": "treemap", "branchvalues": "total", "maxdepth": 3, "textinfo": "label+text", "hoverinfo": "label+text",
         "ids": ["\0".join(path) for path in shown], "labels": [plain_words(path[-1]) for path in shown],
@@ -167,7 +167,7 @@ def _treemap(ledger: Ledger) -> Figure:
 # -- the ladder --------------------------------------------------------------------------------------------------------
 
 
-def _ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
+def _draw_ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
     if not rungs:
         raise UsageError("the report has no ladder", value="ladder", hint="ask for one: memprof profile ... --ladder")
     unit = unit_for(max(rung.device_used_bytes for rung in rungs))
@@ -184,6 +184,6 @@ def _ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
         {
             "title": {"text": "What the GPU must have, with one fix more in each row"},
             "yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"title": {"text": unit.name}},
-            "shapes": [] if total is None else [_line("x", total / unit.num_bytes, "#c62828")],
+            "shapes": [] if total is None else [_line_shape("x", total / unit.num_bytes, "#c62828")],
         },
     )  # fmt: skip

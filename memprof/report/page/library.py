@@ -1,4 +1,4 @@
-"""plotly: the one file that imports it. It draws the figures of the page and of notebooks."""
+"""plotly, for the figures of the page and of notebooks: only this file imports it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from memprof.fixes.catalog import check_package
 
 
 def check_plotly(what: str) -> None:
-    """Check that plotly is there, which `what` needs. Raises UsageError: it is not."""
+    """Check that plotly, which `what` needs, is installed. Raises UsageError: it is not."""
     check_package(what, "plotly")
 
 
 def plotly_script() -> bytes:
-    """Return plotly.js with its licence, as plotly brings it: 4.8 MB. Raises UsageError: plotly is not installed."""
+    """Return plotly.js with its licence, 4.8 MB. Raises UsageError: plotly is not installed."""
     check_plotly("a page with figures")
     from plotly.offline import get_plotlyjs
 
@@ -22,9 +22,9 @@ def plotly_script() -> bytes:
 
 
 def figure_of(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Any:
-    """Return a figure of plotly's, which shows itself in a notebook and can be changed and written to a file.
+    """Return a plotly figure, which a notebook displays and which can be changed and written to a file.
 
-    `traces` are what is drawn, as plotly's JSON has it; `layout` has axes, lines and words around it.
+    `traces` are in the form of plotly's JSON; `layout` has axes, lines and labels.
     """
     from plotly.graph_objects import Figure
 

@@ -1,6 +1,6 @@
-"""Every moment of a run as plain columns: what lives from when to when, of which kind, and what is held for it.
+"""Every moment of a run as plain columns: lives of storages, their kinds, and the reserved memory.
 
-A moment is an event of the trace. From these columns the page sums up any moment and any stretch of the run by itself.
+A moment is an event of the trace. From these columns the page itself sums up any moment and any stretch of the run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from memprof.trace.json_values import JsonValue, json_name
 
 
 class Words:
-    """A table of words in which each stands once."""
+    """A table of words without duplicates."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
         self._places: dict[str, int] = {}
 
-    def place(self, word: str | None) -> int:
-        """Return where `word` stands; -1 of None."""
+    def add_word(self, word: str | None) -> int:
+        """Return the index of `word`; -1 for None."""
         if word is not None and word not in self._places:
             self._places[word] = len(self.words)
             self.words.append(word)
@@ -32,10 +32,10 @@ class Words:
 
 @dataclass(slots=True)
 class Kinds:
-    """Storages that are alike in everything: a column a quality; what is a word is a place in `Moments.words`."""
+    """Kinds of storages that are equal in all columns; words are indices of `Moments.words`."""
 
-    requested: list[int] = field(default_factory=list)  # Bytes of one.
-    # The same as the allocator rounds it: what the ledger counts to its category.
+    requested: list[int] = field(default_factory=list)  # Bytes of one storage.
+    # The same, rounded by the allocator: the bytes that the ledger counts to the category.
     rounded: list[int] = field(default_factory=list)
     category: list[int] = field(default_factory=list)
     shape: list[int] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Kinds:
     module: list[int] = field(default_factory=list)  # Its path; -1: outside every module.
     op: list[int] = field(default_factory=list)
     source: list[int] = field(default_factory=list)
-    name: list[int] = field(default_factory=list)  # Of the parameter, gradient or state that it is; -1: none of these.
-    # Kinds of one group are one row of the report: they differ in the number of their layer alone.
+    name: list[int] = field(default_factory=list)  # Of the parameter, gradient or state; -1: none of these.
+    # Kinds of one group are one row of the report: they differ only in their layer number.
     group: list[int] = field(default_factory=list)
 
 
@@ -52,37 +52,37 @@ class Kinds:
 class Moments(JsonValue):
     """One run on one GPU. An event's index is its time; sizes are bytes."""
 
-    events: int  # How many there are.
+    events: int  # Number of events.
     words: list[str]
     kinds: Kinds
-    begin: list[int]  # A life each: the event of its allocation.
-    end: list[int]  # The event that frees it, after which it is not there; `events` if none does.
+    begin: list[int]  # One entry per life: the event of the allocation.
+    end: list[int]  # The event of the free; `events` if it is not freed.
     kind: list[int]
-    extra: list[int]  # Bytes that its block has beyond `rounded`: the ledger counts them as fragmentation.
-    fragmentation: int  # The place of that category's name.
-    reserved_at: list[int]  # Events after which another amount is reserved; the first is 0.
+    extra: list[int]  # Bytes of its block beyond `rounded`, which the ledger counts as fragmentation.
+    fragmentation: int  # Index of that category's name.
+    reserved_at: list[int]  # Events after which reserved bytes change; the first is 0.
     reserved: list[int]
-    # Place of the name with its step, begin, end (exclusive), place of the layer's stack and its number, or -1.
+    # Index of the name with its step, begin, end (exclusive), index of the layer's stack and layer number, or -1.
     stages: list[tuple[int, int, int, int, int]]
     peak: int
     peak_reserved: int
-    refused: int  # The event of the request that the GPU refuses; -1: none.
-    tried_bytes: int  # Of that request.
-    kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))  # Of each storage, by its index in the trace.
+    refused: int  # The event of the first failed allocation; -1: none.
+    tried_bytes: int  # Of that allocation.
+    kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))  # By index of the storage.
 
 
 def moments_of(ledger: Ledger) -> Moments:
-    """Return the moments of a ledger's run.
-    Raises AssertionError: the lives do not sum to what is allocated after every event."""
+    """Return the moments of a ledger's run. Raises AssertionError: the lives do not sum to the allocated bytes after
+    every event."""
     trace, timeline = ledger.trace, ledger.run.timeline
     table = _KindTable(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
     blocks, living, kind_of = list[int](), dict[int, int](), dict[int, int]()
     refused, last = ledger.run.refused, len(trace.events)
     before = now = 0
-    for time, (happened, ref) in enumerate(trace.events):
+    for time, (event_kind, ref) in enumerate(trace.events):
         after = ledger.allocated[time]
-        if happened is EventKind.ALLOC:
+        if event_kind is EventKind.ALLOC:
             storage = trace.storages[ref]
             if storage.device == trace.device and storage.num_bytes and ref not in refused:
                 kind = kind_of[ref] = table.kind(ref, storage)
@@ -93,7 +93,7 @@ def moments_of(ledger: Ledger) -> Moments:
                 blocks.append(after - before)
                 extras.append(blocks[-1] - table.kinds.rounded[kind])
                 now += blocks[-1]
-        elif happened is EventKind.FREE and ref in living:
+        elif event_kind is EventKind.FREE and ref in living:
             life = living.pop(ref)
             end[life] = time
             now -= blocks[life]
@@ -101,8 +101,8 @@ def moments_of(ledger: Ledger) -> Moments:
             raise AssertionError(f"the lives do not sum to what is allocated after event {time}")
         before = after
     changes = [0, *(time for time in range(1, last) if timeline.reserved[time] != timeline.reserved[time - 1])]
-    place = table.words.place
-    full = ledger.out_of_memory
+    add_word = table.words.add_word
+    oom = ledger.out_of_memory
     return Moments(
         events=last,
         words=table.words.words,
@@ -111,23 +111,23 @@ def moments_of(ledger: Ledger) -> Moments:
         end=end,
         kind=kinds,
         extra=extras,
-        fragmentation=place("fragmentation"),
+        fragmentation=add_word("fragmentation"),
         reserved_at=changes,
         reserved=[timeline.reserved[time] for time in changes],
         stages=[
-            (place(at_stage(span.name, span.step)), span.begin, span.end, place(span.stack or None), span.index)
+            (add_word(at_stage(span.name, span.step)), span.begin, span.end, add_word(span.stack or None), span.index)
             for span in ledger.spans
         ],
         peak=ledger.peak_event,
         peak_reserved=ledger.peak_reserved_event,
-        refused=NONE if full is None else full.event,
-        tried_bytes=0 if full is None else full.tried_bytes,
+        refused=NONE if oom is None else oom.event,
+        tried_bytes=0 if oom is None else oom.tried_bytes,
         kind_of=kind_of,
     )
 
 
 class _KindTable:
-    """Kinds as they are met."""
+    """A table of the kinds found so far."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.words, self.kinds = Words(), Kinds()
@@ -136,7 +136,7 @@ class _KindTable:
         self._groups: dict[tuple[object, ...], int] = {}
 
     def kind(self, ref: int, storage: Storage) -> int:
-        """Return the kind of a storage."""
+        """Return the index of a storage's kind."""
         trace = self._ledger.trace
         owner = trace.owners.get(ref)
         name = None if owner is None else owner.name or None
@@ -157,25 +157,25 @@ class _KindTable:
         in_words = (category, shape, storage.dtype, module, trace.op(storage), trace.source_line(storage), name)
         columns = (kinds.category, kinds.shape, kinds.dtype, kinds.module, kinds.op, kinds.source, kinds.name)
         for column, word in zip(columns, in_words, strict=True):
-            column.append(self.words.place(word))
+            column.append(self.words.add_word(word))
         in_any_layer = tuple(None if path is None else without_numbers(path) for path in (module, name))
         kinds.group.append(self._groups.setdefault((*alike, *in_any_layer), len(self._groups)))
         return found
 
 
 def kinds_shown_by(moments: Moments, evidence: Evidence) -> list[int]:
-    """Return the kinds that a finding's evidence is about; none, if it names neither line nor operator."""
+    """Return the kinds that match a finding's evidence; none, if the evidence has neither line nor operator."""
     if evidence.source is None and evidence.op is None:
         return []
     words, kinds = moments.words, moments.kinds
     shape = None if evidence.shape is None else "x".join(map(str, evidence.shape))
     columns = (kinds.shape, kinds.dtype, kinds.op, kinds.source)
-    asked = zip(columns, (shape, evidence.dtype, evidence.op, evidence.source), strict=True)
-    said = [(column, value) for column, value in asked if value is not None]
+    columns_with_values = zip(columns, (shape, evidence.dtype, evidence.op, evidence.source), strict=True)
+    conditions = [(column, value) for column, value in columns_with_values if value is not None]
     module = None if evidence.module is None else without_numbers(evidence.module)
     return [
         kind
         for kind, at in enumerate(kinds.module)
         if (module is None or (at != NONE and without_numbers(words[at]) == module))
-        and all(column[kind] != NONE and words[column[kind]] == value for column, value in said)
+        and all(column[kind] != NONE and words[column[kind]] == value for column, value in conditions)
     ]

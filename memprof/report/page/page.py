@@ -1,9 +1,8 @@
-"""A document as one page of HTML: everything is in the file, and nothing is asked of a network.
+"""A document as one HTML page: the file contains everything, and needs no network.
 
-A run is shown moment by moment (page.html), comparisons, recordings and recommendations in sections (answer.html).
-The page's data and plotly are compressed and in base64: a browser inflates them in milliseconds, the file is a third
-as long, and no word of a foreign program can end the element that it stands in. The script writes words as text, never
-as HTML.
+A run is shown moment by moment (page.html), comparisons, recordings and recommendations in sections (answer.html). The
+page's data and plotly are compressed and base64-encoded: a browser inflates them in milliseconds, the file is a third
+as long, and no text of a foreign program can close its HTML element. The script inserts words as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -37,45 +36,45 @@ from memprof.report.terminal.report import render_heading, view
 from memprof.trace.files import FileKind, write_atomically
 from memprof.trace.json_values import to_plain
 
-_OURS = "<!DOCTYPE html>\n<!-- a page of memprof -->"
-PAGE = FileKind("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
+_PAGE_START = "<!DOCTYPE html>\n<!-- a page of memprof -->"
+PAGE = FileKind("page", "--html", lambda begin, end: begin.startswith(_PAGE_START.encode()))
 _ALL = 1000  # Rows of a table: more than any comparison has.
 _WIDE = 10_000  # Columns of a text that the browser breaks into lines.
 _RUN = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
-_ANSWER = ("answer.html", "base.js", "answer.js")  # A body and its scripts, which in this order are one function.
-Paged = Report | Comparison | Analysis | Recommendation  # What has a page.
+_ANSWER = ("answer.html", "base.js", "answer.js")  # A body and its scripts, which are concatenated to one function.
+Paged = Report | Comparison | Analysis | Recommendation  # Documents with a page.
 
 
 def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
-    """Write the page of a document; `force` replaces a file that memprof has not written, too.
+    """Write the page of a document; `force` also replaces a file that memprof has not written.
 
-    Raises UsageError: the report is of JSON, which has no moments; another file is at `path`; plotly is not installed.
-    MemprofError: the file cannot be written.
+    Raises UsageError: the report is from JSON, which has no moments; another file is at `path`; plotly is not
+    installed. MemprofError: the file cannot be written.
     """
     write_atomically(path, page_of(document).encode(), PAGE, force=force)
 
 
 def page_of(document: Paged) -> str:
-    """Return the page itself.
-    Raises UsageError: the report is of JSON, which has no moments, or plotly is not installed."""
-    data = _printable(page_data(document) if isinstance(document, Report) else answer_data(document))
+    """Return the page as HTML. Raises UsageError: the report is from JSON, which has no moments, or plotly is not
+    installed."""
+    data = _make_printable(page_data(document) if isinstance(document, Report) else answer_data(document))
     body, *scripts = _RUN if isinstance(document, Report) else _ANSWER
-    return f"""{_OURS}
+    return f"""{_PAGE_START}
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(data["heading"][0])}</title>
 <style>
-{_file("page.css")}</style>
+{_read_file("page.css")}</style>
 </head>
 <body>
-{_file(body)}<script type="application/octet-stream" id="data">{_packed(json.dumps(data).encode())}</script>
-<script type="application/octet-stream" id="library">{_packed(plotly_script())}</script>
+{_read_file(body)}<script type="application/octet-stream" id="data">{_compress(json.dumps(data).encode())}</script>
+<script type="application/octet-stream" id="library">{_compress(plotly_script())}</script>
 <script>
 "use strict";
 (async () => {{
-{"".join(map(_file, scripts))}}})().catch(error => {{
+{"".join(map(_read_file, scripts))}}})().catch(error => {{
   document.getElementById("verdict").textContent =
     `This page could not be shown: ${{error}}. It needs a browser of 2023 or newer (DecompressionStream).`;
   throw error;
@@ -87,7 +86,7 @@ def page_of(document: Paged) -> str:
 
 
 def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
-    """Return what the script of an answer is given, as plain JSON values."""
+    """Return the data of an answer for the page's script, as plain JSON values."""
     if isinstance(document, Comparison):
         lines, good = lines_of(comparison.render_heading(document)), document.within
         verdict, text = lines_of(comparison.view(document, quiet=True)), text_of(comparison.view(document, top=_ALL))
@@ -107,13 +106,13 @@ def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, A
 
 
 def lines_of(view: RenderableType) -> list[str]:
-    """Return what it says, for a browser to break into lines."""
+    """Return the lines of `view`, for a browser to wrap."""
     return [line.strip() for line in text_of(view, width=_WIDE).strip().splitlines() if line.strip()]
 
 
 def page_data(document: Report) -> dict[str, Any]:
-    """Return what the page's script is given, as plain JSON values.
-    Raises UsageError: the report is of JSON, which has no moments."""
+    """Return the data of a report for the page's script, as plain JSON values. Raises UsageError: the report is from
+    JSON, which has no moments."""
     ledger = document.ledger
     if ledger is None:
         hint = "keep the capture (--save), and show that: memprof show run.memprof --html run.html"
@@ -129,7 +128,7 @@ def page_data(document: Report) -> dict[str, Any]:
         "on_cpu": document.on_cpu,
         "colours": COLOURS,
         "moments": moments.to_json(),
-        "findings": [_finding(moments, finding) for finding in document.findings],
+        "findings": [_finding_data(moments, finding) for finding in document.findings],
         "ladder": to_plain(document.ladder),
         "gpus": to_plain(document.gpus),
         "ranks": to_plain(document.ranks),
@@ -139,7 +138,7 @@ def page_data(document: Report) -> dict[str, Any]:
     }
 
 
-def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
+def _finding_data(moments: Moments, finding: Finding) -> dict[str, Any]:
     steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.fixes}
     return {
         "severity": finding.severity.value,
@@ -149,20 +148,20 @@ def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
     }
 
 
-def _printable(value: Any) -> Any:
-    """Return JSON values with their texts as a terminal would show them: a browser obeys U+202E in a name too."""
+def _make_printable(value: Any) -> Any:
+    """Return JSON values with their texts as a terminal shows them: a browser obeys U+202E in a name too."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {_printable(name): _printable(part) for name, part in value.items()}
+        return {_make_printable(name): _make_printable(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [part if isinstance(part, int) else _printable(part) for part in value]
+        return [part if isinstance(part, int) else _make_printable(part) for part in value]
     return value
 
 
-def _packed(data: bytes) -> str:
+def _compress(data: bytes) -> str:
     return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pages of comparisons, recordings and recommendations: what is in each section, and how its figure is drawn."""
+"""The pages of comparisons, recordings and recommendations: the sections, and their figures."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from memprof.report.terminal.cells import (
 )
 from memprof.units import format_bytes
 
-# A word, a number, or what is shown of a number that rows are sorted by.
+# A word, a number, or a text with the number that its rows are sorted by.
 PageCell = str | int | tuple[str, int | float | None]
-_MOST_BARS = 24
+_MAX_BARS = 24
 _ROW = 30  # Pixels of a bar.
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a page; plotly's traces and layout, a table, a text, or several of them."""
+    """One section of a page: plotly's traces and layout, a table, a text, or several of these."""
 
     title: str
     note: str = ""
@@ -41,7 +41,7 @@ class Section:
     text: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the section as the page's script takes it."""
+        """Return the section in the form of the page's script."""
         marked = ((name.lstrip(">$"), name[:1]) for name in self.columns)
         columns = [{"name": name, "number": mark == ">", "code": mark == "$"} for name, mark in marked]
         return {
@@ -54,8 +54,10 @@ class Section:
 
 
 def sections_of(document: Comparison | Analysis | Recommendation) -> list[Section]:
-    """Return those of a document, in the order of reading; none that has nothing to show."""
-    make = {Comparison: _comparison, Analysis: _analysis, Recommendation: _recommendation}[type(document)]
+    """Return the sections of a document, in reading order, without empty ones."""
+    make = {Comparison: _compare_sections, Analysis: _analysis_sections, Recommendation: _recommendation_sections}[
+        type(document)
+    ]
     return [one for one in make(document) if one.traces or one.rows or one.text]  # type: ignore[operator]
 
 
@@ -65,8 +67,10 @@ def _size(num_bytes: int | None, *, sign: bool = False) -> PageCell:
     return signed_bytes(num_bytes) if sign or num_bytes < 0 else format_bytes(num_bytes), num_bytes
 
 
-def _bars(names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list[str]]], unit: Unit) -> dict[str, Any]:
-    """Return traces and layout of horizontal bars: a name a row, and of each side its bytes and colour."""
+def _draw_bars(
+    names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list[str]]], unit: Unit
+) -> dict[str, Any]:
+    """Return traces and layout of horizontal bars: one name per row, with bytes and colour for each side."""
     traces = [
         {
             "type": "bar", "orientation": "h", "name": side, "y": [plain_words(name) for name in names],
@@ -88,7 +92,7 @@ def _bars(names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list
 _A, _B = "#4e79a7", "#f28e2b"
 
 
-def _comparison(document: Comparison) -> Iterator[Section]:
+def _compare_sections(document: Comparison) -> Iterator[Section]:
     sides = (("A", document.a.over_time), ("B", document.b.over_time))
     runs = [(letter, found) for letter, found in sides if found is not None]
     if runs:
@@ -114,7 +118,7 @@ def _comparison(document: Comparison) -> Iterator[Section]:
         a, b = [row.a_bytes for row in document.categories], [row.b_bytes for row in document.categories]
         yield Section(
             "Categories", "At each one's own peak, without kernels' own memory.",
-            **_bars(names, {"A": (a, _A), "B": (b, _B)}, unit_for(highest)),
+            **_draw_bars(names, {"A": (a, _A), "B": (b, _B)}, unit_for(highest)),
         )  # fmt: skip
     yield Section(
         "Tensors at the peak that differ", f"Matched by {document.tensors_matched_by}.",
@@ -162,7 +166,7 @@ def _compare_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
     named: set[str] = set()
     for number, (letter, found) in enumerate(known, 1):
         axis = "" if number == 1 else str(number)
-        traces += _areas(found, axis, unit, named)
+        traces += _draw_areas(found, axis, unit, named)
         layout[f"xaxis{axis}"] = {"tickformat": ",d", "showgrid": False}
         layout[f"yaxis{axis}"] = {"range": [0, 1.08 * highest / unit.num_bytes], "title": {"text": unit.name}}
         layout["annotations"].append({
@@ -172,8 +176,8 @@ def _compare_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
     return {"traces": traces, "layout": layout}
 
 
-def _areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield an area a category, from the ground of the stack up, as the page of a run has them."""
+def _draw_areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield one area per category, from the bottom of the stack up, as on the page of a run."""
     for name, colour in COLOURS.items():
         if name not in found.categories:
             continue
@@ -202,20 +206,20 @@ def _cell(is_there: bool, num_bytes: int | None) -> PageCell:
 # -- a recording -------------------------------------------------------------------------------------------------------
 
 
-def _analysis(document: Analysis) -> Iterator[Section]:
+def _analysis_sections(document: Analysis) -> Iterator[Section]:
     for device in document.devices:
-        yield from _device(device, f" of device {device.device}" if len(document.devices) > 1 else "")
+        yield from _device_sections(device, f" of device {device.device}" if len(document.devices) > 1 else "")
 
 
-def _device(device: DeviceReport, of: str) -> Iterator[Section]:
+def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
     line = device.timeline
     if len(line.events) > 1:
         note = "Allocated by tensors, and reserved for them."
-        yield Section(f"Memory over the recording{of}", note, **_curves(device))
+        yield Section(f"Memory over the recording{of}", note, **_draw_curves(device))
     reasons = [f"Event {oom.event:,}: {reason}" for oom in device.ooms for reason in oom.reasons]
     yield Section(f"Out of memory{of}", text="\n".join(reasons))
     moment, total = device.moment, device.moment.amounts.allocated_bytes + device.moment.pending_bytes or 1
-    groups = moment.groups[:_MOST_BARS]
+    groups = moment.groups[:_MAX_BARS]
     what = "end" if device.state_only else moment.what
     where = "after the event" if what == "event" else f"at the {what}"
     names = [f"{place}. {source_text(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
@@ -225,7 +229,7 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
         f"What is live {where}{of}",
         f"{format_bytes(moment.amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}; the largest "
         "groups, in the colours of their categories.",
-        **(_bars(names, {"bytes": ([row.allocated_bytes for row in groups], colours)}, unit) if groups else {}),
+        **(_draw_bars(names, {"bytes": ([row.allocated_bytes for row in groups], colours)}, unit) if groups else {}),
         columns=(">bytes", ">share", ">blocks", "category", moment.by, "operator", "module"),
         rows=tuple(
             (
@@ -265,7 +269,7 @@ def _device(device: DeviceReport, of: str) -> Iterator[Section]:
     )  # fmt: skip
 
 
-def _curves(device: DeviceReport) -> dict[str, Any]:
+def _draw_curves(device: DeviceReport) -> dict[str, Any]:
     line = device.timeline
     unit = unit_for(max((*line.reserved_bytes, *line.allocated_bytes)), smallest=1)
     traces = [
@@ -285,7 +289,7 @@ def _curves(device: DeviceReport) -> dict[str, Any]:
         "xaxis": {"title": {"text": "event"}, "tickformat": ",d", "showgrid": False},
         "yaxis": {"title": {"text": unit.name}, "rangemode": "tozero"},
         "shapes": [_vertical_line(at, "dot") for _, at in moments],
-        "annotations": [_above(at, name) for name, at in moments],
+        "annotations": [_label_above(at, name) for name, at in moments],
     }  # fmt: skip
     return {"traces": traces, "layout": layout}
 
@@ -293,7 +297,7 @@ def _curves(device: DeviceReport) -> dict[str, Any]:
 # -- what to use -------------------------------------------------------------------------------------------------------
 
 
-def _recommendation(answer: Recommendation) -> Iterator[Section]:
+def _recommendation_sections(answer: Recommendation) -> Iterator[Section]:
     total = answer.device.total_bytes
     chosen = answer.chosen
     if chosen is not None:
@@ -301,13 +305,13 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
         yield Section("What to use", why, text=chosen.command)
     if answer.choices:
         shown = sorted(answer.choices, key=lambda one: (one is not chosen, not one.fits, one.step_seconds or 0.0))
-        bars = shown[:_MOST_BARS]
+        bars = shown[:_MAX_BARS]
         unit = unit_for(max(one.needed_bytes for one in bars))
         names = [f"{place}. {one.name}, {one.micro_batch} at a time" for place, one in enumerate(bars, 1)]
         names[0] = names[0].replace(". ", ". chosen: ", 1) if bars[0] is chosen else names[0]
         colours = [FITS if one.fits else OVER for one in bars]
-        drawn = _bars(names, {"needs": ([one.needed_bytes for one in bars], colours)}, unit)
-        drawn["traces"][0]["text"] = [f"{format_bytes(one.needed_bytes)}, {_seconds(one.step_seconds)}" for one in bars]
+        drawn = _draw_bars(names, {"needs": ([one.needed_bytes for one in bars], colours)}, unit)
+        drawn["traces"][0]["text"] = [f"{format_bytes(one.needed_bytes)}, {_time(one.step_seconds)}" for one in bars]
         _mark_capacity(drawn["layout"], total, unit)
         moved = "of it between GPUs" if answer.gpus > 1 else "of it transfers"
         yield Section(
@@ -319,18 +323,18 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
                 "configuration", ">at a time", ">needs", ">left over", ">step", f">{moved}", "numbers", "verdict",
                 "$the run",
             ),
-            rows=tuple(_choice(one, over_gpus=answer.gpus > 1) for one in shown),
+            rows=tuple(_choice_row(one, over_gpus=answer.gpus > 1) for one in shown),
         )  # fmt: skip
     fitting = [row for row in answer.largest if row.model is not None]
     if fitting:
         unit = unit_for(max(row.needed_bytes for row in fitting))
         names = [f"{row.task}: {row.model}" for row in fitting]
-        drawn = _bars(names, {"needs": ([row.needed_bytes for row in fitting], FITS)}, unit)
+        drawn = _draw_bars(names, {"needs": ([row.needed_bytes for row in fitting], FITS)}, unit)
         _mark_capacity(drawn["layout"], total, unit)
         yield Section(
             "The largest models that fit", "What each needs of the GPU; the line is what it has.", **drawn,
             columns=("use", "model", ">parameters", ">needs", ">longest context", "next larger", "$the run"),
-            rows=tuple(map(_largest, answer.largest)),
+            rows=tuple(map(_largest_row, answer.largest)),
         )  # fmt: skip
     yield Section(
         "What would do instead", columns=("what", "which", ">needs", "how it is known"),
@@ -344,7 +348,7 @@ def _recommendation(answer: Recommendation) -> Iterator[Section]:
         yield Section(f"Script: {name}", text=f"{launch}{script}")
 
 
-def _largest(row: Largest) -> tuple[PageCell, ...]:
+def _largest_row(row: Largest) -> tuple[PageCell, ...]:
     if row.model is None:
         return row.task, "none", ("-", None), ("-", None), ("-", None), row.next_model or "-", ""
     parameters, tokens = (f"{row.num_parameters:,}", row.num_parameters), row.context_length or 0
@@ -352,7 +356,7 @@ def _largest(row: Largest) -> tuple[PageCell, ...]:
     return row.task, row.model, parameters, size, (f"{tokens:,}", tokens), after, row.command
 
 
-def _choice(one: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
+def _choice_row(one: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
     verdict = (
         "fits"
         if one.fits and one.headroom_bytes >= 0
@@ -363,12 +367,12 @@ def _choice(one: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
     moved = one.link_seconds if over_gpus else one.bus_seconds
     return (
         one.name, one.micro_batch, _size(one.needed_bytes), _size(one.headroom_bytes),
-        (_seconds(one.step_seconds), one.step_seconds),
-        (_seconds(moved), moved), one.given_up or "the same", verdict, one.command,
+        (_time(one.step_seconds), one.step_seconds),
+        (_time(moved), moved), one.given_up or "the same", verdict, one.command,
     )  # fmt: skip
 
 
-def _seconds(seconds: float | None) -> str:
+def _time(seconds: float | None) -> str:
     if seconds is None:
         return "time not known"
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
@@ -378,7 +382,7 @@ def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> Non
     if total is not None:
         at = total / unit.num_bytes
         layout["shapes"] = [_vertical_line(at, "dash")]
-        layout["annotations"] = [_above(at, f"the GPU: {format_bytes(total)}")]
+        layout["annotations"] = [_label_above(at, f"the GPU: {format_bytes(total)}")]
 
 
 def _vertical_line(at: float, dash: str) -> dict[str, Any]:
@@ -388,5 +392,5 @@ def _vertical_line(at: float, dash: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _above(at: float, text: str) -> dict[str, Any]:
+def _label_above(at: float, text: str) -> dict[str, Any]:
     return {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "text": text, "showarrow": False}

@@ -1,4 +1,4 @@
-"""The allocator's segments at a moment, as plain columns: what is in each block, and which are free."""
+"""The allocator's segments at a moment, as plain columns: the storage in each block, and free blocks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from memprof.ledger.ledger import Ledger
 from memprof.report.page.moments import Moments
 from memprof.trace.json_values import JsonValue
 
-FREE = -1  # Instead of a kind: nothing is in the block.
-WAITING = -2  # Its tensor is gone, and it waits for the work of another stream.
+FREE = -1  # Instead of a kind: the block is free.
+WAITING = -2  # Its tensor is freed, and the block waits for another stream.
 
 
 @dataclass(slots=True)
 class SegmentColumns(JsonValue):
-    """All segments, the largest first, each with its blocks in the order of their addresses; sizes are bytes."""
+    """All segments, largest first, each with its blocks by address; sizes are bytes."""
 
     event: int
     size: list[int] = field(default_factory=list)
     pool: list[str] = field(default_factory=list)
     stream: list[int] = field(default_factory=list)
-    # Of each segment: size and kind of its first block, of its second, and so on.
+    # For each segment: size and kind of its first block, of its second, and so on.
     blocks: list[list[int]] = field(default_factory=list)
 
 
 def segments_at_peak(ledger: Ledger, moments: Moments) -> SegmentColumns:
-    """Return the segments when most is allocated. They take another replay of the run."""
+    """Return the segments at the allocated peak, from another replay of the run."""
     layout, storages = ledger.run.layout_at(ledger.peak_event)
     found = SegmentColumns(ledger.peak_event)
     for segment in sorted(layout, key=lambda one: -one.size):

@@ -101,9 +101,14 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 @pytest.mark.parametrize("first", ["=", "+", "-", "@", "\t", "\r"])
 def test_no_text_is_a_formula(first):
-    from memprof.report.export.csv import _cell
+    from memprof.report.export.csv import _format_cell
 
-    assert (_cell(f"{first}1+1"), _cell(f"a{first}1"), _cell(-1), _cell("")) == (f"'{first}1+1", f"a{first}1", -1, "")
+    assert (_format_cell(f"{first}1+1"), _format_cell(f"a{first}1"), _format_cell(-1), _format_cell("")) == (
+        f"'{first}1+1",
+        f"a{first}1",
+        -1,
+        "",
+    )
 
 
 def test_a_formula_and_half_a_character_in_a_name(tmp_path):
