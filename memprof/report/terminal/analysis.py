@@ -43,9 +43,9 @@ _PATH = 28  # Columns of a module's path beside a source line.
 
 
 def view(document: Analysis, *, replay: bool = False, quiet: bool = False, file: Path | None = None) -> RenderableType:
-    """Return the whole document; with `replay`, how far the allocator's replay agrees with the recording too.
+    """Return the whole document; with `replay`, also the agreement of the allocator's replay with the recording.
 
-    With `file`, what was read, the command to try next; with `quiet`, the most that each device held, alone.
+    With `file`, the analyzed file, the command to try next; with `quiet`, only the peak of each device.
     """
     if quiet:
         return Group(*map(_verdict, document.devices))
@@ -127,7 +127,7 @@ def _summary(device: DeviceReport) -> RenderableType:
 
 @dataclass(frozen=True)
 class _AnalysisCurves:
-    """Both curves, as wide as the console."""
+    """The curves of allocated and reserved memory, as wide as the console."""
 
     device: DeviceReport
 
@@ -201,7 +201,7 @@ def _blocks(device: DeviceReport) -> RenderableType:
 
 
 def _kinds(blocks: tuple[BlockRow, ...]) -> list[BlockRow]:
-    """Return the first of the blocks alike in size, line, operator and category."""
+    """Return one block for each size, line, operator and category."""
     found: dict[tuple[object, ...], BlockRow] = {}
     for block in blocks:
         found.setdefault((block.allocated_bytes, block.source, block.op, block.category), block)
@@ -241,7 +241,7 @@ def _pins(found: FragmentationRow, when: str) -> RenderableType:
 
 
 def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
-    """Return sentences whose further lines are indented as their first."""
+    """Return sentences as a list, with their further lines indented."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
         grid.add_row("-", sentence)
@@ -302,7 +302,7 @@ def _what_if_table(found: WhatIf) -> RenderableType:
 
 
 def _tail(module: str) -> str:
-    """Return the innermost calls of a chain, or the end of a path."""
+    """Return the innermost calls of a module chain, or the end of a module path."""
     if len(module) > _PATH and " > " not in module and not module.startswith("("):
         kept: list[str] = []
         for part in reversed(module.split(".")):

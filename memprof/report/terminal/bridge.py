@@ -1,4 +1,4 @@
-"""The bridge for a terminal: from what tensors requested to what the GPU has in use; and what each stream has."""
+"""The bridge for a terminal: from requested bytes of tensors to device memory used; and the memory of each stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PROCESSES = 5
 
 
 def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
-    """Return a column for the moment at which most is reserved, and one for that of most allocated, if it differs."""
+    """Return a column for the reserved peak, and one for the allocated peak, if it differs."""
     amounts = ("requested_bytes", "allocated_bytes", "reserved_bytes")
     first, other = bridge.peak_reserved, bridge.peak_allocated
     moments = [first, other] if any(getattr(first, name) != getattr(other, name) for name in amounts) else [first]
@@ -59,7 +59,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
 
 
 def _free_text(free: int, cached: int) -> str:
-    """Return what is free where most is reserved: cached for the next step, or never in use."""
+    """Return the kind of free memory at the reserved peak: cached for the next step, or fragmentation."""
     if not cached:
         return "fragmentation"
     return f"{format_bytes(free - cached)} fragmentation, the rest cached" if free > cached else "cached"
@@ -78,7 +78,7 @@ def _processes(bridge: Bridge) -> str:
 
 
 def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:
-    """Return a row a stream, and both bounds of what is reserved where they differ."""
+    """Return a row per stream, and both bounds of reserved memory where they differ."""
     waits = any(share.waiting_bytes for share in found.streams)
     made = table("|stream", ">reserved", ">allocated", *([">waiting"] * waits), ">free")
     for share in found.streams:

@@ -1,4 +1,4 @@
-"""Cells of a terminal's table or a page's, as plain words: sizes, shapes, lines. Needs no rich."""
+"""Cells of tables in a terminal or on a page, as plain text: sizes, shapes, lines. Needs no rich."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
 
 
 class Unit:
-    """The unit of a table's sizes; its header names it."""
+    """The unit of a table's sizes, whose name is in the table's header."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name = name
@@ -40,23 +40,23 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def join_some(names: list[str], most: int) -> str:
-    """Return the first `most` of `names`, and how many more there are."""
+    """Return the first `most` of `names`, and the number of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def curve(values: Iterable[int], highest: int) -> str:
-    """Return a bar for each value, of its height of `highest`; anything above nothing is seen."""
+    """Return a bar for each value, relative to `highest`; any value above 0 gets a visible bar."""
     return "".join(_BARS[-(-max(value, 0) * (len(_BARS) - 1) // highest)] for value in values)
 
 
 def signed_bytes(num_bytes: int) -> str:
-    """Return a difference in its own unit: never shown as nothing when there is one."""
+    """Return a difference in a unit of its size: a difference is never shown as 0."""
     return ("+" if num_bytes > 0 else "-" if num_bytes else "") + format_bytes(abs(num_bytes))
 
 
 def source_text(source: str) -> str:
-    """Return `folder/file.py:line function` of a source; what is none stays as it is."""
+    """Return `folder/file.py:line function` of a source; another text is returned unchanged."""
     head, _, function = source.rpartition(" ")
     return f"{short_source(source)} {function}" if head and ":" in head else source
 
@@ -68,13 +68,13 @@ def block_life(block: BlockRow) -> str:
 
 
 def total_verdict(row: TotalRow) -> str:
-    """Return how a total of two runs is compared."""
+    """Return the result of comparing a total of two runs."""
     if not row.compared:
         return f"not compared: {row.why_not}"
     return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
 
 
 def tensor_text(side: TensorSide) -> str:
-    """Return number and shape of equal tensors; without a shape the bytes of one."""
+    """Return count and shape of equal tensors; without a shape the bytes of one tensor."""
     what = format_bytes(side.num_bytes) if side.shape is None else f"{shape_text(side.shape)} {side.dtype}"
     return f"{side.count} x {what}"

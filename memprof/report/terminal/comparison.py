@@ -37,9 +37,9 @@ MAX_NAMED = 6  # Stages named that only one has.
 def view(
     document: Comparison, *, top: int = 10, explain: bool = False, quiet: bool = False, files: tuple[Path, ...] = ()
 ) -> RenderableType:
-    """Return the whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too.
+    """Return the whole comparison, with `top` rows per table; with `explain`, also the assumptions of only one run.
 
-    With `quiet`, the verdict alone; with `files`, A and B, the command to try next.
+    With `quiet`, only the verdict; with `files`, A and B, the command to try next.
     """
     if quiet:
         return _verdict(document)
@@ -51,7 +51,7 @@ def view(
 
 
 def render_heading(document: Comparison) -> RenderableType:
-    """Return the two, and what kinds of runs they are."""
+    """Return the two files, and their kinds of runs."""
     lines = [heading("memprof compare")]
     for letter, side in (("A", document.a), ("B", document.b)):
         lines.append(Text(f"{letter}: {side.file}, {_described(side)}"))
@@ -134,7 +134,7 @@ def _amounts(side: Iterable[StageAmounts | None], value: Callable[[StageAmounts]
 
 
 def _stacks(rows: Iterable[StageRow]) -> list[list[StageRow]]:
-    """Return rows in the order of the run, those of one stack of layers together."""
+    """Return rows in the order of the run, grouped by stack of layers."""
     ordered = sorted(rows, key=lambda row: row.order)
     stacks = groupby(ordered, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
     return [list(own) for _, own in stacks]
@@ -258,7 +258,7 @@ def _verdict(document: Comparison) -> RenderableType:
 
 
 def _comparison_table(first: str, *more: str) -> Table:
-    """Return a table of A, B and their difference."""
+    """Return a table with columns for A, B and their difference."""
     return table(f"~{first}", ">A", ">B", ">difference", *more, drop=("change A", "change B", "A", "B"))
 
 

@@ -1,4 +1,4 @@
-"""The one console: the same text in colour for a terminal and without for files and pipes, and the house's tables."""
+"""The console: the same text in colour for a terminal and without colour for files and pipes, and common tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memprof.report.terminal import layout
 
 
 class _Console(Console):
-    """Shows the text of others as it is: it is no markup, and its control characters are visible and do nothing."""
+    """A console that shows foreign text literally: without markup, and with visible control characters."""
 
     def __init__(self, **options: Any) -> None:
         # In a notebook rich would show everything at once, and leave the stream that it was given empty.
@@ -42,7 +42,7 @@ def terminal(stream: TextIO | None = None) -> Console:
 
 
 def text_of(view: RenderableType, width: int = layout.WIDTH) -> str:
-    """Return `view` without colour, `width` columns wide, no blanks at the ends of lines."""
+    """Return `view` without colour, `width` columns wide, without blanks at line ends."""
     file = io.StringIO()
     # Plain whatever FORCE_COLOR says: that is about the terminal.
     console = _Console(file=file, width=width, color_system=None, force_terminal=False, legacy_windows=False)
@@ -51,7 +51,7 @@ def text_of(view: RenderableType, width: int = layout.WIDTH) -> str:
 
 
 def html_of(view: RenderableType, width: int = layout.WIDTH) -> str:
-    """Return `view` in colour as an element of HTML, `width` columns wide; its words are escaped."""
+    """Return `view` in colour as an HTML element, `width` columns wide, with escaped text."""
     console = _Console(file=io.StringIO(), width=width, record=True, force_terminal=True, legacy_windows=False)
     console.print(view)
     style = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
@@ -61,7 +61,7 @@ def html_of(view: RenderableType, width: int = layout.WIDTH) -> str:
 
 
 def show(view: RenderableType) -> None:
-    """Print `view` to stdout: as wide as COLUMNS or the terminal says, into a pipe `WIDTH` columns."""
+    """Print `view` to stdout: as wide as COLUMNS or the terminal, into a pipe `WIDTH` columns."""
     console = terminal()
     if console.is_terminal:
         console.print(view)
@@ -78,28 +78,28 @@ def ansi(line: Text, columns: int) -> str:
 
 
 def heading(title: str, rest: str = "") -> Text:
-    """Return a title, and what belongs to it on the same line."""
+    """Return a bold title with `rest` on the same line."""
     text = Text(title, style="bold")
     return text.append(rest, style="default") if rest else text
 
 
 def dim(text: str) -> Text:
-    """Return a remark."""
+    """Return a dim remark."""
     return Text(text, style="dim")
 
 
 def indented(*parts: RenderableType, below: int = 0) -> Padding:
-    """Return `parts` below each other, two columns in, with so many empty lines below."""
+    """Return `parts` one below another, indented by two columns, with `below` empty lines after them."""
     return Padding(Group(*parts), (0, 0, below, 2))
 
 
 def section(title: Text | str, *parts: RenderableType, below: int = 0) -> Group:
-    """Return a title and, indented, what it is about."""
+    """Return a title, and its parts indented."""
     return Group(heading(title) if isinstance(title, str) else title, indented(*parts, below=below))
 
 
 class _Fitted(Table):
-    """A table whose columns are as wide as their longest word at least: what there is no room for is left out."""
+    """A table whose columns are at least as wide as their longest word: columns without room are dropped."""
 
     drop: tuple[str, ...] = ()
 
@@ -110,7 +110,7 @@ class _Fitted(Table):
             yield dim(layout.dropped_columns_note(gone))
 
     def _fitted(self, console: Console, options: ConsoleOptions, gone: list[str]) -> Table:
-        """Return the table with widths; `gone` gets the headers that were left out."""
+        """Return the table with widths; headers of dropped columns are appended to `gone`."""
         made, left = copy.copy(self), [name for name in self.drop if name in {c.header for c in self.columns}]
         while True:
             room = options.max_width - made._extra_width
@@ -137,7 +137,7 @@ class _Fitted(Table):
 
 
 def _grown(needed: list[int], most: list[int], room: int) -> list[int]:
-    """Return widths between both that share what `room` there is, the narrowest first."""
+    """Return widths between `needed` and `most` that share `room` columns, the narrowest first."""
     widths = list(needed)
     while (spare := room - sum(widths)) > 0 and any(w < m for w, m in zip(widths, most, strict=True)):
         growing = [place for place, (w, m) in enumerate(zip(widths, most, strict=True)) if w < m]
@@ -150,11 +150,11 @@ def _grown(needed: list[int], most: list[int], room: int) -> list[int]:
 
 
 def table(*headers: str, ruled: bool = False, drop: Sequence[str] = ()) -> Table:
-    """Return a table in the house's style: without lines, or with one below its headers.
+    """Return a table in the common style: without lines, or with a line below its headers.
 
-    What a header begins with says how its column is set: `>` figures, to the right and never broken; `|` words that
-    are never broken; `~` text that may take several lines. The columns `drop` are left out where there is no room for
-    all, in this order.
+    The first character of a header sets the style of its column: `>` figures, to the right and never broken; `|` words
+    that are never broken; `~` text that may take several lines. The columns `drop` are dropped where there is no room
+    for all, in this order.
     """
     style = "table.header" if ruled else "dim"
     made = _Fitted(box=SIMPLE_HEAD if ruled else None, padding=(0, 1), pad_edge=False, header_style=style)
@@ -170,7 +170,7 @@ def table(*headers: str, ruled: bool = False, drop: Sequence[str] = ()) -> Table
 
 @dataclass(frozen=True)
 class Aligned:
-    """Lines of aligned columns, headers first, which begin as a table's do."""
+    """Lines of aligned columns, headers first, with the same left edge as tables."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -194,7 +194,7 @@ class Aligned:
 
 @dataclass(frozen=True)
 class ShellCommand:
-    """A line for a shell, in several where there is no room for it: it can be copied as it stands."""
+    """A shell command, in several lines where it is too long: it can be copied and run."""
 
     line: str
 
@@ -204,5 +204,5 @@ class ShellCommand:
 
 
 def bar(share: float, width: int) -> Text:
-    """Return a bar of so much of `width` columns."""
+    """Return a bar of `share` of `width` columns."""
     return Text("█" * round(share * width), style="blue")

@@ -1,4 +1,4 @@
-"""Readings of a GPU, beside the replay of the run that was measured there."""
+"""Readings of a GPU, next to the replay of the run that was measured on that GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _READ_BESIDE = {
 
 
 def gpu_columns(document: Report) -> dict[str, str]:
-    """Return header -> attribute of a stage of what was read off the GPU; empty if it was measured on none."""
+    """Return header -> attribute of a stage for the GPU's readings; empty if the run was not measured on a GPU."""
     if document.source != "measured" or document.on_cpu:
         return {}
     known = {name for row in document.stages for name in _GPU_COLUMNS.values() if getattr(row, name) is not None}
@@ -34,7 +34,7 @@ def gpu_columns(document: Report) -> dict[str, str]:
 
 
 def compare_with_gpu(document: Report) -> Iterator[Text]:
-    """Say by how much the replay and the GPU differ at the most, and where."""
+    """Yield a note on the largest differences between the replay and the GPU, and their stages."""
     if not gpu_columns(document):
         return
     far = []

@@ -1,4 +1,4 @@
-"""The diagnoses of `memprof doctor` as text. Plain strings: an answer within a blink needs no rich."""
+"""The diagnoses of `memprof doctor` as text. Plain strings without rich, for an immediate answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIGURES = {
 
 
 def render_diagnoses(found: Sequence[Diagnosis], *, quiet: bool = False) -> str:
-    """Return the first in full, the others in a line each; `quiet`: what the first is, alone."""
+    """Return the first diagnosis in full, the others in one line each; with `quiet`, only the first one's title."""
     if quiet:
         return "\n".join(_wrap([found[0].title], "")) + "\n"
     lines = _diagnosis(found[0])
@@ -74,7 +74,7 @@ def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list
 
 
 def render_installation(checked: Installation, *, quiet: bool = False) -> str:
-    """Return what is here, then what is wrong with it; `quiet`: this alone."""
+    """Return the facts of the installation, then its findings; with `quiet`, only the findings."""
     lines = [] if quiet else [*(f"{name:<22} {value}" for name, value in checked.facts), ""]
     if not checked.findings:
         lines.append("Nothing wrong was found.")

@@ -1,4 +1,4 @@
-"""The answer of `memprof estimate` as text. Plain strings and no library: the command is to answer at once."""
+"""The answer of `memprof estimate` as text. Plain strings without a library, for an immediate answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def render_text(
     explain: bool = False,
     quiet: bool = False,
 ) -> str:
-    """Return the answer; with `explain`, every formula, constant and assumption; `quiet`: weights and GPUs alone."""
+    """Return the answer; with `explain`, also formulas, constants and assumptions; `quiet`: only weights and
+    GPUs."""
     lines = [*_heading(estimate), *_table(estimate), "", *_gpus(estimate, gpus)]
     if quiet:
         lines = [lines[0], *_gpus(estimate, gpus)]
@@ -151,7 +152,7 @@ def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
 
 
 def _merged(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the terms of both under common names; those of less than 0.05 MiB in both are left out."""
+    """Return the terms of both under common names, without terms of less than 50,000 bytes in both."""
     # A layer's own temporaries are activations in the closed form, and inputs and buffers are too small to tell.
     common = {"inputs": "activations", "buffers": "activations", "fragmentation": "rounding"}
     if not mine.get("temporaries"):

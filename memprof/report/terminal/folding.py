@@ -1,6 +1,7 @@
-"""Stages that the terminal shows: the step that matters, in full, equal layers folded; the rest a row each.
+"""Stages that the terminal shows: the most important step in full, with equal layers folded, and one row for each
+other.
 
-Rows that come again and again (the forwards of an evaluation, the steps of a long run) are shown once.
+Rows that repeat (the forwards of an evaluation, the steps of a long run) are shown once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HIGHEST = (
 
 @dataclass(frozen=True, slots=True)
 class ShownStage(Stage):
-    """One row of the terminal's table: a stage, or several that follow each other."""
+    """One row of the terminal's table: a stage, or several successive ones."""
 
     count: int = 1  # Equal layers, or whole steps, in the row; `delta_bytes` is that of all of them.
     turns: int = 1  # How often the row came, in turn with others; `delta_bytes` is that of the last time.
@@ -42,7 +43,7 @@ class ShownStage(Stage):
 
 
 def shown_step(document: Report) -> int:
-    """Return the step shown in full: the last one, unless the peak was higher before."""
+    """Return the step shown in full: the last one, unless an earlier one has a higher peak."""
     return max(document.stages, key=lambda row: (row.peak_allocated_bytes, row.step)).step
 
 
@@ -61,7 +62,7 @@ def shown_stages(document: Report) -> list[ShownStage]:
 
 
 def row_of_peak(document: Report, rows: Sequence[ShownStage]) -> int | None:
-    """Return the place in `rows` of the one that the run's peak is in: what comes after it begins with as much."""
+    """Return the index in `rows` of the row with the run's peak; later rows may begin with as much memory."""
     peak = document.peak
     reached = [place for place, row in enumerate(rows) if row.peak_allocated_bytes == peak.allocated_bytes]
     stacks = {row.stack for row in document.stages if row.name == peak.stage and row.stack}
@@ -90,7 +91,7 @@ def _step(rows: list[Stage]) -> Iterator[ShownStage]:
 
 
 def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
-    """Yield whole micro-batches that cost the same, as one row."""
+    """Yield whole micro-batches of equal cost as one row."""
     for _, group in groupby(summaries, key=lambda row: row.delta_bytes):
         alike = list(group)
         word, first = alike[0].name.split()
@@ -99,7 +100,7 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
 
 
 def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[ShownStage]:
-    """Yield repeated rows once for all rounds of at most `longest` rows that cost the same, but for `near` bytes."""
+    """Yield repeated rows once for all rounds of at most `longest` rows with the same cost, up to `near` bytes."""
 
     def same_names(one: ShownStage, other: ShownStage) -> bool:
         return one.name == other.name or (one.is_step and other.is_step)
@@ -120,12 +121,12 @@ def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[
 
 
 def _rise(row: ShownStage) -> int:
-    """Return the peak above what was there before."""
+    """Return the peak minus the bytes before the row."""
     return row.peak_allocated_bytes - (row.allocated_bytes - row.delta_bytes)
 
 
 def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) -> Iterator[list[list[T]]]:
-    """Yield `items` cut into rounds that repeat each other; what is not repeated is a round by itself."""
+    """Yield `items` divided into rounds that repeat; an item without repetition is a round by itself."""
     begin = 0
     while begin < len(items):
         period, count = 1, 1
@@ -142,7 +143,7 @@ def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) ->
 
 
 def _fold_rounds(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
-    """Yield the rows of one round, for all of them."""
+    """Yield the rows of one round, merged over all rounds."""
     alone = len(rounds[0]) == 1
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]
@@ -169,12 +170,12 @@ def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
 
 
 def _cost(row: Stage) -> tuple[int, int]:
-    """Return what the layer itself asks for: the blocks that it is given depend on what is free at the time."""
+    """Return the layer's own requests: its blocks also depend on free memory at that time."""
     return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 
 def _merge_stages(rows: Sequence[Stage], **changes: Any) -> ShownStage:
-    """Merge rows that follow each other: the last of them but for sums, highest values and `changes`."""
+    """Merge successive rows: the last one's values except for sums, highest values and `changes`."""
     amounts = {field.name: getattr(rows[-1], field.name) for field in fields(rows[-1])}
     for name in _HIGHEST:
         amounts[name] = max((getattr(row, name) for row in rows if getattr(row, name) is not None), default=None)

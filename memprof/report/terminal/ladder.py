@@ -1,4 +1,4 @@
-"""The ladder for a terminal: two lines a row, the second with what is in the way next."""
+"""The ladder for a terminal: two lines per row, the second with the next bottleneck."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_HOST_BYTES = 16 * GIB  # Host memory below this is there in every machine wi
 
 
 def render_ladder(document: Report) -> RenderableType:
-    """Return the rows, why they were chosen, and what was left out."""
+    """Return the rows, the reason for their choice, and the fixes that were left out."""
     rungs = document.ladder
     unit = unit_for(rungs[0].peak_allocated_bytes)
     added = [_added(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
@@ -64,7 +64,7 @@ def render_ladder(document: Report) -> RenderableType:
 
 
 def _added(rung: Rung, before: Rung | None) -> list[str]:
-    """Return lines of a row's first cell; what stands beside the first is of all of them."""
+    """Return the lines of a row's first cell; the other cells are those of all its fixes."""
     if before is None:
         return [f"baseline ({rung.parallel})" if rung.parallel else "baseline"]
     added = [name for name in rung.fixes if name not in before.fixes]
@@ -79,7 +79,7 @@ def _cells(rung: Rung, unit: Unit, *, first: bool) -> tuple[str, ...]:
 
 
 def _cost(cost: Cost, *, first: bool) -> tuple[str, ...]:
-    """Return operations, what goes over the bus and to other GPUs, time of a step, and what happens to the numbers."""
+    """Return operations, bytes over the bus and to other GPUs, time of a step, and the effect on numerics."""
     if cost.operations is None or cost.extra_operations is None or cost.step_seconds is None:
         return "?", "?", "?", "?", _NUMBERS[cost.numerics]
     step = _seconds(cost.step_seconds)

@@ -1,4 +1,4 @@
-"""The width of a text, and what is left out of a table that is wider. Needs no rich."""
+"""The width of texts, and the dropping of columns in wide tables. Needs no rich."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)  # Whethe
 
 
 def output_width() -> int:
-    """Return the columns of what is printed to stdout: COLUMNS, else those of the terminal, else `WIDTH`."""
+    """Return the width of output to stdout: COLUMNS, else the columns of the terminal, else `WIDTH`."""
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and int(said):
         return min(max(int(said), NARROWEST), WIDEST)
@@ -26,7 +26,7 @@ def output_width() -> int:
 
 
 def wrapped(line: str, width: int, indent: str = "", deeper: str | None = None) -> list[str]:
-    """Return `line` in lines of so many columns, broken between words alone; `deeper` is before all but the first."""
+    """Return `line` wrapped to `width` columns, only between words; `deeper` indents all lines but the first."""
     return textwrap.wrap(
         line, max(width, 40), initial_indent=indent, subsequent_indent=indent + "  " if deeper is None else deeper,
         break_on_hyphens=False, break_long_words=False,
@@ -36,15 +36,15 @@ def wrapped(line: str, width: int, indent: str = "", deeper: str | None = None) 
 def aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, drop: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Return lines of aligned columns, headers first, and the columns that were left out.
+    """Return lines of aligned columns, headers first, and the dropped columns.
 
-    Words in the last column may run on in lines of their own below it, before a column of figures is left out for them.
+    Words in the last column may wrap below it before a column of figures is dropped.
 
     Args:
-        headers: those that begin with `>` are of figures, to the right.
-        rows: a cell a column.
-        width: that the lines should have at the most.
-        drop: columns that are left out where there is no room for all, in this order; of two of one name, the last.
+        headers: those that begin with `>` are for figures, to the right.
+        rows: one cell per column.
+        width: of the lines, at most.
+        drop: columns that are dropped where there is no room for all, in this order; of two equal names, the last.
     """
     names = [header.removeprefix(">") for header in headers]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
@@ -70,5 +70,5 @@ def aligned(
 
 
 def dropped_columns_note(names: Sequence[str]) -> str:
-    """Return what is said of columns that there was no room for."""
+    """Return a note on dropped columns."""
     return f"No room for: {', '.join(' '.join(name.split()) for name in dict.fromkeys(names) if name.strip())}."

@@ -15,13 +15,13 @@ _NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
 
 
 def headline(limit: Limit) -> str:
-    """Return the answer in a line."""
+    """Return the answer in one line."""
     found = limit.largest
     return f"No {limit.what} fits" if found is None else f"The {_NAMES[limit.what]} that fits: {found:,}"
 
 
 def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
-    """Return the number, the runs on both sides of it, and their commands."""
+    """Return the number, the runs on both sides of that number, and their commands."""
     runs = {run.number: run for run in limit.runs}
     shown = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
     lines: list[RenderableType] = []

@@ -1,7 +1,7 @@
-"""The views of `memprof monitor`: a live table of the GPUs, rows at the foot of a command's terminal, lines, JSON.
+"""The views of `memprof monitor`: a live table of the GPUs, rows at the bottom of a command's terminal, lines, JSON.
 
-A command keeps its terminal: the view takes the last rows of it by a scroll region, in which the command's own output
-goes on as if the terminal were a little smaller.
+A command keeps its terminal: the view takes the last rows by a scroll region, so that the command's own output
+continues as in a slightly smaller terminal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MIN_ROWS = 12  # A terminal with fewer rows is left to the command.
 
 
 def make_view(stream: TextIO, *, has_command: bool, as_json: bool = False, quiet: bool = False) -> View:
-    """Return the view that suits `stream`: a terminal gets a picture, a file or a pipe lines."""
+    """Return the view for `stream`: a picture on a terminal, lines in a file or a pipe."""
     if as_json:
         return JsonView(stream, is_needed=not has_command)
     if quiet:
@@ -36,7 +36,7 @@ def make_view(stream: TextIO, *, has_command: bool, as_json: bool = False, quiet
 
 
 class _Lines:
-    """Writes lines; a reader that has gone is an error only where the lines are all that is wanted."""
+    """A writer of lines; a closed reader is an error only where the lines are the only output."""
 
     def __init__(self, stream: TextIO, *, is_needed: bool = False) -> None:
         self._stream = stream
@@ -59,10 +59,10 @@ class _Lines:
                 raise
 
     def pause(self) -> None:
-        """Do nothing: there is nothing to take away."""
+        """Do nothing: lines need no cleanup."""
 
     def say_once(self, notes: Iterable[str]) -> None:
-        """Write those that were not written before: the same but for a number counts as the same."""
+        """Write the notes that were not written before; notes that differ only in a number count as the same."""
         for note in notes:
             kind = note.partition(";")[0]  # without what it counts ("; 3 lines are missing")
             if kind not in self._said:
@@ -71,16 +71,16 @@ class _Lines:
 
 
 class JsonView(_Lines):
-    """One JSON object a line: the samples, and at last how it ended."""
+    """A view of one JSON object per line: the samples, and finally the outcome."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """Write a sample."""
+        """Write a sample as JSON."""
         from memprof.report.documents.answers import MonitorLine  # which takes in what other commands need
 
         self.write(json.dumps(MonitorLine.of(sample, peaks).to_json()))
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """Write how it ended."""
+        """Write the outcome as JSON."""
         if outcome.command:
             from memprof.report.documents.answers import MonitorEnd
 
@@ -88,7 +88,7 @@ class JsonView(_Lines):
 
 
 class QuietView(_Lines):
-    """A view that shows nothing until the end: what could not be seen, and how the command ended."""
+    """A view without output until the end: notes on missing readings, and the outcome of the command."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Write the notes of a sample."""
@@ -105,14 +105,14 @@ class PlainView(QuietView):
     """A line for each sample."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """A line, if there is anything to see."""
+        """Write a line for the sample, if it has GPUs or processes."""
         super().show(sample, peaks)
         if sample.gpus or sample.processes:
             self.write(plain_line(sample))
 
 
 class LiveView:
-    """The GPUs on a terminal, redrawn in place."""
+    """A table of the GPUs on a terminal, redrawn in place."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = terminal(stream)
@@ -120,7 +120,7 @@ class LiveView:
         self._history = SampleHistory()
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """Draw it over the last one."""
+        """Draw the sample over the last one."""
         if not sample.gpus:
             for note in sample.notes:
                 self._console.print(f"memprof: {note}", soft_wrap=True)
@@ -132,19 +132,19 @@ class LiveView:
         self._live.update(gpus_table(sample, peaks, self._history), refresh=True)
 
     def pause(self) -> None:
-        """Give the cursor back."""
+        """Stop the drawing, and restore the cursor."""
         if self._live is not None:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 self._live.stop()
             self._live = None
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """Leave the last picture."""
+        """Stop the drawing; the last picture stays."""
         self.pause()
 
 
 class FooterView(QuietView):
-    """The last rows of the terminal that a command writes to."""
+    """A view in the last rows of the terminal that a command writes to."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -154,7 +154,7 @@ class FooterView(QuietView):
         self._wanted = 0
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """Draw the rows; take them first if they are not ours yet."""
+        """Draw the rows; reserve them first if needed."""
         self._history.add(sample)
         try:
             columns, rows = os.get_terminal_size(self._stream.fileno())
@@ -178,13 +178,13 @@ class FooterView(QuietView):
         self.write_raw("\x1b7" + "".join(cells) + "\x1b8")
 
     def pause(self) -> None:
-        """Give the rows back."""
+        """Release the rows."""
         if self._height:
             first = self._size[1] - self._height + 1
             self.write_raw(f"\x1b7\x1b[r\x1b[{first};1H\x1b[J\x1b8")
             self._height = 0
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """Give the rows back, and say in a line what was seen."""
+        """Release the rows, and write the outcome in one line."""
         self.pause()
         super().close(outcome)

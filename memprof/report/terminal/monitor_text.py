@@ -27,7 +27,7 @@ _MAX_PROCESSES = 3
 
 
 def sparkline(values: Iterable[int], width: int, highest: int = 0) -> str:
-    """Return the last `width` values as bars, from zero to the highest of them and of `highest`."""
+    """Return the last `width` values as bars, from zero to the maximum of these and `highest`."""
     shown = list(values)[-width:]
     top = max([highest, *shown])
     if top <= 0:
@@ -48,7 +48,7 @@ def plain_line(sample: MonitorSample) -> str:
 
 
 def summary(outcome: MonitorOutcome) -> str:
-    """Return a watched command in one line."""
+    """Return the outcome of a watched command in one line."""
     peaks = outcome.peaks
     line = f"{outcome.command} {outcome.ending} after {_duration(outcome.elapsed)}"
     known = {"allocated": peaks.allocated_bytes, "reserved": peaks.reserved_bytes}
@@ -59,7 +59,7 @@ def summary(outcome: MonitorOutcome) -> str:
 
 
 def _amounts(sample: MonitorSample, name: str) -> str:
-    """Return the amount now, and the highest since the last sample."""
+    """Return the current amount, and the highest since the last sample."""
     current, highest = sample.total(f"{name}_bytes") or 0, sample.total(f"interval_peak_{name}_bytes") or 0
     return f"{name} {format_bytes(current)}, highest {format_bytes(highest)}"
 
@@ -71,7 +71,7 @@ def _retries_text(sample: MonitorSample) -> str:
 
 
 def _gpu(sample: MonitorSample, gpu: NvmlGpu) -> str:
-    """Return one GPU in a few words: what is used, by whom, and how it fares."""
+    """Return one GPU in a few words: used memory by process, and the GPU's state."""
     if gpu.used_bytes is None or gpu.total_bytes is None:
         return f"GPU {gpu.index} {gpu.name}: memory not known"
     parts = [f"GPU {gpu.index} {gpu.name}: {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} GiB"]
@@ -108,7 +108,7 @@ class SampleHistory:
         self._values: dict[str, deque[int]] = {}
 
     def add(self, sample: MonitorSample) -> None:
-        """Take a sample in."""
+        """Add a sample."""
         values = {f"GPU {gpu.index}": gpu.used_bytes for gpu in sample.gpus}
         values |= {_curve_of(gpu, one): one.used_bytes for gpu in sample.gpus for one in gpu.processes}
         values["allocated"] = sample.total("interval_peak_allocated_bytes")
@@ -119,7 +119,7 @@ class SampleHistory:
                 self._values.setdefault(name, deque(maxlen=_HISTORY)).append(value)
 
     def curve(self, name: str, highest: int | None = None, width: int = _CURVE) -> str:
-        """Return the values as bars, `width` columns of them."""
+        """Return the values as `width` columns of bars."""
         return sparkline(self._values.get(name, ()), width, highest or 0).ljust(width)
 
 
@@ -128,7 +128,7 @@ def _curve_of(gpu: NvmlGpu, process: GpuProcess) -> str:
 
 
 def gpus_table(sample: MonitorSample, peaks: Peaks, history: SampleHistory) -> RenderableType:
-    """Return the GPUs, one row each, the slices and processes below, and what could not be read."""
+    """Return a table with a row per GPU, its slices and processes below, and notes on missing readings."""
     made = table(ruled=True, drop=("peak", "state", "total"))
     time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
     made.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
@@ -156,7 +156,7 @@ def _cell(amount: int | None, unknown: str = "") -> str:
 
 
 def footer_lines(sample: MonitorSample, peaks: Peaks, history: SampleHistory) -> list[Text]:
-    """Return a sample as a few lines below a command's output."""
+    """Return a sample as a few lines, for below a command's output."""
     lines = []
     if sample.allocators:
         for name, peak in (("allocated", peaks.allocated_bytes), ("reserved", peaks.reserved_bytes)):

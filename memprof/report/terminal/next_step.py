@@ -1,4 +1,4 @@
-"""The command to try next, at the end of a report: what it would say, and the line to paste."""
+"""The command to try next, at the end of a report: its purpose, and the line to paste."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALL = 1000  # Rows of a table: more than any comparison has.
 
 
 def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
-    """Return the line and what it is for; nothing where nothing is known to try."""
+    """Return the command with its purpose; an empty list for None."""
     if found is None:
         return []
     what, command = found
@@ -35,7 +35,7 @@ def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
 
 
 def next_step(document: Report) -> tuple[str, str] | None:
-    """Return what to see after a report, and the command that shows it; None where no command line made it."""
+    """Return purpose and command of the next step after a report; None for a report without a command line."""
     if document.source != "simulated":
         return _FINDINGS if document.findings else None
     if document.program is not None:
@@ -46,7 +46,7 @@ def next_step(document: Report) -> tuple[str, str] | None:
 
 
 def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
-    """Return what to see after the analysis of `file`."""
+    """Return purpose and command of the next step after the analysis of `file`."""
     words = ["memprof", "analyze", str(file)]
     if any(device.what_if is not None for device in document.devices):
         return "the sizes of the blocks", shlex.join([*words, "--by", "size"])
@@ -62,7 +62,8 @@ def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
 
 
 def after_comparison(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
-    """Return what to see after the comparison of two files; None where they agree, or are not files."""
+    """Return purpose and command of the next step after a comparison; None if the files agree, or no files were
+    given."""
     if document.within or not files:
         return None
     return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_ALL)])
@@ -100,7 +101,7 @@ _SEARCHED = (
 
 
 def _recommend(spec: TargetSpec) -> tuple[str, str]:
-    """Return `memprof recommend` for the model, the goal and the GPUs of a run, where it knows all that the run is."""
+    """Return `memprof recommend` for the model, goal and GPUs of a run, if its options cover the run."""
     asked = TargetSpec(**{name: getattr(spec, name) for name in _QUESTION})
     if asked != spec.edit(**{name: getattr(asked, name) for name in _SEARCHED}):
         return _FIXES

@@ -1,4 +1,4 @@
-"""The tables of what ran together: the GPUs of one process; ranks, of which those that are alike are one row."""
+"""The tables of GPUs of one process, and of ranks that ran together, with one row for equal ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDED = {
 
 
 def render_gpus(gpus: tuple[GpuRow, ...], unit: Unit) -> RenderableType:
-    """Return a row a GPU; the run fits if all of them do."""
+    """Return a table with a row per GPU; the run fits if all GPUs fit."""
     made = table("gpus", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
     for gpu in gpus:
         name = Text(gpu.device).append("  <- below" * gpu.shown, style="bold")
@@ -31,7 +31,7 @@ def render_gpus(gpus: tuple[GpuRow, ...], unit: Unit) -> RenderableType:
 
 
 def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False) -> RenderableType:
-    """Return a row for each kind of rank; the run fits if all of them do. On a CPU nothing is reserved, nor fits."""
+    """Return a table with a row for each kind of rank; the run fits if all ranks fit. A CPU has no reserved memory."""
     of_gpu = () if on_cpu else (">reserved", ">device used")
     made = table("ranks", ">allocated", "in", *of_gpu, ">", ruled=True)
     kinds: dict[int, list[RankRow]] = {}

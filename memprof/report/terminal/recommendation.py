@@ -20,7 +20,7 @@ _ONE_PROCESS = "device-map"  # A plan without groups of processes (workload/plan
 
 
 def print_recommendation(answer: recommendation.Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
-    """Write the answer to stdout, in colour if it is a terminal; `quiet`: what to use alone."""
+    """Write the answer to stdout, in colour on a terminal; with `quiet`, only the recommended configuration."""
     if quiet:
         show((_largest if answer.largest else _configuration)(answer, explain=False)[0])
         return
@@ -52,7 +52,7 @@ _TITLES = {
 
 
 def view(answer: recommendation.Recommendation, *, explain: bool = False) -> RenderableType:
-    """Return everything but the scripts."""
+    """Return the answer without its scripts."""
     note = [dim(f"The GPU: {answer.gpu_note}.")] if answer.gpu_note else []
     parts: list[RenderableType] = [render_heading(answer), *note, Text("")]
     parts += (_largest if answer.largest else _configuration)(answer, explain=explain)
@@ -65,7 +65,7 @@ def view(answer: recommendation.Recommendation, *, explain: bool = False) -> Ren
 
 
 def verdict_lines(answer: recommendation.Recommendation) -> list[str]:
-    """Return what to use, or that nothing fits."""
+    """Return the recommended configuration, or that nothing fits."""
     if answer.largest:
         fitting = [row for row in answer.largest if row.model is not None]
         models = [f"{row.task}: {row.model}, up to {row.context_length or 0:,} tokens" for row in fitting]
@@ -77,7 +77,7 @@ def verdict_lines(answer: recommendation.Recommendation) -> list[str]:
 
 
 def render_heading(answer: recommendation.Recommendation) -> Text:
-    """Return what was asked."""
+    """Return the question: model, goal, batch and GPUs."""
     device = answer.device
     gpu = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
     gpu = f"{answer.gpus} x {gpu}" if answer.gpus > 1 else gpu

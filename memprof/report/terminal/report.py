@@ -1,4 +1,4 @@
-"""The report as text for a terminal: stages, verdict, what the peak is made of, largest tensors, findings."""
+"""The report as text for a terminal: stages, verdict, categories at the peak, largest tensors, findings."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _BAR_WIDTH = 28
 _NO_ROOM = (
     "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
 )
-_MIN_SHARE_IN_DOUBT = 0.01  # Of the peak: what unknown workspaces change by less than that is not told.
-# Columns of the stages, the first to be left out where there is no room.
+_MIN_SHARE_IN_DOUBT = 0.01  # Of the peak: below this share, the effect of unknown workspaces is not shown.
+# Columns of the stages, in the order in which they are dropped where there is no room.
 _LEAST_NEEDED = ("host peak", "seconds", "delta", "torch.cuda\nreserved", "NVML\nused", "reserved", "torch.cuda\npeak")
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
 def view(document: Report, *, explain: bool = False, quiet: bool = False) -> RenderableType:
-    """Return the whole report; with `explain`, assumptions too; `quiet`: the verdict alone."""
+    """Return the whole report; with `explain`, also assumptions; with `quiet`, only the verdict."""
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
     parts = [render_heading(document), _stages(document), _verdict(document), *_certain_errors(document)]
@@ -75,7 +75,7 @@ def _unit(document: Report) -> Unit:
 
 
 def render_heading(document: Report) -> RenderableType:
-    """Return what was run, and on which GPU."""
+    """Return the command, the GPU, and a description of the run."""
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
@@ -120,13 +120,13 @@ def _describe_program(program: ProgramFacts) -> str:
 
 
 def _has_own_exit_code(program: ProgramFacts) -> bool:
-    """Return whether the script left with an exit code of its own: memprof passes it on, though the verdict differs."""
+    """Return whether the script itself set its exit code: memprof returns that code, though the verdict may differ."""
     return program.ended == "exit" and bool(program.exit_code)
 
 
 def _describe(target: Target) -> str:
     asked, parts = target.asked, [target.model]
-    if target.num_parameters:  # a run that failed early does not know
+    if target.num_parameters:  # a run that failed early lacks the number
         parts[0] += f", {format_count(target.num_parameters)} parameters ({target.num_parameters:,})"
     if target.task == "image-classification":
         parts.append(f"batch {asked.batch_size} image{'s' if asked.batch_size > 1 else ''}")
@@ -156,7 +156,8 @@ def _describe(target: Target) -> str:
 
 
 def _describe_trained(target: Target) -> str:
-    """Return the adapter, the NPT components, or how much is not frozen; nothing of a model trained as a whole."""
+    """Return the adapter, the NPT components, or the number of trained parameters; "" for a model trained as a
+    whole."""
     asked, trainable = target.asked, target.num_trainable_parameters
     if asked.adapter:
         name = f"{asked.adapter.upper().replace('LORA', 'LoRA')} of rank {asked.lora_rank}"
@@ -288,7 +289,7 @@ def _memory_verdict(document: Report) -> RenderableType:
 
 
 def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
-    """Return the verdict on a run whose memory grows for longer than the GPU has room."""
+    """Return the verdict on a run whose growing memory will not fit the GPU."""
     seen = f"the {growth.steps_seen} steps that were run need {need}"
     planned = growth.program_steps
     end = "no end of its steps was seen" if planned is None else f"the script makes about {planned:,}"
@@ -299,7 +300,7 @@ def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
 
 
 def _growth_note(growth: Growth | None) -> str:
-    """Return how long memory that grows lasts, for a run that ends before."""
+    """Return how long growing memory lasts, for a run that ends before; "" without growth."""
     if growth is None:
         return ""
     last = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
@@ -313,8 +314,8 @@ def _labelled(label: str, style: str, said: str) -> Text:
 
 
 def _certain_errors(document: Report) -> list[RenderableType]:
-    """Return what kills the run on a real GPU whatever its memory, beside the verdict: it must not be read alone."""
-    known = ("does-not-fit", "run-failed", "memory-growth")  # the verdict has said these
+    """Return errors that end the run on a real GPU regardless of memory, which must be shown next to the verdict."""
+    known = ("does-not-fit", "run-failed", "memory-growth")  # findings that repeat the verdict
     errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
     return [Text("Fails on a real GPU: ", style="bold red").append(one.title, style="default") for one in errors]
 
@@ -331,7 +332,7 @@ def _caught_errors_text(number: int) -> str:
 
 
 def _fits(document: Report, need: str, spare: int) -> Text:
-    """Return the verdict on what fits; that NCCL's share fits too is said of what is left after it."""
+    """Return the verdict on a run that fits, with a note on whether NCCL's memory fits too."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None:
         return _labelled("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
@@ -345,7 +346,7 @@ def _fits(document: Report, need: str, spare: int) -> Text:
 
 
 def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
-    """Return the verdict on a program that caught out-of-memory errors: it fits without what it requested first."""
+    """Return the verdict on a program that caught out-of-memory errors: it fits without its first failed allocation."""
     number = verdict.out_of_memory_caught
     which = "" if number == 1 else ", the first"
     stage = at_stage(first.stage, first.step)
@@ -371,7 +372,7 @@ def _categories(document: Report) -> RenderableType:
 
 
 def _workspaces(document: Report) -> list[RenderableType]:
-    """Return what is not known of cuDNN's convolutions, where the peak depends on it."""
+    """Return notes on unknown workspaces of cuDNN's convolutions, where the peak depends on them."""
     found, total = document.peak.workspaces, document.peak.allocated_bytes
     if found is None:
         return []
@@ -410,7 +411,7 @@ def _finding(number: int, finding: Finding) -> RenderableType:
 
 
 def _fix_argument(name: str) -> str:
-    """Return a fix as `--fix` takes it; N is for the user to say."""
+    """Return a fix in the form of `--fix`, with N for a number that the user chooses."""
     fix = FIXES.get(name)
     return f"{name}=N" if fix is not None and fix.main_option in fix.required else name
 

@@ -1,4 +1,4 @@
-"""Bytes held over the steps of a run: by each step, and reserved over batches whose lengths vary."""
+"""Bytes allocated at the end of each step of a run, and reserved bytes over batches whose lengths vary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ROWS = 12  # Of a run whose steps all differ: the first and the last of them
 
 
 def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
-    """Return the table; steps that follow each other and grow by the same are one row, with the figures of the last."""
+    """Return a table of steps; successive steps with the same growth are one row, with the figures of the last."""
     made = table("steps", ">peak allocated", ">held at the end", ">growth", ruled=True)
     groups = groupby(steps, key=lambda row: (row.growth_bytes, row.peak_bytes - row.end_bytes))
     alike = [list(rows) for _, rows in groups]
@@ -34,7 +34,7 @@ def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
 
 
 def render_batches(batches: Batches, unit: Unit) -> RenderableType:
-    """Return reserved over the steps, by settings; and how much of it lies idle."""
+    """Return reserved memory over the steps, by settings, and its unused part."""
     made = table(f"reserved in a step, {unit.name}", ">mean", ">p99", ">peak", ">peak in step")
     for row in batches.reserved:
         amounts = (unit.amount(size) for size in (row.mean_bytes, row.p99_bytes, row.peak_bytes))

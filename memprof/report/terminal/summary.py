@@ -1,4 +1,4 @@
-"""A report in a few lines, for a place that has no room for more: a failed test, a message."""
+"""A report in a few lines, for places without room for more: a failed test, a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TENSORS = 3  # Of the largest at the peak.
 
 
 def brief(document: Report) -> str:
-    """Return verdict, peak with its stage, the largest tensors, and what the findings are called."""
+    """Return verdict, peak with its stage, the largest tensors, and the titles of findings."""
     peak, verdict = document.peak, document.verdict
     lines = [
         _verdict(document),

@@ -1,4 +1,4 @@
-"""The largest tensors, as rows of which no two say the same."""
+"""The largest tensors, as rows without duplicates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memprof.trace.events import short_source
 
 
 def merge_equal_rows(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
-    """Merge tensors that a row describes alike: forward and backward each have a workspace of cuBLAS."""
+    """Merge tensors with equal rows: forward and backward each have a workspace of cuBLAS."""
     found: dict[tuple[object, ...], LiveTensor] = {}
     for one in tensors:
         where = one.name or (one.module, one.source)
@@ -25,7 +25,7 @@ def merge_equal_rows(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
 
 
 def origin(tensor: LiveTensor) -> Text:
-    """Return where it comes from."""
+    """Return the origin of a tensor: category, name or module, operator and line."""
     text = Text(tensor.category)
     where = tensor.name or tensor.module
     if where:

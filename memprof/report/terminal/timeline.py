@@ -1,4 +1,4 @@
-"""Bytes of each category over the run, a line each, as wide as the console."""
+"""Bytes of each category over the run, one line each, as wide as the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_COLUMNS = 10
 
 @dataclass(frozen=True)
 class CategoryTimeline:
-    """The lines; `unit` is that of the figures behind them, `peak_at` names the peak's stage."""
+    """A line per category; `unit` is the unit of the figures after the lines, `peak_at` names the peak's stage."""
 
     found: OverTime
     unit: Unit
@@ -56,7 +56,7 @@ class CategoryTimeline:
         yield indented(*lines, dim(legend), below=1)
 
     def _shown_moments(self, columns: int) -> list[int]:
-        """Return which moment each column shows: of several that fall into it, the highest."""
+        """Return the index of the moment for each column: of several moments in a column, the highest."""
         found, moments = self.found, len(self.found.events)
         if columns >= moments:
             return [column * moments // columns for column in range(columns)]
@@ -68,7 +68,7 @@ class CategoryTimeline:
         return shown
 
     def _steps(self, columns: int) -> str:
-        """Return the numbers of steps below where they begin, as many as there is room for."""
+        """Return the step numbers below the steps' begins, as many as there is room for."""
         line = ""
         for step, begin in self.found.steps:
             place = min(begin * columns // self.found.num_events, columns - 1)

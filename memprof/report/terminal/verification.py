@@ -15,7 +15,7 @@ _MIB = Unit("MiB", MIB)
 
 
 def view(found: Verification, *, quiet: bool = False) -> RenderableType:
-    """Return all of the tables, or the verdict alone."""
+    """Return all tables and the verdict; with `quiet`, only the verdict."""
     verdict = Text("passed" if found.passed else "FAILED", style="bold green" if found.passed else "bold red")
     if quiet:
         return verdict
@@ -77,7 +77,7 @@ _SHOWN_LAYERS = 8
 
 
 def _layers(found: Verification) -> Table:
-    """Return every layer of a shallow model; of a deep one some, evenly, with the first and the last."""
+    """Return a table of every layer of a shallow model; of a deep one some, evenly, with the first and the last."""
     columns = min(_SHOWN_LAYERS, max(len(row.layers_rms) for row in found.precisions))
     made = _table("Deviation of each layer's output, rms, relative", "precision", "model", *[">layer"] * columns)
     for row in found.precisions:

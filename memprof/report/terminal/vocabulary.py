@@ -19,7 +19,7 @@ _FIELDS = {
 
 
 def view(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
-    """Return the whole report, or the caps and what they save alone."""
+    """Return the whole report; with `quiet`, only the caps and their savings."""
     if quiet:
         return _caps(document) if document.savings is None else _savings(document.savings)
     savings = [] if document.savings is None else [_savings(document.savings)]
@@ -64,7 +64,7 @@ def _curve(document: Vocabulary) -> RenderableType:
 
 
 def _percent(share: float, everything: bool) -> str:
-    """Return a share with two decimals, and 100% only for all of it."""
+    """Return a share with two decimals, and 100% only for all tokens."""
     return "100.00%" if everything else f"{min(share, 0.9999):.2%}"
 
 
@@ -103,7 +103,7 @@ def _savings(savings: Savings) -> RenderableType:
 
 
 def saved(before: VocabularyMemory, after: VocabularyMemory) -> int:
-    """Return the bytes of the GPU; by arithmetic, of what is known."""
+    """Return the saved bytes of GPU memory; without runs, the sum over the known parts."""
     if before.required_bytes is not None and after.required_bytes is not None:
         return before.required_bytes - after.required_bytes
     return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for name in _FIELDS.values())
