@@ -1,4 +1,4 @@
-"""From what the user named to a model that can be built: catalog, hub, local configuration, or their own factory."""
+"""Lookup of the model that the user named: catalog, hub, local configuration, or the user's own factory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that was found and not yet built.
+    """Model that was found and is not yet built.
 
-    Raises on `build`: UsageError if the configuration or the factory does not give a module.
+    `build` raises UsageError if the configuration or the factory does not give a module.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ModelSource:
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
-    """Return the model that `spec` names; raise UsageError if none is known by that name, or it is no model."""
+    """Return the source of the model that `spec` names; raise UsageError if there is no such model."""
     if spec.model_is_size:
         return _from_entry(resolve_size(spec.model), spec)
     name = spec.model
@@ -81,11 +81,11 @@ def find_source(spec: TargetSpec) -> ModelSource:
 
 def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
-    dtype, why = _dtype(entry.checkpoint_dtype, spec)
+    dtype, why = _choose_dtype(entry.checkpoint_dtype, spec)
     name, repository = (entry.key, "") if spec.model_is_size else entry.called(spec.model)
     notes = [entry.note if entry.synthesized else f"Model: {repository or entry.hf_id} as {entry.architecture}.", *why]
-    classes = functools.partial(_classes, entry.architecture, str(config.get("model_type")))
-    return _hugging_face(name, classes, entry.architecture, entry.task, config, dtype, notes, spec)
+    classes = functools.partial(_import_classes, entry.architecture, str(config.get("model_type")))
+    return _make_transformers_source(name, classes, entry.architecture, entry.task, config, dtype, notes, spec)
 
 
 def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
@@ -144,7 +144,7 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
 
 
 def _hub_answers() -> bool:
-    """Return whether the model hub's name resolves; behind a proxy the client must find out for itself."""
+    """Return whether the model hub's name resolves; True behind a proxy, where only the client can find out."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
@@ -165,7 +165,8 @@ _TASK_OF_SUFFIX = {
 
 
 def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
-    """Return the source of a configuration; `where` is the folder or the hub's name, which may have its own code."""
+    """Return the source of a configuration; `where` is the folder or the hub's name, where the model's own code is
+    found."""
     _check_dtype(name, config, spec)
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None:  # of a class of its own, its name
@@ -180,9 +181,9 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
     stored = checkpoint_format(config, where)
-    dtype, why = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
+    dtype, why = _choose_dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
     notes = [f"Model: {name} as {architecture}.", *why]
-    find_classes = functools.partial(_classes, architecture, str(config.get("model_type")))
+    find_classes = functools.partial(_import_classes, architecture, str(config.get("model_type")))
     reference = reference_of(config, architecture)
     if reference is not None and (
         spec.trust_remote_code or not hasattr(importlib.import_module("transformers"), architecture)
@@ -190,7 +191,7 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
         notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
         find_classes = functools.partial(load_classes, config, reference, where, offline=not _hub_answers())
     config = {key: value for key, value in config.items() if key != "auto_map"}
-    return _hugging_face(name, find_classes, architecture, task, config, dtype, notes, spec, stored)
+    return _make_transformers_source(name, find_classes, architecture, task, config, dtype, notes, spec, stored)
 
 
 def _default_architecture(model_type: str) -> str:
@@ -203,7 +204,7 @@ def _default_architecture(model_type: str) -> str:
     raise UsageError("unknown model type in the configuration", value=repr(model_type), hint='add its "architectures"')
 
 
-def _hugging_face(
+def _make_transformers_source(
     name: str,
     find_classes: Callable[[], tuple[Any, Any]],
     architecture: str,
@@ -212,12 +213,12 @@ def _hugging_face(
     dtype: str,
     notes: list[str],
     spec: TargetSpec,
-    of_checkpoint: WeightFormat | None = None,
+    checkpoint_weights: WeightFormat | None = None,
 ) -> ModelSource:
-    """Return the source of a model of transformers; `find_classes` gives the configuration's class and the model's."""
-    if of_checkpoint is not None:
-        check_use(of_checkpoint, spec)
-    stored = of_checkpoint or requested_format(spec)
+    """Return the source of a model of transformers; `find_classes` returns the classes of configuration and model."""
+    if checkpoint_weights is not None:
+        check_use(checkpoint_weights, spec)
+    stored = checkpoint_weights or requested_format(spec)
     notes += attention.check(spec, name, task, config)
     if spec.vocab_size is not None:
         if config.get("vocab_size") is None:  # speech encoders have null there until a tokenizer is known
@@ -232,7 +233,7 @@ def _hugging_face(
 
         config_class, model_class = find_classes()
         raw = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
-        configuration = _configuration(config_class, raw)
+        configuration = _make_configuration(config_class, raw)
         arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
         if spec.attention is not None:
             arguments["attn_implementation"] = spec.attention
@@ -259,7 +260,7 @@ def _hugging_face(
         task=task,
         build=build,
         dtype=dtype,
-        max_positions=_max_positions(config),
+        max_positions=_find_max_positions(config),
         vocab_size=config.get("vocab_size"),
         config=config,
         notes=tuple(notes),
@@ -270,7 +271,7 @@ def _hugging_face(
 
 
 def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None:
-    """Raise UsageError if the checkpoint has a dtype that cannot be built, and no other is requested."""
+    """Raise UsageError if the checkpoint's dtype is not supported, and no other dtype is requested."""
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if spec.dtype is None and spec.amp is None and dtype not in DTYPES:
         raise UsageError(
@@ -280,7 +281,7 @@ def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None
         )
 
 
-def _classes(architecture: str, model_type: str) -> tuple[Any, Any]:
+def _import_classes(architecture: str, model_type: str) -> tuple[Any, Any]:
     import transformers
 
     # By its path first, for which transformers' names of all models need not be read.
@@ -299,7 +300,7 @@ def _classes(architecture: str, model_type: str) -> tuple[Any, Any]:
         ) from None
 
 
-def _configuration(config_class: Any, raw: dict[str, Any]) -> Any:
+def _make_configuration(config_class: Any, raw: dict[str, Any]) -> Any:
     arguments = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
     try:
         return config_class(**arguments)
@@ -312,13 +313,13 @@ def _configuration(config_class: Any, raw: dict[str, Any]) -> Any:
         ) from None
 
 
-def _max_positions(config: Mapping[str, Any]) -> int | None:
+def _find_max_positions(config: Mapping[str, Any]) -> int | None:
     if "relative_attention_num_buckets" in config:
         return None  # T5: positions are relative, and n_positions binds nothing
     return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
-def _dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None = None) -> tuple[str, list[str]]:
+def _choose_dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None = None) -> tuple[str, list[str]]:
     if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
         return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:
@@ -378,7 +379,7 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import the user's module or file, whose own imports resolve as if it were a script; UsageError if that fails."""
+    """Import the user's module or file, with imports resolved as for a script; raise UsageError if that fails."""
     path = Path(name).expanduser()
     is_file = name.endswith(".py")
     if is_file and not path.is_file():

@@ -48,10 +48,10 @@ class NptComponent(nn.Module):
     def forward(self, hidden: Tensor | tuple[Any, ...], attention: Tensor | tuple[Any, ...]) -> Tensor:
         """Return h ΔW, [..., d_ffn], for hidden states and attention outputs [batch, tokens, d_model].
 
-        Either may be the first of a tuple, as layers return it; hidden states may come as [batch * tokens, d_model].
-        Raises ValueError: the two are not of the same tokens.
+        Either may be the first of a tuple, as layers return it; hidden states may be [batch * tokens, d_model]. Raises
+        ValueError if hidden states and attention outputs have different numbers of elements.
         """
-        hidden, attention = _first(hidden), _first(attention)
+        hidden, attention = _first_tensor(hidden), _first_tensor(attention)
         leading = hidden.shape[:-1]
         if hidden.shape != attention.shape:
             if hidden.numel() != attention.numel():
@@ -67,26 +67,26 @@ class NptComponent(nn.Module):
         return result.reshape(*leading, self.d_ffn)
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """Return what the attention's output says of each token's delta, [batch, tokens, …]: a few numbers."""
+        """Return the low-rank codes of each token's delta, [batch, tokens, …], from the attention's output."""
         raise NotImplementedError
 
     def delta(self, modulation: Tensor) -> Tensor:
-        """Return ΔW of these tokens, [batch, tokens, d_model, d_ffn]."""
+        """Return ΔW of the tokens of `modulation`, [batch, tokens, d_model, d_ffn]."""
         raise NotImplementedError
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """Return h ΔW without ΔW."""
+        """Return h ΔW without computing ΔW."""
         raise NotImplementedError
 
     def _apply_delta(self, hidden: Tensor, modulation: Tensor) -> Tensor:
         return torch.einsum("bsd,bsdf->bsf", hidden, self.delta(modulation))
 
     def _apply_parts(self, hidden: Tensor, modulation: Tensor, size: int) -> Tensor:
-        again = self.recompute and torch.is_grad_enabled()
+        recomputes = self.recompute and torch.is_grad_enabled()
         parts = []
         for begin in range(0, max(hidden.shape[1], 1), size):
             part = hidden[:, begin : begin + size], modulation[:, begin : begin + size]
-            if again:
+            if recomputes:
                 parts.append(checkpoint(self._apply_delta, *part, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(self._apply_delta(*part))
@@ -240,5 +240,5 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _first(states: Tensor | tuple[Any, ...]) -> Tensor:
+def _first_tensor(states: Tensor | tuple[Any, ...]) -> Tensor:
     return states[0] if isinstance(states, (tuple, list)) else states

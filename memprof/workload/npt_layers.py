@@ -1,4 +1,4 @@
-"""NPT components put into a model: found where they belong, fed with their layer's attention output, alone trained."""
+"""Installation of NPT components into a model: placed in layers, given the layer's attention output, trained alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memprof.spec import TargetSpec, parse_layers
 from memprof.workload.npt import ModulatedDelta, NptComponent, RankOneDeltas
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-_NO_ATTENTION = re.compile(r"norm|dropout|(^|_)ln(_|$)", re.IGNORECASE)
+_NOT_ATTENTION = re.compile(r"norm|dropout|(^|_)ln(_|$)", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|router|(^|\.)moe|block_sparse", re.IGNORECASE)
 
 
 class NptProjection(nn.Module):
-    """The input projection of an MLP with a component beside it: h W + h ΔW."""
+    """Input projection of an MLP with an added component: h W + h ΔW."""
 
     def __init__(self, base: nn.Module, component: NptComponent, attention: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class NptProjection(nn.Module):
 
 
 class _AttentionOutput:
-    """The last output of a layer's attention; handed over once, to live no longer than it is needed."""
+    """Last output of a layer's attention; returned once and released, to live no longer than needed."""
 
     def __init__(self, attention: nn.Module) -> None:
         self._output: Tensor | None = None
-        attention.register_forward_hook(self._keep)
+        attention.register_forward_hook(self._save_output)
 
-    def _keep(self, module: nn.Module, arguments: object, output: Any) -> None:
+    def _save_output(self, module: nn.Module, arguments: object, output: Any) -> None:
         self._output = output[0] if isinstance(output, (tuple, list)) else output
 
     def __call__(self) -> Tensor:
@@ -60,9 +60,9 @@ def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
     the gate of a gated MLP, or else the first that leads from d_model to more features. Nothing is changed if it raises
     UsageError: the model has no such layers, or not the ones that were named.
     """
-    path, layers = _stack(model)
+    path, layers = _find_stack(model)
     numbers = range(len(layers)) if spec.npt_layers is None else parse_layers(spec.npt_layers, len(layers))
-    places = [_place(layers[number], f"{path}.{number}") for number in numbers]
+    places = [_find_projection(layers[number], f"{path}.{number}") for number in numbers]
     model.requires_grad_(False)
     names = []
     for number, (attention, owner, name) in zip(numbers, places, strict=True):
@@ -87,7 +87,7 @@ def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -
     return RankOneDeltas(d_model, d_ffn, spec.npt_rank, spec.npt_num_ranks, combine=spec.npt_combine, **common)
 
 
-def _stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
+def _find_stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the list of layers that have attention, and its path."""
     found: list[tuple[str, list[nn.Module]]] = []
     for path, module in model.named_modules():
@@ -107,7 +107,7 @@ def _stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return found[0]
 
 
-def _place(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
+def _find_projection(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
     """Return the attention of a layer, and the module that has the MLP's input projection, and its name there."""
     attention = _attention(layer)
     assert attention is not None
@@ -130,13 +130,13 @@ def _place(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
 def _attention(layer: nn.Module) -> nn.Module | None:
     for path, module in layer.named_modules():
         name = path.rpartition(".")[2]
-        if _ATTENTION.search(name) and not _NO_ATTENTION.search(name) and any(True for _ in module.parameters()):
+        if _ATTENTION.search(name) and not _NOT_ATTENTION.search(name) and any(True for _ in module.parameters()):
             return module
     return None
 
 
 def _dimensions(module: nn.Module) -> Any:
-    """Return (inputs, outputs) of a linear layer; None of anything else."""
+    """Return (inputs, outputs) of a linear layer; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     # transformers' layer for GPT-2, whose weight is [inputs x outputs].

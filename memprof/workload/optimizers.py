@@ -1,4 +1,4 @@
-"""Optimizers over what is trained: torch's own, and those of bitsandbytes and torchao whose state is quantized."""
+"""Optimizers over the trained parameters: torch's own, and those of bitsandbytes and torchao with quantized state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-_OF_LIBRARIES = {
+_LIBRARY_OPTIMIZERS = {
     "adamw-8bit": ("bitsandbytes", "AdamW8bit"),
     "paged-adamw-8bit": ("bitsandbytes", "PagedAdamW8bit"),
     "torchao-adamw-8bit": ("torchao", "AdamW8bit"),
@@ -40,14 +40,14 @@ _IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
 
 
 def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
-    """Return what makes the optimizer `name`, None for "none"; raise UsageError if its library is missing."""
-    if name in _OF_LIBRARIES:
-        package, kind = _OF_LIBRARIES[name]
+    """Return the constructor of the optimizer `name`, None for "none"; raise UsageError if its library is missing."""
+    if name in _LIBRARY_OPTIMIZERS:
+        package, kind = _LIBRARY_OPTIMIZERS[name]
         return getattr(import_required(f"{package}.optim"), kind)
     return _OPTIMIZERS.get(name)
 
 
 def optimizer_over(parameters: list[nn.Parameter], spec: TargetSpec) -> Optimizer | None:
-    """Return the optimizer that `spec` asks for; None for "none"."""
+    """Return the optimizer that `spec` names; None for "none"."""
     make = require_optimizer(spec.optimizer)
     return None if make is None else make(parameters, lr=_LEARNING_RATE, **_IMPLEMENTATIONS[spec.optimizer_impl])

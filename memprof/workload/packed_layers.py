@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 _WORD_BITS = 32
-_MOST_ROWS = 64
+_MAX_ROWS = 64
 # Of the tile that Marlin reduces in float32 (marlin.cuh, max_thread_n); each multiprocessor has one.
-_MOST_COLUMNS = 256
-_FEWEST_LOCKS = 128
+_MAX_COLUMNS = 256
+_MIN_LOCKS = 128
 _SPLIT_K = 8
 _LONG_INPUT = 1024  # tokens above which AWQ's GEMM unpacks the weight (gemm_awq.py, FULL_DEQUANT_MATMUL_THRESHOLD)
 
 
-def _stored(*shape: int, dtype: torch.dtype = torch.int32) -> nn.Parameter:
+def _make_stored_parameter(*shape: int, dtype: torch.dtype = torch.int32) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
@@ -42,10 +42,10 @@ class PackedLinear(nn.Module):
         self.groups = -(-rows // (rows if group_size == -1 else group_size))
         self.num_weights = rows * columns
         self._store(rows, columns)
-        self.qzeros = _stored(self.groups, columns * bits // _WORD_BITS)
+        self.qzeros = _make_stored_parameter(self.groups, columns * bits // _WORD_BITS)
         dtype = self.scale_dtype or linear.weight.dtype
-        self.scales = _stored(self.groups, columns, dtype=dtype)
-        self.bias = None if linear.bias is None else _stored(columns, dtype=dtype)
+        self.scales = _make_stored_parameter(self.groups, columns, dtype=dtype)
+        self.bias = None if linear.bias is None else _make_stored_parameter(columns, dtype=dtype)
 
     def _store(self, rows: int, columns: int) -> None:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def _unpacked(self, like: torch.Tensor) -> torch.Tensor:
+    def _unpack_weight(self, like: torch.Tensor) -> torch.Tensor:
         """Return the whole weight, as one kernel unpacks it."""
         return like.new_empty((self.in_features, self.out_features))
 
@@ -70,22 +70,22 @@ class PackedLinear(nn.Module):
 
 
 class Gptq(PackedLinear):
-    """GPTQ's tensors: packed along the rows, and the group of each row."""
+    """Linear layer with GPTQ's tensors: packed along the rows, with the group of each row."""
 
     def _store(self, rows: int, columns: int) -> None:
-        self.qweight = _stored(rows * self.bits // _WORD_BITS, columns)
-        self.g_idx = _stored(rows)
+        self.qweight = _make_stored_parameter(rows * self.bits // _WORD_BITS, columns)
+        self.g_idx = _make_stored_parameter(rows)
 
 
 class Awq(PackedLinear):
-    """AWQ's tensors: packed along the columns."""
+    """Linear layer with AWQ's tensors: packed along the columns."""
 
     def _store(self, rows: int, columns: int) -> None:
-        self.qweight = _stored(rows, columns * self.bits // _WORD_BITS)
+        self.qweight = _make_stored_parameter(rows, columns * self.bits // _WORD_BITS)
 
 
 class _Marlin(PackedLinear):
-    """Repacked for Marlin, which unpacks in registers and sums up tiles in float32."""
+    """Linear layer repacked for Marlin, which unpacks in registers and sums tiles in float32."""
 
     desc_act = False
 
@@ -93,7 +93,7 @@ class _Marlin(PackedLinear):
         """Repack into new tensors, one after the other; there are locks for each multiprocessor."""
         device = self.scales.device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        locks = torch.zeros(max(self.processors, _FEWEST_LOCKS), dtype=torch.int32, device=device)
+        locks = torch.zeros(max(self.processors, _MIN_LOCKS), dtype=torch.int32, device=device)
         self.workspace = nn.Parameter(locks, requires_grad=False)
         for name in self._repacked:
             setattr(self, name, nn.Parameter(torch.empty_like(getattr(self, name)), requires_grad=False))
@@ -103,8 +103,8 @@ class _Marlin(PackedLinear):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.shape[0]
         result = x.new_empty((tokens, self.out_features))
-        rows = min(-(-tokens // 16) * 16, _MOST_ROWS)
-        tiles = x.new_empty(self.processors * rows * _MOST_COLUMNS, dtype=torch.float32)
+        rows = min(-(-tokens // 16) * 16, _MAX_ROWS)
+        tiles = x.new_empty(self.processors * rows * _MAX_COLUMNS, dtype=torch.float32)
         permuted = torch.empty_like(x) if self.desc_act else None
         del tiles, permuted
         return result
@@ -142,7 +142,7 @@ class GptqUnpacking(Gptq):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            result = torch.matmul(x, self._unpacked(self.scales).to(x.dtype))
+            result = torch.matmul(x, self._unpack_weight(self.scales).to(x.dtype))
         else:
             result = _Unpacking.apply(x, self)
         return result if self.bias is None else result.add_(self.bias)
@@ -154,12 +154,12 @@ class _Unpacking(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
         ctx.layer = layer
-        return torch.matmul(x, layer._unpacked(x))
+        return torch.matmul(x, layer._unpack_weight(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
-        return grad @ ctx.layer._unpacked(grad).t(), None
+        return grad @ ctx.layer._unpack_weight(grad).t(), None
 
 
 class AwqGemm(Awq):
@@ -183,7 +183,7 @@ class _Gemm(torch.autograd.Function):
         ctx.save_for_backward(x)
         tokens = x.shape[:-1].numel()
         if tokens > _LONG_INPUT:
-            result = torch.matmul(x, layer._unpacked(x))
+            result = torch.matmul(x, layer._unpack_weight(x))
         else:
             slices = x.new_empty((_SPLIT_K, tokens, layer.out_features), dtype=torch.float32)
             result = x.new_empty((*x.shape[:-1], layer.out_features))
@@ -193,7 +193,7 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
-        weight = ctx.layer._unpacked(grad)
+        weight = ctx.layer._unpack_weight(grad)
         return grad.bmm(weight.transpose(0, 1).unsqueeze(0).repeat(grad.shape[0], 1, 1)), None
 
 

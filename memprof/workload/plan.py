@@ -22,7 +22,7 @@ SCHEDULES = ("1f1b", "gpipe")
 KINDS = ("ddp", "fsdp", "hsdp", "tp", "cp", "ulysses", "pp")
 DEVICE_MAP = "device-map"  # a plan by itself: one process has all GPUs, and each some of the layers
 _GPUS_OF_A_MACHINE = 8
-_MOST = 1 << 20
+_MAX_RANKS = 1 << 20
 _FORMS = (
     "ddp, fsdp, fsdp:shard_grad_op, hsdp:2x4, tp=2, cp=2, ulysses=2, pp=4:1f1b:microbatches=8, with commas between; "
     "or device-map"
@@ -47,17 +47,17 @@ class ParallelPlan:
 
     @property
     def size(self) -> int:
-        """Return ranks in all."""
+        """Return the number of all ranks."""
         return self.stages * self.data * self.sequence * self.tensor * self.layers
 
     @property
     def data(self) -> int:
-        """Return ranks that have batches of their own."""
+        """Return the number of ranks with batches of their own."""
         return self.replicate * self.shard
 
     @property
     def sequence(self) -> int:
-        """Return ranks that share one sequence."""
+        """Return the number of ranks that share one sequence."""
         return self.context * self.ulysses
 
     @property
@@ -89,13 +89,13 @@ class ParallelPlan:
 
 
 def parse_plan(text: str, gpus: int) -> ParallelPlan:
-    """Return the plan that `text` names for so many ranks; UsageError names the nearest one if it is none."""
+    """Return the plan that `text` names for `gpus` ranks; raise UsageError with the nearest valid plan if invalid."""
     if text.strip().lower() == DEVICE_MAP:
         if gpus == 1:
             raise UsageError("layers are spread over several GPUs", value=f"--parallel {text}", hint="--gpus 2")
         return ParallelPlan(layers=gpus)
     sizes: dict[str, tuple[int, ...]] = {}
-    said: dict[str, list[str]] = {}
+    options_by_kind: dict[str, list[str]] = {}
     for part in text.lower().split(","):
         head, *options = part.strip().split(":")
         kind, _, number = head.partition("=")
@@ -110,24 +110,24 @@ def parse_plan(text: str, gpus: int) -> ParallelPlan:
             raise UsageError("--parallel: a part is given twice", value=kind, hint="give one")
         if kind == "hsdp" and not number and options:
             number = options.pop(0)
-        sizes[kind], said[kind] = _numbers(kind, number), options
+        sizes[kind], options_by_kind[kind] = _parse_numbers(kind, number), options
     data = [kind for kind in ("ddp", "fsdp", "hsdp") if kind in sizes]
     for both in (data, [kind for kind in ("cp", "ulysses") if kind in sizes]):
         if len(both) > 1:
             given = ", ".join(both)
             raise UsageError("--parallel: parts exclude each other", value=given, hint=f"give one of {given}")
     plan = _plan_from_sizes(sizes, gpus, text)
-    for kind, options in said.items():
+    for kind, options in options_by_kind.items():
         for option in options:
-            plan = _with_option(plan, kind, option)
+            plan = _apply_option(plan, kind, option)
     if plan.stages > 1 and "microbatches" not in text:
         plan = dataclasses.replace(plan, microbatches=2 * plan.stages)
     return plan
 
 
-def _numbers(kind: str, number: str) -> tuple[int, ...]:
+def _parse_numbers(kind: str, number: str) -> tuple[int, ...]:
     parts = (number.split("x") if kind == "hsdp" else [number]) if number else []
-    are_numbers = all(part.isdecimal() and 1 <= int(part) <= _MOST for part in parts)
+    are_numbers = all(part.isdecimal() and 1 <= int(part) <= _MAX_RANKS for part in parts)
     if not are_numbers or len(parts) not in ((2,) if kind == "hsdp" else (0, 1)):
         form = "hsdp:2x4 are two replicas of four shards" if kind == "hsdp" else f"{kind}=2"
         raise UsageError("--parallel: not a number of ranks", value=f"{kind}={number}", hint=form)
@@ -136,13 +136,15 @@ def _numbers(kind: str, number: str) -> tuple[int, ...]:
 
 def _plan_from_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> ParallelPlan:
     given = math.prod(number for numbers in sizes.values() for number in numbers)
-    open_ones = [kind for kind, numbers in sizes.items() if not numbers]
-    if len(open_ones) > 1:
+    unsized_kinds = [kind for kind, numbers in sizes.items() if not numbers]
+    if len(unsized_kinds) > 1:
         raise UsageError(
-            "--parallel: two parts without a number", value=", ".join(open_ones), hint=f"{open_ones[0]}=2, for instance"
+            "--parallel: two parts without a number",
+            value=", ".join(unsized_kinds),
+            hint=f"{unsized_kinds[0]}=2, for instance",
         )
     left, rest = divmod(gpus, given)
-    if rest or (left != 1 and not open_ones):
+    if rest or (left != 1 and not unsized_kinds):
         hint = f"--gpus {given}"
         if not rest and not {"ddp", "fsdp", "hsdp"} & sizes.keys():
             hint += f", or --parallel {text},fsdp={left}"
@@ -163,13 +165,13 @@ def _plan_from_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str)
     return ParallelPlan(**ranks, sharded="fsdp" in sizes or "hsdp" in sizes)
 
 
-def _with_option(plan: ParallelPlan, kind: str, option: str) -> ParallelPlan:
+def _apply_option(plan: ParallelPlan, kind: str, option: str) -> ParallelPlan:
     name, _, value = option.partition("=")
     if kind in ("fsdp", "hsdp") and name in ("full_shard", "shard_grad_op"):
         return dataclasses.replace(plan, reshard=name == "full_shard")
     if kind == "pp" and name in SCHEDULES:
         return dataclasses.replace(plan, schedule=name)
-    if kind == "pp" and name == "microbatches" and value.isdecimal() and 1 <= int(value) <= _MOST:
+    if kind == "pp" and name == "microbatches" and value.isdecimal() and 1 <= int(value) <= _MAX_RANKS:
         if plan.schedule == "1f1b" and int(value) < plan.stages:
             raise UsageError(
                 "1F1B needs as many micro-batches as stages", value=option, hint=f"microbatches={plan.stages}, or gpipe"
@@ -180,7 +182,8 @@ def _with_option(plan: ParallelPlan, kind: str, option: str) -> ParallelPlan:
 
 
 def check_plan(plan: ParallelPlan, spec: TargetSpec, task: str, config: Mapping[str, Any] | None) -> None:
-    """Raise UsageError if a model (`config` None: not of transformers) cannot be spread so, with what could be."""
+    """Raise UsageError, with a valid plan, if the model (`config` None: not of transformers) cannot be
+    spread this way."""
     text = f"--parallel {spec.parallel}"
     if plan.layers > 1:
         _check_layers(plan, spec, config, text)

@@ -1,9 +1,8 @@
-"""A pool of forked workers: independent pieces of work at once.
+"""Pool of forked workers for independent tasks.
 
-A simulated run takes one core. Those of a search that do not wait for each other are made at once: this process has
-imported torch and the libraries, each worker begins with all that it has, and what comes back is what the work returned
-or raised. The work of a worker that ends without an answer (the system was out of memory) is done again here, so that
-the answers are the same however many workers there are.
+A simulated run uses one core. Independent runs of a search run in parallel: each worker is forked with all imports of
+this process, and sends back the task's result or error. A task whose worker ends without an answer (out of memory) is
+run again in this process, so that the answers do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ _Answer = TypeVar("_Answer")
 
 
 def number_of_workers() -> int:
-    """Return how many may run at once; 1 where none can be forked, and in a process that was started by another.
+    """Return the number of parallel workers; 1 where a fork is not possible, and in a process that another started.
 
-    On Linux alone: elsewhere the libraries' own threads do not outlive a fork. Nor do those of autograd where torch
-    sees a GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp). Raises UsageError for a wrong variable.
+    On Linux only: elsewhere the libraries' own threads do not survive a fork. Nor do autograd's where torch sees a GPU
+    (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp). Raises UsageError for an invalid variable.
     """
-    asked = os.environ.get(VARIABLE, "").strip()
-    if asked and (not asked.isdecimal() or int(asked) < 1):
-        raise UsageError(f"{VARIABLE} is no number of processes", value=asked, hint="1, 2, ...; or leave it unset")
+    requested = os.environ.get(VARIABLE, "").strip()
+    if requested and (not requested.isdecimal() or int(requested) < 1):
+        raise UsageError(f"{VARIABLE} is no number of processes", value=requested, hint="1, 2, ...; or leave it unset")
     if sys.platform != "linux" or multiprocessing.parent_process() is not None or torch.cuda.device_count():
         return 1
-    most = int(asked) if asked else len(os.sched_getaffinity(0))
+    max_workers = int(requested) if requested else len(os.sched_getaffinity(0))
     free = available_bytes()
-    return max(1, most if free is None else min(most, free // PROCESS_BYTES))
+    return max(1, max_workers if free is None else min(max_workers, free // PROCESS_BYTES))
 
 
 def run_all(
@@ -59,15 +58,15 @@ def run_all(
     What they return can be pickled; what they change is changed in their own process alone, or, where they run here
     after all, in this one. `progress` is told how many are done.
     """
-    most = min(number_of_workers(), len(works))
-    if most < 2:
+    max_workers = min(number_of_workers(), len(works))
+    if max_workers < 2:
         return [_result_or_error(work) for work in works]
     answers: dict[int, Any] = {}
     running: dict[Connection, tuple[int, Any]] = {}
     left = list(enumerate(works))
     try:
         while left or running:
-            while left and len(running) < most:
+            while left and len(running) < max_workers:
                 place, work = left.pop(0)
                 line, worker = _start_worker(work)
                 running[line] = place, worker
@@ -87,22 +86,22 @@ def run_all(
 
 
 def loaded_module_files() -> set[str]:
-    """Return the files of all modules that this process, and its workers, have loaded, as far as is known."""
+    """Return the files of all modules that this process and its workers have loaded, as far as known."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return _loaded_by_workers.union(file for file in files if isinstance(file, str))
 
 
 def _start_worker(work: Callable[[], Any]) -> tuple[Connection, Any]:
-    ours, theirs = Pipe(duplex=False)
-    worker = multiprocessing.get_context("fork").Process(target=_run_worker, args=(work, theirs))
-    with theirs, warnings.catch_warnings():
+    receiver, sender = Pipe(duplex=False)
+    worker = multiprocessing.get_context("fork").Process(target=_run_worker, args=(work, sender))
+    with sender, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
         worker.start()
-    return ours, worker
+    return receiver, worker
 
 
 def _run_worker(work: Callable[[], Any], line: Connection) -> None:
-    """Do `work` in a worker, which ends with the process that it comes from, and on Ctrl-C without a word."""
+    """Run `work` in a worker, which ends with its parent process, and on Ctrl-C without a message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # a pool of threads is not inherited

@@ -22,7 +22,7 @@ from memprof.workload.formats import WeightFormat
 
 
 def import_required(module: str) -> Any:
-    """Import a library's `module` before a virtual GPU is there to watch; UsageError if it is missing or unfit."""
+    """Import a library's `module` before a virtual GPU records operators; UsageError if missing or incompatible."""
     try:
         return import_quietly(module)
     except ImportError as error:
@@ -33,17 +33,17 @@ def import_required(module: str) -> Any:
 
 
 def import_quietly(module: str) -> Any:
-    """Import `module` without notices: they speak of kernels that a machine without a GPU lacks.
+    """Import `module` without its notices on kernels that a machine without a GPU lacks.
 
-    What it gives to torch.compile meanwhile is compiled when it is called first. Raises ImportError: it is not
-    installed, or does not go with this torch.
+    Functions given to torch.compile during the import are compiled at their first call. Raises ImportError if the
+    module is not installed, or incompatible with this torch.
     """
     loggers = [logging.getLogger(name) for name in (module.partition(".")[0], module, "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), _compiling_later():
+        with warnings.catch_warnings(), _delay_compilation():
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     finally:
@@ -52,7 +52,7 @@ def import_quietly(module: str) -> Any:
 
 
 @contextlib.contextmanager
-def _compiling_later() -> Iterator[None]:
+def _delay_compilation() -> Iterator[None]:
     """Have torch.compile leave a function's compiler to the first call.
 
     bitsandbytes decorates its kernels for the CPU so (backends/default/ops.py); no GPU calls them. Decorating alone
@@ -114,7 +114,7 @@ def load_quantized(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the numbers that a model's parameters stand for; packed, several are in an element."""
+    """Return the number of weights in a model's parameters; a packed element counts as several."""
     seen: set[int] = set()
     total = 0
     for module in model.modules():
@@ -130,7 +130,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def assumptions(stored: WeightFormat | None, spec: TargetSpec) -> list[str]:
-    """Return what `load_quantized` and what follows it take for given, in sentences."""
+    """Return the assumptions of `load_quantized` and of the loaded model, in sentences."""
     if stored is None:
         return []
     if not stored.is_bitsandbytes:
@@ -153,7 +153,7 @@ def assumptions(stored: WeightFormat | None, spec: TargetSpec) -> list[str]:
 
 
 def unpacking_notes(stored: WeightFormat | None, model: nn.Module) -> list[str]:
-    """Return what only the loaded model shows: transformers may have unpacked its weights."""
+    """Return a note if transformers has unpacked the weights, which only the loaded model shows."""
     if stored is None or stored.is_bitsandbytes:
         return []
     if any(stored_weights.number_of_weights(module) is not None for module in model.modules()):
@@ -164,7 +164,7 @@ def unpacking_notes(stored: WeightFormat | None, model: nn.Module) -> list[str]:
 
 
 def _checkpoint_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state of `model` as a checkpoint has it: tied weights once."""
+    """Return the state of `model` as in a checkpoint: tied weights once."""
     seen: set[int] = set()
     state: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -17,7 +17,7 @@ _DRAWN_AT_ONCE = 1 << 22  # numbers: 16 MiB in float32
 
 
 def seed_rngs() -> None:
-    """Let the generators of Python, numpy and torch's host begin at a fixed number."""
+    """Seed the generators of Python, numpy and torch's CPU with a fixed number."""
     torch.default_generator.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:

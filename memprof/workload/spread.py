@@ -41,7 +41,7 @@ class Spread:
         self._whole: Any = None
 
     def join(self) -> None:
-        """Join the group, and lay the ranks out."""
+        """Join the process group, and create the device mesh."""
         from torch.distributed.device_mesh import init_device_mesh
 
         plan = self.plan
@@ -52,8 +52,8 @@ class Spread:
         shape = (plan.stages, plan.replicate, plan.shard, plan.sequence, plan.tensor)
         self._mesh = init_device_mesh("cuda", shape, mesh_dim_names=_NAMES)
 
-    def _of(self, *names: str) -> Any:
-        """Return the mesh of these directions; of several that are one, flattened."""
+    def _submesh(self, *names: str) -> Any:
+        """Return the mesh of these dimensions; several are flattened to one."""
         return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
 
     def cut(self, model: nn.Module) -> nn.Module:
@@ -71,14 +71,14 @@ class Spread:
             _dispatch_layers(model)
             return
         if plan.tensor > 1:
-            self._share_tensors(model)
+            self._shard_tensors(model)
         if plan.sharded:
             self._shard(model)
         model.to(device)  # what fully_shard does not manage: frozen buffers, or everything
         if plan.sharded or plan.data * plan.sequence == 1 or self._spec.mode is Mode.INFERENCE:
             return
         # Ranks that share a sequence have parts of gradients, too.
-        summed = self._of(*(name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1))
+        summed = self._submesh(*(name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1))
         self._whole = nn.parallel.DistributedDataParallel(
             model, device_ids=[torch.cuda.current_device()], process_group=summed.get_group()
         )
@@ -88,7 +88,7 @@ class Spread:
 
         plan = self.plan
         options: dict[str, Any] = {}
-        inner = self._of("shard", "sequence") if plan.sequence > 1 else self._of("shard")
+        inner = self._submesh("shard", "sequence") if plan.sequence > 1 else self._submesh("shard")
         if plan.replicate > 1:
             # Two directions of the mesh: replicas, and shards among them.
             if plan.sequence > 1:
@@ -105,8 +105,8 @@ class Spread:
             fully_shard(layer, mesh=inner, **options)
         fully_shard(model, mesh=inner, **options)
 
-    def _share_tensors(self, model: Any) -> None:
-        """Divide tensors among ranks by transformers' own plan for the architecture."""
+    def _shard_tensors(self, model: Any) -> None:
+        """Shard tensors over ranks by transformers' own plan for the architecture."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -118,22 +118,22 @@ class Spread:
             "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
             "vocab_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         }
-        said = getattr(model, "tp_plan", None) or {}
+        tp_plan = getattr(model, "tp_plan", None) or {}
         architecture = getattr(model, "architecture", type(model).__name__)
         hint = f"--parallel fsdp={self.plan.size}"
-        if not said:
+        if not tp_plan:
             problem = "transformers has no tensor-parallel plan for this architecture"
             raise UsageError(problem, value=architecture, hint=hint)
-        unknown = sorted(set(said.values()) - styles.keys() - _STAY_WHOLE)
+        unknown = sorted(set(tp_plan.values()) - styles.keys() - _STAY_WHOLE)
         if unknown:
             problem = "a part of this architecture's tensor-parallel plan is not here yet"
             raise UsageError(problem, value=f"{architecture}: {unknown[0]}", hint=hint)
         found = {}
         for name, _ in model.named_modules():
-            style = next((style for pattern, style in said.items() if fnmatch.fnmatch(name, pattern)), "")
+            style = next((style for pattern, style in tp_plan.items() if fnmatch.fnmatch(name, pattern)), "")
             if style in styles:
                 found[name] = styles[style]()
-        parallelize_module(model, self._of("tensor"), found)
+        parallelize_module(model, self._submesh("tensor"), found)
 
     def parameter_groups(self, parameters: list[nn.Parameter]) -> list[Any]:
         """Return those that an optimizer may take into one operator: on one mesh each, for torch mixes none."""
@@ -144,7 +144,8 @@ class Spread:
 
     @contextlib.contextmanager
     def sharing(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield this rank's part of the sequences in `batch`, which is on the GPU, for a forward and backward."""
+        """Context manager: yield this rank's part of the sequences in `batch`, on the GPU, for a forward
+        and backward."""
         plan = self.plan
         length = batch["input_ids"].shape[1]
         if length % (2 * plan.sequence):
@@ -157,11 +158,11 @@ class Spread:
         if plan.ulysses > 1:
             from memprof.workload.ulysses import exchange_heads
 
-            place = self._of("sequence").get_local_rank()
+            place = self._submesh("sequence").get_local_rank()
             part = slice(place * length // plan.sequence, (place + 1) * length // plan.sequence)
             own = {name: tensor[:, part].contiguous() for name, tensor in batch.items()}
             del batch
-            with exchange_heads(self._of("sequence").get_group()):
+            with exchange_heads(self._submesh("sequence").get_group()):
                 yield own
             return
         from torch.distributed.tensor.experimental import context_parallel
@@ -172,14 +173,14 @@ class Spread:
         # Else positions are out of order, and transformers makes a mask: it takes a sequence for several packed ones.
         options.enable_load_balance = False
         try:
-            mesh, dims = self._of("sequence"), [1] * len(tensors)
+            mesh, dims = self._submesh("sequence"), [1] * len(tensors)
             with context_parallel(mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(tensors)):
                 yield batch
         finally:
             options.enable_load_balance = balanced
 
     def called(self, model: nn.Module) -> nn.Module:
-        """Return what is called in the place of `model`: what wraps it, if something does."""
+        """Return the module to call for `model`: its wrapper, if there is one."""
         return model if self._whole is None else self._whole
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
@@ -188,7 +189,7 @@ class Spread:
 
     @property
     def autocasts(self) -> bool:
-        """Return whether mixed precision is autocast's: fully_shard has its own."""
+        """Return whether mixed precision uses autocast: fully_shard has its own."""
         return not self.plan.sharded
 
 

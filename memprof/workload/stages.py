@@ -82,14 +82,14 @@ class Pipeline:
         states = torch.empty(*example, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         given = torch.empty(example, dtype=torch.int64, device="meta") if index == 0 else states
         is_last = index == plan.stages - 1
-        gives = (
+        output_example = (
             torch.empty(*example, config.vocab_size, dtype=dtype, device="meta", requires_grad=True)
             if is_last
             else states
         )
         gpu = torch.device("cuda", torch.cuda.current_device())
         stage_of_torch = PipelineStage(
-            stage, index, plan.stages, gpu, input_args=(given,), output_args=(gives,), group=ranks.get_group()
+            stage, index, plan.stages, gpu, input_args=(given,), output_args=(output_example,), group=ranks.get_group()
         )
         self._first, self._last = index == 0, is_last
         self._device, self._step = device, 0

@@ -1,4 +1,4 @@
-"""The training or inference step itself: plain PyTorch, as people write it, with its phases named."""
+"""The training or inference step: plain PyTorch, as people write it, with its phases named."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Workload:
             for step in range(1, spec.steps + 1):
                 progress(f"training step {step} of {spec.steps}")
                 if self._pipeline is not None:
-                    self._pipelined(device, feeder, step)
+                    self._run_pipeline(device, feeder, step)
                 else:
                     for micro_batch in range(1, spec.gradient_accumulation + 1):
                         self._micro_batch(device, model, feeder, scaler, step, micro_batch)
@@ -229,7 +229,7 @@ class Workload:
         step: int,
         micro_batch: int,
     ) -> None:
-        """Run one forward and backward; what it leaves behind is the gradients, as in a function of its own."""
+        """Run one forward and backward; only the gradients remain afterwards."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             batch = _move_batch(feeder.host_batch(), device.name)
         last = micro_batch == self.spec.gradient_accumulation
@@ -237,7 +237,7 @@ class Workload:
             if self._spread is not None:
                 model = self._spread.called(model)
                 shared.enter_context(self._spread.gradient_sync(last))
-                batch = self._own_part(device, shared, batch, step, micro_batch)
+                batch = self._shard_batch(device, shared, batch, step, micro_batch)
             with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
                 outputs = model(**batch)
                 loss = compute_loss(outputs, batch, self.source, feeder.assumptions.append)
@@ -248,17 +248,17 @@ class Workload:
         if step == 1 and micro_batch == 1:
             device.assume("The model's output is kept until its backward is done, as in a plain training loop.")
 
-    def _own_part(
+    def _shard_batch(
         self, device: Device, shared: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
     ) -> dict[str, Any]:
-        """Return this rank's part of `batch`, until `shared` is left."""
+        """Return this rank's part of `batch`; valid until `shared` is closed."""
         if self._spread is None or self._spread.plan.sequence == 1:
             return batch
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             return shared.enter_context(self._spread.sharing(batch))
 
-    def _pipelined(self, device: Device, feeder: Feeder, step: int) -> None:
-        """Run all micro-batches forward and backward, as the schedule has them."""
+    def _run_pipeline(self, device: Device, feeder: Feeder, step: int) -> None:
+        """Run all micro-batches forward and backward, in the order of the pipeline's schedule."""
         assert self._pipeline is not None and self._spread is not None
         with device.phase(PhaseKind.INPUTS, step):
             made = [feeder.host_batch() for _ in range(self._spread.plan.microbatches)]
@@ -267,12 +267,12 @@ class Workload:
             self._pipeline.step(step, batch["input_ids"], batch["labels"])
 
     def _evaluate(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
-        """Run one batch of a validation loop: its outputs and its loss live until the next one."""
+        """Run one batch of a validation loop; its outputs and its loss are freed at the end."""
         model.eval()
         with device.phase(PhaseKind.EVALUATION, step):
             batch = _move_batch(feeder.host_batch(), device.name)
             with contextlib.ExitStack() as shared:
-                batch = self._own_part(device, shared, batch, step, 1)
+                batch = self._shard_batch(device, shared, batch, step, 1)
                 with torch.no_grad(), self._autocast(device.name):
                     outputs = model(**batch)
                     loss = compute_loss(outputs, batch, self.source, feeder.assumptions.append)
@@ -287,7 +287,7 @@ class Workload:
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
     def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, at: tuple[int, int]) -> None:
-        """Run one forward, or one prompt and what follows it; `at` counts step and micro-batch from 1."""
+        """Run one forward, or one prompt and its decode steps; `at` is (step, micro-batch), from 1."""
         task = self.source.task
         with device.phase(PhaseKind.INPUTS, *at):
             batch = _move_batch(feeder.host_batch(), device.name)
@@ -304,7 +304,7 @@ class Workload:
                 generate.generate(device, model, base, batch, self.spec.new_tokens, at)
             return
         with contextlib.ExitStack() as shared:
-            batch = self._own_part(device, shared, batch, *at)
+            batch = self._shard_batch(device, shared, batch, *at)
             with device.phase(PhaseKind.FORWARD, *at), torch.no_grad(), self._autocast(device.name):
                 outputs = model(**batch)
             del outputs

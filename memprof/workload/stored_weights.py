@@ -33,10 +33,10 @@ _MXFP4_BLOCK = 32
 def load_stored(
     model_class: Any, configuration: Any, arguments: dict[str, Any], stored: WeightFormat, spec: TargetSpec
 ) -> nn.Module:
-    """Return a model on "cuda" stored so; `arguments` as in load_quantized; UsageError if it cannot be."""
+    """Return a model on "cuda" with stored weights; `arguments` as in load_quantized; UsageError if impossible."""
     from transformers.quantizers import auto
 
-    if stored.name.startswith("gguf") and configuration.model_type not in _packed_in_gguf():
+    if stored.name.startswith("gguf") and configuration.model_type not in _find_packed_gguf_types():
         unpacked: nn.Module = model_class._from_config(configuration, **arguments)
         return unpacked.to("cuda:0")
     said = dict(stored.config)
@@ -44,7 +44,7 @@ def load_stored(
     with _replace_quantizer(auto, stored, spec, arguments["dtype"]):
         try:
             config = auto.AutoQuantizationConfig.from_dict(said)
-            state = _checkpoint(model_class, configuration, arguments, auto.AutoHfQuantizer.from_config(config))
+            state = _make_checkpoint(model_class, configuration, arguments, auto.AutoHfQuantizer.from_config(config))
         except (ImportError, AttributeError, KeyError) as error:
             raise UsageError(
                 "this release of transformers does not load weights stored like this",
@@ -61,7 +61,7 @@ def load_stored(
     return model
 
 
-def _packed_in_gguf() -> frozenset[str]:
+def _find_packed_gguf_types() -> frozenset[str]:
     """Return model types whose GGUF files transformers leaves packed (integrations/gguf); it unpacks others as it
     loads them (modeling_gguf_pytorch_utils.py)."""
     try:
@@ -74,7 +74,7 @@ def _packed_in_gguf() -> frozenset[str]:
 
 
 def number_of_weights(module: Any) -> int | None:
-    """Return how many numbers a module's own parameters stand for; None: as many as they have elements."""
+    """Return the number of weights in a module's own parameters; None: their number of elements."""
     if isinstance(module, PackedLinear):
         return module.num_weights + (0 if module.bias is None else module.bias.numel())
     kind = type(module).__name__
@@ -93,8 +93,8 @@ def number_of_weights(module: Any) -> int | None:
 
 
 def assumptions(stored: WeightFormat, spec: TargetSpec) -> list[str]:
-    """Return what is taken for given of these weights, in sentences."""
-    kernel = _kernel(stored, spec)
+    """Return the assumptions on these weights, in sentences."""
+    kernel = _choose_kernel(stored, spec)
     found = [f"Weights are stored as {stored.name}{', as the configuration says' if stored.from_checkpoint else ''}."]
     if kernel:
         library = "Marlin (on Hopper GPTQModel takes Machete, which stores the same)" if kernel == "marlin" else kernel
@@ -102,7 +102,7 @@ def assumptions(stored: WeightFormat, spec: TargetSpec) -> list[str]:
     if kernel == "triton" and spec.mode is Mode.TRAIN:
         found.append("GPTQModel unpacks a weight for each product, and autograd keeps it until the layer's backward.")
     if stored.name.startswith("gguf"):
-        packed = ", ".join(sorted(_packed_in_gguf())) or "none in this release"
+        packed = ", ".join(sorted(_find_packed_gguf_types())) or "none in this release"
         found.append(
             "Every matrix, embedding and head are of one GGUF type, as llama-quantize --pure makes them. transformers "
             f"leaves them packed for some model types ({packed}), and unpacks the files of others as it loads them."
@@ -110,8 +110,8 @@ def assumptions(stored: WeightFormat, spec: TargetSpec) -> list[str]:
     return found
 
 
-def _kernel(stored: WeightFormat, spec: TargetSpec) -> str:
-    """Return which kernel of GPTQModel runs a packed layer: utils/importer.py's choice, or the configuration's."""
+def _choose_kernel(stored: WeightFormat, spec: TargetSpec) -> str:
+    """Return the kernel of GPTQModel for a packed layer: the choice of utils/importer.py, or the configuration's."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq"):
         return ""
@@ -123,7 +123,7 @@ def _kernel(stored: WeightFormat, spec: TargetSpec) -> str:
     return unpacking if spec.mode is Mode.TRAIN or said == "auto_trainable" else "marlin"
 
 
-def _checkpoint(
+def _make_checkpoint(
     model_class: Any, configuration: Any, arguments: dict[str, Any], quantizer: Any
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint, in host memory and without values."""
@@ -169,20 +169,22 @@ def _register_blocks(experts: nn.Module) -> None:
 
 @contextmanager
 def _replace_quantizer(auto: Any, stored: WeightFormat, spec: TargetSpec, dtype: torch.dtype) -> Iterator[None]:
-    """Have transformers make a quantizer of ours where its own needs a library or a file."""
+    """Context manager: replace transformers' quantizer by memprof's where it needs a library or a file."""
     method = str(stored.config["quant_method"])
     if method not in ("gptq", "awq", "gguf"):
         yield
         return
     original = auto.AUTO_QUANTIZER_MAPPING[method]
-    auto.AUTO_QUANTIZER_MAPPING[method] = lambda config, **rest: _quantizer(config, stored, spec, dtype, rest)
+    auto.AUTO_QUANTIZER_MAPPING[method] = lambda config, **rest: _make_quantizer(config, stored, spec, dtype, rest)
     try:
         yield
     finally:
         auto.AUTO_QUANTIZER_MAPPING[method] = original
 
 
-def _quantizer(config: Any, stored: WeightFormat, spec: TargetSpec, dtype: torch.dtype, rest: dict[str, Any]) -> Any:
+def _make_quantizer(
+    config: Any, stored: WeightFormat, spec: TargetSpec, dtype: torch.dtype, rest: dict[str, Any]
+) -> Any:
     from transformers.quantizers.base import HfQuantizer
 
     class Replacing(HfQuantizer):
@@ -198,7 +200,7 @@ def _quantizer(config: Any, stored: WeightFormat, spec: TargetSpec, dtype: torch
             if stored.name.startswith("gguf"):
                 _replace_by_blocks(model, stored.name, dtype)
             else:
-                _replace_by_packed(self, model, stored, _kernel(stored, spec))
+                _replace_by_packed(self, model, stored, _choose_kernel(stored, spec))
 
         def _process_model_after_weight_loading(self, model: Any, **unused: Any) -> Any:
             for module in model.modules():

@@ -19,13 +19,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
-        """Return all-to-all of contiguous parts."""
+        """Return the all-to-all of contiguous parts."""
         ctx.group, ctx.to_heads = group, to_heads
         return _exchange(x, group, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the other way round."""
+        """Return the gradient, by the all-to-all in the other direction."""
         return _exchange(gradients[0], ctx.group, not ctx.to_heads), None, None
 
 
@@ -33,20 +33,21 @@ def _exchange(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     batch, heads, tokens, width = x.shape
     if to_heads:
-        given = x.view(batch, ranks, heads // ranks, tokens, width).transpose(0, 1).contiguous()
+        sent = x.view(batch, ranks, heads // ranks, tokens, width).transpose(0, 1).contiguous()
     else:
-        given = x.view(batch, heads, ranks, tokens // ranks, width).permute(2, 0, 1, 3, 4).contiguous()
-    taken = torch.empty_like(given)
-    dist.all_to_all_single(taken, given, group=group)
-    del given
+        sent = x.view(batch, heads, ranks, tokens // ranks, width).permute(2, 0, 1, 3, 4).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    del sent
     if to_heads:  # a part of the tokens from each
-        return taken.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, tokens * ranks, width)
-    return taken.transpose(0, 1).reshape(batch, heads * ranks, tokens // ranks, width)
+        return received.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, tokens * ranks, width)
+    return received.transpose(0, 1).reshape(batch, heads * ranks, tokens // ranks, width)
 
 
 @contextlib.contextmanager
 def exchange_heads(group: Any) -> Iterator[None]:
-    """Have every attention of transformers' models exchange heads for tokens before, and back after."""
+    """Context manager: make every attention of transformers' models exchange heads for tokens before,
+    and back after."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions  # noqa: N811
 
     ranks = dist.get_world_size(group)
