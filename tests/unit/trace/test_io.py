@@ -57,7 +57,7 @@ def sample() -> Trace:
         workspaces=[Workspace(2, "cuda:0", 512, 1024)],
         assumptions=["One."],
         facts=Facts(
-            device=DeviceFacts("A", 1), target=Target(TargetSpec(model="a.json", steps=3), "a", dtype="float32")
+            device=DeviceFacts("A", 1 << 30), target=Target(TargetSpec(model="a.json", steps=3), "a", dtype="float32")
         ),
         forwards=[Forward(1, 3, 0, 0, True, 7, (0,))],
         holders=[Holder(4, "list", "losses", "/home/ä/train.py:3 main", True, None, (0,), 7, 1, None)],
