@@ -27,7 +27,7 @@ class Saving(NamedTuple):
 
 
 class Lifetimes:
-    """Birth and death of every storage, as event indices; a storage that is never freed dies at the trace's end."""
+    """Birth and death of every storage, as event indices; a storage that is never freed ends with the trace."""
 
     def __init__(self, ledger: Ledger) -> None:
         """Read the whole trace of `ledger` once."""

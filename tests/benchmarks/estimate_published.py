@@ -28,7 +28,7 @@ from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.estimate.geometry import Subject, from_model
 from memprof.estimate.options import EstimateOptions
-from memprof.estimate.table import ALLOCATED, DEVICE_USED, KINDS, RESERVED, _bands, build_estimate
+from memprof.estimate.table import ALLOCATED, DEVICE_USED, KINDS, RESERVED, _read_bands, build_estimate
 from tests.accuracy.published.rows import UNITS, Row, TableError, read_rows
 from tests.benchmarks.estimate import BANDS, PAGE
 
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bands["published"] = measured(asked)
     if options.write:
         BANDS.write_text(json.dumps(bands, indent=1) + "\n", encoding="utf-8")
-        _bands.cache_clear()
+        _read_bands.cache_clear()
         asked, reasons = ask(rows)
         text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)

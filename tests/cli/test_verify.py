@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memprof.fixes import head_loss, lazy_logits, micro_batch
-from memprof.fixes.checkpointing import _Checkpointed
+from memprof.fixes.checkpointing import _CheckpointedForward
 from memprof.flows.verify import bench
 from tests.lanes import at_night, by_day
 
@@ -164,8 +164,10 @@ def test_a_wrong_fix_fails(memprof, monkeypatch, broken):
 
 
 def test_a_layer_that_runs_on_other_inputs_fails(memprof, monkeypatch):
-    right = _Checkpointed.__call__
-    monkeypatch.setattr(_Checkpointed, "__call__", lambda self, x, *args, **kw: right(self, x * 1.001, *args, **kw))
+    right = _CheckpointedForward.__call__
+    monkeypatch.setattr(
+        _CheckpointedForward, "__call__", lambda self, x, *args, **kw: right(self, x * 1.001, *args, **kw)
+    )
     result = memprof("verify", "activation-checkpointing", "--model", "handwritten", "--seeds", 1)
     assert result.exit_code == 4
 

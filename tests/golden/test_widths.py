@@ -26,7 +26,7 @@ def shown(path, tmp_path):
     document = json.loads(path.read_text(encoding="utf-8"))
     copy = tmp_path / path.name
     copy.write_text(json.dumps({"memprof_version": "", **document}), encoding="utf-8")
-    return load_json(copy)._view()
+    return load_json(copy)._build_view()
 
 
 @pytest.mark.parametrize("width", by_day([60, 80, 120], 80))

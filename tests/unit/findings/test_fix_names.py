@@ -12,7 +12,7 @@ import memprof.findings
 from memprof.fixes.catalog import FIXES, find_helpful
 from memprof.ledger.categories import Category
 
-ASK = ("suggest_fixes", "find_helpful", "_against", "_only")
+ASK = ("suggest_fixes", "find_helpful", "_fix_advice")
 
 
 def problems(package) -> set[str]:

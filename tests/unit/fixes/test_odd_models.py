@@ -270,7 +270,7 @@ def test_undo_out_of_order_changes_nothing():
 def test_an_undone_fix_can_be_applied_again_though_it_changed_no_module(monkeypatch):
     from memprof.fixes import eight_bit
 
-    monkeypatch.setattr(eight_bit, "_find", lambda: ("a package", lambda parameters, lr: object()))
+    monkeypatch.setattr(eight_bit, "_find_adamw8bit", lambda: ("a package", lambda parameters, lr: object()))
     model = models.llama()
     for _ in range(2):
         with memprof.apply(model, "8-bit-optimizer"), pytest.raises(UsageError, match="already on"):

@@ -44,9 +44,9 @@ def test_it_finds_the_probe(tmp_path: Path, way: str) -> None:
     written = tmp_path / "finders"
     with VirtualGpu(GPU):
         WAYS[way]([PYTHON, "-c", CODE, str(written)])
-    assert "_BeforeTorchCuda" in written.read_text()
+    assert "_TorchCudaImportHook" in written.read_text()
     WAYS[way]([PYTHON, "-c", CODE, str(written)])
-    assert "_BeforeTorchCuda" not in written.read_text(), "nothing is left behind"
+    assert "_TorchCudaImportHook" not in written.read_text(), "nothing is left behind"
 
 
 @pytest.mark.parametrize("way", sorted(WAYS.keys() - {"a shell", "a child's child"}))
@@ -55,7 +55,7 @@ def test_one_that_hears_no_environment_finds_it_too(tmp_path: Path, way: str, to
     written = tmp_path / "finders"
     with VirtualGpu(GPU):
         WAYS[way]([PYTHON, *told, "-c", CODE, str(written)])
-    assert "_BeforeTorchCuda" in written.read_text()
+    assert "_TorchCudaImportHook" in written.read_text()
 
 
 @pytest.mark.parametrize("told", ["-I", "-E"])
