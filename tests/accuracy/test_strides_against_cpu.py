@@ -31,7 +31,7 @@ EMPTY = "a tensor without elements"
 EXCEPTIONS: dict[str, str] = {
     name: reason
     for reason, names in {
-        "V is in rows where cuSOLVER made it (torch/_meta_registrations.py, _linalg_svd)": ("svd_lowrank",),
+        "V is in rows where cuSOLVER made it (torch/_meta_registrations.py, _linalg_svd)": "svd_lowrank",
         OWN_KERNEL: (
             "native_batch_norm _native_batch_norm_legit _batch_norm_with_update nn.functional.batch_norm "
             "nn.functional.conv3d nn.functional.conv_transpose2d nn.functional.conv_transpose3d "
