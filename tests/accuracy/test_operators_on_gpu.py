@@ -43,7 +43,7 @@ FAMILIES = {
     # 24 norms ask for the same in another order; what else differs is in kernels/solver_buffers.py, and matrix_exp.
     "factorisations": Agreement(514, 0.062),
     "recurrences": Agreement(196, 0),
-    "transforms": Agreement(144, 0),
+    "transforms": Agreement(132, 0.03),
 }
 RECORDED = [folder / "operators.jsonl" for folder in compare.folders() if (folder / "operators.jsonl").is_file()]
 

@@ -1,1 +1,1 @@
-"""What reaches the data of tensors: pointers, numpy, pickles, checkpoints, files of safetensors, storages."""
+"""Patches of all access to the data of tensors: pointers, numpy, pickles, checkpoints, safetensors files, storages."""

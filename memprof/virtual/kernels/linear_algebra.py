@@ -34,7 +34,7 @@ def _batch(matrix: torch.Tensor) -> int:
 
 
 def _flags(batch: int) -> list[int]:
-    """Whether any error code is set (native/BatchLinearAlgebra.cpp, _linalg_check_errors; of one it is a copy)."""
+    """Return the bytes for testing error codes (native/BatchLinearAlgebra.cpp, _linalg_check_errors; one is copied)."""
     return [1] * (2 if batch == 1 else 1)
 
 

@@ -99,6 +99,8 @@ SQUARE = (8, 64, 112, 112), (64, 64, 3, 3), (8, 64, 112, 112)
 STEM = (8, 3, 224, 224), (64, 3, 7, 7), (8, 64, 112, 112)
 PATCHES = (8, 3, 224, 224), (768, 3, 16, 16), (8, 768, 14, 14)
 WIDE = (32, 256, 28, 28), (256, 256, 3, 3), (32, 256, 28, 28)
+SMALL = (32, 512, 7, 7), (2048, 512, 1, 1), (32, 2048, 7, 7)
+GROUPS = (8, 128, 56, 56), (128, 4, 3, 3), (8, 128, 56, 56)
 IN_LAST_ORDER = {"last": True}
 BY_TWO = {"stride": [2, 2]}
 
@@ -122,11 +124,23 @@ BY_TWO = {"stride": [2, 2]}
         (PATCHES, SINGLE, {"stride": [16, 16]}, 0, None, 14_385_296),
         (((1, 3, 4, 4), (3, 3, 3, 3), (1, 3, 4, 4)), SINGLE, BY_TWO, 0, 0, 0),
         (((1, 1, 5, 5, 5), (1, 1, 3, 3, 3), (1, 1, 1, 1, 1)), SINGLE, {}, 3_760, 3_760, 3_760),
+        # Of library_table.py: images of 7 x 7 and 14 x 14 by kernels of one point, few channels, groups, odd channels.
+        (SMALL, BRAIN, {}, 8_028_176, 8_028_176, 8_028_176),
+        (SMALL, SINGLE, {}, 16_056_336, 16_056_336, 16_056_336),
+        (((32, 256, 14, 14), (1024, 256, 1, 1), (32, 1024, 14, 14)), BRAIN, {}, 0, 0, 16_056_336),
+        (((64, 1, 28, 28), (6, 1, 5, 5), (64, 6, 28, 28)), SINGLE, {}, 0, 0, 0),
+        (((2, 1, 64, 64, 64), (32, 1, 3, 3, 3), (2, 32, 64, 64, 64)), SINGLE, {}, 0, 0, None),
+        (GROUPS, BRAIN, {}, 12_854_288, 12_854_288, 0),
+        (GROUPS, BRAIN, IN_LAST_ORDER, 0, 0, 0),
+        (GROUPS, SINGLE, {}, 25_708_691, 0, None),
+        (((4, 4, 64, 64), (320, 4, 3, 3), (4, 320, 64, 64)), SINGLE, {}, 308_240, 0, None),
+        (((4, 33, 50, 50), (65, 33, 3, 3), (4, 65, 50, 50)), BRAIN, IN_LAST_ORDER, 2_291_856, 2_291_856, 2_291_856),
+        (((16, 3, 224, 224), (1024, 3, 14, 14), (16, 1024, 16, 16)), SINGLE, {"stride": [14, 14]}, 28_819_472, 0, None),
     ],
 )
 def test_what_an_h100_requested(shapes, dtype, named, output, data, weight):
-    """operators.jsonl and `convolutional` of the recorded H100, script convnet; None where the rule is off, or not
-    seen. Transposed convolutions and signals are those in two dimensions."""
+    """operators.jsonl, convolutions.jsonl and `convolutional` of the recorded H100, script convnet; None where
+    the rule is off, or not seen. Transposed convolutions and signals are those in two dimensions."""
     seen = {"output": output, "data": data, "weight": weight}
     for made, num_bytes in seen.items():
         if num_bytes is not None:
