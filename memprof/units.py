@@ -33,6 +33,11 @@ _FEWEST_PARAMETERS = 1000  # fewer are billions whose B was forgotten
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return `value` rounded up to the next multiple."""
+    return -(-value // multiple) * multiple
+
+
 def gib(num_bytes: int | float) -> str:
     """Return `num_bytes` in GiB with two decimals and no unit, for table cells."""
     return f"{num_bytes / GIB:,.2f}"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from memprof.stubs.flash_attn.attention import efficient_split, round_up
+from memprof.stubs.flash_attn.attention import efficient_split
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import (
     check_on_gpu,
@@ -21,6 +21,7 @@ from memprof.stubs.tools import (
     refuse,
     require,
 )
+from memprof.units import round_up
 
 _HEADS = (64, 96, 128, 192, 256)
 _L2 = 50 * 1024 * 1024

@@ -22,6 +22,7 @@ from memprof.stubs.tools import (
     num_multiprocessors,
     require,
 )
+from memprof.units import round_up
 
 _SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp"
 _MODULE = "flash_attn.flash_attn_interface"
@@ -51,11 +52,6 @@ class Options(NamedTuple):
     deterministic: bool
     return_attn_probs: bool
     lengths: SeqLengths | None = None
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return `value` rounded up to the next multiple."""
-    return -(-value // multiple) * multiple
 
 
 def rounded_head(size: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.torch_private import kernels
+from memprof.units import round_up
 from memprof.virtual.device_properties import DeviceProperties, cudnn_version
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
@@ -252,10 +253,6 @@ def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 @scratch(aten._scaled_dot_product_flash_attention_backward)
 def flash_attention_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of the accumulators: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
@@ -264,8 +261,8 @@ def flash_attention_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """
     query, key = args[1], args[2]
     batch, heads, length, head_dim = query.shape
-    rounded_length = _round_up(length, 128)
-    rounded_head = _round_up(head_dim, 32) if head_dim <= 128 else _round_up(head_dim, 64)
+    rounded_length = round_up(length, 128)
+    rounded_head = round_up(head_dim, 32) if head_dim <= 128 else round_up(head_dim, 64)
     sizes = [4 * batch * heads * rounded_length, 4 * batch * rounded_length * heads * rounded_head]
     if key.shape[1] != heads:
         sizes += 2 * [query.element_size() * batch * key.shape[2] * heads * head_dim]
@@ -301,7 +298,7 @@ def general_efficient_attention_backward(launch: KernelContext) -> Any:
     grads = [launch.new(one.shape, one.dtype) for one in (query, key, value)]
     bias_grad = None
     if launch.args[15]:  # the last dimension is aligned to 16
-        bias_grad = launch.new((*bias.shape[:-1], _round_up(bias.shape[-1], 16)), bias.dtype)
+        bias_grad = launch.new((*bias.shape[:-1], round_up(bias.shape[-1], 16)), bias.dtype)
     blocks = (sequences[0], heads, *sequences[1:])
     _allocate_for_backward(launch, query, value, (batch, rows), blocks, launch.args[11])
     return *grads, bias_grad if bias_grad is None else bias_grad[..., : bias.shape[-1]]
@@ -347,10 +344,10 @@ def _compute_backward_workspace(
     if splits < 1 or _is_deterministic():
         splits = 1
     if splitting:
-        elements = splits * block_j * (_round_up(head, block_i) + _round_up(head_v, block_i))
+        elements = splits * block_j * (round_up(head, block_i) + round_up(head_v, block_i))
     if gpu.compute_capability >= (7, 0) or query.dtype in _HALF:
         elements += -(-queries // block_i) * -(-head // block_j) * (4 + block_i * block_j)
-    return 4 * batch * heads * _round_up(elements, 4)
+    return 4 * batch * heads * round_up(elements, 4)
 
 
 class _Tile(NamedTuple):

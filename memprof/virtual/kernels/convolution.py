@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.torch_private import kernels
+from memprof.units import round_up
 from memprof.virtual.device_properties import DeviceProperties, cudnn_version
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, suggested_format
@@ -261,14 +262,10 @@ class WorkspaceBytes(NamedTuple):
     most_bytes: int  # the bound: the most that was measured of a convolution of its kind
 
 
-def _round_up(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
 def _padded_bytes(tensor: torch.Tensor, dims: tuple[int, ...] = (1,)) -> int:
     """Bytes of a copy whose channels are rounded up."""
     step = _ALIGNMENT_BYTES // tensor.element_size()
-    sizes = (_round_up(size, step) if dim in dims else size for dim, size in enumerate(tensor.shape))
+    sizes = (round_up(size, step) if dim in dims else size for dim, size in enumerate(tensor.shape))
     return math.prod(sizes) * tensor.element_size()
 
 
@@ -439,6 +436,6 @@ def _partial_sums_bytes(gpu: DeviceProperties, data: torch.Tensor, weight: torch
     slices = gpu.num_sms // tiles if positions >= _MANY_POSITIONS else min(gpu.num_sms // tiles, positions // least)
     if slices < 2:
         return 0
-    sums = math.prod(size if size <= _TILE // 2 else _round_up(size, _TILE) for size in (filters, channels)) * points
+    sums = math.prod(size if size <= _TILE // 2 else round_up(size, _TILE) for size in (filters, channels)) * points
     kept = slices - (weight.element_size() == 2)  # in half precision one less than there are
     return 4 * (kept * sums + slices * tiles + 7) + _LARGE_KERNEL_BYTES

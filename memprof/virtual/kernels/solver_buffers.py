@@ -6,15 +6,12 @@ one matrix, with `item_bytes` per number.
 
 from __future__ import annotations
 
+from memprof.units import round_up
+
 RULE = (
     "cuSOLVER's buffers, gone when each call returns, follow what was measured on an H100, and are not counted on "
     "other GPUs. How they are computed is not published."
 )
-
-
-def round_up(size: int, step: int) -> int:
-    """Return `size` rounded up to a multiple of `step`."""
-    return -(-size // step) * step
 
 
 def of_potrf(rows: int) -> int:

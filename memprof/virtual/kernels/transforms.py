@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memprof.units import round_up
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import aten, kernel
@@ -140,7 +141,7 @@ def _real_workspace(batch: int, rows: int, length: int, item_bytes: int, in_colu
         return batch * rows * (half + (_complex_workspace(1, half, item_bytes, False) > 0)) * item_bytes
     pairs = -(-batch // 2) * rows  # two real signals run as one complex signal
     copied = pairs * length * item_bytes
-    return copied + (2 * _padded_bytes(pairs, length, item_bytes, 1) or _round_up(copied))
+    return copied + (2 * _padded_bytes(pairs, length, item_bytes, 1) or round_up(copied, _ALIGNMENT_BYTES))
 
 
 def _complex_workspace(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
@@ -155,11 +156,7 @@ def _padded_bytes(batch: int, length: int, item_bytes: int, extra_bytes: int = 0
     padded = 2 * length - 1
     while _divide_out_factors(padded, 5) > 1:
         padded += 1
-    return _round_up(batch * padded * item_bytes + extra_bytes)
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return round_up(batch * padded * item_bytes + extra_bytes, _ALIGNMENT_BYTES)
 
 
 def _divide_out_factors(length: int, largest: int) -> int:
