@@ -82,13 +82,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 def _describe_problem(gpu: _Gpu) -> str | None:
     from memprof.ledger.ledger import EmptyTraceError
-    from memprof.report.terminal.summary import brief
+    from memprof.report.terminal.summary import format_summary
 
     try:
         document = gpu.gpu.report(limit_bytes=gpu.limit_bytes)
     except EmptyTraceError as error:
         return f"memprof: the test has the marker, and used no memory of the GPU: {error.hint}"
-    return None if document.verdict.fits else f"memprof: {brief(document)}"
+    return None if document.verdict.fits else f"memprof: {format_summary(document)}"
 
 
 def _parse_marker(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Gpu:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memprof.flows.saved_files import load_json
-from memprof.report.terminal.next_step import next_step
+from memprof.report.terminal.next_step import choose_next_step
 
 # Runs a command, without the program's name and with --json: its exit code and what it answers.
 Run = Callable[[list[str]], tuple[int, dict[str, Any]]]
@@ -56,7 +56,7 @@ def next_of(answer: dict[str, Any], folder: Path) -> tuple[str, str] | None:
     """What an answer says to try next: what for, and the command."""
     file = folder / "answer.json"
     file.write_text(json.dumps(answer), encoding="utf-8")
-    return next_step(load_json(file))
+    return choose_next_step(load_json(file))
 
 
 def follow(answer: dict[str, Any], run: Run, folder: Path, most: int = 5) -> list[str]:

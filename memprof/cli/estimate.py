@@ -50,7 +50,7 @@ def estimate(request: EstimateCommandOptions) -> None:
     from memprof.estimate.geometry import from_model, from_params, from_size
     from memprof.estimate.table import build_estimate
     from memprof.report.documents.estimate import estimate_document
-    from memprof.report.terminal.estimate import render_text
+    from memprof.report.terminal.estimate import render_estimate
 
     if (request.params is None) == (request.model is None):
         hint = "for instance: memprof estimate --params 1.2B --dtype float16"
@@ -70,30 +70,30 @@ def estimate(request: EstimateCommandOptions) -> None:
         subject = from_params(request.params)
     else:
         subject = (from_size if request.model_is_size else from_model)(str(request.model))
-    answer = build_estimate(subject, request)
+    result = build_estimate(subject, request)
     gpus = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
         gpus = (custom_gpu(request.gpu_vram_bytes),)
-    simulated = _simulate(answer, quiet=request.quiet) if request.exact else None
+    simulated = _simulate(result, quiet=request.quiet) if request.exact else None
     if request.as_json:
-        print_json(estimate_document(answer, gpus, simulated, explain=request.explain).to_json())
+        print_json(estimate_document(result, gpus, simulated, explain=request.explain).to_json())
         return
-    say(render_text(answer, gpus, simulated, explain=request.explain, quiet=request.quiet), nl=False)
+    say(render_estimate(result, gpus, simulated, explain=request.explain, quiet=request.quiet), nl=False)
 
 
-def _simulate(answer: Estimate, *, quiet: bool) -> dict[str, Simulated]:
+def _simulate(result: Estimate, *, quiet: bool) -> dict[str, Simulated]:
     """Return the simulated peak of each method of the estimate, in its dtype, on the virtual GPU."""
     from memprof.flows.estimate import simulate
 
     found = {}
     with long_work(quiet=quiet) as progress:
-        for plan in answer.plans():
+        for plan in result.plans():
             key = plan.method.key
 
             def report(doing: str, key: str = key) -> None:
                 progress(f"{key}: {doing}")
 
             found[key] = simulate(
-                answer.subject, plan, answer.batch_size, answer.context_length, report, lengths=answer.lengths
+                result.subject, plan, result.batch_size, result.context_length, report, lengths=result.lengths
             )
     return found

@@ -382,13 +382,13 @@ def _set_colours(*, enabled: bool) -> Iterator[None]:
     if enabled:
         yield
         return
-    from memprof.report.terminal.layout import COLOURLESS
+    from memprof.report.terminal.layout import NO_COLOR
 
-    before = COLOURLESS.set(True)
+    before = NO_COLOR.set(True)
     try:
         yield
     finally:
-        COLOURLESS.reset(before)
+        NO_COLOR.reset(before)
 
 
 def _build_parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:

@@ -177,10 +177,10 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
     if output.as_json:
         print_json(result)
     else:
-        from memprof.report.terminal.console import show
+        from memprof.report.terminal.console import print_view
 
-        make_view = importlib.import_module(f"memprof.report.terminal.{view}").view
-        show(make_view(result, quiet=output.quiet, **options))
+        make_view = importlib.import_module(f"memprof.report.terminal.{view}").render
+        print_view(make_view(result, quiet=output.quiet, **options))
     if isinstance(output, TableOptions):
         output.write_tables(result)
     if isinstance(output, PageOptions):

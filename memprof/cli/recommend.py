@@ -149,16 +149,16 @@ def recommend(request: RecommendOptions) -> None:
     entry = _find_cache_entry(spec, request) if request.cache else None
     cached = None if entry is None else entry.find(Recommendation)
     if cached is not None:
-        answer, seconds = cached
+        result, seconds = cached
         print_cache_age(seconds, quiet=request.quiet or request.snippet is not None)
     else:
         with long_work(quiet=request.quiet) as progress:
-            answer = _search(spec, request, progress)
-    _print_recommendation(answer, request)
-    request.write_page(answer)
+            result = _search(spec, request, progress)
+    _print_recommendation(result, request)
+    request.write_page(result)
     if entry is not None and cached is None:
-        entry.keep(answer)
-    raise typer.Exit(Exit.DONE if answer.found else Exit.DOES_NOT_FIT)
+        entry.keep(result)
+    raise typer.Exit(Exit.DONE if result.found else Exit.DOES_NOT_FIT)
 
 
 _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
@@ -203,16 +203,16 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     return search(spec, question, progress)[0]
 
 
-def _print_recommendation(answer: Recommendation, request: RecommendOptions) -> None:
-    if request.snippet is not None and answer.found:
-        if request.snippet not in answer.snippets:
-            hint = "there is " + (" and ".join(answer.snippets) or "none for a model of your own")
+def _print_recommendation(result: Recommendation, request: RecommendOptions) -> None:
+    if request.snippet is not None and result.found:
+        if request.snippet not in result.snippets:
+            hint = "there is " + (" and ".join(result.snippets) or "none for a model of your own")
             raise UsageError("there is no such script for this run", value=request.snippet, hint=hint)
-        say(answer.snippets[request.snippet], nl=False)
+        say(result.snippets[request.snippet], nl=False)
         return
     if request.as_json:
-        print_json(answer)
+        print_json(result)
         return
     from memprof.report.terminal.recommendation import print_recommendation
 
-    print_recommendation(answer, explain=request.explain, quiet=request.quiet)
+    print_recommendation(result, explain=request.explain, quiet=request.quiet)

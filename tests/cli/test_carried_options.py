@@ -18,7 +18,7 @@ from memprof.fixes.chosen import parse_fixes
 from memprof.flows import limit as limit_flow
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.scripts import ScriptRuns, run_alone
-from memprof.report.terminal.next_step import next_step
+from memprof.report.terminal.next_step import choose_next_step
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec, options_of
@@ -121,7 +121,7 @@ def test_what_is_printed_after_a_script_has_all_its_options(asked, spec, tmp_pat
         "fix": (dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=False)), {}),
     }
     for name, (document, changes) in cases.items():
-        what, command = next_step(document)
+        what, command = choose_next_step(document)
         if name == "fix" and (spec.gpus or spec.device != "virtual" or spec.nodes):
             continue  # several GPUs, and what is measured, have no ladder
         if name == "later" and spec.until_exit:
@@ -183,7 +183,7 @@ def test_what_is_printed_after_a_target_has_all_its_options(asked, spec, tmp_pat
     document = dataclasses.replace(document, target=dataclasses.replace(document.target, asked=spec))
     full = dataclasses.replace(document, verdict=dataclasses.replace(document.verdict, fits=False))
     for one in (document, full):
-        _, command = next_step(one)
+        _, command = choose_next_step(one)
         if command.startswith("memprof help"):
             assert (spec.gpus > 1 and spec.parallel is None) or spec.lengths
             continue

@@ -16,7 +16,7 @@ from memprof.device.nvml import read_gpus
 from memprof.monitor.run import monitor
 from memprof.monitor.sample import MonitorSample, Peaks
 from memprof.report.terminal.monitor import FooterView, make_view
-from memprof.report.terminal.monitor_text import SampleHistory, sparkline
+from memprof.report.terminal.monitor_text import SampleHistory, draw_sparkline
 from tests.cli.terminal import Terminal
 from tests.unit.monitor.command import MIB, environment, make_torch
 from tests.unit.monitor.command import memprof as command_line
@@ -384,11 +384,11 @@ def test_a_reader_that_has_gone(script, without_gpus):
 
 
 def test_sparkline():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([5, 5, 5], 2) == "██"
-    assert sparkline([0, 0], 5) == "▁▁"
-    assert sparkline([1, 4], 9, highest=8) == "▂▅"
-    assert sparkline([], 9) == ""
+    assert draw_sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline([5, 5, 5], 2) == "██"
+    assert draw_sparkline([0, 0], 5) == "▁▁"
+    assert draw_sparkline([1, 4], 9, highest=8) == "▂▅"
+    assert draw_sparkline([], 9) == ""
 
 
 def test_a_footer_needs_processes(capsys):

@@ -14,7 +14,7 @@ from memprof.device.gpus import GpuProcess, NvmlGpu
 from memprof.monitor.run import monitor
 from memprof.monitor.sample import MonitorSample
 from memprof.report.terminal.monitor import make_view
-from memprof.report.terminal.monitor_text import plain_line
+from memprof.report.terminal.monitor_text import format_sample
 from tests.cli.terminal import Terminal
 from tests.unit.monitor.command import environment
 
@@ -85,7 +85,7 @@ def test_others_on_the_gpu_are_told_from_the_command():
     from memprof.monitor.sample import WatchedProcess
 
     sample = MonitorSample(0.0, 1.0, (GPU,), (WatchedProcess(1_000_001, "python train.py", 1 << 30, None),))
-    line = plain_line(sample)
+    line = format_sample(sample)
     assert "6.00 of 24.00 GiB, 5.00 by the command, 87%" in line
     assert line.endswith("others: Xorg ?")
 

@@ -8,9 +8,9 @@ import shlex
 import pytest
 
 from memprof.flows.saved_files import load_json
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.next_step import next_step, render_next
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.next_step import choose_next_step, render_next_step
+from memprof.report.terminal.report import render
 from memprof.spec import TargetSpec
 from tests.docs.test_docs import _check
 from tests.golden.commands import KEPT
@@ -57,12 +57,12 @@ def saved(name, tmp_path, **changes):
 )
 def test_after_a_report(name, what, command, tmp_path):
     document = saved(name, tmp_path)
-    assert next_step(document) == (what, command)
+    assert choose_next_step(document) == (what, command)
     _check(shlex.split(command)[1:])
-    ending = text_of(view(document)).splitlines()[-6:]
+    ending = to_text(render(document)).splitlines()[-6:]
     said = re.sub(r" \\\n\s*", " ", "\n".join(ending))
     assert said.endswith(f"Next, {what}:\n  {command}")
-    assert "Next, " not in text_of(view(document, quiet=True))
+    assert "Next, " not in to_text(render(document, quiet=True))
 
 
 def test_where_fixes_are_not_enough(tmp_path):
@@ -74,7 +74,7 @@ def test_where_fixes_are_not_enough(tmp_path):
         TargetSpec(model="gpt2", mode="inference", batch_size=99, fixes=("bfloat16",)),
     ):
         target = dataclasses.replace(document.target, asked=asked)
-        what, command = next_step(dataclasses.replace(document, target=target))
+        what, command = choose_next_step(dataclasses.replace(document, target=target))
         assert what.startswith("what would fit this GPU") and command.startswith("memprof recommend --model")
         _check(shlex.split(command)[1:])
 
@@ -88,7 +88,7 @@ def test_recommend_is_not_asked_for_a_run_that_it_does_not_know(changes, tmp_pat
     adapter = {"adapter": "lora"} if "lora_dropout" in changes else {}
     asked = TargetSpec(model="gpt2", fixes=("chunked-loss",), **changes, **adapter)
     target = dataclasses.replace(document.target, asked=asked)
-    assert next_step(dataclasses.replace(document, target=target))[1] == "memprof help fixes"
+    assert choose_next_step(dataclasses.replace(document, target=target))[1] == "memprof help fixes"
 
 
 def test_after_a_script(tmp_path):
@@ -96,37 +96,37 @@ def test_after_a_script(tmp_path):
     verdict, program = run.verdict, run.program
     asked = program.asked
     unknown = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=None))
-    assert next_step(unknown)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
+    assert choose_next_step(unknown)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
     full = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=False))
-    assert next_step(full)[1] == "memprof run --steps 3 --gpu h100-80gb --fix auto program.py"
+    assert choose_next_step(full)[1] == "memprof run --steps 3 --gpu h100-80gb --fix auto program.py"
     with_bfloat16 = dataclasses.replace(program, fixes=("bfloat16",), asked=asked.edit(fixes=("bfloat16",)))
     fixed = dataclasses.replace(full, program=with_bfloat16)
-    assert next_step(fixed)[1] == "memprof help fixes"
+    assert choose_next_step(fixed)[1] == "memprof help fixes"
     own = asked.edit(gpu_vram_bytes=6 << 30, worst_batch=True)
     spaced = dataclasses.replace(
         run, program=dataclasses.replace(program, command=("-m", "my pack", "--n", "2"), asked=own)
     )
-    assert next_step(spaced)[1] == "memprof run --worst-batch --steps 20 --gpu-vram 6 -m 'my pack' --n 2"
+    assert choose_next_step(spaced)[1] == "memprof run --worst-batch --steps 20 --gpu-vram 6 -m 'my pack' --n 2"
     for document in (unknown, full, fixed, spaced):
-        _check(shlex.split(next_step(document)[1])[1:])
+        _check(shlex.split(choose_next_step(document)[1])[1:])
 
 
 def test_a_run_that_was_timed_out_is_shown_to_its_end(tmp_path):
     run = saved("run", tmp_path)
     timed = dataclasses.replace(run.program, ended="timeout", asked=run.program.asked.edit(timeout=1.5))
     stopped = dataclasses.replace(run, program=timed, verdict=dataclasses.replace(run.verdict, fits=None))
-    assert next_step(stopped)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
+    assert choose_next_step(stopped)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
 
 
 def test_a_capture_that_does_not_say_how_it_was_run_has_no_command(tmp_path):
     run = saved("run", tmp_path)
     early = dataclasses.replace(run, program=dataclasses.replace(run.program, asked=None))
-    assert next_step(early) in (None, ("what each finding means", "memprof help findings"))
+    assert choose_next_step(early) in (None, ("what each finding means", "memprof help findings"))
 
 
 def test_without_a_command_line_nothing_is_said(tmp_path):
     document = saved("run", tmp_path, command="virtual_gpu", program=None)
-    assert next_step(document) is None and render_next(next_step(document)) == []
+    assert choose_next_step(document) is None and render_next_step(choose_next_step(document)) == []
 
 
 def printed(text):

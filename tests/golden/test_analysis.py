@@ -10,8 +10,8 @@ import pytest
 from memprof.allocator import parse_config
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
-from memprof.report.terminal.analysis import view
-from memprof.report.terminal.console import text_of
+from memprof.report.terminal.analysis import render
+from memprof.report.terminal.console import to_text
 from memprof.snapshots.recording import recordings
 from memprof.snapshots.steps import find_steps
 from tests.golden.test_report import check
@@ -29,7 +29,7 @@ def document(**question) -> Analysis:
 
 
 def test_text():
-    text = text_of(view(document(what_if=parse_config("expandable_segments:True")), replay=True), 100)
+    text = to_text(render(document(what_if=parse_config("expandable_segments:True")), replay=True), 100)
     check("analysis.txt", text)
 
 
@@ -42,7 +42,7 @@ def test_json():
 def test_no_line_is_wider_than_the_terminal(by, at):
     found = document(by=by, at=at)
     for width in (80, 110, 160):
-        assert max(map(len, text_of(view(found, replay=True), width).splitlines())) <= width
+        assert max(map(len, to_text(render(found, replay=True), width).splitlines())) <= width
 
 
 def test_json_names():

@@ -13,8 +13,8 @@ from memprof.report.documents.comparison import Comparison
 from memprof.report.matching.comparison_build import build_comparison
 from memprof.report.matching.runs import run_of_document
 from memprof.report.matching.tolerance import parse_tolerance
-from memprof.report.terminal.comparison import view
-from memprof.report.terminal.console import text_of
+from memprof.report.terminal.comparison import render
+from memprof.report.terminal.console import to_text
 from memprof.trace.facts import AllocatorFacts
 from tests.golden.test_report import check, training_run
 from tests.unit.report.runs import facts
@@ -38,7 +38,7 @@ def document(tolerance="1%") -> Comparison:
 
 
 def test_text():
-    check("comparison.txt", text_of(view(document(), explain=True), 100))
+    check("comparison.txt", to_text(render(document(), explain=True), 100))
 
 
 def test_json():
@@ -47,7 +47,7 @@ def test_json():
 
 @pytest.mark.parametrize("width", [80, 110, 160])
 def test_no_line_is_wider_than_the_terminal(width):
-    assert max(map(len, text_of(view(document(), explain=True), width).splitlines())) <= width
+    assert max(map(len, to_text(render(document(), explain=True), width).splitlines())) <= width
 
 
 def test_json_names():

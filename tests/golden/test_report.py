@@ -12,8 +12,8 @@ import pytest
 
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.spec import TargetSpec
 from memprof.trace.events import ModuleRole, PhaseKind, Role, Trace
 from memprof.trace.facts import DeviceFacts, Facts, Target
@@ -113,7 +113,7 @@ def check(name: str, actual: str) -> None:
 
 @pytest.mark.parametrize(("name", "total_mib"), [("fits", 8192), ("does_not_fit", 2048)])
 def test_text(name, total_mib):
-    check(f"{name}.txt", text_of(view(document(total_mib * MIB), explain=True), 80))
+    check(f"{name}.txt", to_text(render(document(total_mib * MIB), explain=True), 80))
 
 
 def test_json():
@@ -122,7 +122,7 @@ def test_json():
 
 def test_no_line_is_wider_than_the_terminal():
     for width in (80, 110, 160):
-        lines = text_of(view(document(2048 * MIB), explain=True), width).splitlines()
+        lines = to_text(render(document(2048 * MIB), explain=True), width).splitlines()
         assert max(map(len, lines)) <= width
 
 

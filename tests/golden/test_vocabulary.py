@@ -12,8 +12,8 @@ from memprof.flows.vocabulary import savings as vocab
 from memprof.flows.vocabulary.count import CorpusCount
 from memprof.flows.vocabulary.frequencies import Frequencies
 from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.vocabulary import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.vocabulary import render
 from memprof.spec import TargetSpec
 from tests.golden.test_report import check
 
@@ -48,11 +48,11 @@ def by_ids() -> Vocabulary:
 
 
 def test_words():
-    check("vocabulary_words.txt", text_of(view(by_words()), 100))
+    check("vocabulary_words.txt", to_text(render(by_words()), 100))
 
 
 def test_ids():
-    check("vocabulary_ids.txt", text_of(view(by_ids()), 100))
+    check("vocabulary_ids.txt", to_text(render(by_ids()), 100))
 
 
 def test_json():
@@ -62,4 +62,4 @@ def test_json():
 @pytest.mark.parametrize("width", [80, 110, 160])
 @pytest.mark.parametrize("document", [by_words, by_ids])
 def test_no_line_is_wider_than_the_terminal(document, width):
-    assert max(map(len, text_of(view(document()), width).splitlines())) <= width
+    assert max(map(len, to_text(render(document()), width).splitlines())) <= width

@@ -9,7 +9,7 @@ import pytest
 from rich.text import Text
 
 from memprof.flows.saved_files import load_json
-from memprof.report.terminal.console import Aligned, ShellCommand, table, text_of
+from memprof.report.terminal.console import AlignedLines, ShellCommand, make_table, to_text
 from memprof.report.terminal.layout import output_width
 from tests.cli.terminal import Terminal
 from tests.golden.commands import HERE, KEPT
@@ -33,9 +33,9 @@ def shown(path, tmp_path):
 @pytest.mark.parametrize("path", [path for path in REPORTS if path.stem not in NO_PICTURES], ids=lambda path: path.stem)
 def test_no_word_is_broken(path, width, tmp_path):
     view = shown(path, tmp_path)
-    text = text_of(view, width)
+    text = to_text(view, width)
     assert max(map(len, text.splitlines())) <= width
-    whole = set(text_of(view, 1000).split())
+    whole = set(to_text(view, 1000).split())
     said = re.sub(r"No room for: ([^.]|\.\w)*\.", "", text)
     too_long = "".join(word for word in whole if len(word) > width - BESIDE and word.strip(GRAPHICS))
     broken = {word for word in said.split() if word not in whole and word.strip(GRAPHICS) and word not in too_long}
@@ -44,9 +44,9 @@ def test_no_word_is_broken(path, width, tmp_path):
 
 
 def test_a_table_leaves_out_what_is_least_needed():
-    made = table("stage", ">allocated", ">delta", "~where", drop=("delta", "allocated"))
+    made = make_table("stage", ">allocated", ">delta", "~where", optional=("delta", "allocated"))
     made.add_row("layers 1-34", "1,000.00", "+3.00", Text("folder/a_module_of_some_length.py:12 forward"))
-    lines = {width: text_of(made, width).splitlines() for width in (90, 64, 57, 50, 20)}
+    lines = {width: to_text(made, width).splitlines() for width in (90, 64, 57, 50, 20)}
     path = "folder/a_module_of_some_length.py:12"
     assert lines[90][1:] == [f"layers 1-34   1,000.00  +3.00  {path} forward"]
     assert [line.strip() for line in lines[64][1:]] == [
@@ -59,9 +59,11 @@ def test_a_table_leaves_out_what_is_least_needed():
 
 
 def test_rows_leave_out_what_is_least_needed():
-    made = Aligned(("", ">peak", ">bus", ">numbers"), [("+ a", "1.00", "-", "exact")], [[Text("below")]], drop=("bus",))
-    assert text_of(made, 40).splitlines() == ["     peak  bus  numbers", "+ a  1.00    -    exact", "below"]
-    assert text_of(made, 20).splitlines() == [
+    made = AlignedLines(
+        ("", ">peak", ">bus", ">numbers"), [("+ a", "1.00", "-", "exact")], [[Text("below")]], optional=("bus",)
+    )
+    assert to_text(made, 40).splitlines() == ["     peak  bus  numbers", "+ a  1.00    -    exact", "below"]
+    assert to_text(made, 20).splitlines() == [
         "     peak  numbers", "+ a  1.00    exact", "below", "No room for: bus.",
     ]  # fmt: skip
 
@@ -69,7 +71,7 @@ def test_rows_leave_out_what_is_least_needed():
 def test_a_command_is_one_for_the_shell_at_every_width():
     line = "memprof profile --model-size 4B --context-length 131072 --fix chunked-loss,activation-checkpointing"
     for width in (40, 60, 200):
-        text = text_of(ShellCommand(line), width)
+        text = to_text(ShellCommand(line), width)
         assert max(map(len, text.splitlines())) <= width + 2 * (width == 40)
         assert re.sub(r" \\\n\s*", " ", text).strip() == line
 

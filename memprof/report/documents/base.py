@@ -49,17 +49,17 @@ class DisplayedDocument(JsonValue):
         return f"<{type(self).__name__}: {str(self).partition(chr(10))[0]}>"
 
     def __str__(self) -> str:
-        from memprof.report.terminal.console import text_of
+        from memprof.report.terminal.console import to_text
 
-        return text_of(self._build_view())
+        return to_text(self._build_view())
 
     def _repr_html_(self) -> str:
         """Return the HTML of the document for a notebook: the text, in colour."""
-        from memprof.report.terminal.console import html_of
+        from memprof.report.terminal.console import to_html
 
-        return html_of(self._build_view())
+        return to_html(self._build_view())
 
     def _build_view(self) -> RenderableType:
         module = importlib.import_module(type(self).__module__.replace(".documents.", ".terminal."))
-        shown: RenderableType = module.view(self)
+        shown: RenderableType = module.render(self)
         return shown

@@ -10,7 +10,7 @@ from memprof.ledger.ledger import Ledger
 from memprof.report.documents.ladder import Rung
 from memprof.report.page.library import check_plotly, figure_of
 from memprof.report.page.moments import Moments, moments_of
-from memprof.report.terminal.cells import unit_for
+from memprof.report.terminal.cells import choose_unit
 from memprof.trace.events import NONE
 from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
@@ -55,7 +55,7 @@ def _draw_timeline(ledger: Ledger, usable: int | None) -> Figure:
     moments = moments_of(ledger)
     events = _select_events(ledger)
     sums = _bytes_by_category(moments, events)
-    unit = unit_for(ledger.peak_bytes)
+    unit = choose_unit(ledger.peak_bytes)
     scale = float(unit.num_bytes)
     traces: list[dict[str, Any]] = [
         {
@@ -170,7 +170,7 @@ def _draw_treemap(ledger: Ledger) -> Figure:
 def _draw_ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
     if not rungs:
         raise UsageError("the report has no ladder", value="ladder", hint="ask for one: memprof profile ... --ladder")
-    unit = unit_for(max(rung.device_used_bytes for rung in rungs))
+    unit = choose_unit(max(rung.device_used_bytes for rung in rungs))
     bars = {
         "type": "bar", "orientation": "h",
         "y": [f"{place}. {f'+ {rung.added}' if rung.added else 'baseline'}" for place, rung in enumerate(rungs)],

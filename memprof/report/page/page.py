@@ -30,15 +30,15 @@ from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
 from memprof.report.page.sections import sections_of
 from memprof.report.page.segments import segments_at_peak
 from memprof.report.terminal import analysis, comparison, recommendation
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.next_step import next_step
-from memprof.report.terminal.report import render_heading, view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.next_step import choose_next_step
+from memprof.report.terminal.report import render, render_heading
 from memprof.trace.files import FileKind, write_atomically
 from memprof.trace.json_values import to_plain
 
 _PAGE_START = "<!DOCTYPE html>\n<!-- a page of memprof -->"
 PAGE = FileKind("page", "--html", lambda begin, end: begin.startswith(_PAGE_START.encode()))
-_ALL = 1000  # Rows of a table: more than any comparison has.
+_MAX_ROWS = 1000  # Rows of a table: more than any comparison has.
 _WIDE = 10_000  # Columns of a text that the browser breaks into lines.
 _RUN = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
 _ANSWER = ("answer.html", "base.js", "answer.js")  # A body and its scripts, which are concatenated to one function.
@@ -89,13 +89,19 @@ def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, A
     """Return the data of an answer for the page's script, as plain JSON values."""
     if isinstance(document, Comparison):
         lines, good = lines_of(comparison.render_heading(document)), document.within
-        verdict, text = lines_of(comparison.view(document, quiet=True)), text_of(comparison.view(document, top=_ALL))
+        verdict, text = (
+            lines_of(comparison.render(document, quiet=True)),
+            to_text(comparison.render(document, top=_MAX_ROWS)),
+        )
     elif isinstance(document, Analysis):
         lines, good = [f"memprof analyze: {document.file}, a {document.format}"], not document.ran_out
-        verdict, text = lines_of(analysis.view(document, quiet=True)), text_of(analysis.view(document))
+        verdict, text = lines_of(analysis.render(document, quiet=True)), to_text(analysis.render(document))
     else:
         lines, good = lines_of(recommendation.render_heading(document)), document.found
-        verdict, text = recommendation.verdict_lines(document), text_of(recommendation.view(document, explain=True))
+        verdict, text = (
+            recommendation.format_verdict_lines(document),
+            to_text(recommendation.render(document, explain=True)),
+        )
     return {
         "heading": lines,
         "verdict": "\n".join(verdict),
@@ -107,7 +113,7 @@ def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, A
 
 def lines_of(view: RenderableType) -> list[str]:
     """Return the lines of `view`, for a browser to wrap."""
-    return [line.strip() for line in text_of(view, width=_WIDE).strip().splitlines() if line.strip()]
+    return [line.strip() for line in to_text(view, width=_WIDE).strip().splitlines() if line.strip()]
 
 
 def page_data(document: Report) -> dict[str, Any]:
@@ -120,8 +126,8 @@ def page_data(document: Report) -> dict[str, Any]:
     moments = moments_of(ledger)
     device = document.device
     return {
-        "heading": text_of(render_heading(document), width=_WIDE).strip().splitlines(),
-        "verdict": text_of(view(document, quiet=True), width=_WIDE).strip(),
+        "heading": to_text(render_heading(document), width=_WIDE).strip().splitlines(),
+        "verdict": to_text(render(document, quiet=True), width=_WIDE).strip(),
         "fits": document.verdict.fits if document.failure is None else False,
         "capacity": {"total": device.total_bytes, "usable": device.usable_bytes, "name": device.name},
         "context": document.peak.device_used_bytes - document.peak.reserved_bytes,
@@ -133,7 +139,7 @@ def page_data(document: Report) -> dict[str, Any]:
         "gpus": to_plain(document.gpus),
         "ranks": to_plain(document.ranks),
         "segments": None if document.on_cpu else segments_at_peak(ledger, moments).to_json(),
-        "next": next_step(document),
+        "next": choose_next_step(document),
         "text": str(document),
     }
 

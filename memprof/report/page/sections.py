@@ -13,12 +13,13 @@ from memprof.report.documents.recommendation import Configuration, Largest, Reco
 from memprof.report.page.figures import COLOURS, FITS, OVER, plain_words
 from memprof.report.terminal.cells import (
     Unit,
-    block_life,
-    signed_bytes,
-    source_text,
-    tensor_text,
-    total_verdict,
-    unit_for,
+    choose_unit,
+    describe_total,
+    format_block_life,
+    format_seconds,
+    format_signed_bytes,
+    format_source,
+    format_tensors,
 )
 from memprof.units import format_bytes
 
@@ -64,7 +65,7 @@ def sections_of(document: Comparison | Analysis | Recommendation) -> list[Sectio
 def _size(num_bytes: int | None, *, sign: bool = False) -> PageCell:
     if num_bytes is None:
         return "-", None
-    return signed_bytes(num_bytes) if sign or num_bytes < 0 else format_bytes(num_bytes), num_bytes
+    return format_signed_bytes(num_bytes) if sign or num_bytes < 0 else format_bytes(num_bytes), num_bytes
 
 
 def _draw_bars(
@@ -107,7 +108,7 @@ def _compare_sections(document: Comparison) -> Iterator[Section]:
         rows=tuple(
             (
                 row.name, _size(row.a_bytes), _size(row.b_bytes), _size(row.difference_bytes, sign=True),
-                total_verdict(row),
+                describe_total(row),
             )
             for row in rows
         ),
@@ -118,7 +119,7 @@ def _compare_sections(document: Comparison) -> Iterator[Section]:
         a, b = [row.a_bytes for row in document.categories], [row.b_bytes for row in document.categories]
         yield Section(
             "Categories", "At each one's own peak, without kernels' own memory.",
-            **_draw_bars(names, {"A": (a, _A), "B": (b, _B)}, unit_for(highest)),
+            **_draw_bars(names, {"A": (a, _A), "B": (b, _B)}, choose_unit(highest)),
         )  # fmt: skip
     yield Section(
         "Tensors at the peak that differ", f"Matched by {document.tensors_matched_by}.",
@@ -156,7 +157,7 @@ def _compare_sections(document: Comparison) -> Iterator[Section]:
 
 def _compare_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
     highest = max(max(found.allocated_bytes) for _, found in known)
-    unit = unit_for(highest)
+    unit = choose_unit(highest)
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
         "height": 60 + 250 * len(known), "showlegend": True, "hovermode": "x unified", "annotations": [],
@@ -192,7 +193,7 @@ def _draw_areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iter
 
 
 def _side(side: TensorSide | None) -> str:
-    return "-" if side is None else f"{tensor_text(side)} {side.op.removeprefix('aten.')}"
+    return "-" if side is None else f"{format_tensors(side)} {side.op.removeprefix('aten.')}"
 
 
 def _word(value: Any) -> str:
@@ -222,8 +223,8 @@ def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
     groups = moment.groups[:_MAX_BARS]
     what = "end" if device.state_only else moment.what
     where = "after the event" if what == "event" else f"at the {what}"
-    names = [f"{place}. {source_text(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
-    unit = unit_for(max((row.allocated_bytes for row in groups), default=0), smallest=1)
+    names = [f"{place}. {format_source(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
+    unit = choose_unit(max((row.allocated_bytes for row in groups), default=0), smallest=1)
     colours = [COLOURS.get(row.category, OVER) for row in groups]
     yield Section(
         f"What is live {where}{of}",
@@ -234,7 +235,7 @@ def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
         rows=tuple(
             (
                 _size(row.allocated_bytes), (f"{row.allocated_bytes / total:.1%}", row.allocated_bytes), row.count,
-                row.category, source_text(row.key), row.op.removeprefix("aten."), row.module,
+                row.category, format_source(row.key), row.op.removeprefix("aten."), row.module,
             )
             for row in moment.groups
         ),
@@ -243,8 +244,8 @@ def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Largest blocks{of}", columns=(">bytes", ">alike", "life in events", "category", "line", "operator", "module"),
         rows=tuple(
             (
-                _size(block.allocated_bytes), block.alike, block_life(block), block.category,
-                source_text(block.source), block.op.removeprefix("aten."), block.module,
+                _size(block.allocated_bytes), block.alike, format_block_life(block), block.category,
+                format_source(block.source), block.op.removeprefix("aten."), block.module,
             )
             for block in moment.blocks
         ),
@@ -253,7 +254,7 @@ def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
         f"Leaks{of}", "What steps leave behind and nothing frees.",
         columns=(">a step", ">in all", ">blocks", "line", "operator"),
         rows=tuple(
-            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, source_text(leak.source), leak.op)
+            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, format_source(leak.source), leak.op)
             for leak in device.leaks or ()
         ),
     )  # fmt: skip
@@ -271,7 +272,7 @@ def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
 
 def _draw_curves(device: DeviceReport) -> dict[str, Any]:
     line = device.timeline
-    unit = unit_for(max((*line.reserved_bytes, *line.allocated_bytes)), smallest=1)
+    unit = choose_unit(max((*line.reserved_bytes, *line.allocated_bytes)), smallest=1)
     traces = [
         {
             "type": "scatter", "mode": "lines", "name": name, "x": line.events, "fill": fill,
@@ -297,23 +298,25 @@ def _draw_curves(device: DeviceReport) -> dict[str, Any]:
 # -- what to use -------------------------------------------------------------------------------------------------------
 
 
-def _recommendation_sections(answer: Recommendation) -> Iterator[Section]:
-    total = answer.device.total_bytes
-    chosen = answer.chosen
+def _recommendation_sections(result: Recommendation) -> Iterator[Section]:
+    total = result.device.total_bytes
+    chosen = result.chosen
     if chosen is not None:
-        why = f"{chosen.name}, micro-batch {chosen.micro_batch}. Why: {answer.reason}."
+        why = f"{chosen.name}, micro-batch {chosen.micro_batch}. Why: {result.reason}."
         yield Section("What to use", why, text=chosen.command)
-    if answer.choices:
-        shown = sorted(answer.choices, key=lambda one: (one is not chosen, not one.fits, one.step_seconds or 0.0))
+    if result.choices:
+        shown = sorted(result.choices, key=lambda one: (one is not chosen, not one.fits, one.step_seconds or 0.0))
         bars = shown[:_MAX_BARS]
-        unit = unit_for(max(one.needed_bytes for one in bars))
+        unit = choose_unit(max(one.needed_bytes for one in bars))
         names = [f"{place}. {one.name}, {one.micro_batch} at a time" for place, one in enumerate(bars, 1)]
         names[0] = names[0].replace(". ", ". chosen: ", 1) if bars[0] is chosen else names[0]
         colours = [FITS if one.fits else OVER for one in bars]
         drawn = _draw_bars(names, {"needs": ([one.needed_bytes for one in bars], colours)}, unit)
-        drawn["traces"][0]["text"] = [f"{format_bytes(one.needed_bytes)}, {_time(one.step_seconds)}" for one in bars]
+        drawn["traces"][0]["text"] = [
+            f"{format_bytes(one.needed_bytes)}, {_format_time(one.step_seconds)}" for one in bars
+        ]
         _mark_capacity(drawn["layout"], total, unit)
-        moved = "of it between GPUs" if answer.gpus > 1 else "of it transfers"
+        moved = "of it between GPUs" if result.gpus > 1 else "of it transfers"
         yield Section(
             "What was run",
             "What the GPU must have, and the least time of a step; red does not fit, the line is the GPU. "
@@ -323,28 +326,28 @@ def _recommendation_sections(answer: Recommendation) -> Iterator[Section]:
                 "configuration", ">at a time", ">needs", ">left over", ">step", f">{moved}", "numbers", "verdict",
                 "$the run",
             ),
-            rows=tuple(_choice_row(one, over_gpus=answer.gpus > 1) for one in shown),
+            rows=tuple(_choice_row(one, over_gpus=result.gpus > 1) for one in shown),
         )  # fmt: skip
-    fitting = [row for row in answer.largest if row.model is not None]
+    fitting = [row for row in result.largest if row.model is not None]
     if fitting:
-        unit = unit_for(max(row.needed_bytes for row in fitting))
+        unit = choose_unit(max(row.needed_bytes for row in fitting))
         names = [f"{row.task}: {row.model}" for row in fitting]
         drawn = _draw_bars(names, {"needs": ([row.needed_bytes for row in fitting], FITS)}, unit)
         _mark_capacity(drawn["layout"], total, unit)
         yield Section(
             "The largest models that fit", "What each needs of the GPU; the line is what it has.", **drawn,
             columns=("use", "model", ">parameters", ">needs", ">longest context", "next larger", "$the run"),
-            rows=tuple(map(_largest_row, answer.largest)),
+            rows=tuple(map(_largest_row, result.largest)),
         )  # fmt: skip
     yield Section(
         "What would do instead", columns=("what", "which", ">needs", "how it is known"),
         rows=tuple(
             (one.what, one.name, _size(one.needed_bytes), "an estimate" if one.estimate else "it was run")
-            for one in answer.alternatives
+            for one in result.alternatives
         ),
     )  # fmt: skip
-    for name, script in answer.snippets.items():
-        launch = f"# start with: {answer.launch[name]}\n" if name in answer.launch else ""
+    for name, script in result.snippets.items():
+        launch = f"# start with: {result.launch[name]}\n" if name in result.launch else ""
         yield Section(f"Script: {name}", text=f"{launch}{script}")
 
 
@@ -367,15 +370,13 @@ def _choice_row(one: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
     moved = one.link_seconds if over_gpus else one.bus_seconds
     return (
         one.name, one.micro_batch, _size(one.needed_bytes), _size(one.headroom_bytes),
-        (_time(one.step_seconds), one.step_seconds),
-        (_time(moved), moved), one.given_up or "the same", verdict, one.command,
+        (_format_time(one.step_seconds), one.step_seconds),
+        (_format_time(moved), moved), one.given_up or "the same", verdict, one.command,
     )  # fmt: skip
 
 
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "time not known"
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
+def _format_time(seconds: float | None) -> str:
+    return "time not known" if seconds is None else format_seconds(seconds)
 
 
 def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> None:

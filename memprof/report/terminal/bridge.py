@@ -1,4 +1,4 @@
-"""The bridge for a terminal: from requested bytes of tensors to device memory used; and the memory of each stream."""
+"""Terminal tables of the bridge (from bytes requested by tensors to device memory used) and of CUDA streams."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from rich.text import Text
 from memprof.ledger.bridge import Bridge, PoolUse
 from memprof.ledger.stages import at_stage
 from memprof.ledger.streams import StreamMemory
-from memprof.report.terminal.cells import Unit, join_some
-from memprof.report.terminal.console import dim, heading, indented, table
+from memprof.report.terminal.cells import Unit, join_first
+from memprof.report.terminal.console import dim, indent, make_heading, make_table
 from memprof.units import format_bytes
 
 MAX_PROCESSES = 5
 
 
 def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
-    """Return a column for the reserved peak, and one for the allocated peak, if it differs."""
+    """Return the bridge as a table: a column for the reserved peak, and one for the allocated peak if different."""
     amounts = ("requested_bytes", "allocated_bytes", "reserved_bytes")
     first, other = bridge.peak_reserved, bridge.peak_allocated
     moments = [first, other] if any(getattr(first, name) != getattr(other, name) for name in amounts) else [first]
     heads = ("most reserved", "most allocated")[: len(moments)]
-    made = table("|", *(f">{head}" for head in heads), "~ ", drop=("most allocated", " "))
+    made = make_table("|", *(f">{head}" for head in heads), "~ ", optional=("most allocated", " "))
     made.show_header = len(moments) > 1
     made.columns[-1].style = "dim"
 
     def add(name: str, attribute: str = "", note: str = "", *, total: bool = False) -> None:
         values = [getattr(moment, attribute) if attribute else None for moment in moments]
-        cells = ["not known" if value is None else unit.amount(value) for value in values]
+        cells = ["not known" if value is None else unit.format(value) for value in values]
         made.add_row(name, *cells, note, style="bold" if total else "")
 
     add("requested by tensors", "requested_bytes")
     add("+ rounding", "rounding_bytes", "of blocks")
     add("= allocated", "allocated_bytes", "what torch says", total=True)
-    add("+ free in segments", "fragmentation_bytes", _free_text(first.fragmentation_bytes, bridge.cached_bytes(first)))
+    free_note = _name_free_bytes(first.fragmentation_bytes, bridge.cached_bytes(first))
+    add("+ free in segments", "fragmentation_bytes", free_note)
     if any(moment.released_bytes for moment in moments):
         add("+ released at once", "released_bytes", "before the request was served")
     add("= reserved", "reserved_bytes", "what torch holds", total=True)
     add("+ CUDA context", "context_bytes")
     if first.libraries_bytes is not None or first.other_processes_bytes is not None:
         add("+ libraries outside", "libraries_bytes", "handles of cuBLAS and cuDNN, NCCL")
-        add("+ other processes", "other_processes_bytes", _processes(bridge))
+        add("+ other processes", "other_processes_bytes", _format_processes(bridge))
     if first.unattributed_bytes is not None:
         add("+ libraries, others", "unattributed_bytes", "libraries and other processes, not told apart")
     if bridge.nccl_group_bytes is not None:
@@ -48,42 +49,43 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
         add("+ NCCL", note=f"{least} to {most} for each group, where others measured it")
     add("= device used", "device_used_bytes", "what nvidia-smi says", total=True)
     where = (f"{head} in {at_stage(moment.stage, moment.step)}" for head, moment in zip(heads, moments, strict=True))
-    title = heading(f"From tensors to device used, {unit.name}, ", ", ".join(where))
-    parts: list[RenderableType] = [title, indented(made)]
-    free = ", ".join(_pool(pool) for pool in first.pools if pool.free_bytes)
+    title = make_heading(f"From tensors to device used, {unit.name}, ", ", ".join(where))
+    parts: list[RenderableType] = [title, indent(made)]
+    free = ", ".join(_format_pool(pool) for pool in first.pools if pool.free_bytes)
     notes = [f"free: {free}"] if first.fragmentation_bytes else []
     if bridge.outside_is_unknown:
         nccl = "" if bridge.nccl_group_bytes is None else "NCCL, "
         notes.append(f"not known: libraries outside the allocator, {nccl}other processes")
-    return Group(*parts, *([indented(dim("; ".join(notes)))] if notes else []), Text(""))
+    return Group(*parts, *([indent(dim("; ".join(notes)))] if notes else []), Text(""))
 
 
-def _free_text(free: int, cached: int) -> str:
-    """Return the kind of free memory at the reserved peak: cached for the next step, or fragmentation."""
-    if not cached:
-        return "fragmentation"
-    return f"{format_bytes(free - cached)} fragmentation, the rest cached" if free > cached else "cached"
+def _name_free_bytes(free_bytes: int, cached_bytes: int) -> str:
+    """Return what free bytes in segments are: cached (reusable by the next step), fragmentation, or both."""
+    if not 0 < cached_bytes < free_bytes:
+        return "cached" if cached_bytes else "fragmentation"
+    return f"{format_bytes(free_bytes - cached_bytes)} fragmentation, the rest cached"
 
 
-def _pool(pool: PoolUse) -> str:
+def _format_pool(pool: PoolUse) -> str:
     segments = f"{pool.segments:,} {pool.pool} segment{'' if pool.segments == 1 else 's'}"
     back = f" ({format_bytes(pool.releasable_bytes)} of it could be released)" if pool.releasable_bytes else ""
     return f"{format_bytes(pool.free_bytes)} in {segments}{back}"
 
 
-def _processes(bridge: Bridge) -> str:
+def _format_processes(bridge: Bridge) -> str:
     largest = sorted(bridge.processes or (), key=lambda one: -(one.used_bytes or 0))
     used = ("?" if one.used_bytes is None else format_bytes(one.used_bytes) for one in largest)
-    return join_some([f"{one.name} ({one.pid}) {size}" for one, size in zip(largest, used, strict=True)], MAX_PROCESSES)
+    names = [f"{one.name} ({one.pid}) {size}" for one, size in zip(largest, used, strict=True)]
+    return join_first(names, MAX_PROCESSES)
 
 
 def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:
-    """Return a row per stream, and both bounds of reserved memory where they differ."""
+    """Return the memory of each CUDA stream as a table, and the bounds of the reserved bytes if they differ."""
     waits = any(share.waiting_bytes for share in found.streams)
-    made = table("|stream", ">reserved", ">allocated", *([">waiting"] * waits), ">free")
+    made = make_table("|stream", ">reserved", ">allocated", *([">waiting"] * waits), ">free")
     for share in found.streams:
         figures = [share.reserved_bytes, share.allocated_bytes, *([share.waiting_bytes] * waits), share.free_bytes]
-        made.add_row(str(share.stream) if share.stream else "default", *map(unit.amount, figures))
+        made.add_row(str(share.stream) if share.stream else "default", *map(unit.format, figures))
     notes = [f"On one stream the run would reserve {format_bytes(found.single_stream_bytes)} at most."]
     if found.lower_bound_bytes is not None and found.upper_bound_bytes is not None:
         bounds = found.lower_bound_bytes, found.reserved_bytes, found.upper_bound_bytes
@@ -93,5 +95,5 @@ def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:
                 f"What streams lend each other decides it: {rule} by memprof's rule, {soonest} if it is free at once, "
                 f"{latest} if only once the host has waited."
             )
-    title = heading("By stream, where most is reserved, ", unit.name)
-    return Group(title, indented(made), *(indented(dim(note)) for note in notes), Text(""))
+    title = make_heading("By stream, where most is reserved, ", unit.name)
+    return Group(title, indent(made), *(indent(dim(note)) for note in notes), Text(""))

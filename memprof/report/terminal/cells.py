@@ -1,4 +1,4 @@
-"""Cells of tables in a terminal or on a page, as plain text: sizes, shapes, lines. Needs no rich."""
+"""Text of table cells in a terminal or on an HTML page: sizes, shapes, source lines. Imports no rich."""
 
 from __future__ import annotations
 
@@ -17,64 +17,69 @@ _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
 
 
 class Unit:
-    """The unit of a table's sizes, whose name is in the table's header."""
+    """The unit of all sizes in one table, such as GiB; `num_bytes` are the bytes of one."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name = name
         self.num_bytes = num_bytes
 
-    def amount(self, num_bytes: int, *, sign: bool = False) -> str:
+    def format(self, num_bytes: int, *, sign: bool = False) -> str:
         """Return `num_bytes` with two decimals, never as minus zero."""
         value = round(num_bytes / self.num_bytes, 2) + 0.0
         return f"{value:+,.2f}" if sign else f"{value:,.2f}"
 
 
-def unit_for(num_bytes: int, *, smallest: int = MIB) -> Unit:
-    """Return the unit of a table whose largest amount is `num_bytes`: GiB, or less where GiB would be all zeros."""
+def choose_unit(num_bytes: int, *, smallest: int = MIB) -> Unit:
+    """Return the unit of a table whose largest size is `num_bytes`: the largest unit that is at most this size."""
     return next(Unit(name, size) for name, size in _UNITS if num_bytes >= size or size <= smallest)
 
 
-def shape_text(shape: Iterable[int]) -> str:
-    """Return a shape as in 4096x64000."""
+def format_shape(shape: Iterable[int]) -> str:
+    """Return a tensor's shape as text, such as 4096x64000."""
     return "x".join(map(str, shape))
 
 
-def join_some(names: list[str], most: int) -> str:
-    """Return the first `most` of `names`, and the number of the rest."""
+def format_seconds(seconds: float, decimals: int = 2) -> str:
+    """Return a duration in seconds, or in milliseconds if below one second."""
+    return f"{seconds:,.{decimals}f} s" if seconds >= 1 else f"{1000 * seconds:,.{decimals}f} ms"
+
+
+def join_first(names: list[str], most: int) -> str:
+    """Return the first `most` of `names`, separated by commas, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-def curve(values: Iterable[int], highest: int) -> str:
-    """Return a bar for each value, relative to `highest`; any value above 0 gets a visible bar."""
+def draw_curve(values: Iterable[int], highest: int) -> str:
+    """Return one bar character per value, relative to `highest`; any value above 0 gets a visible bar."""
     return "".join(_BARS[-(-max(value, 0) * (len(_BARS) - 1) // highest)] for value in values)
 
 
-def signed_bytes(num_bytes: int) -> str:
-    """Return a difference in a unit of its size: a difference is never shown as 0."""
+def format_signed_bytes(num_bytes: int) -> str:
+    """Return a difference of bytes with its sign, in the unit that fits the difference."""
     return ("+" if num_bytes > 0 else "-" if num_bytes else "") + format_bytes(abs(num_bytes))
 
 
-def source_text(source: str) -> str:
-    """Return `folder/file.py:line function` of a source; another text is returned unchanged."""
+def format_source(source: str) -> str:
+    """Return `path:line function` with the path shortened to `folder/file.py`; other texts are returned unchanged."""
     head, _, function = source.rpartition(" ")
     return f"{short_source(source)} {function}" if head and ":" in head else source
 
 
-def block_life(block: BlockRow) -> str:
-    """Return the events between which a block was live."""
+def format_block_life(block: BlockRow) -> str:
+    """Return the indices of the events that allocated and freed a block, such as `12 - 40` or `start - end`."""
     born = "start" if block.born_event < 0 else f"{block.born_event:,}"
     return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
 
 
-def total_verdict(row: TotalRow) -> str:
-    """Return the result of comparing a total of two runs."""
+def describe_total(row: TotalRow) -> str:
+    """Return how a total differs between two runs: equal, within the tolerance, differs, or not compared."""
     if not row.compared:
         return f"not compared: {row.why_not}"
     return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
 
 
-def tensor_text(side: TensorSide) -> str:
-    """Return count and shape of equal tensors; without a shape the bytes of one tensor."""
-    what = format_bytes(side.num_bytes) if side.shape is None else f"{shape_text(side.shape)} {side.dtype}"
+def format_tensors(side: TensorSide) -> str:
+    """Return count, shape and dtype of equal tensors; if the shape is unknown, count and bytes of one tensor."""
+    what = format_bytes(side.num_bytes) if side.shape is None else f"{format_shape(side.shape)} {side.dtype}"
     return f"{side.count} x {what}"

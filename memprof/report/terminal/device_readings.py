@@ -1,4 +1,4 @@
-"""Readings of a GPU, next to the replay of the run that was measured on that GPU."""
+"""Measurements of torch.cuda and NVML, next to the replay of a run that was measured on a GPU."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from memprof.report.documents.report import Report
 from memprof.report.terminal.console import dim
 from memprof.units import format_bytes
 
-# Of a run that was measured on a GPU: what was read off it, beside the replay of what the program requested.
+# Header -> field of a stage, for measurements of torch.cuda and NVML.
 _GPU_COLUMNS = {
     "torch.cuda\npeak": "measured_peak_bytes",
     "torch.cuda\nreserved": "measured_reserved_bytes",
     "NVML\nused": "device_used_bytes",
 }
-# Amounts of a stage that the replay has and torch.cuda says.
-_READ_BESIDE = {
+# Name -> field of a stage from the replay, and field from torch.cuda.
+_COMPARED_FIELDS = {
     "allocated": ("allocated_bytes", "measured_allocated_bytes"),
     "peak": ("peak_allocated_bytes", "measured_peak_bytes"),
     "reserved": ("reserved_bytes", "measured_reserved_bytes"),
 }
 
 
-def gpu_columns(document: Report) -> dict[str, str]:
-    """Return header -> attribute of a stage for the GPU's readings; empty if the run was not measured on a GPU."""
+def find_gpu_columns(document: Report) -> dict[str, str]:
+    """Return header -> field of a stage for the measured columns; empty if the run was not measured on a GPU."""
     if document.source != "measured" or document.on_cpu:
         return {}
     known = {name for row in document.stages for name in _GPU_COLUMNS.values() if getattr(row, name) is not None}
     return {header: name for header, name in _GPU_COLUMNS.items() if name in known}
 
 
-def compare_with_gpu(document: Report) -> Iterator[Text]:
-    """Yield a note on the largest differences between the replay and the GPU, and their stages."""
-    if not gpu_columns(document):
+def describe_gpu_differences(document: Report) -> Iterator[Text]:
+    """Yield a note with the largest differences between replayed and measured bytes, and their stages."""
+    if not find_gpu_columns(document):
         return
     far = []
-    for what, (ours, theirs) in _READ_BESIDE.items():
+    for what, (ours, theirs) in _COMPARED_FIELDS.items():
         read = [row for row in document.stages if getattr(row, theirs) is not None]
         most = max(read, key=lambda row: abs(getattr(row, theirs) - getattr(row, ours)), default=None)
         if most is not None and (by := getattr(most, theirs) - getattr(most, ours)):

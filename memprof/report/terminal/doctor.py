@@ -1,4 +1,4 @@
-"""The diagnoses of `memprof doctor` as text. Plain strings without rich, for an immediate answer."""
+"""The diagnoses of `memprof doctor` as plain strings, without rich, whose import takes longer than the diagnosis."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memprof.doctor.diagnosis import Candidate, Diagnosis, Figures
-from memprof.report.terminal.layout import WIDTH, output_width, wrapped
+from memprof.report.terminal.layout import WIDTH, output_width, wrap_line
 from memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from memprof.doctor.installation import Installation
 
-_MAX_OTHERS = 2  # Tensors shown beside the likeliest; JSON has them all.
-_FIGURES = {
+_MAX_ALTERNATIVES = 2  # Tensors shown after the likeliest.
+_LABELS = {
     "tried": "requested", "total": "of the device", "free": "free", "process": "this process", "allocated": "allocated",
     "reserved": "reserved", "private_pools": "private pools", "allowed": "limit",
 }  # fmt: skip
 
 
 def render_diagnoses(found: Sequence[Diagnosis], *, quiet: bool = False) -> str:
-    """Return the first diagnosis in full, the others in one line each; with `quiet`, only the first one's title."""
+    """Return the first diagnosis in full, and one line for each other; `quiet` leaves only the first title."""
     if quiet:
         return "\n".join(_wrap([found[0].title], "")) + "\n"
-    lines = _diagnosis(found[0])
+    lines = _render_diagnosis(found[0])
     if len(found) > 1:
         lines += ["", "Also in this log"]
-        lines += _wrap((f"line {other.line}: {other.title}{_times(other)}" for other in found[1:]), "  ")
+        lines += _wrap((f"line {other.line}: {other.title}{_format_count(other)}" for other in found[1:]), "  ")
     return "\n".join(lines) + "\n"
 
 
-def _times(diagnosis: Diagnosis) -> str:
+def _format_count(diagnosis: Diagnosis) -> str:
     return f" ({diagnosis.count} times)" if diagnosis.count > 1 else ""
 
 
-def _diagnosis(diagnosis: Diagnosis) -> list[str]:
-    lines = _wrap([f"{diagnosis.title}{_times(diagnosis)}"], "")
+def _render_diagnosis(diagnosis: Diagnosis) -> list[str]:
+    lines = _wrap([f"{diagnosis.title}{_format_count(diagnosis)}"], "")
     lines += _wrap([f"line {diagnosis.line}, {diagnosis.source}: {diagnosis.message}"], "  ")
-    parts = (("Figures", _figures(diagnosis.figures)), ("Why", diagnosis.explanation), ("Where", diagnosis.where))
+    figures = _format_figures(diagnosis.figures)
+    parts = (("Figures", figures), ("Why", diagnosis.explanation), ("Where", diagnosis.where))
     for title, said in parts:
         if said:
             lines += ["", title, *_wrap(said, "  ")]
     if diagnosis.tensors:
         first, *others = diagnosis.tensors
-        lines += ["", "Which tensor", *_wrap([_tensor(first)], "  ")]
-        lines += _wrap((f"or {_tensor(other)}" for other in others[:_MAX_OTHERS]), "  ")
+        lines += ["", "Which tensor", *_wrap([_format_tensor(first)], "  ")]
+        lines += _wrap((f"or {_format_tensor(other)}" for other in others[:_MAX_ALTERNATIVES]), "  ")
     if diagnosis.steps:
         lines += ["", "Try in order"]
         for number, step in enumerate(diagnosis.steps, start=1):
@@ -54,14 +55,14 @@ def _diagnosis(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _figures(figures: Figures) -> tuple[str, ...]:
-    parts = [f"{words} {size.text}" for name, words in _FIGURES.items() if (size := getattr(figures, name)) is not None]
+def _format_figures(figures: Figures) -> tuple[str, ...]:
+    parts = [f"{words} {size.text}" for name, words in _LABELS.items() if (size := getattr(figures, name)) is not None]
     parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in figures.others]
     where = f" (device {figures.device})" if figures.device is not None else ""
     return (", ".join(parts) + where,) if parts else ()
 
 
-def _tensor(candidate: Candidate) -> str:
+def _format_tensor(candidate: Candidate) -> str:
     shape = " x ".join(map(str, candidate.shape))
     model = f" of {candidate.model}" if candidate.model else ""
     what = f"{candidate.role}{model} ({candidate.why})"
@@ -70,11 +71,11 @@ def _tensor(candidate: Candidate) -> str:
 
 def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list[str]:
     width = min(WIDTH, output_width())
-    return [piece for line in lines for piece in wrapped(line, width, indent, hanging)]
+    return [piece for line in lines for piece in wrap_line(line, width, indent, hanging)]
 
 
 def render_installation(checked: Installation, *, quiet: bool = False) -> str:
-    """Return the facts of the installation, then its findings; with `quiet`, only the findings."""
+    """Return facts and problems of an installation; `quiet` leaves only the problems."""
     lines = [] if quiet else [*(f"{name:<22} {value}" for name, value in checked.facts), ""]
     if not checked.findings:
         lines.append("Nothing wrong was found.")

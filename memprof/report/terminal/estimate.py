@@ -1,4 +1,4 @@
-"""The answer of `memprof estimate` as text. Plain strings without a library, for an immediate answer."""
+"""The result of `memprof estimate` as plain strings, without rich, whose import takes longer than the estimate."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from memprof.estimate.table import (
     band_of,
     verdicts_by_gpu,
 )
-from memprof.report.terminal.layout import aligned, dropped_columns_note, output_width, wrapped
+from memprof.report.terminal.layout import align_columns, note_dropped_columns, output_width, wrap_line
 from memprof.units import MIB, format_bytes, gib
 
 
-def render_text(
+def render_estimate(
     estimate: Estimate,
     gpus: tuple[Gpu, ...],
     exact: Mapping[str, Simulated] | None = None,
@@ -31,24 +31,23 @@ def render_text(
     explain: bool = False,
     quiet: bool = False,
 ) -> str:
-    """Return the answer; with `explain`, also formulas, constants and assumptions; `quiet`: only weights and
-    GPUs."""
-    lines = [*_heading(estimate), *_table(estimate), "", *_gpus(estimate, gpus)]
+    """Return an estimate as text; `explain` adds formulas and assumptions, `quiet` leaves only weights and GPUs."""
+    lines = [*_format_heading(estimate), *_format_methods(estimate), "", *_format_gpus(estimate, gpus)]
     if quiet:
-        lines = [lines[0], *_gpus(estimate, gpus)]
+        lines = [lines[0], *_format_gpus(estimate, gpus)]
     else:
-        lines += ["", *_sharded(estimate)] if estimate.sharded else []
-        lines += [] if exact is None else ["", *_exact(estimate, exact)]
-        lines += ["", *_explained(estimate)] if explain else []
-    return "".join(f"{piece}\n" for line in lines for piece in _broken(line, output_width()))
+        lines += ["", *_format_sharded(estimate)] if estimate.sharded else []
+        lines += [] if exact is None else ["", *_format_simulated(estimate, exact)]
+        lines += ["", *_format_explanation(estimate)] if explain else []
+    return "".join(f"{piece}\n" for line in lines for piece in _wrap_line(line, output_width()))
 
 
-def _broken(line: str, width: int) -> list[str]:
+def _wrap_line(line: str, width: int) -> list[str]:
     words = line.lstrip()
-    return [line] if len(line) <= width else wrapped(words, width, indent=line[: len(line) - len(words)])
+    return [line] if len(line) <= width else wrap_line(words, width, indent=line[: len(line) - len(words)])
 
 
-def _heading(estimate: Estimate) -> Iterator[str]:
+def _format_heading(estimate: Estimate) -> Iterator[str]:
     subject = estimate.subject
     weights = estimate.cells.get(("weights", estimate.dtype))
     name = subject.name if subject.derived else f"{subject.name}: {subject.num_parameters:,} parameters"
@@ -66,14 +65,14 @@ def _heading(estimate: Estimate) -> Iterator[str]:
         yield f"Weights alone: {subject.why_no_geometry}; --exact runs the model on the virtual GPU."
 
 
-def _mark(cell: Cell | None) -> str:
+def _format_cell(cell: Cell | None) -> str:
     if cell is None:
         return "-"
     size = cell.allocated_bytes if cell.method.kind == "weights" else cell.device_bytes
     return f"{'~' if cell.derived else ''}{gib(size)}"
 
 
-def _table(estimate: Estimate) -> Iterator[str]:
+def _format_methods(estimate: Estimate) -> Iterator[str]:
     yield ""
     columns = dict.fromkeys((*COLUMNS, estimate.dtype))
     names = [f">{name}*" if name == estimate.dtype else f">{name}" for name in columns]
@@ -82,11 +81,11 @@ def _table(estimate: Estimate) -> Iterator[str]:
         cells = [estimate.cells.get((method.key, name)) for name in columns]
         if any(cells):
             title = next(cell.title for cell in cells if cell is not None)
-            rows.append([title, *map(_mark, cells)])
-    yield from _table_lines(["", *names], rows, drop=[name for name in columns if name != estimate.dtype])
+            rows.append([title, *map(_format_cell, cells)])
+    yield from _format_table(["", *names], rows, optional=[name for name in columns if name != estimate.dtype])
 
 
-def _gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
+def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     yield f"* {estimate.dtype} on the {len(gpus)} GPU{'s' * (len(gpus) != 1)} looked at:"
     headers = ["", ">allocated", ">reserved", ">device used, band"]
     headers += [f">{FITS}", f">{BORDERLINE}", f">{NO}", "smallest that fits"] if len(gpus) > 1 else ["verdict"]
@@ -103,7 +102,7 @@ def _gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         fits, borderline, no = (list(found.values()).count(verdict) for verdict in (FITS, BORDERLINE, NO))
         smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if found[gpu.key] == FITS), "none")
         rows.append([*row, *map(str, (fits, borderline, no)), smallest])
-    yield from _table_lines(headers, rows, drop=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
+    yield from _format_table(headers, rows, optional=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
     yield f"Within the band a GPU is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
@@ -116,7 +115,7 @@ def _gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         )
 
 
-def _sharded(estimate: Estimate) -> Iterator[str]:
+def _format_sharded(estimate: Estimate) -> Iterator[str]:
     strategies = list(dict.fromkeys(cell.strategy for cell in estimate.sharded))
     is_side_by_side = any(cell.strategy == "DDP" for cell in estimate.sharded)
     whose = "each with a micro-batch of its own" if is_side_by_side else "of the rank that needs most"
@@ -124,17 +123,17 @@ def _sharded(estimate: Estimate) -> Iterator[str]:
     rows: dict[str, list[str]] = {}
     for cell in estimate.sharded:
         rows.setdefault(cell.method.key, [cell.title]).append(gib(cell.device_bytes))
-    yield from _table_lines(["", *(f">{name}" for name in strategies)], [*rows.values()])
+    yield from _format_table(["", *(f">{name}" for name in strategies)], [*rows.values()])
 
 
-def _table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> Iterator[str]:
-    lines, gone = aligned(headers, rows, output_width(), drop)
+def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> Iterator[str]:
+    lines, gone = align_columns(headers, rows, output_width(), optional)
     yield from lines
     if gone:
-        yield dropped_columns_note(gone)
+        yield note_dropped_columns(gone)
 
 
-def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
+def _format_simulated(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
     yield "Beside the virtual GPU, which ran the model (MiB allocated at the peak):"
     for key, run in exact.items():
         cell = estimate.cells.get((key, estimate.dtype))
@@ -147,13 +146,13 @@ def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
         error = cell.allocated_bytes / run.allocated_bytes - 1
         yield f"{title}: {error:+.2%} ({cell.peak.name}; simulated: {run.stage})"
         yield f"  {'':20}{'closed form':>14}{'simulated':>14}{'difference':>14}"
-        for name, (mine, theirs) in _merged(cell.peak.terms, run.categories).items():
+        for name, (mine, theirs) in _merge_terms(cell.peak.terms, run.categories).items():
             yield "  " + f"{name:20}" + "".join(f"{size / MIB:>14,.1f}" for size in (mine, theirs, mine - theirs))
 
 
-def _merged(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the terms of both under common names, without terms of less than 50,000 bytes in both."""
-    # A layer's own temporaries are activations in the closed form, and inputs and buffers are too small to tell.
+def _merge_terms(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return bytes by term in the estimate and in the simulated run, without terms below 50,000 bytes in both."""
+    # The closed form counts a layer's temporaries as activations, and has no inputs and buffers.
     common = {"inputs": "activations", "buffers": "activations", "fragmentation": "rounding"}
     if not mine.get("temporaries"):
         common["temporaries"] = "activations"
@@ -165,7 +164,7 @@ def _merged(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tup
     return {**rows, "together": (sum(mine.values()), sum(theirs.values()))}
 
 
-def _explained(estimate: Estimate) -> Iterator[str]:
+def _format_explanation(estimate: Estimate) -> Iterator[str]:
     yield f"{estimate.dtype}, term by term (MiB):"
     for cell in estimate.column():
         yield f"{cell.method.key}: the peak is at: {cell.peak.name}"

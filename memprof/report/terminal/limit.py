@@ -1,4 +1,4 @@
-"""The result of `--largest`, for a terminal."""
+"""The result of `--largest` (the largest batch or context that fits) as text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memprof.report.documents.limit import Limit, LimitRun
-from memprof.report.terminal.console import ShellCommand, dim, section
+from memprof.report.terminal.console import ShellCommand, dim, make_section
 from memprof.units import format_bytes
 
 _NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
 
 
-def headline(limit: Limit) -> str:
-    """Return the answer in one line."""
+def format_limit(limit: Limit) -> str:
+    """Return the largest value that fits, in one line."""
     found = limit.largest
     return f"No {limit.what} fits" if found is None else f"The {_NAMES[limit.what]} that fits: {found:,}"
 
 
 def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
-    """Return the number, the runs on both sides of that number, and their commands."""
-    runs = {run.number: run for run in limit.runs}
+    """Return the view of a search: the largest value that fits, the next larger one, and the commands of both runs."""
+    runs_by_number = {run.number: run for run in limit.runs}
     shown = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
     lines: list[RenderableType] = []
-    for run in (runs[number] for number in shown if number is not None):
+    for run in (runs_by_number[number] for number in shown if number is not None):
         lines += [Text(_describe_run(run, total_bytes)), ShellCommand(run.command)]
-    lines += [] if limit.largest is None else map(dim, _notes(limit, limit.largest, runs))
-    return section(f"\n{headline(limit)}", *lines, below=1)
+    lines += [] if limit.largest is None else map(dim, _format_notes(limit, limit.largest, runs_by_number))
+    return make_section(f"\n{format_limit(limit)}", *lines, below=1)
 
 
 def _describe_run(run: LimitRun, total_bytes: int) -> str:
@@ -37,18 +37,15 @@ def _describe_run(run: LimitRun, total_bytes: int) -> str:
     need = f"{run.number:,} needs {format_bytes(run.needed_bytes)}"
     if run.fits:
         spare = total_bytes - run.needed_bytes
-        return (
-            f"{need}, {format_bytes(spare)} to spare"
-            if spare >= 0
-            else f"{need} without releasing its cache, and fits, with allocator retries"
-        )
+        with_retries = f"{need} without releasing its cache, and fits, with allocator retries"
+        return f"{need}, {format_bytes(spare)} to spare" if spare >= 0 else with_retries
     return f"{need} and runs out of memory in {run.oom_stage}"
 
 
-def _notes(limit: Limit, largest: int, runs: dict[int, LimitRun]) -> Iterator[str]:
-    after = [f"{number:,}" for number in runs if number > (limit.first_too_large or largest)]
+def _format_notes(limit: Limit, largest: int, runs_by_number: dict[int, LimitRun]) -> Iterator[str]:
+    after = [f"{number:,}" for number in runs_by_number if number > (limit.first_too_large or largest)]
     beyond = f"; of those beyond, {', '.join(after)} do not fit either" if after else ""
-    yield f"{len(runs)} runs were made, at {', '.join(f'{number:,}' for number in runs)}{beyond}."
+    yield f"{len(runs_by_number)} runs were made, at {', '.join(f'{number:,}' for number in runs_by_number)}{beyond}."
     fitting = [run for run in limit.runs if run.fits]
     if limit.first_too_large is None:
         yield "The search ends there: a larger one was not tried."

@@ -1,4 +1,4 @@
-"""The command to try next, at the end of a report: its purpose, and the line to paste."""
+"""The next command suggested at the end of a report: its purpose and its command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from memprof.command_line import profile_command, run_command, spell_options
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import ShellCommand, dim, section
+from memprof.report.terminal.console import ShellCommand, dim, make_section
 from memprof.spec import TargetSpec
 from memprof.trace.events import NOT_SIMULATED, FailureKind
 from memprof.trace.facts import ProgramFacts, Target
@@ -20,33 +20,33 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import Analysis
     from memprof.report.documents.comparison import Comparison
 
-MORE_STEPS = 20  # Of a script that was stopped after fewer: enough to see whether memory goes on growing.
+MORE_STEPS = 20  # Steps to run for a script stopped earlier: enough to show whether memory grows.
 _FINDINGS = ("what each finding means", "memprof help findings")
 _FIXES = ("what each fix does and costs", "memprof help fixes")
-_ALL = 1000  # Rows of a table: more than any comparison has.
+_MAX_ROWS = 1000  # Value of --top: more rows than a comparison has.
 
 
-def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
-    """Return the command with its purpose; an empty list for None."""
+def render_next_step(found: tuple[str, str] | None) -> list[RenderableType]:
+    """Return the view of a suggested command (purpose, command line); an empty list for None."""
     if found is None:
         return []
     what, command = found
-    return [section(dim(f"Next, {what}:"), ShellCommand(command))]
+    return [make_section(dim(f"Next, {what}:"), ShellCommand(command))]
 
 
-def next_step(document: Report) -> tuple[str, str] | None:
-    """Return purpose and command of the next step after a report; None for a report without a command line."""
+def choose_next_step(document: Report) -> tuple[str, str] | None:
+    """Return purpose and command line of the next step after a run; None if there is nothing to suggest."""
     if document.source != "simulated":
         return _FINDINGS if document.findings else None
     if document.program is not None:
-        return _after_run(document, document.program)
+        return _choose_step_after_run(document, document.program)
     if document.command == "profile" and document.target is not None:
-        return _after_profile(document, document.target)
+        return _choose_step_after_profile(document, document.target)
     return None
 
 
-def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
-    """Return purpose and command of the next step after the analysis of `file`."""
+def choose_step_after_analyze(document: Analysis, file: Path) -> tuple[str, str]:
+    """Return purpose and command line of the next step after the analysis of `file`."""
     words = ["memprof", "analyze", str(file)]
     if any(device.what_if is not None for device in document.devices):
         return "the sizes of the blocks", shlex.join([*words, "--by", "size"])
@@ -61,15 +61,14 @@ def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
     return "which modules hold it", shlex.join([*words, "--by", "module"])
 
 
-def after_comparison(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
-    """Return purpose and command of the next step after a comparison; None if the files agree, or no files were
-    given."""
+def choose_step_after_compare(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
+    """Return purpose and command line of the next step after a comparison; None if the files agree or are unknown."""
     if document.within or not files:
         return None
-    return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_ALL)])
+    return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_MAX_ROWS)])
 
 
-def _after_profile(document: Report, target: Target) -> tuple[str, str] | None:
+def _choose_step_after_profile(document: Report, target: Target) -> tuple[str, str] | None:
     spec = target.asked
     if document.failure is not None:
         return "what cannot be simulated", "memprof help limitations"
@@ -77,7 +76,7 @@ def _after_profile(document: Report, target: Target) -> tuple[str, str] | None:
         if fitting := [rung.command for rung in document.ladder if rung.fits and rung.fixes]:
             return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
-            return _recommend(spec)
+            return _suggest_recommend(spec)
         return "the fixes that make it fit at the least cost", profile_command(spec, "--fix", "auto")
     if document.limit is not None:
         largest = [run.command for run in document.limit.runs if run.number == document.limit.largest]
@@ -87,29 +86,30 @@ def _after_profile(document: Report, target: Target) -> tuple[str, str] | None:
     return "the largest batch that fits", profile_command(spec, "--largest", "batch-size")
 
 
-# What `memprof recommend` is told of a run.
-_QUESTION = (
+# Fields of a run's spec that are options of `memprof recommend`.
+_RECOMMEND_FIELDS = (
     "model", "model_is_size", "trust_remote_code", "mode", "adapter", "lora_rank", "lora_targets", "context_length",
     "gpu", "gpu_vram_bytes", "gpus", "host_memory_bytes",
 )  # fmt: skip
-# What it finds itself, or has no use for. A run that differs in more is another than it would look at.
-_SEARCHED = (
+# Fields that `memprof recommend` searches or ignores; it does not apply to a run with other options.
+_SEARCHED_FIELDS = (
     "dtype", "amp", "quantize", "double_quant", "batch_size", "gradient_accumulation", "optimizer", "optimizer_impl",
     "zero_grad", "activation_checkpointing", "attention", "compile", "compile_mode", "compile_layers", "alloc_conf",
     "dataset_batches", "steps", "parallel", "rank", "fixes",
 )  # fmt: skip
 
 
-def _recommend(spec: TargetSpec) -> tuple[str, str]:
-    """Return `memprof recommend` for the model, goal and GPUs of a run, if its options cover the run."""
-    asked = TargetSpec(**{name: getattr(spec, name) for name in _QUESTION})
-    if asked != spec.edit(**{name: getattr(asked, name) for name in _SEARCHED}):
+def _suggest_recommend(spec: TargetSpec) -> tuple[str, str]:
+    """Return `memprof recommend` for the model, goal and GPUs of a run; if its options do not cover the run, a help
+    page."""
+    asked = TargetSpec(**{name: getattr(spec, name) for name in _RECOMMEND_FIELDS})
+    if asked != spec.edit(**{name: getattr(asked, name) for name in _SEARCHED_FIELDS}):
         return _FIXES
     what = "what would fit this GPU, or how many of them it takes"
     return what, shlex.join(["memprof", "recommend", *spell_options(asked)])
 
 
-def _after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
+def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
     alone = document.rank is None and not document.gpus
     spec = program.asked
     if spec is None:

@@ -1,4 +1,4 @@
-"""The tables of GPUs of one process, and of ranks that ran together, with one row for equal ranks."""
+"""Terminal tables of the GPUs of one process, and of the ranks of a distributed run; equal ranks share a row."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from rich.text import Text
 from memprof.ledger.stages import at_stage
 from memprof.report.documents.ranks import GpuRow, RankRow
 from memprof.report.terminal.cells import Unit
-from memprof.report.terminal.console import dim, table
+from memprof.report.terminal.console import dim, make_table
 from memprof.units import format_ranges, gib
 
-_ENDED = {
+_LABEL_BY_ENDING = {
     "error": "failed", "not simulated": "stopped", "another rank": "stopped with others", "interrupted": "interrupted",
     "timeout": "timeout",
 }  # fmt: skip
 
 
 def render_gpus(gpus: tuple[GpuRow, ...], unit: Unit) -> RenderableType:
-    """Return a table with a row per GPU; the run fits if all GPUs fit."""
-    made = table("gpus", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
+    """Return a table with the peaks and the verdict of each GPU."""
+    made = make_table("gpus", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
     for gpu in gpus:
         name = Text(gpu.device).append("  <- below" * gpu.shown, style="bold")
         capacity = "" if gpu.total_bytes is None else f"{gib(gpu.total_bytes)} GiB"
         figures = (gpu.peak_allocated_bytes, gpu.peak_reserved_bytes, gpu.device_used_bytes)
-        verdict = _fits(gpu.fits, "not known") if gpu.used else Text("not used")
-        made.add_row(name, capacity, *map(unit.amount, figures), verdict)
+        verdict = _render_fit(gpu.fits, "not known") if gpu.used else Text("not used")
+        made.add_row(name, capacity, *map(unit.format, figures), verdict)
     note = f"{unit.name}, at the most. The run fits if all GPUs do; --gpu-index shows another one in full."
     return Group(made, dim(note))
 
 
 def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False) -> RenderableType:
-    """Return a table with a row for each kind of rank; the run fits if all ranks fit. A CPU has no reserved memory."""
+    """Return a table with peaks and verdict of each group of equal ranks; on a CPU without reserved memory."""
     of_gpu = () if on_cpu else (">reserved", ">device used")
-    made = table("ranks", ">allocated", "in", *of_gpu, ">", ruled=True)
+    made = make_table("ranks", ">allocated", "in", *of_gpu, ">", ruled=True)
     kinds: dict[int, list[RankRow]] = {}
     for row in ranks:
         kinds.setdefault(row.rank if row.like is None else row.like, []).append(row)
@@ -44,14 +44,14 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
         if shown := [row.rank for row in rows if row.shown]:
             which = f"{shown[0]} " if len(rows) > 1 or len(set(first.alike)) > 1 else ""
             name.append(f"  <- {which}below", style="bold")
-        figures = [unit.amount(one) for one in (first.peak_reserved_bytes, first.device_used_bytes)] if of_gpu else []
-        verdict = _fits(first.fits, _ENDED.get(first.ended, "not known"))
+        figures = [unit.format(one) for one in (first.peak_reserved_bytes, first.device_used_bytes)] if of_gpu else []
+        verdict = _render_fit(first.fits, _LABEL_BY_ENDING.get(first.ended, "not known"))
         if first.fits is None:
             verdict.stylize("yellow")
         elif first.fits and on_cpu:
             verdict = Text()
         where = at_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
-        made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, verdict)
+        made.add_row(name, unit.format(first.peak_allocated_bytes), where, *figures, verdict)
     alike = [f"{format_ranges(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
     said = f"Ranks {', '.join(alike)} equal to the byte. ".replace(" are,", ",") if alike else ""
     if ranks[0].alike:
@@ -62,7 +62,7 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
     return Group(made, dim(note))
 
 
-def _fits(fits: bool | None, unknown: str) -> Text:
+def _render_fit(fits: bool | None, unknown: str) -> Text:
     if fits is None:
         return Text(unknown)
     return Text("fits") if fits else Text("full", style="red")

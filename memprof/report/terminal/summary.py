@@ -1,23 +1,23 @@
-"""A report in a few lines, for places without room for more: a failed test, a message."""
+"""A report in a few lines, for the message of a failed test."""
 
 from __future__ import annotations
 
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import at_stage
 from memprof.report.documents.report import Report
-from memprof.report.terminal.cells import shape_text
-from memprof.report.terminal.tensors import merge_equal_rows
+from memprof.report.terminal.cells import format_shape
+from memprof.report.terminal.tensors import merge_equal_tensors
 from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
 
-TENSORS = 3  # Of the largest at the peak.
+MAX_TENSORS = 3
 
 
-def brief(document: Report) -> str:
-    """Return verdict, peak with its stage, the largest tensors, and the titles of findings."""
+def format_summary(document: Report) -> str:
+    """Return verdict, peak and its stage, largest tensors, and the titles of findings, one line each."""
     peak, verdict = document.peak, document.verdict
     lines = [
-        _verdict(document),
+        _format_verdict(document),
         f"  peak: {format_bytes(peak.allocated_bytes)} allocated in {at_stage(peak.stage, peak.step)}; "
         f"{format_bytes(peak.reserved_bytes)} reserved in {at_stage(peak.reserved_stage, peak.reserved_step)}",
     ]
@@ -27,7 +27,7 @@ def brief(document: Report) -> str:
         stage = at_stage(verdict.oom_stage, verdict.oom_step or 0)
         lines.append(f"  full: in {stage}{where}, requested {asked} with {used} in use")
     lines.append("  largest at the peak:")
-    lines += [f"    {_tensor(tensor)}" for tensor in merge_equal_rows(peak.tensors)[:TENSORS]]
+    lines += [f"    {_format_tensor(tensor)}" for tensor in merge_equal_tensors(peak.tensors)[:MAX_TENSORS]]
     findings = [finding for finding in document.findings if finding.id != "does-not-fit"]
     if findings:
         lines.append("  findings:")
@@ -35,7 +35,7 @@ def brief(document: Report) -> str:
     return "\n".join(lines)
 
 
-def _verdict(document: Report) -> str:
+def _format_verdict(document: Report) -> str:
     need = format_bytes(document.verdict.required_bytes)
     need += " of host memory" if document.on_cpu else " with the CUDA context"
     name, size = document.device.name, format_bytes(document.device.total_bytes or 0)
@@ -55,9 +55,9 @@ def _verdict(document: Report) -> str:
     return f"fits: it takes {need} ({have})"
 
 
-def _tensor(tensor: LiveTensor) -> str:
+def _format_tensor(tensor: LiveTensor) -> str:
     count = f"{tensor.count} x " if tensor.count > 1 else ""
     what = tensor.name or tensor.module or ""
     where = f" at {short_source(tensor.source)}" if tensor.source and not tensor.name else ""
     size = format_bytes(tensor.num_bytes)
-    return f"{count}{size} [{shape_text(tensor.shape)}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where
+    return f"{count}{size} [{format_shape(tensor.shape)}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where

@@ -1,4 +1,4 @@
-"""The largest tensors, as rows without duplicates."""
+"""Tensors live at the peak, merged and described for a terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.trace.events import short_source
 
 
-def merge_equal_rows(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
-    """Merge tensors with equal rows: forward and backward each have a workspace of cuBLAS."""
+def merge_equal_tensors(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
+    """Return tensors, largest first, with those merged that look the same (cuBLAS workspaces of two threads, say)."""
     found: dict[tuple[object, ...], LiveTensor] = {}
     for one in tensors:
         where = one.name or (one.module, one.source)
@@ -24,8 +24,8 @@ def merge_equal_rows(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
     return sorted(found.values(), key=lambda tensor: (-tensor.num_bytes, -tensor.count))
 
 
-def origin(tensor: LiveTensor) -> Text:
-    """Return the origin of a tensor: category, name or module, operator and line."""
+def render_origin(tensor: LiveTensor) -> Text:
+    """Return the origin of a tensor: category, name or module, operator, and source line."""
     text = Text(tensor.category)
     where = tensor.name or tensor.module
     if where:

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory
-from memprof.report.terminal.cells import unit_for
-from memprof.report.terminal.console import bar, dim, heading, section, table
+from memprof.report.terminal.cells import choose_unit
+from memprof.report.terminal.console import dim, draw_bar, make_heading, make_section, make_table
 from memprof.units import KIB, format_bytes
 
 _BAR_WIDTH = 40
@@ -18,28 +18,28 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def view(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
-    """Return the whole report; with `quiet`, only the caps and their savings."""
+def render(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
+    """Return the view of a vocabulary; `quiet` leaves only the savings, or without savings the caps."""
     if quiet:
-        return _caps(document) if document.savings is None else _savings(document.savings)
-    savings = [] if document.savings is None else [_savings(document.savings)]
+        return _render_caps(document) if document.savings is None else _render_savings(document.savings)
+    savings = [] if document.savings is None else [_render_savings(document.savings)]
     notes = (Text(f"Note: {note}", style="yellow") for note in document.notes)
-    return Group(_heading(document), _curve(document), _caps(document), *savings, *notes)
+    return Group(_render_heading(document), _render_coverage(document), _render_caps(document), *savings, *notes)
 
 
-def _heading(document: Vocabulary) -> RenderableType:
+def _render_heading(document: Vocabulary) -> RenderableType:
     files = "1 file" if document.files == 1 else f"{document.files:,} files"
     rows = f", {document.rows:,} row{'s' * (document.rows > 1)}" if document.rows else ""
     once = f"{document.once:,} of them occur once ({document.once / document.distinct:.1%})"
     lines = [
-        heading("memprof vocab", ": " + ", ".join(document.corpus)),
+        make_heading("memprof vocab", ": " + ", ".join(document.corpus)),
         Text(f"{files}{rows}, {format_bytes(document.num_bytes)} of text, tokens by {document.tokenizer}"),
         Text(f"{document.tokens:,} tokens, {document.distinct:,} different; {once}"),
     ]
     if document.unseen is not None and document.vocab_size:
         share = document.unseen / document.vocab_size
         unseen = f"{document.unseen:,} of {document.vocab_size:,} ids never occur ({share:.1%})"
-        lines.append(Text(unseen + _ids(document)))
+        lines.append(Text(unseen + _format_unseen_ids(document)))
         if document.special_unseen:
             names = ", ".join(document.special_unseen[:_MAX_RANGES])
             more = len(document.special_unseen) - _MAX_RANGES
@@ -49,40 +49,40 @@ def _heading(document: Vocabulary) -> RenderableType:
     return Group(*lines)
 
 
-def _ids(document: Vocabulary) -> str:
+def _format_unseen_ids(document: Vocabulary) -> str:
     ranges = [f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in document.unseen_ranges[:_MAX_RANGES]]
     more = len(document.unseen_ranges) - _MAX_RANGES
     return (": " + ", ".join(ranges) if ranges else "") + (f" and {more:,} more ranges (--json)" if more > 0 else "")
 
 
-def _curve(document: Vocabulary) -> RenderableType:
-    made = table(">tokens kept", ">of the text", "|")
+def _render_coverage(document: Vocabulary) -> RenderableType:
+    made = make_table(">tokens kept", ">of the text", "|")
     for point in document.curve:
-        share = _percent(point.coverage, point.tokens >= document.distinct)
-        made.add_row(f"{point.tokens:,}", share, bar(point.coverage, _BAR_WIDTH))
-    return section("\nCoverage of the most frequent tokens", made, below=1)
+        share = _format_share(point.coverage, point.tokens >= document.distinct)
+        made.add_row(f"{point.tokens:,}", share, draw_bar(point.coverage, _BAR_WIDTH))
+    return make_section("\nCoverage of the most frequent tokens", made, below=1)
 
 
-def _percent(share: float, everything: bool) -> str:
-    """Return a share with two decimals, and 100% only for all tokens."""
-    return "100.00%" if everything else f"{min(share, 0.9999):.2%}"
+def _format_share(share: float, is_complete: bool) -> str:
+    """Return a fraction in percent with two decimals; 100% only if `is_complete`."""
+    return "100.00%" if is_complete else f"{min(share, 0.9999):.2%}"
 
 
-def _caps(document: Vocabulary) -> RenderableType:
+def _render_caps(document: Vocabulary) -> RenderableType:
     lines = []
     for cap in document.caps:
-        share = _percent(cap.coverage, cap.tokens >= document.distinct)
+        share = _format_share(cap.coverage, cap.tokens >= document.distinct)
         lost = f"{document.tokens - cap.covered:,} of {document.tokens:,} are lost"
         reserved = f"with {document.reserved} reserved, --vocab-size {cap.vocab_size}"
         lines.append(Text(f"{cap.name}: {cap.tokens:,} tokens cover {share} ({lost}); {reserved}"))
-    return section("Caps", *lines, below=1)
+    return make_section("Caps", *lines, below=1)
 
 
-def _savings(savings: Savings) -> RenderableType:
+def _render_savings(savings: Savings) -> RenderableType:
     memories = (savings.before, *savings.capped)
     most = max(getattr(memory, name) or 0 for memory in memories for name in _FIELDS.values())
-    unit = unit_for(most, smallest=KIB)
-    made = table(f"|{unit.name}", *(f">{memory.name}" for memory in memories))
+    unit = choose_unit(most, smallest=KIB)
+    made = make_table(f"|{unit.name}", *(f">{memory.name}" for memory in memories))
     made.add_row("vocabulary, tokens", *(f"{memory.vocab_size:,}" for memory in memories))
     if savings.before.num_parameters is not None:
         made.add_row("parameters, numbers", *(f"{memory.num_parameters or 0:,}" for memory in memories))
@@ -90,20 +90,20 @@ def _savings(savings: Savings) -> RenderableType:
         amounts = [getattr(memory, name) for memory in memories]
         if any(amount is not None for amount in amounts):
             label = "logits, one copy" if name == "logits_bytes" and savings.source != SIMULATED else label
-            made.add_row(label, *("-" if amount is None else unit.amount(amount) for amount in amounts))
+            made.add_row(label, *("-" if amount is None else unit.format(amount) for amount in amounts))
     if savings.capped:
-        made.add_row("saved", "", *(format_bytes(saved(savings.before, memory)) for memory in savings.capped))
+        made.add_row("saved", "", *(format_bytes(sum_saved_bytes(savings.before, memory)) for memory in savings.capped))
     if savings.before.fits is not None:
         made.add_row("fits", *("yes" if memory.fits else "no" for memory in memories))
     title, legend = "by arithmetic alone, nothing was run", "saved: the sum of the rows above."
     if savings.source == SIMULATED:
         title, legend = f"simulated on a virtual {savings.gpu}", "saved: of what the GPU must have."
     notes = (dim(note) for note in (legend, *savings.assumptions))
-    return section(heading("What a cap saves", f": {title}"), Text(savings.what), made, *notes, below=1)
+    return make_section(make_heading("What a cap saves", f": {title}"), Text(savings.what), made, *notes, below=1)
 
 
-def saved(before: VocabularyMemory, after: VocabularyMemory) -> int:
-    """Return the saved bytes of GPU memory; without runs, the sum over the known parts."""
+def sum_saved_bytes(before: VocabularyMemory, after: VocabularyMemory) -> int:
+    """Return the saved bytes of device memory; without simulated runs, the sum of savings of the known parts."""
     if before.required_bytes is not None and after.required_bytes is not None:
         return before.required_bytes - after.required_bytes
     return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for name in _FIELDS.values())

@@ -16,7 +16,7 @@ from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import SpecRuns, apply_fixes
-from memprof.report.terminal.console import text_of
+from memprof.report.terminal.console import to_text
 from memprof.report.terminal.ladder import render_ladder
 from memprof.spec import TargetSpec
 from memprof.trace.events import CompileStats
@@ -46,7 +46,7 @@ def test_what_it_saves_and_costs_is_of_its_own_run(ladder: Any) -> None:
     assert compiled.cost.compile_seconds == trace.compiling.seconds > 0
     assert compiled.cost.extra_operations == 0 and compiled.cost.step_seconds < offloads.cost.step_seconds
     assert compiled.peak_allocated_bytes < offloads.peak_allocated_bytes
-    said = " ".join(text_of(render_ladder(document), 110).split())
+    said = " ".join(to_text(render_ladder(document), 110).split())
     assert f"that took {trace.compiling.seconds:.1f} s on this machine" in said
     assert f"making its {trace.compiling.kernels} kernels takes is not known" in said
     assert compiled.cost.note in said

@@ -11,8 +11,8 @@ import pytest
 from memprof.errors import UsageError
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.spec import MANY_STEPS, Mode, TargetSpec
 from tests.unit.workload.test_modes import TINY
 
@@ -88,7 +88,7 @@ def test_inference_too(spec: TargetSpec) -> None:
 def test_the_report_says_so_and_comes_back(spec: TargetSpec) -> None:
     whole = document(spec)
     assert Report.from_json(json.loads(json.dumps(whole.to_json()))).batches == whole.batches
-    text = " ".join(text_of(view(whole)).split())
+    text = " ".join(to_text(render(whole)).split())
     assert "batch 1 x up to 1,000 tokens" in text and "Over 8 steps with lengths" in text
     assert whole.frames()["batches"]["sequence_length"].max() == 1000
     assert list(whole.frames()["reserved"]["how"]) == [row.how for row in whole.batches.reserved]  # type: ignore[union-attr]

@@ -15,8 +15,8 @@ from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice, cuda
 from memprof.measured.operators import ascending
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
 from memprof.script.capture import capture_script
@@ -238,7 +238,7 @@ def test_a_script_on_the_cpu_has_no_context(tmp_path):
     script.write_text(textwrap.dedent(SCRIPT.replace("{start}", "")))
     found = run_script(Program(str(script), ()), StopRule(2), RunSpec(gpu="h100-80gb", device="cpu"))
     assert found.trace.device == CPU and found.document.on_cpu
-    text = text_of(view(found.document))
+    text = to_text(render(found.document))
     assert "CUDA" not in text and "this GPU" not in text and "Measured: tensors took up to" in text
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from memprof.errors import MemprofError
 from memprof.flows.account import analyze
 from memprof.flows.recordings import open_file
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import load_trace, save_trace
 from tests.golden.test_report import training_run
@@ -69,7 +69,7 @@ def test_no_change_ends_in_a_traceback(document, tmp_path, data) -> None:
             break
     file = tmp_path / "run"
     file.write_bytes(gzip.compress(json.dumps(changed).encode(), 1))
-    for use in (lambda: text_of(view(analyze(load_trace(file)), explain=True)), lambda: open_file(file)):
+    for use in (lambda: to_text(render(analyze(load_trace(file)), explain=True)), lambda: open_file(file)):
         with contextlib.suppress(MemprofError):
             use()
 
@@ -83,7 +83,7 @@ def test_bytes_that_were_changed(document, tmp_path, data) -> None:
     file = tmp_path / "run"
     file.write_bytes(packed[: data.draw(st.integers(0, len(packed)))] if data.draw(st.booleans()) else packed)
     with contextlib.suppress(MemprofError):
-        text_of(view(analyze(load_trace(file)), explain=True))
+        to_text(render(analyze(load_trace(file)), explain=True))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.flows import profile as flow
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Role, Trace
 from memprof.workload.models import find_source
@@ -90,7 +90,7 @@ def test_lora_trains_the_adapter_alone(config, checkpointing):
     assert all(len(indices) == 2 for indices in gradients.values())
     state = owned(trace, Role.OPTIMIZER_STATE)
     assert sum(trace.storages[index].num_bytes for index in state["exp_avg"] + state["exp_avg_sq"]) == 2 * 4 * count
-    assert "LoRA of rank 4" in text_of(view(document))
+    assert "LoRA of rank 4" in to_text(render(document))
 
 
 def test_lora_targets_rank_and_dropout(config):
@@ -113,7 +113,7 @@ def test_lora_in_inference(config):
     document = run(config, adapter="lora", mode=Mode.INFERENCE, new_tokens=4)[1]
     assert "decode" in {row.name for row in document.stages}
     assert document.target.asked.adapter == "lora"
-    assert "LoRA of rank 8, inference" in " ".join(text_of(view(document)).split())
+    assert "LoRA of rank 8, inference" in " ".join(to_text(render(document)).split())
 
 
 def test_lora_of_a_transposed_layer():
@@ -186,7 +186,7 @@ def test_parameters_that_the_factory_froze(tmp_path):
     assert set(owned(trace, Role.GRADIENT)) == trained
     count = 32 * 32 + 32 + 32 * 100 + 100
     assert document.target.num_trainable_parameters == count
-    assert f"{count:,} trained" in text_of(view(document))
+    assert f"{count:,} trained" in to_text(render(document))
     state = owned(trace, Role.OPTIMIZER_STATE)
     assert sum(trace.storages[index].num_bytes for index in state["exp_avg"]) == 4 * count
     with pytest.raises(UsageError, match="nothing is trained"):
@@ -223,7 +223,7 @@ def test_zeroed_gradients_stay(config):
     counts = [{len(indices) for indices in owned(trace, Role.GRADIENT).values()} for trace, _ in (freed, zeroed)]
     assert counts == [{2}, {1}]
     assert zeroed[1].peak.allocated_bytes >= freed[1].peak.allocated_bytes
-    assert "gradients zeroed, not freed" in " ".join(text_of(view(zeroed[1])).split())
+    assert "gradients zeroed, not freed" in " ".join(to_text(render(zeroed[1])).split())
 
 
 def test_evaluation_leaves_nothing_behind(config):

@@ -8,8 +8,8 @@ from memprof.flows.cache import answers
 from memprof.flows.cache.answers import cached_answer, is_without_cuda
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.spec import TargetSpec
 
 TINY = TargetSpec(model="gpt2", context_length=64)
@@ -102,7 +102,7 @@ def test_a_kept_answer_is_the_answer(name):
     found, seconds = place.find(Report)
     assert 0 <= seconds < 60
     for explain in (False, True):
-        shown = [text_of(view(one, explain=explain, quiet=False)) for one in (found, document)]
+        shown = [to_text(render(one, explain=explain, quiet=False)) for one in (found, document)]
         assert shown[0] == shown[1]
     assert json.dumps(found.to_json()) == json.dumps(document.to_json())
     tables = [{name: frame.to_csv() for name, frame in one.frames().items()} for one in (found, document)]

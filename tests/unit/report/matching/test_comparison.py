@@ -15,8 +15,8 @@ from memprof.report.documents.report import Report
 from memprof.report.matching.comparison_build import build_comparison
 from memprof.report.matching.runs import run_of_document
 from memprof.report.matching.tolerance import Tolerance, parse_tolerance
-from memprof.report.terminal.comparison import view
-from memprof.report.terminal.console import text_of
+from memprof.report.terminal.comparison import render
+from memprof.report.terminal.console import to_text
 from memprof.trace.facts import AllocatorFacts
 from tests.golden.test_report import training_run
 from tests.lanes import examples
@@ -52,7 +52,7 @@ def test_a_run_does_not_differ_from_itself(trace):
         assert not any(row.difference_bytes for row in (*found.totals, *found.categories, *found.reserved))
         assert found.kernels_a.num_bytes == found.kernels_b.num_bytes
         assert {row.status for row in found.stages} == {SAME}
-        assert "All 9 totals that are compared are equal, to the byte." in text_of(view(found, explain=True))
+        assert "All 9 totals that are compared are equal, to the byte." in to_text(render(found, explain=True))
 
 
 @RELAXED
@@ -80,7 +80,7 @@ def test_differences_balance_and_turn_with_the_sides(first, second):
         sizes = [abs(row.difference_bytes) for row in rows]
         assert sizes == sorted(sizes, reverse=True)
     for width in (80, 110):
-        assert max(map(len, text_of(view(found, explain=True), width).splitlines())) <= width
+        assert max(map(len, to_text(render(found, explain=True), width).splitlines())) <= width
 
 
 @RELAXED
@@ -105,7 +105,7 @@ def test_kernels_own_memory_of_one_side_stands_apart():
     found = build_comparison(run_of(gpu), run_of(host), EXACT)
     assert (found.kernels_a.num_bytes, found.kernels_b.num_bytes) == (8519680, 3 * MIB)
     assert not found.tensors
-    text = text_of(view(found))
+    text = to_text(render(found))
     assert "A: CUDA kernels, 8.12 MiB: cublas workspace 8.12 MiB" in text
     assert "B: CPU kernels, 3.00 MiB: cublas workspace 3.00 MiB" in text
 
@@ -122,7 +122,7 @@ def test_stages_are_matched_and_the_others_named():
     status = {(row.name, row.step): row.status for row in found.stages}
     assert status["layer 1", 1] == SAME and status["layer 1", 2] == ONLY_IN_A
     assert {one for (_, step), one in status.items() if step < 2} == {SAME}
-    text = text_of(view(found))
+    text = to_text(render(found))
     assert "only in A: inputs of step 2, embedding of step 2, layers 0-2 of step 2" in text
 
 
@@ -167,7 +167,7 @@ def test_settings_come_first_and_unset_is_like_unknown():
     found = build_comparison(a, b, EXACT)
     assert [(row.name, row.a, row.b) for row in found.settings] == [("fixes", [], ["chunked-loss"])]
     assert found.within
-    assert "fixes    -  chunked-loss" in text_of(view(found))
+    assert "fixes    -  chunked-loss" in to_text(render(found))
 
 
 def test_two_releases_of_torch_with_other_settings():
@@ -191,8 +191,8 @@ def test_reports_of_earlier_releases_lack_some_totals():
     old = run_of_report(report)
     found = build_comparison(old, run_of(training()), EXACT)
     assert found.within and not totals(found)["parameters"].compared
-    assert "earlier memprof" in text_of(view(found))
-    assert "Reserved memory and fragmentation: only one has any." in text_of(view(found))
+    assert "earlier memprof" in to_text(render(found))
+    assert "Reserved memory and fragmentation: only one has any." in to_text(render(found))
 
 
 def test_findings_come_and_go_and_some_have_no_bytes():
@@ -203,7 +203,7 @@ def test_findings_come_and_go_and_some_have_no_bytes():
     assert [row.id for row in found.findings] == [
         "logits-explosion", "fragmentation", "beyond-positions", "device-mismatch",
     ]  # fmt: skip
-    text = text_of(view(found))
+    text = to_text(render(found))
     for line in (
         "logits-explosion: 5.00 MiB -> 2.00 MiB", "beyond-positions: only in A\n", "fragmentation: only in A, 1.00 MiB",
         "device-mismatch: only in B\n",
@@ -246,8 +246,8 @@ def test_within_a_tolerance_differences_are_still_shown():
     found = build_comparison(a, b, parse_tolerance("1KiB"))
     row = totals(found)["parameters"]
     assert found.within and row.within and row.difference_bytes == 100
-    assert "+100 bytes  within" in text_of(view(found))
-    assert "All 9 totals that are compared are within 1KiB." in text_of(view(found))
+    assert "+100 bytes  within" in to_text(render(found))
+    assert "All 9 totals that are compared are within 1KiB." in to_text(render(found))
     assert not build_comparison(a, b, EXACT).within
 
 
@@ -258,7 +258,7 @@ def test_peaks_of_different_moments_are_said():
     run_b.side = replace(run_b.side, peak_at="optimizer step of step 1")
     found = build_comparison(run_a, run_b, EXACT)
     assert found.other_moments
-    assert f"A's is in {run_a.side.peak_at}, B's in optimizer step of step 1" in text_of(view(found))
+    assert f"A's is in {run_a.side.peak_at}, B's in optimizer step of step 1" in to_text(render(found))
 
 
 def test_what_torch_chooses_is_compared_as_if_it_was_asked_for():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, shown_stages
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, fold_stages
+from memprof.report.terminal.report import render
 from memprof.trace.events import ModuleRole, PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.traces import TraceBuilder
@@ -32,7 +32,7 @@ def call(b: TraceBuilder, size: int, *, keeps: bool = False) -> None:
 
 
 def shown(b: TraceBuilder) -> list[tuple[str, int, int]]:
-    return [(row.name, row.count, row.turns) for row in shown_stages(document(b)) if row.name != "parameters"][1:]
+    return [(row.name, row.num_merged, row.num_rounds) for row in fold_stages(document(b)) if row.name != "parameters"][1:]
 
 
 def test_repeated_forwards_are_shown_once() -> None:
@@ -43,7 +43,7 @@ def test_repeated_forwards_are_shown_once() -> None:
     whole = document(b)
     assert len([row for row in whole.stages if row.name == "first Linear"]) == 32
     assert shown(b) == [("first Linear", 1, 32), ("second ReLU", 1, 32)]
-    table, legend, _ = text_of(view(whole)).partition("(xN): these rows came N times")
+    table, legend, _ = to_text(render(whole)).partition("(xN): these rows came N times")
     assert table.count("Linear") == 1 and "first Linear (x32)" in table and legend
 
 
@@ -73,7 +73,7 @@ def test_rounds_that_all_differ_are_one_group_if_there_are_many() -> None:
     for size in sizes:
         call(b, size)
     assert [turns for *_, turns in shown(b)] == [len(sizes)] * 2
-    peaks = {row.name: row.peak_allocated_bytes for row in shown_stages(document(b))}
+    peaks = {row.name: row.peak_allocated_bytes for row in fold_stages(document(b))}
     assert peaks["second ReLU"] == document(b).peak.allocated_bytes
 
 
@@ -82,8 +82,8 @@ def test_what_piles_up_is_in_the_last_row() -> None:
     b.parameter("weight", 64 * MIB)
     for _ in range(10):
         call(b, 8 * MIB, keeps=True)
-    last = shown_stages(document(b))[-1]
-    assert last.turns == 10 and last.allocated_bytes == (4 * 64 + 10 * 8) * MIB
+    last = fold_stages(document(b))[-1]
+    assert last.num_rounds == 10 and last.allocated_bytes == (4 * 64 + 10 * 8) * MIB
 
 
 def test_whole_steps_that_cost_the_same_are_one_row() -> None:
@@ -159,7 +159,7 @@ def test_layers_that_take_turns_are_averaged() -> None:
         b.leave()
     b.leave()
     b.phase(PhaseKind.BACKWARD, 1)
-    assert "layers 0-11 x12, 20.00 on average" in text_of(view(document(b)))
+    assert "layers 0-11 x12, 20.00 on average" in to_text(render(document(b)))
 
 
 def test_the_peak_is_marked_where_it_was_reached() -> None:
@@ -174,7 +174,7 @@ def test_the_peak_is_marked_where_it_was_reached() -> None:
         b.leave()
         b.leave()
         b.free(logits)
-    text = text_of(view(document(b)))
+    text = to_text(render(document(b)))
     marked = [line.split()[0] for line in text.splitlines() if "<- peak" in line]
     assert "in logits of step 1" in text and marked == ["logits"]
 
@@ -194,5 +194,5 @@ def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:
     b.new(2 * MIB)
     b.leave()
     b.leave()
-    marked = [line for line in text_of(view(document(b))).splitlines() if "<- peak" in line]
+    marked = [line for line in to_text(render(document(b))).splitlines() if "<- peak" in line]
     assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11"]

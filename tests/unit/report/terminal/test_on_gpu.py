@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.trace.events import ModuleRole, PhaseKind, Sample
 from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts
 from tests.unit.traces import TraceBuilder
@@ -53,7 +53,7 @@ def test_a_peak_is_of_the_stage_in_which_the_replay_has_it() -> None:
 
 
 def test_the_gpu_stands_beside_the_replay() -> None:
-    text = text_of(view(measured()))
+    text = to_text(render(measured()))
     assert "torch.cuda" in text and "NVML" in text and "on this GPU" not in text
     (layer,) = [line for line in text.splitlines() if line.lstrip().startswith("layer 0")]
     assert "136.00" in layer
@@ -61,7 +61,7 @@ def test_the_gpu_stands_beside_the_replay() -> None:
 
 
 def test_the_difference_is_said() -> None:
-    flat = " ".join(text_of(view(measured(more=9))).split())
+    flat = " ".join(to_text(render(measured(more=9))).split())
     assert "peak 9.00 MiB more (layer 0 of step 1)" in flat
     assert "NVML counts the context and other processes too" in flat
 

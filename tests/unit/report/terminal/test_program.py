@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memprof.flows.account import analyze
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
@@ -27,4 +27,4 @@ def test_the_end_of_a_script(ended: str, steps: int, words: str) -> None:
     b.trace.facts = Facts(device=DeviceFacts("A", 1 << 33), program=ProgramFacts(("a.py",), ended, None, steps, ()))
     b.phase(PhaseKind.FORWARD)
     b.free(b.new(1 << 20))
-    assert words in " ".join(text_of(view(analyze(b.trace), quiet=False)).split()) + " "
+    assert words in " ".join(to_text(render(analyze(b.trace), quiet=False)).split()) + " "

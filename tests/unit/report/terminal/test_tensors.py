@@ -7,10 +7,10 @@ from torch import nn
 
 import memprof
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
-from memprof.report.terminal.summary import brief
-from memprof.report.terminal.tensors import merge_equal_rows
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
+from memprof.report.terminal.summary import format_summary
+from memprof.report.terminal.tensors import merge_equal_tensors
 
 
 def document() -> Report:
@@ -26,15 +26,15 @@ def test_the_workspaces_of_forward_and_backward_are_one_row() -> None:
     found = document()
     both = [tensor for tensor in found.peak.tensors if tensor.op == "cublas workspace"]
     assert [tensor.count for tensor in both] == [1, 1] and {tensor.phase for tensor in both} == {"forward", "backward"}
-    rows = [line.split() for line in text_of(view(found)).splitlines() if "cublas workspace" in line]
+    rows = [line.split() for line in to_text(render(found)).splitlines() if "cublas workspace" in line]
     assert [row[:2] for row in rows] == [["32.00", "2"]]
-    (one,) = (tensor for tensor in merge_equal_rows(found.peak.tensors) if tensor.op == "cublas workspace")
+    (one,) = (tensor for tensor in merge_equal_tensors(found.peak.tensors) if tensor.op == "cublas workspace")
     assert one.count == 2 and one.allocated_bytes == sum(tensor.allocated_bytes for tensor in both)
-    assert sum("library workspace" in line for line in brief(found).splitlines()) == 1
+    assert sum("library workspace" in line for line in format_summary(found).splitlines()) == 1
 
 
 def test_what_differs_in_what_is_said_stays_apart() -> None:
-    found = merge_equal_rows(document().peak.tensors)
+    found = merge_equal_tensors(document().peak.tensors)
     says = [(t.num_bytes, t.shape, t.dtype, t.category, t.op, t.name or (t.module, t.source)) for t in found]
     assert len(set(says)) == len(says) > 3
     assert sum(one.count for one in found) == sum(one.count for one in document().peak.tensors)

@@ -4,7 +4,7 @@ import pytest
 
 from memprof.ledger.over_time import OverTime
 from memprof.report.terminal.cells import Unit
-from memprof.report.terminal.console import text_of
+from memprof.report.terminal.console import to_text
 from memprof.report.terminal.timeline import CategoryTimeline
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ FOUND = OverTime(
 
 
 def lines(found, width):
-    return text_of(CategoryTimeline(found, Unit("MiB", MIB), "backward of step 2"), width).splitlines()
+    return to_text(CategoryTimeline(found, Unit("MiB", MIB), "backward of step 2"), width).splitlines()
 
 
 def test_one_line_a_category_and_the_peak_is_marked():

@@ -9,8 +9,8 @@ import pytest
 from memprof.flows.account import analyze
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.traces import TraceBuilder
@@ -35,7 +35,7 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
         bridge=dataclasses.replace(document.bridge, nccl_group_bytes=nccl),
         device=dataclasses.replace(document.device, total_bytes=total_bytes),
     )
-    return " ".join(text_of(view(document, quiet=True)).split())
+    return " ".join(to_text(render(document, quiet=True)).split())
 
 
 def test_without_nccl(document: Report) -> None:

@@ -9,8 +9,8 @@ import pytest
 from memprof.flows.account import analyze
 from memprof.ledger.workspaces import Workspaces
 from memprof.report.documents.report import Report
-from memprof.report.terminal.console import text_of
-from memprof.report.terminal.report import view
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
 from memprof.trace.events import GPU, PhaseKind, Workspace
 from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.traces import TraceBuilder
@@ -37,7 +37,7 @@ def test_the_peak_without_any_and_by_the_bound() -> None:
     found = document(20 * MIB)
     assert found.peak.allocated_bytes == 16 * MIB
     assert found.peak.workspaces == Workspaces(8 * MIB, 12 * MIB, 28 * MIB)
-    text = " ".join(text_of(view(found)).split())
+    text = " ".join(to_text(render(found)).split())
     assert "8.00 MiB of it by the rule for workspaces of cuDNN's convolutions" in text
     assert "the peak is 12.00 MiB without any, 28.00 MiB by their bound" in text
     assert Report.from_json(found.to_json()).peak.workspaces == found.peak.workspaces
@@ -51,7 +51,7 @@ def test_nothing_is_said_where_the_peak_does_not_depend_on_it(device: str | None
         found = dataclasses.replace(found, peak=dataclasses.replace(found.peak, workspaces=bounds))
     else:
         assert found.peak.workspaces is None
-    assert "by the rule" not in text_of(view(found))
+    assert "by the rule" not in to_text(render(found))
 
 
 @pytest.mark.parametrize(("usable", "refused"), [(34, 0), (33, 1)])
@@ -67,6 +67,6 @@ def test_one_without_room_ends_no_run(usable: int, refused: int) -> None:
     assert found.verdict.fits and found.peak.workspaces is not None
     assert found.peak.workspaces.refused == refused
     assert found.peak.allocated_bytes == (34 - 10 * refused) * MIB
-    assert ("Convolutions without room for cuDNN's workspace: 1" in " ".join(text_of(view(found)).split())) is (
+    assert ("Convolutions without room for cuDNN's workspace: 1" in " ".join(to_text(render(found)).split())) is (
         refused == 1
     )
