@@ -32,7 +32,9 @@ def call(b: TraceBuilder, size: int, *, keeps: bool = False) -> None:
 
 
 def shown(b: TraceBuilder) -> list[tuple[str, int, int]]:
-    return [(row.name, row.num_merged, row.num_rounds) for row in fold_stages(document(b)) if row.name != "parameters"][1:]
+    return [(row.name, row.num_merged, row.num_rounds) for row in fold_stages(document(b)) if row.name != "parameters"][
+        1:
+    ]
 
 
 def test_repeated_forwards_are_shown_once() -> None:
