@@ -22,14 +22,14 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error
 from memprof.virtual.operator_call import find_tensors
 
-PASSED = (
+SKIPPED_FUNCTIONS = (
     "Functions of {}, CUDA code that the program compiles, are not run: what they write is unknown, and what their C++ "
     "code allocates is not counted."
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_JOINED = re.compile(r'"\s*\n\s*"')  # between two string literals that C++ concatenates
-_BLOCK = re.compile(r"\b(PYBIND11_MODULE|TORCH_LIBRARY|TORCH_LIBRARY_FRAGMENT)\s*\(\s*(\w+)\s*,\s*(\w+)\s*\)\s*\{")
-_NO_TYPES = frozenset({"return", "else", "new", "throw", "case", "goto", "co_return", "typename"})
+_LITERAL_BOUNDARY = re.compile(r'"\s*\n\s*"')  # between two string literals that C++ concatenates
+_BINDINGS = re.compile(r"\b(PYBIND11_MODULE|TORCH_LIBRARY|TORCH_LIBRARY_FRAGMENT)\s*\(\s*(\w+)\s*,\s*(\w+)\s*\)\s*\{")
+_KEYWORDS = frozenset({"return", "else", "new", "throw", "case", "goto", "co_return", "typename"})
 
 
 class Binding(NamedTuple):
@@ -40,39 +40,37 @@ class Binding(NamedTuple):
     is_void: bool  # whether it returns nothing, according to the sources
 
 
-def bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[Binding]:
+def find_bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[Binding]:
     """Yield the bindings in the C++ `source` of the extension `name`, and `functions`, which torch binds for it."""
-    source = _JOINED.sub("", _COMMENT.sub("", source))
+    source = _LITERAL_BOUNDARY.sub("", _COMMENT.sub("", source))
     for function in functions:
         yield Binding(None, function, _is_void(function, source))
-    for block in _BLOCK.finditer(source):
+    for block in _BINDINGS.finditer(source):
         macro, owner, variable = block.groups()
         library = None if macro == "PYBIND11_MODULE" else name if owner == "TORCH_EXTENSION_NAME" else owner
         define = rf'\b{variable}\s*\.\s*def\s*\(\s*"([^"]+)"\s*(?:,\s*(?:TORCH_FN\s*\(\s*)?&?\s*([\w:]+))?'
-        for own in re.finditer(define, source[block.end() : _end(source, block.end())]):
-            schema, _, returns = own[1].partition("->")
+        for definition in re.finditer(define, source[block.end() : _find_block_end(source, block.end())]):
+            schema, _, returns = definition[1].partition("->")
             function = schema.partition("(")[0].strip()
-            is_void = returns.strip() == "()" if returns else _is_void((own[2] or "").rpartition("::")[2], source)
+            cpp_function = (definition[2] or "").rpartition("::")[2]
+            is_void = returns.strip() == "()" if returns else _is_void(cpp_function, source)
             yield Binding(library, function.rpartition("::")[2], is_void)
 
 
-def _end(source: str, begin: int) -> int:
-    """Return the end of the block that begins at `begin`."""
+def _find_block_end(source: str, begin: int) -> int:
+    """Return the index of the brace that closes the block whose body begins at `begin`."""
     depth = 1
-    for brace in re.finditer(r"[{}]", source[begin:]):
-        depth += 1 if brace[0] == "{" else -1
+    for index in range(begin, len(source)):
+        depth += {"{": 1, "}": -1}.get(source[index], 0)
         if not depth:
-            return begin + brace.start()
+            return index
     return len(source)
 
 
 def _is_void(function: str, source: str) -> bool:
     """Return whether every declaration of a C++ function has return type void; False without a declaration."""
-    if not function:
-        return False
     declared = re.findall(rf"([\w:]+)(?:<[^;{{}}()]*>)?(?:\s*[&*]+\s*|\s+){function}\s*\(", source)
-    types = set(declared) - _NO_TYPES
-    return types == {"void"}
+    return bool(function) and set(declared) - _KEYWORDS == {"void"}
 
 
 class _Extension(ModuleType):
@@ -81,57 +79,60 @@ class _Extension(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _make_refused(f"{self.__name__}.{name}")
+        return _make_refused_function(f"{self.__name__}.{name}")
 
 
 def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
-    """Yield patches of the functions that build extensions in `module`, torch.utils.cpp_extension."""
-    written, assume, replace = context.forget_values, context.assume, context.run_patches.set
+    """Yield patches of the functions that build extensions in `module`, torch.utils.cpp_extension, if kernels may be
+    skipped."""
+    if not context.options.passes_kernels:
+        return
     build, build_inline = module.load, module.load_inline
 
     def load(name: str, sources: str | Sequence[str], *args: Any, **options: Any) -> Any:
         paths = [Path(source) for source in _as_list(sources)]
         if not (options.get("with_cuda") or any(path.suffix in (".cu", ".cuh") for path in paths)):
             return build(name, sources, *args, **options)
-        return extension(name, [path.read_text(encoding="utf-8", errors="replace") for path in paths], (), options)
+        return make_extension(name, [path.read_text(encoding="utf-8", errors="replace") for path in paths], (), options)
 
     def load_inline(
         name: str, cpp_sources: Any, cuda_sources: Any = None, functions: Any = None, *args: Any, **options: Any
     ) -> Any:
         if not (options.get("with_cuda") or cuda_sources):
             return build_inline(name, cpp_sources, cuda_sources, functions, *args, **options)
-        return extension(name, [*_as_list(cpp_sources), *_as_list(cuda_sources)], _as_list(functions), options)
+        sources = [*_as_list(cpp_sources), *_as_list(cuda_sources)]
+        return make_extension(name, sources, _as_list(functions), options)
 
     yield module, "load", load
     yield module, "load_inline", load_inline
 
-    def extension(name: str, texts: Sequence[str], functions: Sequence[str], options: dict[str, Any]) -> Any:
-        made = _Extension(name)
-        for library, function, is_void in bindings(name, "\n".join(texts), functions):
+    def make_extension(name: str, sources: Sequence[str], functions: Sequence[str], options: dict[str, Any]) -> Any:
+        extension = _Extension(name)
+        for library, function, is_void in find_bindings(name, "\n".join(sources), functions):
             full_name = f"{library or name}.{function}"
-            known = registry.stubs_in(library or name).get(function)
-            call = known or (make_skipped(full_name) if is_void else _make_refused(full_name))
+            stub = registry.stubs_in(library or name).get(function)
+            call = stub or (make_skipped_function(full_name) if is_void else _make_refused_function(full_name))
             if library is None:
-                setattr(made, function, call)
+                setattr(extension, function, call)
             else:
-                replace(getattr(torch.ops, library), function, call)
-        return made if options.get("is_python_module", True) else None
+                context.run_patches.set(getattr(torch.ops, library), function, call)
+        return extension if options.get("is_python_module", True) else None
 
-    def make_skipped(full_name: str) -> Callable[..., None]:
-        def function(*args: Any, **named: Any) -> None:
-            assume(PASSED.format(full_name.rpartition(".")[0]))
-            for tensor in find_tensors([*args, *named.values()]):
-                written(tensor)
+    def make_skipped_function(full_name: str) -> Callable[..., None]:
+        def function(*args: Any, **kwargs: Any) -> None:
+            context.assume(SKIPPED_FUNCTIONS.format(full_name.rpartition(".")[0]))
+            for tensor in find_tensors([*args, *kwargs.values()]):
+                context.forget_values(tensor)
 
         return function
 
 
-def _as_list(given: str | Sequence[str] | None) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or ())
+def _as_list(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
 
 
-def _make_refused(full_name: str) -> Callable[..., Any]:
-    def function(*args: Any, **named: Any) -> Any:
+def _make_refused_function(full_name: str) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
         raise unsupported_error(
             f"calls {full_name}, CUDA code that the program compiles, of whose results nothing is known",
             hint=f'say what it allocates: @memprof.stub("{full_name}", source="its C++ file") above a function that '

@@ -7,7 +7,9 @@ only the kernel that the package would compile for the GPU. DeepSpeedCPUAdam nee
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,33 +20,36 @@ from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.stubs.registry import stub
 from memprof.stubs.tools import check_on_gpu, mark_written
 
-_AT = "deepspeedai/DeepSpeed@v0.19.5:deepspeed/ops/adam/"
-_ON_GPU = (torch.float16, torch.bfloat16, torch.float32)
+_SOURCE = "deepspeedai/DeepSpeed@v0.19.5:deepspeed/ops/adam/"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NAME = "deepspeed.ops.adam"
+_NOT_COMPILED = (
+    f"DeepSpeed's kernel of FusedAdam is not compiled here: it is replaced by a stub, as of 0.19.5 {NO_STUBS_HINT}"
+)
 
 
-@stub(f"{_NAME}.multi_tensor_apply.MultiTensorApply", source=f"{_AT}multi_tensor_apply.py")
+@stub(f"{_NAME}.multi_tensor_apply.MultiTensorApply", source=f"{_SOURCE}multi_tensor_apply.py")
 class MultiTensorApply(fused_optimizers.MultiTensorApply):
-    """Call a kernel with a chunk size; nothing is allocated."""
+    """A callable that calls a kernel with a chunk size; nothing is allocated."""
 
 
-_applier = MultiTensorApply(fused_optimizers.CHUNK)
-_apply = stub(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_AT}fused_adam.py")(_applier)
+_apply = stub(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_SOURCE}fused_adam.py")(
+    MultiTensorApply(fused_optimizers.CHUNK_SIZE)
+)
 
 
 def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *options) -> None:
     """Update parameters and both moments in place, as the kernel does; nothing is allocated."""
-    check_on_gpu("deepspeed.ops.adam.FusedAdam", flag, *(tensor for each in lists for tensor in each))
-    for each in lists[1:]:
-        mark_written(*each)
+    check_on_gpu("deepspeed.ops.adam.FusedAdam", flag, *itertools.chain(*lists))
+    mark_written(*itertools.chain(*lists[1:]))
 
 
-@stub(f"{_NAME}.fused_adam.FusedAdam", f"{_NAME}.FusedAdam", source=f"{_AT}fused_adam.py")
+@stub(f"{_NAME}.fused_adam.FusedAdam", f"{_NAME}.FusedAdam", source=f"{_SOURCE}fused_adam.py")
 class FusedAdam(fused_optimizers.FusedOptimizer):
     """Adam with two moments in the dtype of each parameter, and one kernel call for each dtype of a group."""
 
-    sparse = "FusedAdam does not support sparse gradients"
-    other_dtype = "FusedAdam only support fp16, bf16 and fp32."
+    sparse_error = "FusedAdam does not support sparse gradients"
+    dtype_error = "FusedAdam only support fp16, bf16 and fp32."
 
     def __init__(
         self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,
@@ -68,16 +73,16 @@ class FusedAdam(fused_optimizers.FusedOptimizer):
             group.setdefault("step", 0)
             rows = []
             state: dict[str, Any] = {}
-            for parameter in self._with_gradients(group, _ON_GPU):
-                state = _init(self.state[parameter], parameter, parameter.dtype, group["step"])
+            for parameter in self._iter_updated(group, _DTYPES):
+                state = _init_state(self.state[parameter], parameter, parameter.dtype, group["step"])
                 rows.append((parameter.grad.data, parameter.data, state["exp_avg"], state["exp_avg_sq"]))  # type: ignore[union-attr]
-            for lists in self._by_dtype(rows, _ON_GPU):
+            for lists in self._group_by_dtype(rows, _DTYPES):
                 state["step"] += 1  # of the last parameter, as in deepspeed
                 _apply(self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"])
         return loss
 
 
-def _init(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dtype, step: int = 0) -> dict[str, Any]:
+def _init_state(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dtype, step: int = 0) -> dict[str, Any]:
     if not state:
         state["step"] = step
         state["exp_avg"] = torch.zeros_like(parameter.data, dtype=dtype)
@@ -85,9 +90,9 @@ def _init(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dtype, st
     return state
 
 
-@stub(f"{_NAME}.cpu_adam.DeepSpeedCPUAdam", f"{_NAME}.DeepSpeedCPUAdam", source=f"{_AT}cpu_adam.py")
+@stub(f"{_NAME}.cpu_adam.DeepSpeedCPUAdam", f"{_NAME}.DeepSpeedCPUAdam", source=f"{_SOURCE}cpu_adam.py")
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
-    """Adam on the host: parameters, gradients and both moments are host tensors, and the numbers are computed."""
+    """Adam on the host: parameters, gradients and both moments are host tensors, and their values are computed."""
 
     def __init__(
         self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False,
@@ -100,14 +105,11 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        return self._run_step(closure, lambda parameter: parameter)
+        return self.step_subgroup(None, closure)
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id, closure=None):
-        """Step with the moments stored under `subgroup_id`."""
-        return self._run_step(closure, lambda parameter: subgroup_id)
-
-    def _run_step(self, closure, key):
+        """Step with the moments stored under `subgroup_id`, or under each parameter if that is None."""
         check_on_gpu("deepspeed.ops.adam.DeepSpeedCPUAdam")
         loss = None
         if closure is not None:
@@ -123,7 +125,8 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
                         "'offload_optimizer': 'cpu' in your ZeRO config."
                     )
                 dtype = torch.float32 if self.fp32_optimizer_states else parameter.dtype
-                state = _init(self.state[key(parameter)], parameter, dtype)
+                key = parameter if subgroup_id is None else subgroup_id
+                state = _init_state(self.state[key], parameter, dtype)
                 state["step"] += 1
                 self._update(group, parameter.data, parameter.grad.data, state)
         return loss
@@ -144,22 +147,11 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
         data.copy_(value.addcdiv(mean.float(), root + group["eps"], value=-size))
 
 
-class _FusedKernels:
-    """The module of kernels that deepspeed's builder of the fused kernel returns."""
-
-    multi_tensor_adam = staticmethod(multi_tensor_adam)
-
-
 def patches(module, assume: Callable[[str], None]) -> Iterator[Patch]:
     """Yield the patch of `load` in deepspeed.ops.op_builder.fused_adam, which would compile the fused kernel."""
 
     def load(self, verbose: bool = True):
         assume(_NOT_COMPILED)
-        return _FusedKernels
+        return SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
 
     yield module.FusedAdamBuilder, "load", load
-
-
-_NOT_COMPILED = (
-    f"DeepSpeed's kernel of FusedAdam is not compiled here: it is replaced by a stub, as of 0.19.5 {NO_STUBS_HINT}"
-)

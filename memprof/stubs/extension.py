@@ -21,9 +21,9 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels import registry
 
 # `attn_implementation`, or `config._attn_implementation` -> the package of its kernels.
-_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_PACKAGE_BY_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 # Models that import transformers' `_flash_attention_forward` only if a package is available at their import.
-_CHECKED_AT_IMPORT = ("gpt_neo", "bark", "gptj", "falcon")
+_MODELS_CHECKING_AT_IMPORT = ("gpt_neo", "bark", "gptj", "falcon")
 
 
 def extensions(*, stubs: bool = True) -> list[Extension]:
@@ -52,37 +52,32 @@ class StubExtension(Extension):
     """All stubs; a virtual GPU without this extension has none."""
 
     def __init__(self) -> None:
-        self._stubs: StubFinder | None = None
-        self._of_modules: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
+        self._finder: StubFinder | None = None
+        self._patches_by_module: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
             "transformers.modeling_utils": lambda module, context: _patch_attention_choice(module, self._choose),
             "kernels.load": lambda module, context: hub.patches(module),
             "kernels.utils": lambda module, context: hub.patches(module),
             "torchvision.extension": lambda module, context: torchvision.patches(module, context.assume),
             "torchaudio._extension.utils": lambda module, context: torchaudio.patches(module, context.assume),
             "deepspeed.ops.op_builder.fused_adam": lambda module, context: deepspeed.patches(module, context.assume),
-            "torch.utils.cpp_extension": _patch_cpp_extensions,
-            inductor.compile_fx.module: lambda module, context: in_graph.prepare(),
+            "torch.utils.cpp_extension": cpp_extensions.patches,
+            inductor.compile_fx.module: lambda module, context: in_graph.register_with_dynamo(),
         }
-        self.imports = tuple(self._of_modules)
+        self.imports = tuple(self._patches_by_module)
         self.environment = {STUBS: " ".join(PACKAGES)}
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return a context manager under which imports of missing packages find their stubs."""
-        self._stubs = StubFinder(context.assume, context.forget_values, context.keep_workspace)
-        return self._stubs.active()
+        self._finder = StubFinder(context.assume, context.forget_values, context.keep_workspace)
+        return self._finder.activate()
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the parts of an installed package that need a GPU."""
-        yield from self._of_modules[module.__name__](module, context)
+        yield from self._patches_by_module[module.__name__](module, context)
 
     def _choose(self, package: str) -> None:
-        if self._stubs is not None:
-            self._stubs.choose(package)
-
-
-def _patch_cpp_extensions(module: Any, context: InstallContext) -> Iterator[Patch]:
-    if context.options.passes_kernels:
-        yield from cpp_extensions.patches(module, context)
+        if self._finder is not None:
+            self._finder.choose(package)
 
 
 def _patch_attention_choice(module: Any, choose: Callable[[str], None]) -> Iterator[Patch]:
@@ -95,17 +90,17 @@ def _patch_attention_choice(module: Any, choose: Callable[[str], None]) -> Itera
     @functools.wraps(original)
     def check(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         name = attn_implementation.removeprefix("paged|") if isinstance(attn_implementation, str) else None
-        if name in _ATTENTION:
-            choose(_ATTENTION[name])
-            _repeat_imports()
+        if name in _PACKAGE_BY_ATTENTION:
+            choose(_PACKAGE_BY_ATTENTION[name])
+            _repeat_conditional_imports()
         return original(model, attn_implementation, *args, **kwargs)
 
     yield module.PreTrainedModel, method, check
 
 
-def _repeat_imports() -> None:
+def _repeat_conditional_imports() -> None:
     utilities = sys.modules.get("transformers.modeling_flash_attention_utils")
-    for name in _CHECKED_AT_IMPORT:
+    for name in _MODELS_CHECKING_AT_IMPORT:
         module = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
         if module is not None and not hasattr(module, "_flash_attention_forward"):
             module._flash_attention_forward = utilities._flash_attention_forward  # type: ignore[attr-defined, union-attr]

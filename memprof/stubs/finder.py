@@ -24,13 +24,13 @@ from typing import Any
 
 from memprof.errors import MemprofError
 from memprof.stubs import registry, tools
-from memprof.stubs.packages import NO_STUBS_HINT, PACKAGES, WITHOUT_STUB
+from memprof.stubs.packages import NO_STUBS_HINT, PACKAGES, PROGRAM_ONLY, WITHOUT_STUB
 from memprof.virtual import limits
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _MEMPROF = str(Path(registry.__file__).parents[1]) + os.sep
 # Modules that cache, in functions, which packages are available.
-_CACHES = ("transformers.utils.import_utils", "peft.import_utils")
+_CACHE_MODULES = ("transformers.utils.import_utils", "peft.import_utils")
 
 
 class NoStub(MemprofError, ModuleNotFoundError):
@@ -45,59 +45,62 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     Args:
         assume: called once for each package that is replaced by a stub, with a sentence.
-        written: called with each tensor that a stub writes in place.
-        takes: called with the bytes and the name of each workspace that a package keeps during the run.
+        note_write: called with each tensor that a stub writes in place.
+        keep_workspace: called with the bytes and the name of each workspace that a package keeps during the run.
     """
 
     def __init__(
-        self, assume: Callable[[str], None], written: Callable[[Any], None], takes: Callable[[int, str], None]
+        self,
+        assume: Callable[[str], None],
+        note_write: Callable[[Any], None],
+        keep_workspace: Callable[[int, str], None],
     ) -> None:
         self._assume = assume
-        self._written = written
-        self._takes = takes
-        self._chosen: set[str] = set()
-        self._used: set[str] = set()
+        self._note_write = note_write
+        self._keep_workspace = keep_workspace
+        self._chosen_packages: set[str] = set()
+        self._called_packages: set[str] = set()
         self._lookups: dict[str, str] = {}  # package -> the library module that did not find it
-        self._asks_others = False
-        self._is_found = False
+        self._is_searching_others = False  # whether the other finders are searched for the real package
+        self._has_found_stubs = False
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Context manager: the program's imports find stubs; afterwards they are removed from `sys`."""
         sys.meta_path.append(self)
         try:
-            with tools.active(self._note_use, self._written, self._takes):
+            with tools.activate(self._note_call, self._note_write, self._keep_workspace):
                 yield
         finally:
             sys.meta_path.remove(self)
-            for name, module in list(sys.modules.items()) if self._is_found else ():
+            for name, module in list(sys.modules.items()) if self._has_found_stubs else ():
                 if getattr(getattr(module, "__spec__", None), "loader", None) is self:
                     del sys.modules[name]
-            if self._chosen:
+            if self._chosen_packages:
                 _clear_availability_caches()
 
     def choose(self, package: str) -> None:
         """Make the stub of `package` available to libraries too, if the package is not installed."""
-        if package in self._chosen or not registry.has_stubs(package) or self._is_installed(package):
+        if package in self._chosen_packages or not registry.has_stubs(package) or self._is_installed(package):
             return
-        self._chosen.add(package)
+        self._chosen_packages.add(package)
         _clear_availability_caches()
         if package in PACKAGES:
             self._assume(f"{package} is not installed: the program finds a stub of it.")
         else:  # a stub of another package, whose calls are not reported
-            self._note_use(package)
+            self._note_call(package)
         if package in self._lookups:
             self._assume(
                 f"{self._lookups[package]} looked for {package} before the program did, and goes on without it; where "
                 f"{package} is installed it finds it."
             )
 
-    def _note_use(self, package: str) -> None:
-        """Note the assumption of a stub at its first call."""
-        if package in self._used:
+    def _note_call(self, package: str) -> None:
+        """Note the assumption of a stub at its first call, unless only the compiled part of a package is replaced."""
+        if package in self._called_packages:
             return
-        self._used.add(package)
-        if self._is_installed(package):  # only its compiled part is replaced
+        self._called_packages.add(package)
+        if self._is_installed(package):
             return
         known = PACKAGES.get(package)
         release = f"allocating as its release {known.version} does" if known else "by what was registered for it"
@@ -106,43 +109,42 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def _is_installed(self, package: str) -> bool:
         if package in sys.modules:
             return getattr(sys.modules[package].__spec__, "loader", None) is not self
-        self._asks_others = True
+        self._is_searching_others = True
         try:
             return importlib.util.find_spec(package) is not None
         except (ImportError, ValueError):
             return False
         finally:
-            self._asks_others = False
+            self._is_searching_others = False
 
-    def _may_have(self, package: str) -> bool:
+    def _may_import(self, package: str) -> bool:
         """Return whether the importing module may get the stub of `package`."""
-        known = PACKAGES.get(package)
-        if package in self._chosen and (known is None or known.for_libraries):
+        if package in self._chosen_packages and package not in PROGRAM_ONLY:
             return True
         frame = _importing_frame()
         if frame is None or not registry.has_stubs(package):
             return False
         if is_program_file(frame.f_code.co_filename):
             self.choose(package)
-            return package in self._chosen
+            return package in self._chosen_packages
         name = frame.f_globals.get("__name__", frame.f_code.co_filename)
-        if not name.startswith(_CACHES):
+        if not name.startswith(_CACHE_MODULES):
             self._lookups.setdefault(package, name)
         return False
 
-    # -- what the import system asks ---------------------------------------------------------------------------------
+    # -- methods that the import system calls ------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module that no other finder has; None: not found."""
         package = name.partition(".")[0]
-        if package in WITHOUT_STUB and not self._asks_others:
+        if package in WITHOUT_STUB and not self._is_searching_others:
             self._refuse(package)
-        if self._asks_others or not self._may_have(package) or not registry.has_module(name):
+        if self._is_searching_others or not self._may_import(package) or not registry.has_module(name):
             return None
         parent = sys.modules.get(package)
         if parent is not None and getattr(parent.__spec__, "loader", None) is not self:
             return None  # a module that the installed package does not have
-        self._is_found = True
+        self._has_found_stubs = True
         return importlib.machinery.ModuleSpec(name, self, origin="memprof's stub", is_package=True)
 
     def _refuse(self, package: str) -> None:
@@ -191,13 +193,11 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
         """Yield distributions of packages that are replaced by a stub, for `importlib.metadata`."""
-        asked = None if context is None or context.name is None else context.name.replace("_", "-").lower()
-        for package in PACKAGES.values():
-            if asked in (None, package.distribution):
-                if self._asks_others or (asked is None and package.name not in self._chosen):
-                    continue
-                if self._may_have(package.name):
-                    yield _Distribution(package.name, package.distribution, package.version)
+        name = None if context is None or context.name is None else context.name.replace("_", "-").lower()
+        for package in () if self._is_searching_others else PACKAGES.values():
+            is_requested = name == package.distribution or (name is None and package.name in self._chosen_packages)
+            if is_requested and self._may_import(package.name):
+                yield _Distribution(package.name, package.distribution, package.version)
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -245,7 +245,7 @@ def _is_find_spec_call() -> bool:
 
 def _clear_availability_caches() -> None:
     """Clear libraries' caches of available packages, which have changed."""
-    for name in _CACHES:
+    for name in _CACHE_MODULES:
         for value in list(vars(sys.modules.get(name, ModuleType(name))).values()):
             clear = getattr(value, "cache_clear", None)
             if clear is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from memprof.stubs.flash_attn.attention import efficient_split
+from memprof.stubs.flash_attn.attention import fill_cache_lengths, find_efficient_split
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import (
     check_on_gpu,
@@ -23,136 +23,126 @@ from memprof.stubs.tools import (
 )
 from memprof.units import round_up
 
-_HEADS = (64, 96, 128, 192, 256)
-_L2 = 50 * 1024 * 1024
-_MOST_SPLIT_BATCH = 992
+_HEAD_SIZES = (64, 96, 128, 192, 256)
+_L2_CACHE_BYTES = 50 * 1024 * 1024
+_MAX_DYNAMIC_SPLIT_BATCH = 992  # largest batch with a number of splits for each sequence (use_dynamic_split)
 _NAME = "flash_attn_interface"
 _SOURCE = "Dao-AILab/flash-attention@v2.8.3:hopper/flash_attn_interface.py, hopper/flash_api.cpp"
-_public = register_in(_NAME, source=_SOURCE, in_graph=True)
+_register = register_in(_NAME, source=_SOURCE, in_graph=True)
 
 
 class HopperOptions(NamedTuple):
-    """The arguments of one call besides the tensors."""
+    """The arguments of one call besides queries, keys and values."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
-    splits: int = 1
+    num_splits: int = 1
     deterministic: bool = False
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     page_table: torch.Tensor | None = None
-    # Used lengths and left padding: any of them makes the call one of varying lengths.
-    others: tuple[torch.Tensor | None, ...] = ()
+    # Used lengths of queries and keys, left padding: any of them makes the call one of varying lengths.
+    used_lengths: tuple[torch.Tensor | None, ...] = ()
     scheduler_metadata: torch.Tensor | None = None
 
     @property
-    def varies(self) -> bool:
+    def has_varying_lengths(self) -> bool:
         """Return whether the sequences may have different lengths."""
-        return any(one is not None for one in (self.cu_seqlens_q, self.cu_seqlens_k, *self.others))
+        return any(tensor is not None for tensor in (self.cu_seqlens_q, self.cu_seqlens_k, *self.used_lengths))
 
 
-class _Sizes(NamedTuple):
-    batch: int
-    queries: int
-    keys: int
-    heads: int
-    shared: int
-    head: int
-    head_v: int
+class _Sizes:
+    """Sizes of one call: its sequences, its heads, and the mask of its kernel."""
 
-    @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: HopperOptions) -> _Sizes:
-        bounds, table = call.cu_seqlens_q, call.page_table
-        batch = query.shape[0] if bounds is None else bounds.shape[0] - 1
-        queries = query.shape[1] if bounds is None else int(call.max_seqlen_q or 0)
-        if call.cu_seqlens_k is not None:
-            keys = int(call.max_seqlen_k or 0)
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: HopperOptions) -> None:
+        bounds, table = options.cu_seqlens_q, options.page_table
+        self.batch = query.shape[0] if bounds is None else bounds.shape[0] - 1
+        self.queries = query.shape[1] if bounds is None else int(options.max_seqlen_q or 0)
+        if options.cu_seqlens_k is not None:
+            self.keys = int(options.max_seqlen_k or 0)
         else:
-            keys = key.shape[1] if table is None else table.shape[1] * key.shape[1]
-        return cls(batch, queries, keys, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
+            self.keys = key.shape[1] if table is None else table.shape[1] * key.shape[1]
+        self.heads, self.key_heads = query.shape[-2], key.shape[-2]
+        self.head, self.head_v = query.shape[-1], value.shape[-1]
+        # Whether the kernel is causal, and whether it has a window (set_params_fprop).
+        left, right = options.window_size
+        left = -1 if left >= self.keys - 1 else left
+        right = -1 if right >= self.queries - 1 else right
+        if options.causal and not (self.queries == 1 and left == right == -1):
+            right = 0
+        self.is_causal = left < 0 and right == 0
+        self.is_local = (left >= 0 or right >= 0) and not self.is_causal
 
 
-def _rounded_head(size: int) -> int:
+def _round_head_size(size: int) -> int:
     """Return a head's size as padded in a build with all sizes (round_up_headdim)."""
-    return next((head for head in _HEADS if size <= head), 512)
+    return next((head for head in _HEAD_SIZES if size <= head), 512)
 
 
-def _arch() -> int:
+def _get_arch() -> int:
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
 
-def _masks(call: HopperOptions, sizes: _Sizes) -> tuple[bool, bool]:
-    """Return whether the kernel is causal, and whether it has a window (set_params_fprop)."""
-    left, right = call.window_size
-    left = -1 if left >= sizes.keys - 1 else left
-    right = -1 if right >= sizes.queries - 1 else right
-    if call.causal and not (sizes.queries == 1 and left == right == -1):
-        right = 0
-    causal = left < 0 and right == 0
-    return causal, (left >= 0 or right >= 0) and not causal
-
-
-def _splits(sizes: _Sizes, call: HopperOptions, element: int) -> int:
+def _choose_num_splits(sizes: _Sizes, options: HopperOptions, element_bytes: int) -> int:
     """Return the number of parts into which the keys are split, on Hopper (get_num_splits)."""
-    causal, local = _masks(call, sizes)
-    head, head_v = _rounded_head(sizes.head), _rounded_head(sizes.head_v)
-    rows, columns = _tile(head, head_v, causal, local, element, paged=call.page_table is not None)
-    packed = sizes.queries * (sizes.heads // sizes.shared)
-    loaded = sizes.keys
-    if local:
-        loaded = max(0, min(sizes.keys, sum(call.window_size) + 1 + rows))
-    key_blocks, blocks = -(-loaded // columns), -(-packed // rows)
-    bytes_of_head = sizes.keys * (sizes.head + sizes.head_v) * element
-    one_batch = call.varies and sizes.batch <= _MOST_SPLIT_BATCH
-    total = (1 if one_batch else sizes.batch) * sizes.shared * blocks
+    rows, columns = _get_forward_tile(sizes, element_bytes, is_paged=options.page_table is not None)
+    packed_queries = sizes.queries * (sizes.heads // sizes.key_heads)
+    loaded_keys = sizes.keys
+    if sizes.is_local:
+        loaded_keys = max(0, min(sizes.keys, sum(options.window_size) + 1 + rows))
+    key_blocks, blocks = -(-loaded_keys // columns), -(-packed_queries // rows)
+    head_bytes = sizes.keys * (sizes.head + sizes.head_v) * element_bytes
+    batch = 1 if options.has_varying_lengths and sizes.batch <= _MAX_DYNAMIC_SPLIT_BATCH else sizes.batch
+    total_blocks = batch * sizes.key_heads * blocks
     sms = num_multiprocessors()
-    if total >= 0.8 * sms:
-        long = bytes_of_head > _L2 and blocks >= 2 * sms and not (causal or local)
-        return min(-(-bytes_of_head // _L2), 128) if long else 1
+    if total_blocks >= 0.8 * sms:
+        exceeds_cache = head_bytes > _L2_CACHE_BYTES and blocks >= 2 * sms and not (sizes.is_causal or sizes.is_local)
+        return min(-(-head_bytes // _L2_CACHE_BYTES), 128) if exceeds_cache else 1
     if key_blocks <= 4:
         return 1
-    return efficient_split(total, sms, range(1, min(128, sms, key_blocks) + 1))
+    return find_efficient_split(total_blocks, sms, range(1, min(128, sms, key_blocks) + 1))
 
 
-def _tile(head: int, head_v: int, causal: bool, local: bool, element: int, paged: bool) -> tuple[int, int]:
+def _get_forward_tile(sizes: _Sizes, element_bytes: int, *, is_paged: bool) -> tuple[int, int]:
     """Return rows and columns of a thread block's tile (tile_size_fwd_sm90); pages are not read by TMA here."""
-    masked = causal or local
-    if element == 1:
-        sizes = {64: (192, 160), 96: (192, 128), 128: (128, 160 if paged else 224), 192: (128, 160)}
-        return sizes.get(head, (128, 64 if local else 128))
+    head, head_v = _round_head_size(sizes.head), _round_head_size(sizes.head_v)
+    is_local = sizes.is_local
+    is_masked = sizes.is_causal or is_local
+    if element_bytes == 1:
+        tiles = {64: (192, 160), 96: (192, 128), 128: (128, 160 if is_paged else 224), 192: (128, 160)}
+        return tiles.get(head, (128, 64 if is_local else 128))
     if head == 64:
-        return {512: (64, 64), 256: (128, 96)}.get(head_v, (192, 128 if masked else 192))
-    by_head = {
-        96: (192, 128 if local or paged else 144),
-        128: (128, 128 if masked or paged else 176),
-        192: (128, 96 if local or paged else 128 if head_v <= 128 else 112),
+        return {512: (64, 64), 256: (128, 96)}.get(head_v, (192, 128 if is_masked else 192))
+    tiles = {
+        96: (192, 128 if is_local or is_paged else 144),
+        128: (128, 128 if is_masked or is_paged else 176),
+        192: (128, 96 if is_local or is_paged else 128 if head_v <= 128 else 112),
     }
-    return by_head.get(head, (128, 64 if local else 80))
+    return tiles.get(head, (128, 64 if is_local else 80))
 
 
-def _forward(query, key, value, call: HopperOptions) -> tuple[torch.Tensor, ...]:
+def run_forward(query, key, value, options: HopperOptions) -> tuple[torch.Tensor, ...]:
     """Return output and log of the sums, and for split keys the parts of both (mha_fwd)."""
     query, key = last_contiguous(query), last_contiguous(key)
     if value.stride(-1) != 1 and value.stride(-3) != 1:
         value = value.contiguous()
-    sizes = _Sizes.of(query, key, value, call)
-    halves = query.dtype if query.dtype != torch.float8_e4m3fn else torch.bfloat16
-    out = query.new_empty((*query.shape[:-1], sizes.head_v), dtype=halves)
-    rows = (sizes.batch, sizes.heads, sizes.queries) if call.cu_seqlens_q is None else (sizes.heads, query.shape[0])
+    sizes, varies = _Sizes(query, key, value, options), options.has_varying_lengths
+    dtype = query.dtype if query.dtype != torch.float8_e4m3fn else torch.bfloat16
+    out = query.new_empty((*query.shape[:-1], sizes.head_v), dtype=dtype)
+    rows = (sizes.batch, sizes.heads, sizes.queries) if options.cu_seqlens_q is None else (sizes.heads, query.shape[0])
     sums = query.new_empty(rows, dtype=torch.float32)
-    splits = call.splits if call.splits > 0 else _splits(sizes, call, query.element_size())
-    dynamic = call.varies and sizes.batch <= _MOST_SPLIT_BATCH
-    causal, local = _masks(call, sizes)
-    counts = ((causal or local) and splits == 1) or call.varies
-    if _arch() < 90:
-        counts = (causal and not call.varies) or (call.varies and splits > 1)
+    splits = options.num_splits if options.num_splits > 0 else _choose_num_splits(sizes, options, query.element_size())
+    has_dynamic_splits = varies and sizes.batch <= _MAX_DYNAMIC_SPLIT_BATCH
+    has_counter = ((sizes.is_causal or sizes.is_local) and splits == 1) or varies
+    if _get_arch() < 90:
+        has_counter = (sizes.is_causal and not varies) or (varies and splits > 1)
     metadata = None
-    if (counts or dynamic) and call.scheduler_metadata is None:
-        metadata = query.new_empty(int(counts) + int(dynamic) * sizes.batch, dtype=torch.int32)
+    if (has_counter or has_dynamic_splits) and options.scheduler_metadata is None:
+        metadata = query.new_empty(int(has_counter) + int(has_dynamic_splits) * sizes.batch, dtype=torch.int32)
     if splits <= 1:
         del metadata
         return out, sums
@@ -160,44 +150,43 @@ def _forward(query, key, value, call: HopperOptions) -> tuple[torch.Tensor, ...]
     return out, sums, parts, query.new_empty((splits, *rows), dtype=torch.float32)
 
 
-def _backward_tile(arch: int, head: int, causal: bool, local: bool, softcap: float) -> tuple[int, int]:
+def _get_backward_tile(head: int, sizes: _Sizes, softcap: float) -> tuple[int, int]:
     """Return rows and columns of a thread block's tile in the backward (mha_bwd, kBlockM and kBlockN)."""
+    arch = _get_arch()
     if arch >= 90:
         if head <= 64:
-            rows = 96 if causal and softcap > 0 else 128
+            rows = 96 if sizes.is_causal and softcap > 0 else 128
         else:
-            rows = 80 if 96 < head <= 128 and not (causal or local or softcap > 0) else 64
+            rows = 80 if 96 < head <= 128 and not (sizes.is_causal or sizes.is_local or softcap > 0) else 64
         return rows, 128 if head <= 128 else 96 if head <= 192 else 80
     if arch in (86, 89):
         return 64 if head <= 192 else 32, 128 if head <= 96 else 96 if head <= 128 else 64
     return 128 if head <= 64 else 64, 128 if head <= 128 else 80 if head <= 192 else 64
 
 
-def _backward(gradient, query, key, value, out, call: HopperOptions) -> None:
+def allocate_backward_scratch(gradient, query, key, value, out, options: HopperOptions) -> None:
     """Allocate the scratch of mha_bwd: two row sums, the float32 accumulator of the queries' gradient, and, if heads
     share keys and values, the accumulators of their gradients."""
     gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
-    sizes = _Sizes.of(query, key, value, call)
-    head = _rounded_head(max(sizes.head, sizes.head_v))
-    causal, local = _masks(call, sizes)
-    rows, columns = _backward_tile(_arch(), head, causal, local, call.softcap)
-    if call.varies:
-        tokens = query.shape[0] if call.cu_seqlens_q is not None else sizes.batch * sizes.queries
-        others = key.shape[0] if call.cu_seqlens_k is not None else sizes.batch * sizes.keys
-        lines: tuple[int, ...] = (sizes.heads, round_up(tokens + sizes.batch * rows, rows))
-        key_lines: tuple[int, ...] = (sizes.shared, round_up(others + sizes.batch * columns, columns))
+    sizes = _Sizes(query, key, value, options)
+    head = _round_head_size(max(sizes.head, sizes.head_v))
+    rows, columns = _get_backward_tile(head, sizes, options.softcap)
+    if options.has_varying_lengths:
+        queries = query.shape[0] if options.cu_seqlens_q is not None else sizes.batch * sizes.queries
+        keys = key.shape[0] if options.cu_seqlens_k is not None else sizes.batch * sizes.keys
+        query_shape: tuple[int, ...] = (sizes.heads, round_up(queries + sizes.batch * rows, rows))
+        key_shape: tuple[int, ...] = (sizes.key_heads, round_up(keys + sizes.batch * columns, columns))
     else:
-        lines = (sizes.batch, sizes.heads, round_up(sizes.queries, rows))
-        key_lines = (sizes.batch, sizes.shared, round_up(sizes.keys, columns))
-    scratch = [query.new_empty(lines, dtype=torch.float32) for _ in range(2)]
-    scratch.append(query.new_empty((*lines, head), dtype=torch.float32))
-    if sizes.shared != sizes.heads:
-        scratch += [query.new_zeros((*key_lines, head), dtype=torch.float32) for _ in range(2)]
-    blocks = (-(-sizes.queries // rows), sizes.batch, sizes.heads)
-    scratch.append(query.new_empty(blocks, dtype=torch.int32))
-    if sizes.shared != sizes.heads and call.deterministic:
-        of_keys = (-(-sizes.keys // columns), sizes.batch, sizes.shared)
-        locks = [query.new_empty(of_keys, dtype=torch.int32) for _ in range(2)]
+        query_shape = (sizes.batch, sizes.heads, round_up(sizes.queries, rows))
+        key_shape = (sizes.batch, sizes.key_heads, round_up(sizes.keys, columns))
+    scratch = [query.new_empty(query_shape, dtype=torch.float32) for _ in range(2)]
+    scratch.append(query.new_empty((*query_shape, head), dtype=torch.float32))
+    if sizes.key_heads != sizes.heads:
+        scratch += [query.new_zeros((*key_shape, head), dtype=torch.float32) for _ in range(2)]
+    scratch.append(query.new_empty((-(-sizes.queries // rows), sizes.batch, sizes.heads), dtype=torch.int32))
+    if sizes.key_heads != sizes.heads and options.deterministic:
+        blocks = (-(-sizes.keys // columns), sizes.batch, sizes.key_heads)
+        locks = [query.new_empty(blocks, dtype=torch.int32) for _ in range(2)]
         del locks
     del scratch
 
@@ -208,7 +197,7 @@ def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
     refuse(name, {f"attention_chunk={attention_chunk}": attention_chunk})
     check_on_gpu(name, *tensors)
     dtype, head = tensors[0].dtype, tensors[0].shape[-1]
-    if _arch() < 80:
+    if _get_arch() < 80:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
         raise RuntimeError("FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
@@ -223,68 +212,70 @@ def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
         require("varlen" in name or query.dim() == 4, name, "queries of 4 dimensions")
 
 
-def _call(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], call: HopperOptions, heads: int = 0):
+def _attend(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], options: HopperOptions, heads: int = 0):
     """Run one call; saves queries, keys, values, the output, its sums, and the tensors of sequence bounds."""
     _check(f"{_NAME}.{name}", attention_chunk, *inputs)
-    number, packed = len(inputs), inputs[0].shape
+    packed_shape = inputs[0].shape if len(inputs) == 1 else None
 
     def unpack(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if len(tensors) == 3:
             return tensors
         if tensors[0].dim() == 5:
             return tensors[0].unbind(-3)
-        shared = (tensors[0].shape[2] - heads) // 2
-        return tensors[0].split([heads, shared, shared], dim=-2)
+        key_heads = (tensors[0].shape[2] - heads) // 2
+        return tensors[0].split([heads, key_heads, key_heads], dim=-2)
 
     def forward(*tensors: torch.Tensor):
         query, key, value = unpack(tensors)
-        out, sums = _forward(query, key, value, call)[:2]
-        return out, (query, key, value, out, sums, call.cu_seqlens_q, call.cu_seqlens_k, *call.others[:2])
+        out, sums = run_forward(query, key, value, options)[:2]
+        bounds = (options.cu_seqlens_q, options.cu_seqlens_k, *options.used_lengths[:2])
+        return out, (query, key, value, out, sums, *bounds)
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor):
         query, key, value, out = saved[:4]
-        if number == 3:
-            made: tuple[torch.Tensor, ...] = tuple(map(torch.empty_like, (query, key, value)))
-        else:
-            made = (query.new_empty(packed),)
-        _backward(gradient, query, key, value, out, call)
-        return made
+        gradients = (
+            tuple(map(torch.empty_like, (query, key, value)))
+            if packed_shape is None
+            else (query.new_empty(packed_shape),)
+        )
+        allocate_backward_scratch(gradient, query, key, value, out, options)
+        return gradients
 
     return kernel(forward, backward, *inputs)
 
 
-@_public
+@_register
 def flash_attn_func(
     q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
     """Attend, with [batch, tokens, heads, size] each: the output, row sums, scheduler metadata, accumulators."""
-    call = HopperOptions(causal, window_size, softcap, num_splits, deterministic)
-    return _call("flash_attn_func", attention_chunk, (q, k, v), call)
+    options = HopperOptions(causal, window_size, softcap, num_splits, deterministic)
+    return _attend("flash_attn_func", attention_chunk, (q, k, v), options)
 
 
-@_public
+@_register
 def flash_attn_qkvpacked_func(
     qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
 ):  # fmt: skip
     """Attend, with all three as [batch, tokens, 3, heads, size] or concatenated along heads: one gradient."""
-    call = HopperOptions(causal, window_size, softcap, 1, deterministic)
-    return _call("flash_attn_qkvpacked_func", attention_chunk, (qkv,), call, num_heads_q or 0)
+    options = HopperOptions(causal, window_size, softcap, 1, deterministic)
+    return _attend("flash_attn_qkvpacked_func", attention_chunk, (qkv,), options, num_heads_q or 0)
 
 
-@_public
+@_register
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
     causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
     softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
     """Attend as flash_attn_func, with [tokens, heads, size] each."""
-    call = HopperOptions(
+    options = HopperOptions(
         causal, window_size, softcap, num_splits, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, others=(seqused_q, seqused_k),
+        max_seqlen_k, used_lengths=(seqused_q, seqused_k),
     )  # fmt: skip
-    return _call("flash_attn_varlen_func", attention_chunk, (q, k, v), call)
+    return _attend("flash_attn_varlen_func", attention_chunk, (q, k, v), options)
 
 
 @register_in(_NAME, source=_SOURCE)
@@ -297,15 +288,14 @@ def flash_attn_with_kvcache(
 ):  # fmt: skip
     """Attend with a cache that is filled in place; no backward exists."""
     _check(f"{_NAME}.flash_attn_with_kvcache", attention_chunk, q, k_cache)
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
-    call = HopperOptions(
+    cache_seqlens = fill_cache_lengths(cache_seqlens, k_cache)
+    options = HopperOptions(
         causal, window_size, softcap, num_splits, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        page_table=page_table, others=(None, cache_seqlens, cache_leftpad), scheduler_metadata=scheduler_metadata,
+        page_table=page_table, used_lengths=(None, cache_seqlens, cache_leftpad), scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
     new = [last_contiguous(tensor) for tensor in (k, v)]
     if k is not None:
         mark_written(k_cache, v_cache)
-    made = _forward(q, k_cache, v_cache, call)
+    outputs = run_forward(q, k_cache, v_cache, options)
     del new
-    return made if return_softmax_lse else made[0]
+    return outputs if return_softmax_lse else outputs[0]

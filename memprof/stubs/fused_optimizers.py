@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-CHUNK = 2048 * 32
+CHUNK_SIZE = 2048 * 32  # elements
 
 
 class MultiTensorApply:
-    """Call a kernel with a chunk size."""
+    """A callable that calls a kernel with a chunk size."""
 
     def __init__(self, chunk_size):
         self.chunk_size = chunk_size
@@ -25,33 +25,32 @@ class FusedOptimizer(Optimizer):
     """An optimizer with one kernel for all parameters of a dtype."""
 
     set_grad_none: bool
-    sparse = "Apex's optimizers do not support sparse gradients"
-    other_dtype = "this optimizer of Apex does not support {}"
+    sparse_error = "Apex's optimizers do not support sparse gradients"
+    dtype_error = "this optimizer of Apex does not support {}"
 
     def zero_grad(self) -> None:  # type: ignore[override]
         """Set gradients to None or to zeros."""
         super().zero_grad(set_to_none=self.set_grad_none)
 
-    def _with_gradients(self, group: dict[str, Any], dtypes: tuple[torch.dtype, ...] = ()) -> Iterable[torch.Tensor]:
+    def _iter_updated(self, group: dict[str, Any], dtypes: tuple[torch.dtype, ...] = ()) -> Iterable[torch.Tensor]:
         for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise RuntimeError(self.sparse)
-            if dtypes and parameter.dtype not in dtypes:
-                raise RuntimeError(self.other_dtype.format(parameter.dtype))
-            yield parameter
+            if parameter.grad is not None:
+                if parameter.grad.is_sparse:
+                    raise RuntimeError(self.sparse_error)
+                if dtypes and parameter.dtype not in dtypes:
+                    raise RuntimeError(self.dtype_error.format(parameter.dtype))
+                yield parameter
 
-    def _by_dtype(self, rows: Iterable[tuple[Any, ...]], dtypes: tuple[torch.dtype, ...]) -> list[list[Any]]:
+    def _group_by_dtype(self, rows: Iterable[tuple[Any, ...]], dtypes: tuple[torch.dtype, ...]) -> list[list[Any]]:
         """Return lists of (gradient, parameter, states ...), transposed, for each dtype of parameters."""
         found: dict[torch.dtype, list[Any]] = {}
         for row in rows:
             if row[1].dtype not in dtypes:
-                raise RuntimeError(self.other_dtype.format(row[1].dtype))
+                raise RuntimeError(self.dtype_error.format(row[1].dtype))
             found.setdefault(row[1].dtype, []).append(row)
         return [list(map(list, zip(*found[dtype], strict=True))) for dtype in dtypes if dtype in found]
 
-    def _refuse_arguments(self, *given: Any) -> None:
+    def _refuse_arguments(self, *arguments: Any) -> None:
         """Raise RuntimeError for legacy arguments of `step`, from before gradients were stored in the parameters."""
-        if any(one is not None for one in given):
+        if any(argument is not None for argument in arguments):
             raise RuntimeError("FusedAdam has been updated: call step() with no arguments.")

@@ -56,9 +56,9 @@ class HubKernels(Extension):
             yield module, "get_gguf_kernel", _return_and_assume(_GGUF_KERNELS, _GGUF, assume)
             yield module, "_gguf_kernel", _GGUF_KERNELS
         elif name == "quantizer_mxfp4":
-            for asks in ("is_kernels_available", "is_triton_available"):
-                if hasattr(module, asks):
-                    yield module, asks, lambda *args, **kwargs: True
+            for check in ("is_kernels_available", "is_triton_available"):
+                if hasattr(module, check):
+                    yield module, check, lambda *args, **kwargs: True
         elif hasattr(module, "get_kernel"):  # older releases of transformers fetch no kernels for experts
             yield module, "get_kernel", _wrap_get_kernel(module.get_kernel, assume)
 
@@ -73,16 +73,16 @@ def _wrap_get_kernel(fetch: Callable[..., Any], assume: Callable[[str], None]) -
     return get_kernel
 
 
-def _return_and_assume(kernels: Any, sentence: str, assume: Callable[[str], None]) -> Callable[[], Any]:
-    def call() -> Any:
-        assume(sentence)
+def _return_and_assume(kernels: Any, assumption: str, assume: Callable[[str], None]) -> Callable[[], Any]:
+    def get_kernels() -> Any:
+        assume(assumption)
         return kernels
 
-    return call
+    return get_kernels
 
 
 def _matmul(
-    a: torch.Tensor, b: torch.Tensor, scales: Any, block_size: Any, output_dtype: Any = None, *of: Any, **named: Any
+    a: torch.Tensor, b: torch.Tensor, scales: Any, block_size: Any, output_dtype: Any = None, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Return the product (matmul.py): the kernel quantizes blocks; with one scale per weight, rows come first."""
     rows = scale = None
@@ -94,61 +94,61 @@ def _matmul(
     return result
 
 
-def _batched_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **rest: Any) -> torch.Tensor:
-    return _matmul(a, b, scales, rest.get("block_size"), a.dtype)
+def _batched_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **options: Any) -> torch.Tensor:
+    return _matmul(a, b, scales, options.get("block_size"), a.dtype)
 
 
-def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """Return the products of all experts, and count their tiles (grouped.py)."""
-    tiles = rest["tokens_per_expert"].cumsum(0, dtype=torch.int32)
-    result = _batched_matmul(a, b, scales, **rest)
+def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the products of all experts; scratch: the sums of the tiles' numbers (grouped.py)."""
+    tiles = options["tokens_per_expert"].cumsum(0, dtype=torch.int32)
+    result = _batched_matmul(a, b, scales, **options)
     del tiles
     return result
 
 
 # Functions that allocate results alone; products are float32 (integrations/gguf/utils.py, GgufLinear.forward).
 _GGUF_KERNELS = SimpleNamespace(
-    mul_mat_vec=lambda weight, x, kind, columns: x.new_empty((x.shape[0], columns), dtype=torch.float32),
-    mul_mat_id=lambda weight, x, ids, kind, columns: x.new_empty((*ids.shape, columns), dtype=torch.float32),
-    dequantize=lambda weight, kind, rows, columns, dtype: weight.new_empty((rows, columns), dtype=dtype),
-    get_rows=lambda weight, ids, kind, columns, dtype: weight.new_empty((ids.numel(), columns), dtype=dtype),
+    mul_mat_vec=lambda weight, x, type, columns: x.new_empty((x.shape[0], columns), dtype=torch.float32),
+    mul_mat_id=lambda weight, x, ids, type, columns: x.new_empty((*ids.shape, columns), dtype=torch.float32),
+    dequantize=lambda weight, type, rows, columns, dtype: weight.new_empty((rows, columns), dtype=dtype),
+    get_rows=lambda weight, ids, type, columns, dtype: weight.new_empty((ids.numel(), columns), dtype=dtype),
     gemv_types=_GGUF_TYPES,
     supports=_GGUF_TYPES.__contains__,
 )
 
 
-class _Strided:
+class _StridedLayout:
     """The layout of a weight without changes (tensor_details/layout.py)."""
 
 
-class _HopperValues:
+class _HopperLayout:
     """The layout of hopper_value.py: tiles of 64 x 64 bytes in the matrix unit's order; both dimensions are padded."""
 
 
-def _weight(data: torch.Tensor, dtype: Any = None) -> Any:
+def _wrap_weight(data: torch.Tensor, dtype: Any = None) -> Any:
     """Return a weight (tensor.py, Tensor): a tensor's bytes in some layout; transformers overwrites its shape."""
     return SimpleNamespace(data=data, shape=data.shape, device=data.device)
 
 
-def _default_layout(mx_axis: int) -> tuple[type, dict[str, Any]]:
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    return (_HopperValues, {"mx_axis": mx_axis}) if hopper else (_Strided, {})
+def _choose_layout(mx_axis: int) -> tuple[type, dict[str, Any]]:
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    return (_HopperLayout, {"mx_axis": mx_axis}) if is_hopper else (_StridedLayout, {})
 
 
 def _convert_layout(weight: Any, layout: type, **options: Any) -> Any:
     """Return the weight in another layout. Hopper's takes a padded copy, a copy in tile order, and, as bits are
     interleaved four bytes at a time, 32-bit integers of which six are live at once."""
-    if layout is not _HopperValues:
-        return _weight(weight.data)
+    if layout is not _HopperLayout:
+        return _wrap_weight(weight.data)
     data = weight.data.transpose(-1, -2)
     rows, columns = data.shape[-2:]
     data = torch.nn.functional.pad(data, (0, -columns % _HOPPER_TILE, 0, -rows % _HOPPER_TILE))
     data = data.clone()
     integers = [data.new_empty(data.numel() // 4, dtype=torch.int32) for _ in range(6)]
-    return _weight(integers[0].view(torch.uint8))
+    return _wrap_weight(integers[0].view(torch.uint8))
 
 
-def _routing(logits: torch.Tensor, experts_per_token: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+def _route(logits: torch.Tensor, experts_per_token: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
     """Return the routing data and the orders in which experts' tokens are read and written (routing.py)."""
     tokens, experts = logits.shape
     gates = tokens * experts_per_token
@@ -157,7 +157,7 @@ def _routing(logits: torch.Tensor, experts_per_token: int, *args: Any, **kwargs:
     bits = logits.new_empty(((experts + 31) // 32, -(-tokens // 32) * 32), dtype=torch.int32)
     histogram = logits.new_empty(experts, dtype=torch.int32)
     partial = logits.new_empty((-(-tokens // 32), experts), dtype=torch.int32)
-    data = _routing_tables(histogram, experts, gates)
+    data = _make_routing_tables(histogram, experts, gates)
     indices = logits.new_empty(2 * gates, dtype=torch.int32)
     scales = logits.new_empty(gates)
     del scores, chosen, bits, partial
@@ -166,7 +166,7 @@ def _routing(logits: torch.Tensor, experts_per_token: int, *args: Any, **kwargs:
     return routing, _Indices(combine, dispatch), _Indices(dispatch, combine)
 
 
-def _routing_tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
+def _make_routing_tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
     """Return the offsets of each expert's tokens, and each tile's expert, for each tile size (compute_expt_data)."""
     max_tiles = gates if gates <= experts else experts - 1 + -(-(gates - experts + 1) // _BLOCK_SIZES[0])
     offsets = histogram.new_empty((len(_BLOCK_SIZES) + 1, -(-(experts + 1) // 512) * 512), dtype=torch.int32)
@@ -174,6 +174,8 @@ def _routing_tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
 
 
 class _Indices(NamedTuple):
+    """The orders in which tokens are read and written."""
+
     src_indx: torch.Tensor
     dst_indx: torch.Tensor
 
@@ -202,16 +204,16 @@ _TRITON_KERNELS = SimpleNamespace(
     ),
     swiglu=SimpleNamespace(swiglu_fn=None),
     routing=SimpleNamespace(
-        routing=_routing,
+        routing=_route,
         GatherIndx=_Indices,
         ScatterIndx=_Indices,
         RoutingData=lambda scales, histogram, total, experts_per_token, data: SimpleNamespace(
             gate_scal=scales, n_expts_act=experts_per_token, expt_data=data
         ),
-        compute_expt_data_torch=_routing_tables,
+        compute_expt_data_torch=_make_routing_tables,
     ),
-    tensor=SimpleNamespace(FP4=None, convert_layout=_convert_layout, wrap_torch_tensor=_weight),
+    tensor=SimpleNamespace(FP4=None, convert_layout=_convert_layout, wrap_torch_tensor=_wrap_weight),
     tensor_details=SimpleNamespace(
-        layout=SimpleNamespace(StridedLayout=_Strided, make_default_matmul_mxfp4_w_layout=_default_layout)
+        layout=SimpleNamespace(StridedLayout=_StridedLayout, make_default_matmul_mxfp4_w_layout=_choose_layout)
     ),
 )

@@ -24,9 +24,9 @@ _NAME = "memprof_stubs::call"
 class _TensorSource(NamedTuple):
     """The source of a tensor in a result: an argument, or an output of the operator."""
 
-    given: bool
-    number: int
-    view: tuple[Any, Any, int] | None  # its sizes, strides and offset in the source tensor; None: the whole tensor
+    is_input: bool
+    position: int  # among the arguments' or the outputs' tensors
+    view: tuple[Any, Any, int] | None  # sizes, strides and offset in the source tensor; None: the source tensor itself
 
 
 class _GraphCall:
@@ -40,54 +40,52 @@ class _GraphCall:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         leaves, self._spec = tree_flatten((cells, args))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._places_of = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._made: Any = None
-        self._result: list[Any] = []
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._tensor_indices = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._result_spec: Any = None
+        self._result_leaves: list[Any] = []
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Call the function on `tensors`; return its result's new tensors, each storage once (no aliases)."""
-        leaves = list(self._others)
-        for at, tensor in zip(self._places_of, tensors, strict=True):
+        leaves = list(self._leaves)
+        for at, tensor in zip(self._tensor_indices, tensors, strict=True):
             leaves[at] = tensor
         cells, args = tree_unflatten(leaves, self._spec)
         function = FunctionType(
             self._function.__code__, self._function.__globals__, closure=tuple(CellType(value) for value in cells)
         )
-        found, self._made = tree_flatten(function(*args))
-        new: dict[int, torch.Tensor] = {}
-        given = {_storage(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
-        for leaf in found:
-            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in given:
-                known = new.get(_storage(leaf))
-                if known is None or known.numel() < leaf.numel():
-                    new[_storage(leaf)] = leaf
-        numbers = {address: number for number, address in enumerate(new)}
-        self._result = []
-        for leaf in found:
-            if not isinstance(leaf, torch.Tensor):
-                self._result.append(leaf)
-                continue
-            address = _storage(leaf)
-            base = tensors[given[address]] if address in given else new[address]
-            index_of_same = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
-            is_given = address in given
-            number = (given[address] if index_of_same is None else index_of_same) if is_given else numbers[address]
-            whole = index_of_same is not None or leaf is base
-            view = None if whole else (tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
-            self._result.append(_TensorSource(is_given, number, view))
-        return list(new.values())
+        leaves, self._result_spec = tree_flatten(function(*args))
+        inputs = {_storage_key(tensor): tensor for tensor in reversed(tensors)}
+        outputs: dict[int, torch.Tensor] = {}  # the largest new tensor of each storage
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and (key := _storage_key(leaf)) not in inputs:
+                outputs[key] = max(outputs.get(key, leaf), leaf, key=torch.Tensor.numel)
+        new = list(outputs.values())
 
-    def result(self, made: list[torch.Tensor]) -> Any:
+        def find_source(leaf: torch.Tensor) -> _TensorSource:
+            is_input = (key := _storage_key(leaf)) in inputs
+            sources = tensors if is_input else new
+            for index, source in enumerate(sources):
+                if source is leaf:
+                    return _TensorSource(is_input, index, None)
+            base = inputs[key] if is_input else outputs[key]
+            index = next(index for index, source in enumerate(sources) if source is base)
+            view = (tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
+            return _TensorSource(is_input, index, view)
+
+        self._result_leaves = [find_source(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return new
+
+    def assemble_result(self, outputs: list[torch.Tensor]) -> Any:
         """Return the function's result, assembled from the operator's outputs."""
 
-        def leaf(place: Any) -> Any:
-            if not isinstance(place, _TensorSource):
-                return place
-            tensor = (self.tensors if place.given else made)[place.number]
-            return tensor if place.view is None else torch.as_strided(tensor, *place.view)
+        def get_leaf(source: Any) -> Any:
+            if not isinstance(source, _TensorSource):
+                return source
+            tensor = (self.tensors if source.is_input else outputs)[source.position]
+            return tensor if source.view is None else torch.as_strided(tensor, *source.view)
 
-        return tree_unflatten([leaf(place) for place in self._result], self._made)
+        return tree_unflatten([get_leaf(source) for source in self._result_leaves], self._result_spec)
 
 
 _calls: list[_GraphCall] = []  # by the number that the graph passes to the operator
@@ -95,7 +93,7 @@ _functions: list[Any] = []  # functions that are one operator of a graph
 _operator: Any = None
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -107,11 +105,11 @@ def is_traced(values: Iterable[Any]) -> bool:
     return any(isinstance(value, functional) for value in values)
 
 
-def called(function: Any, *args: Any) -> Any:
+def call_in_graph(function: Any, *args: Any) -> Any:
     """Call `function`, which makes new tensors and writes into none, as one operator of the graph that is traced."""
     call = _GraphCall(function, args)
     _calls.append(call)
-    return call.result(_get_operator()(len(_calls) - 1, call.tensors))
+    return call.assemble_result(_get_operator()(len(_calls) - 1, call.tensors))
 
 
 def _get_operator() -> Any:
@@ -127,20 +125,20 @@ def _get_operator() -> Any:
     return _operator
 
 
-def forget() -> None:
-    """Forget the graphs of this run, which are not called any more."""
+def clear_calls() -> None:
+    """Discard the calls of this run's graphs, which are not run any more."""
     _calls.clear()
 
 
-def keep(function: Any) -> None:
+def allow(function: Any) -> None:
     """Register `function` as one operator of a graph."""
     _functions.append(function)
     if dynamo.allow_in_graph.is_imported():
         torch.compiler.allow_in_graph(function)
 
 
-def prepare() -> Iterator[Patch]:
-    """Register the functions kept so far with dynamo, once dynamo is imported; no patch is yielded."""
+def register_with_dynamo() -> Iterator[Patch]:
+    """Register the functions of `allow` with dynamo, once dynamo is imported; no patch is yielded."""
     for function in _functions:
         torch.compiler.allow_in_graph(function)
     yield from ()

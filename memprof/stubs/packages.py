@@ -20,32 +20,31 @@ class Package:
     version: str  # the release whose allocations the stub has
     source: str  # source of the stub, as REPOSITORY@TAG
     stub_module: str = ""  # module in memprof/stubs; empty: that of `name`
-    for_libraries: bool = True  # whether libraries find the stub too, once the program has chosen the package
 
 
-_FLASH = "Dao-AILab/flash-attention@"
+_FLASH_REPOSITORY = "Dao-AILab/flash-attention@"
 
 
-def _flash_extension(name: str, version: str, source: str) -> Package:
+def _make_flash_extension(name: str, version: str, source: str) -> Package:
     """Return an extension module that flash-attention's repository builds in addition to the package."""
-    return Package(name, name.replace("_", "-"), version, _FLASH + source, "flash_attn")
+    return Package(name, name.replace("_", "-"), version, _FLASH_REPOSITORY + source, "flash_attn")
 
 
 PACKAGES = {
     package.name: package
     for package in (
-        Package("flash_attn", "flash-attn", "2.8.3", f"{_FLASH}v2.8.3"),
-        _flash_extension("dropout_layer_norm", "0.1", "v2.8.3:csrc/layer_norm/ln_api.cpp"),
-        _flash_extension("fused_dense_lib", "0.0.0", "v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"),
-        _flash_extension("rotary_emb", "0.1", "v2.8.2:csrc/rotary/rotary.cpp"),
-        _flash_extension("xentropy_cuda_lib", "0.1", "v2.8.2:csrc/xentropy/interface.cpp"),
+        Package("flash_attn", "flash-attn", "2.8.3", f"{_FLASH_REPOSITORY}v2.8.3"),
+        _make_flash_extension("dropout_layer_norm", "0.1", "v2.8.3:csrc/layer_norm/ln_api.cpp"),
+        _make_flash_extension("fused_dense_lib", "0.0.0", "v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"),
+        _make_flash_extension("rotary_emb", "0.1", "v2.8.2:csrc/rotary/rotary.cpp"),
+        _make_flash_extension("xentropy_cuda_lib", "0.1", "v2.8.2:csrc/xentropy/interface.cpp"),
         Package("amp_C", "apex", "0.1", "NVIDIA/apex@25.05:csrc/amp_C_frontend.cpp", "apex"),
         Package("apex", "apex", "0.1", "NVIDIA/apex@25.05"),
-        Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", f"{_FLASH}v2.8.3:hopper"),
+        Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", f"{_FLASH_REPOSITORY}v2.8.3:hopper"),
         Package("causal_conv1d", "causal-conv1d", "1.6.1", "Dao-AILab/causal-conv1d@v1.6.1.post4"),
-        Package("deepspeed", "deepspeed", "0.19.5", "deepspeedai/DeepSpeed@v0.19.5:deepspeed", for_libraries=False),
+        Package("deepspeed", "deepspeed", "0.19.5", "deepspeedai/DeepSpeed@v0.19.5:deepspeed"),
         Package("flashinfer", "flashinfer-python", "0.6.17", "flashinfer-ai/flashinfer@v0.6.17:flashinfer"),
-        Package("kernels", "kernels", "0.17.2", "huggingface/kernels@v0.17.2:src/kernels", "hub", for_libraries=False),
+        Package("kernels", "kernels", "0.17.2", "huggingface/kernels@v0.17.2:src/kernels", "hub"),
         Package("mamba_ssm", "mamba-ssm", "2.3.2.post1", "state-spaces/mamba@v2.3.2.post1"),
         Package("torch_cluster", "torch-cluster", "1.6.3", "rusty1s/pytorch_cluster@1.6.3"),
         Package("torch_scatter", "torch-scatter", "2.1.2", "rusty1s/pytorch_scatter@2.1.2"),
@@ -53,6 +52,8 @@ PACKAGES = {
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )
 }
+# Packages whose stubs libraries do not find, even after the program has chosen the package.
+PROGRAM_ONLY = ("deepspeed", "kernels")
 # Packages whose Python code is installed, and whose compiled operators have stubs where they cannot be loaded.
 INSTALLED = (
     Package("torchaudio", "torchaudio", "2.11.0", "pytorch/audio@v2.11.0:src/libtorchaudio"),
@@ -66,7 +67,7 @@ WITHOUT_STUB = (
 )  # fmt: skip
 NO_STUBS_HINT = "(--no-stubs does without)."  # end of each stub's assumption
 # Entry points of packages with stubs of their own: NAME = MODULE, whose import registers the stubs.
-GROUP = "memprof.stubs"
+ENTRY_POINT_GROUP = "memprof.stubs"
 
 
 @functools.cache

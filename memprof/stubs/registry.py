@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from memprof.errors import MemprofError, UsageError
-from memprof.stubs import in_graph as graphs
-from memprof.stubs.packages import GROUP, PACKAGES, public_names
+from memprof.stubs import in_graph as compiled_graphs
+from memprof.stubs.packages import ENTRY_POINT_GROUP, PACKAGES, public_names
 
 _Object = TypeVar("_Object")
 
 
 class Stub(NamedTuple):
-    """The replacement of a name, and the source of its allocations."""
+    """The function or class that replaces a name, and the source of its allocations."""
 
     value: Any
     source: str
@@ -27,17 +27,17 @@ _modules: dict[str, dict[str, Stub]] = {}  # module -> name in it -> its replace
 
 
 def stub(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
-    """Let what follows, a function or a class, stand in for one that cannot be imported on this machine.
+    """Return a decorator that registers a function or a class in place of one that cannot be imported here.
 
-    While a program runs on a virtual GPU, `import package` finds what was registered, if the real package is not
+    While a program runs on a virtual GPU, `import package` finds the registered object, if the real package is not
     installed. The function is ordinary PyTorch: it returns tensors as the real one does, made by `torch.empty` and
-    its like, and what it makes and drops is counted too. `memprof.kernel` adds a backward.
+    the like, and its temporary tensors are counted too. `memprof.kernel` adds a backward.
 
     Args:
-        names: "package.module.name": all that it is called by.
-        source: where it can be read what the real one allocates, as "repository@tag:file".
-        in_graph: the real function is an operator that torch.compile keeps in a graph, and what follows is a function
-            that writes into no argument. Otherwise a graph ends before the call.
+        names: "package.module.name": all names of the real object.
+        source: the file that shows what the real object allocates, as "repository@tag:file".
+        in_graph: the real function is an operator that torch.compile keeps in a graph, and the decorated function
+            writes into no argument. Otherwise a graph ends before the call.
 
     Raises:
         UsageError: a name is taken, or has no module.
@@ -62,18 +62,16 @@ def stub(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object]
             module, _, attribute = name.rpartition(".")
             if not module or not attribute.isidentifier():
                 raise UsageError("a stub is for a name in a module", value=name, hint='as "package.module.name"')
-            others = _modules.setdefault(module, {})
-            if attribute in others:
-                raise UsageError(
-                    "two stubs for one name", value=name, hint=f"it has one, by {others[attribute].source}"
-                )
-            others[attribute] = Stub(value, source)
+            stubs = _modules.setdefault(module, {})
+            if attribute in stubs:
+                raise UsageError("two stubs for one name", value=name, hint=f"it has one, by {stubs[attribute].source}")
+            stubs[attribute] = Stub(value, source)
         if isinstance(value, type) or hasattr(value, "__code__"):
             value.__module__ = names[0].rpartition(".")[0]
         if hasattr(value, "__code__"):
             value.__name__ = names[0].rpartition(".")[2]  # type: ignore[attr-defined]
         if in_graph:
-            graphs.keep(value)
+            compiled_graphs.allow(value)
         return value
 
     return register
@@ -103,7 +101,7 @@ def has_stubs(package: str) -> bool:
 def modules(package: str) -> dict[str, dict[str, Stub]]:
     """Return the modules of a package that have stubs, by name, with their stubs."""
     _load(package)
-    return {name: held for name, held in _modules.items() if _is_in(name, package)}
+    return {name: stubs for name, stubs in _modules.items() if _is_in(name, package)}
 
 
 def has_module(name: str) -> bool:
@@ -114,8 +112,8 @@ def has_module(name: str) -> bool:
 
 
 def stubs_in(module: str) -> dict[str, Any]:
-    """Return the stubs for the names of a module."""
-    return {name: one.value for name, one in modules(module.partition(".")[0]).get(module, {}).items()}
+    """Return the functions and classes that replace the names of a module."""
+    return {name: stub.value for name, stub in modules(module.partition(".")[0]).get(module, {}).items()}
 
 
 def is_listed(module: str) -> bool:
@@ -142,7 +140,7 @@ def _load(package: str) -> bool:
                 raise MemprofError(
                     f"the stubs for {package} cannot be loaded",
                     value=f"{entry.value}: {error}",
-                    hint=f"they are an entry point ({GROUP}) of an installed package",
+                    hint=f"they are an entry point ({ENTRY_POINT_GROUP}) of an installed package",
                 ) from error
             return True
     return False
@@ -151,7 +149,7 @@ def _load(package: str) -> bool:
 @functools.cache
 def _find_entry_points(*path: str) -> importlib.metadata.EntryPoints:
     """Return the entry points for stubs in installed distributions; reads a file of each distribution."""
-    return importlib.metadata.entry_points(group=GROUP)
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
 def _is_in(module: str, package: str) -> bool:

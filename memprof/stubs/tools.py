@@ -13,48 +13,52 @@ from memprof.stubs import in_graph
 from memprof.virtual import limits
 
 HALF = (torch.float16, torch.bfloat16)
-_Kept = TypeVar("_Kept")
+_Object = TypeVar("_Object")
 _Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
-_used: Callable[[str], None] | None = None
-_written: Callable[[torch.Tensor], None] | None = None
-_takes: Callable[[int, str], None] | None = None
-_tuned: set[tuple[str, Any]] = set()
-_kept: dict[Any, Any] = {}
-_ends = ExitStack()
+_note_call: Callable[[str], None] | None = None
+_note_write: Callable[[torch.Tensor], None] | None = None
+_keep_workspace: Callable[[int, str], None] | None = None
+_autotuned: set[tuple[str, Any]] = set()  # Triton kernels with the keys of their launches
+_run_objects: dict[Any, Any] = {}
+_cleanup = ExitStack()
 FLUSHED_BYTES = 256 * 1024 * 1024
+_HINT = "install the package, or add a stub (memprof help stubs); --no-stubs does without all"
+_READ_BY_INSPECT = "_partialmethod"  # read by inspect.signature, which does not use the stub
 
 
 @contextmanager
-def active(
-    used: Callable[[str], None], written: Callable[[torch.Tensor], None], takes: Callable[[int, str], None]
+def activate(
+    note_call: Callable[[str], None],
+    note_write: Callable[[torch.Tensor], None],
+    keep_workspace: Callable[[int, str], None],
 ) -> Iterator[None]:
-    """Context manager: stubs may be called. `used` is called with the package of each, `written` with tensors written
-    in place, `takes` with the workspaces that stubs keep."""
-    global _used, _written, _takes
-    _used, _written, _takes = used, written, takes
+    """Context manager: stubs may be called. `note_call` is called with a stub's package at each call, `note_write` with
+    tensors written in place, `keep_workspace` with bytes and name of each workspace that a stub keeps."""
+    global _note_call, _note_write, _keep_workspace
+    _note_call, _note_write, _keep_workspace = note_call, note_write, keep_workspace
     try:
         yield
     finally:
-        _ends.close()
-        _used = _written = _takes = None
-        _tuned.clear()
-        _kept.clear()
-        in_graph.forget()
+        _cleanup.close()
+        _note_call = _note_write = _keep_workspace = None
+        _autotuned.clear()
+        _run_objects.clear()
+        in_graph.clear_calls()
 
 
 def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
-    """Call a kernel of another library that has a backward of its own, by what both allocate.
+    """Call functions that allocate as the forward and the backward of another library's kernel do.
 
-    What a function makes and does not return is freed on return, as a kernel's scratch does.
+    Tensors that a function allocates and does not return are freed on return, as a kernel's scratch memory is.
 
     Args:
-        forward: given `inputs`, gives the outputs (a tensor or a tuple) and what is saved for the backward (a tuple).
-        backward: given what was saved and the gradients of the outputs, gives those of `inputs` (None for what has
-            none). A tensor that the function holds otherwise lives on after it, as long as what is computed of the
-            outputs. None: the kernel has no backward.
-        inputs: tensors, and anything else.
+        forward: called with `inputs`; returns the outputs (a tensor or a tuple) and the tensors to save (a tuple).
+        backward: called with the saved tensors and the gradients of the outputs; returns the gradients of `inputs`
+            (None for an input without one). A tensor in its closure lives as long as the graph of the outputs.
+            None: the kernel has no backward.
+        inputs: tensors, and other values.
 
     Example:
         def forward(x, weight):
@@ -76,12 +80,12 @@ def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
-        outputs, saved = in_graph.called(forward, *inputs) if in_graph.is_traced(inputs) else forward(*inputs)
+        outputs, saved = in_graph.call_in_graph(forward, *inputs) if in_graph.is_traced(inputs) else forward(*inputs)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*saved)
         ctx.run = backward
-        made = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.mark_non_differentiable(*(tensor for tensor in made if not tensor.dtype.is_floating_point))
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.dtype.is_floating_point))
         return outputs
 
     @staticmethod
@@ -89,14 +93,14 @@ class _Kernel(torch.autograd.Function):
         if ctx.run is None:
             raise RuntimeError("this kernel has no backward")
         if in_graph.is_traced(gradients):
-            return None, None, *in_graph.called(ctx.run, ctx.saved_tensors, *gradients)
+            return None, None, *in_graph.call_in_graph(ctx.run, ctx.saved_tensors, *gradients)
         return None, None, *ctx.run(ctx.saved_tensors, *gradients)
 
 
 def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
     """Check a stub's call: `name`, "package.function", on these tensors. Raises RuntimeError: a tensor is not on a GPU
     (an error in the real package too); MemprofError: no virtual GPU is active."""
-    if _used is None:
+    if _note_call is None:
         raise MemprofError(
             f"{name} is memprof's stub, and no virtual GPU is active",
             hint="it has no numbers: call it inside memprof.virtual_gpu or memprof run, or install the package",
@@ -104,13 +108,13 @@ def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "cuda":
             raise RuntimeError(f"{name}: expected a tensor on CUDA, got one on {tensor.device}")
-    _used(name.partition(".")[0])
+    _note_call(name.partition(".")[0])
 
 
-def require(holds: bool, name: str, what: str) -> None:
-    """Raise RuntimeError with `name` and `what` unless `holds`, where the real function raises an error too."""
-    if not holds:
-        raise RuntimeError(f"{name} expects {what}")
+def require(condition: bool, name: str, requirement: str) -> None:
+    """Raise RuntimeError, as the real function `name` does, unless `condition` holds."""
+    if not condition:
+        raise RuntimeError(f"{name} expects {requirement}")
 
 
 def last_contiguous(tensor: Any) -> Any:
@@ -118,9 +122,9 @@ def last_contiguous(tensor: Any) -> Any:
     return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
 
 
-def autocast_dtype(otherwise: torch.dtype) -> torch.dtype:
-    """Return the dtype that autocast casts to on a GPU, or `otherwise` without autocast."""
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else otherwise
+def autocast_dtype(default: torch.dtype) -> torch.dtype:
+    """Return the dtype that autocast casts to on a GPU, or `default` without autocast."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else default
 
 
 def num_multiprocessors() -> int:
@@ -130,51 +134,50 @@ def num_multiprocessors() -> int:
 
 def mark_written(*tensors: torch.Tensor) -> None:
     """Note that a kernel has written these tensors in place, so that their values are unknown."""
-    if _written is not None:
+    if _note_write is not None:
         for tensor in tensors:
-            _written(tensor)
+            _note_write(tensor)
 
 
 def reserve_workspace(name: str, num_bytes: int) -> None:
     """Allocate a package's workspace, with this name in reports, at its first call on a GPU; kept for the run."""
     key = ("workspace", name, torch.cuda.current_device())
-    if key not in _kept and _takes is not None:
-        _kept[key] = None
-        _takes(num_bytes, name)
+    if key not in _run_objects and _keep_workspace is not None:
+        _run_objects[key] = None
+        _keep_workspace(num_bytes, name)
 
 
-def keep_for_run(key: Any, make: Callable[[], _Kept]) -> _Kept:
+def keep_for_run(key: Any, make: Callable[[], _Object]) -> _Object:
     """Return the object that `make` creates at the first call with `key`, kept for the length of a run."""
-    if key not in _kept:
-        _kept[key] = make()
-    found: _Kept = _kept[key]
-    return found
+    if key not in _run_objects:
+        _run_objects[key] = make()
+    return _run_objects[key]  # type: ignore[no-any-return]
 
 
 def call_at_end(undo: Callable[[], None]) -> None:
     """Call `undo` when the run ends, to revert a package's changes to other modules."""
-    _ends.callback(undo)
+    _cleanup.callback(undo)
 
 
 def count_autotuning(kernel_name: str, key: Any) -> None:
     """Count the launch of a Triton kernel under `triton.autotune`: with a new key its configurations are timed, and
     before each timing 256 MiB are written to clear the GPU's cache (triton/testing.py, do_bench; for CUDA
     backends/nvidia/driver.py, get_empty_cache_for_benchmark)."""
-    if (kernel_name, key) not in _tuned:
-        _tuned.add((kernel_name, key))
+    if (kernel_name, key) not in _autotuned:
+        _autotuned.add((kernel_name, key))
         torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
-def unsupported_error(name: str, what: str, hint: str = "") -> MemprofError:
-    """Return the error for `what`, an argument of `name` ("package.function") with other, unknown allocations."""
-    return limits.unsupported_error(f"calls {name} with {what}, which memprof's stub does not know", hint or _HINT)
+def unsupported_error(name: str, argument: str, hint: str = _HINT) -> MemprofError:
+    """Return the error for an argument of `name` ("package.function") with which allocations are not known."""
+    return limits.unsupported_error(f"calls {name} with {argument}, which memprof's stub does not know", hint)
 
 
-def refuse(name: str, reasons: Mapping[str, Any]) -> None:
-    """Raise `unsupported_error` for the first of `reasons` (an argument's text -> whether it is given) that holds."""
-    for what, holds in reasons.items():
-        if holds:
-            raise unsupported_error(name, what)
+def refuse(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise `unsupported_error` for the first of `arguments` (description -> whether it is given) that is given."""
+    for argument, is_given in arguments.items():
+        if is_given:
+            raise unsupported_error(name, argument)
 
 
 def refuse_given(name: str, **options: Any) -> None:
@@ -185,12 +188,6 @@ def refuse_given(name: str, **options: Any) -> None:
 def missing_stub_error(name: str) -> MemprofError:
     """Return the error for a name of a real package that has no stub."""
     return limits.unsupported_error(f"uses {name}, which is not installed and has no stub", _HINT)
-
-
-_HINT = "install the package, or add a stub (memprof help stubs); --no-stubs does without all"
-
-
-_READ_BY_INSPECT = "_partialmethod"  # read by inspect.signature, which does not use the stub
 
 
 class _PlaceholderMeta(type):

@@ -15,44 +15,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memprof.stubs.apex.casts import casts, install, suspend_casts
+from memprof.stubs.apex.casts import cast_state, install_casts, suspend_casts
 from memprof.stubs.apex.multi_tensor import multi_tensor_step
-from memprof.stubs.fused_optimizers import CHUNK
+from memprof.stubs.fused_optimizers import CHUNK_SIZE
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import call_at_end, check_on_gpu, keep_for_run, unsupported_error
 from memprof.torch_private import tensors
 
 _AT = "NVIDIA/apex@25.05:apex/amp/"
-_LEVELS: dict[str, dict[str, Any]] = {
-    name: dict(zip(("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale"), values, strict=True))
-    for name, values in {
-        "O0": (torch.float32, None, False, 1.0),
-        "O1": (None, None, None, "dynamic"),
-        "O2": (torch.float16, True, True, "dynamic"),
-        "O3": (torch.float16, False, False, 1.0),
-    }.items()
+# Optimization level -> cast_model_type, keep_batchnorm_fp32, master_weights, loss_scale.
+_LEVELS = {
+    "O0": (torch.float32, None, False, 1.0),
+    "O1": (None, None, None, "dynamic"),
+    "O2": (torch.float16, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, 1.0),
 }
-_FIRST_SCALE = 2.0**16
+_INITIAL_SCALE = 2.0**16
 
 
 class _Scaler:
     """The scaler of one loss, whose overflow flag is on the GPU."""
 
-    def __init__(self, scale, most: float) -> None:
-        self.dynamic = scale == "dynamic"
-        self.scale = min(most, _FIRST_SCALE) if self.dynamic else float(scale)
-        self.overflow = torch.tensor([0], dtype=torch.int, device="cuda")
-        self.steps = 0
+    def __init__(self, scale, max_scale: float) -> None:
+        self.is_dynamic = scale == "dynamic"
+        self.scale = min(max_scale, _INITIAL_SCALE) if self.is_dynamic else float(scale)
+        self.overflow_flag = torch.tensor([0], dtype=torch.int, device="cuda")
+        self.num_steps = 0
 
 
 class _AmpState(NamedTuple):
-    enabled: bool
-    masters: bool
+    is_enabled: bool
+    has_master_weights: bool
     scalers: list[_Scaler]
 
 
 def _states() -> list[_AmpState]:
-    """Return the states of the last call of `initialize` in this run."""
+    """Return a list with the state that the last call of `initialize` in this run set; empty before that call."""
     return keep_for_run("apex.amp", list)
 
 
@@ -79,46 +77,47 @@ def initialize(
         raise unsupported_error(
             "apex.amp.initialize", f"patch_torch_functions={patch_torch_functions} at {opt_level}", hint
         )
-    given = {"cast_model_type": cast_model_type, "keep_batchnorm_fp32": keep_batchnorm_fp32}
-    given |= {"master_weights": master_weights, "loss_scale": loss_scale}
-    options = _LEVELS[opt_level] | {name: value for name, value in given.items() if value is not None}
+    arguments = (cast_model_type, keep_batchnorm_fp32, master_weights, loss_scale)
+    dtype, keep_batchnorm_fp32, master_weights, loss_scale = (
+        default if value is None else value for value, default in zip(arguments, _LEVELS[opt_level], strict=True)
+    )
     for model in _as_list(models):
-        _cast_model(model, options, cast_model_outputs)
+        _cast_model(model, dtype, keep_batchnorm_fp32 in (True, "True"), cast_model_outputs)
     for optimizer in _as_list(optimizers):
-        if options["cast_model_type"]:
+        if dtype:
             optimizer.load_state_dict(optimizer.state_dict())
-        _add_master_weights(optimizer, bool(options["master_weights"]))
-    scalers = [_Scaler(options["loss_scale"], max_loss_scale) for _ in range(num_losses)]
+        _add_master_weights(optimizer, bool(master_weights))
+    scalers = [_Scaler(loss_scale, max_loss_scale) for _ in range(num_losses)]
     if patches_functions:
-        call_at_end(install().undo)
+        call_at_end(install_casts().undo)
         for optimizer in _as_list(optimizers):
             optimizer.step = types.MethodType(suspend_casts(optimizer.step), optimizer)
-    _states()[:] = [_AmpState(True, bool(options["master_weights"]), scalers)]
+    _states()[:] = [_AmpState(True, bool(master_weights), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 
-def _as_list(given) -> list[Any]:
-    return [] if given is None else list(given) if isinstance(given, list) else [given]
+def _as_list(value) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _cast_model(model: nn.Module, options: dict[str, Any], outputs) -> None:
-    dtype = options["cast_model_type"]
+def _cast_model(model: nn.Module, dtype, keeps_batch_norms: bool, output_dtype) -> None:
+    """Cast a model to `dtype`, if any, and wrap its forward, whose inputs and outputs are cast."""
     if dtype:
-        if options["keep_batchnorm_fp32"] in (True, "True"):
+        if keeps_batch_norms:
             _cast_without_batch_norms(model, dtype)
         else:
             model.to(dtype)
-        outputs = torch.float32 if outputs is None else outputs
-    if outputs is None:
+        output_dtype = torch.float32 if output_dtype is None else output_dtype
+    if output_dtype is None:
         return
     forward = model.forward
 
-    def cast(*args, **kwargs):
+    def forward_with_casts(*args, **kwargs):
         if dtype:
             args, kwargs = _cast_nested(dtype, args), _cast_nested(dtype, kwargs)
-        return _cast_nested(outputs, forward(*args, **kwargs))
+        return _cast_nested(output_dtype, forward(*args, **kwargs))
 
-    model.forward = cast  # type: ignore[method-assign]
+    model.forward = forward_with_casts  # type: ignore[method-assign]
 
 
 def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
@@ -134,9 +133,7 @@ def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast_nested(dtype: torch.dtype, value):
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, str):
+    if isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.is_floating_point()):
         return value
     if hasattr(value, "to"):
         return value.to(dtype)
@@ -150,88 +147,90 @@ def _cast_nested(dtype: torch.dtype, value):
 class _Stash:
     """The parameters of an optimizer: those in half precision with their master copies, and the others."""
 
-    def __init__(self, masters: bool) -> None:
-        self.keeps_masters = masters
+    def __init__(self, has_master_weights: bool) -> None:
+        self.has_master_weights = has_master_weights
         self.is_ready = False
-        self.overflow = torch.tensor([0], dtype=torch.int, device="cuda")
-        self.halves: list[torch.Tensor] = []
-        self.masters: list[torch.Tensor] = []
-        self.others: list[torch.Tensor] = []
-        self.gradients: list[Any] = []
+        self.overflow_flag = torch.tensor([0], dtype=torch.int, device="cuda")
+        self.half_parameters: list[torch.Tensor] = []
+        self.master_parameters: list[torch.Tensor] = []
+        self.other_parameters: list[torch.Tensor] = []
+        self.other_gradients: list[Any] = []
 
-    def prepare(self, optimizer) -> None:
+    def replace_parameters(self, optimizer) -> None:
         """Replace the parameters in the optimizer by master copies, at the first step."""
         if self.is_ready:
             return
         self.is_ready = True
         for group in optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
-                if not self.keeps_masters or parameter.dtype != torch.float16:
-                    self.others.append(parameter)
+                if not self.has_master_weights or parameter.dtype != torch.float16:
+                    self.other_parameters.append(parameter)
                 elif parameter.requires_grad:
                     master = parameter.detach().clone().float()
                     master.requires_grad = True
                     group["params"][number] = master
-                    self.halves.append(parameter)
-                    self.masters.append(master)
+                    self.half_parameters.append(parameter)
+                    self.master_parameters.append(master)
                     if parameter in optimizer.state:
                         optimizer.state[master] = optimizer.state.pop(parameter)
-        if self.keeps_masters:
+        if self.has_master_weights:
             optimizer.load_state_dict(optimizer.state_dict())
 
-    def before_backward(self, optimizer) -> None:
-        """Set gradients to None, so that autograd need not add to them."""
-        self.prepare(optimizer)
-        self.gradients = [parameter.grad for parameter in self.others]
-        for parameter in (*self.halves, *self.others):
+    def clear_gradients(self, optimizer) -> None:
+        """Set gradients to None before a backward, so that autograd need not add to them."""
+        self.replace_parameters(optimizer)
+        self.other_gradients = [parameter.grad for parameter in self.other_parameters]
+        for parameter in (*self.half_parameters, *self.other_parameters):
             parameter.grad = None
 
-    def after_backward(self, scaler: _Scaler) -> None:
+    def unscale_gradients(self, scaler: _Scaler) -> None:
         """Unscale the half-precision gradients into those of the master copies; other gradients stay in place."""
-        pairs = [pair for pair in zip(self.halves, self.masters, strict=True) if pair[0].grad is not None]
+        all_pairs = zip(self.half_parameters, self.master_parameters, strict=True)
+        pairs = [pair for pair in all_pairs if pair[0].grad is not None]
         for _, master in pairs:
             if master.grad is None:
                 master.grad = torch.empty_like(master)
         if pairs:
-            multi_tensor_step(CHUNK, scaler.overflow, [[h.grad for h, _ in pairs], [m.grad for _, m in pairs]])
-        if scaler.scale != 1.0 or scaler.dynamic:
-            for parameter, gradient in zip(self.others, self.gradients, strict=True):
+            lists = [[half.grad for half, _ in pairs], [master.grad for _, master in pairs]]
+            multi_tensor_step(CHUNK_SIZE, scaler.overflow_flag, lists)
+        if scaler.scale != 1.0 or scaler.is_dynamic:
+            for parameter, gradient in zip(self.other_parameters, self.other_gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient
-            gradients = [parameter.grad for parameter in self.others if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in self.other_parameters if parameter.grad is not None]
             if gradients:
-                multi_tensor_step(CHUNK, scaler.overflow, [gradients, gradients])
-        self.gradients = []
+                multi_tensor_step(CHUNK_SIZE, scaler.overflow_flag, [gradients, gradients])
+        self.other_gradients = []
 
 
-def _add_master_weights(optimizer, masters: bool) -> None:
+def _add_master_weights(optimizer, has_master_weights: bool) -> None:
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
-    stash = optimizer._amp_stash = _Stash(masters)
-    if not masters:
+    stash = optimizer._amp_stash = _Stash(has_master_weights)
+    if not has_master_weights:
         return
     step = optimizer.step
 
-    def new_step(self, closure=None):
+    def step_and_copy(self, closure=None):
         if closure is not None:
             raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
         result = step()
-        if stash.halves:
-            multi_tensor_step(CHUNK, stash.overflow, [stash.masters, stash.halves])
-        for master in stash.masters:
+        if stash.half_parameters:
+            multi_tensor_step(CHUNK_SIZE, stash.overflow_flag, [stash.master_parameters, stash.half_parameters])
+        for master in stash.master_parameters:
             master.grad = None
         return result
 
     def zero_grad(self) -> None:
-        stash.prepare(optimizer)
-        for parameter in (*stash.halves, *stash.others):
+        stash.replace_parameters(optimizer)
+        for parameter in (*stash.half_parameters, *stash.other_parameters):
             if parameter.grad is not None:
                 parameter.grad.detach_()
                 parameter.grad.zero_()
-        for master in stash.masters:
+        for master in stash.master_parameters:
             master.grad = None
 
-    optimizer.step = types.MethodType(new_step, optimizer)
+    optimizer.step = types.MethodType(step_and_copy, optimizer)
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
 
 
@@ -242,25 +241,23 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
     if not _states():
         raise RuntimeError("Invoked 'with amp.scale_loss`, but amp.initialize has not been called.")
     state = _states()[0]
-    if not state.enabled:
+    if not state.is_enabled:
         yield loss
         return
     scaler = state.scalers[loss_id]
-    if not state.masters and not scaler.dynamic and scaler.scale == 1.0:
+    if not state.has_master_weights and not scaler.is_dynamic and scaler.scale == 1.0:
         yield loss.float()
-        casts().cache.clear()
-        return
-    stashes = [optimizer._amp_stash for optimizer in _as_list(optimizers)]
-    if not delay_unscale:
-        for stash, optimizer in zip(stashes, _as_list(optimizers), strict=True):
-            stash.before_backward(optimizer)
-    yield loss.float() * scaler.scale
-    if not delay_unscale:
-        scaler.overflow.zero_()
-        for stash in stashes:
-            stash.after_backward(scaler)
-        scaler.steps += 1
-    casts().cache.clear()
+    elif delay_unscale:
+        yield loss.float() * scaler.scale
+    else:
+        for optimizer in _as_list(optimizers):
+            optimizer._amp_stash.clear_gradients(optimizer)
+        yield loss.float() * scaler.scale
+        scaler.overflow_flag.zero_()
+        for optimizer in _as_list(optimizers):
+            optimizer._amp_stash.unscale_gradients(scaler)
+        scaler.num_steps += 1
+    cast_state().half_by_parameter.clear()
 
 
 @_public("_amp_state")
@@ -274,9 +271,9 @@ def master_params(optimizer):
 @contextlib.contextmanager
 def disable_casts():
     """Context manager: disable the casts of O1."""
-    casts().active = False
+    cast_state().is_active = False
     yield
-    casts().active = True
+    cast_state().is_active = True
 
 
 @_public("frontend")
@@ -284,12 +281,12 @@ def state_dict(destination=None):
     """Return the scales of the losses; nothing is allocated."""
     made = OrderedDict() if destination is None else destination
     for number, scaler in enumerate(_states()[0].scalers if _states() else ()):
-        made[f"loss_scaler{number}"] = {"loss_scale": scaler.scale, "unskipped": scaler.steps}
+        made[f"loss_scaler{number}"] = {"loss_scale": scaler.scale, "unskipped": scaler.num_steps}
     return made
 
 
 @_public("frontend")
 def load_state_dict(state_dict):
     """Load the scales of the losses from a checkpoint; nothing is allocated."""
-    for scaler, one in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):
-        scaler.scale, scaler.steps = one["loss_scale"], one["unskipped"]
+    for scaler, state in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):
+        scaler.scale, scaler.num_steps = state["loss_scale"], state["unskipped"]

@@ -21,19 +21,19 @@ from memprof.stubs.tools import keep_for_run
 from memprof.torch_private import kernels
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
+def _split(names: str) -> list[str]:
+    return names.split()
 
 
-_CONVOLUTIONS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc")
-_HALF_FUNCTIONS = [*_CONVOLUTIONS, *_names("prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm")]
-_FLOAT_FUNCTIONS = _names(
+_CONVOLUTIONS = _split("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc")
+_HALF_FUNCTIONS = [*_CONVOLUTIONS, *_split("prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm")]
+_FLOAT_FUNCTIONS = _split(
     "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std "
     "sum var renorm"
 )
-_PROMOTED_FUNCTIONS = _names("addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne")
-_SEQUENCES = ["cat", "stack"]
-_FLOAT_OF_MODULES = _names(
+_PROMOTED_FUNCTIONS = _split("addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne")
+_SEQUENCE_FUNCTIONS = ["cat", "stack"]
+_FLOAT_NN_FUNCTIONS = _split(
     "interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm "
     "normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div "
     "l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss "
@@ -41,92 +41,78 @@ _FLOAT_OF_MODULES = _names(
 )
 _HALF_METHODS = ["__matmul__", *_HALF_FUNCTIONS]
 _FLOAT_METHODS = ["__ipow__", "__pow__", "__rpow__", "cpu", *_FLOAT_FUNCTIONS]
-_OPERATORS = _names(
-    "add div eq ge gt iadd idiv imul isub itruediv le lt mul ne radd rdiv rmul rsub rtruediv sub truediv"
-)
-_PROMOTED_METHODS = [*(f"__{name}__" for name in _OPERATORS), *_PROMOTED_FUNCTIONS]
-_BANNED = (
+_OPERATORS = "add div eq ge gt iadd idiv imul isub itruediv le lt mul ne radd rdiv rmul rsub rtruediv sub truediv"
+_PROMOTED_METHODS = [*(f"__{name}__" for name in _OPERATORS.split()), *_PROMOTED_FUNCTIONS]
+_BINARY_CROSS_ENTROPY_ERROR = (
     "amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` It requires that the output "
     "of the previous function be already a FloatTensor."
 )
 _LAYERS = ("rnn_relu", "rnn_tanh", "gru", "lstm")
-_Cast = Callable[[torch.Tensor], torch.Tensor]
+_Decorator = Callable[[Any], Any]
 
 
-class Casts:
+class CastState:
     """Apex's handle: whether casts are on, and the parameters that are cast already."""
 
     def __init__(self) -> None:
-        self.active = False
-        self.cache: dict[torch.Tensor, torch.Tensor] = {}
-        self.flag: torch.Tensor | None = None  # of overflows: the handle has a scaler without use
+        self.is_active = False
+        self.half_by_parameter: dict[torch.Tensor, torch.Tensor] = {}
+        self.overflow_flag: torch.Tensor | None = None  # of a scaler that the handle has and does not use
         # Functions that the program registers before `initialize`: module, name, and wrapper.
-        self.asked: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        self.registered_functions: list[tuple[Any, str, _Decorator]] = []
 
 
-def casts() -> Casts:
-    """Return the casts of this run."""
-    return keep_for_run("apex.amp.casts", Casts)
+def cast_state() -> CastState:
+    """Return the state of this run's casts."""
+    return keep_for_run("apex.amp.casts", CastState)
 
 
-def _half(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float16 or not x.is_cuda else x.half()
-
-
-def _float(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float32 or not x.is_cuda else x.float()
-
-
-def _floats(value) -> Iterator[torch.Tensor]:
+def _iter_floats(value) -> Iterator[torch.Tensor]:
     """Yield the floating-point tensors in an argument that has no other values."""
-    leaves = list(_leaves(value))
+    leaves = list(_iter_leaves(value))
     if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
         yield from leaves
 
 
-def _leaves(value) -> Iterator[Any]:
+def _iter_leaves(value) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
         for each in value:
-            yield from _leaves(each)
+            yield from _iter_leaves(each)
     else:
         yield value
 
 
-def _cast(fn: _Cast, value):
-    """Return an argument cast by `fn` if it has only floating-point tensors."""
+def _cast(dtype: torch.dtype, value):
+    """Return an argument cast to `dtype` if it has only floating-point tensors, on the GPU."""
     if isinstance(value, torch.Tensor):
-        return fn(value) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)) and any(True for _ in _floats(value)):
-        return _cast_nested(fn, value)
+        return value.to(dtype) if value.is_floating_point() and value.is_cuda else value
+    if isinstance(value, (tuple, list)) and any(True for _ in _iter_floats(value)):
+        return type(value)([_cast(dtype, each) for each in value])
     return value
 
 
-def _cast_nested(fn: _Cast, value):
-    return type(value)([_cast_nested(fn, each) for each in value]) if isinstance(value, (tuple, list)) else fn(value)
-
-
-def _cast_once(value):
-    """Return the cached cast of a float32 parameter; the cast and the parameter agree in requires_grad."""
+def _cast_parameter(value):
+    """Return the cached float16 cast of a float32 parameter; the cast and the parameter agree in requires_grad."""
     if not isinstance(value, torch.nn.Parameter) or value.dtype != torch.float32 or not value.is_cuda:
         return value
-    cache = casts().cache
+    cache = cast_state().half_by_parameter
     found = cache.get(value)
     if found is None or (torch.is_grad_enabled() and value.requires_grad != found.requires_grad):
         found = cache[value] = value.half()
     return found
 
 
-def _is_inside() -> bool:
+def _is_called_by_memprof() -> bool:
     """Return whether memprof itself calls a patched function, as a kernel, in which nothing is cast."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("memprof.")
 
 
-def _wrap(function, convert: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, always: bool = False):
+def _wrap(function, convert: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, is_always_on: bool = False):
     """Return `function` with its arguments converted by `convert` while casts are on."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if (always or casts().active) and not _is_inside():
+        if (is_always_on or cast_state().is_active) and not _is_called_by_memprof():
             args, kwargs = convert(args, kwargs)
         return function(*args, **kwargs)
 
@@ -137,35 +123,31 @@ def _map_args(fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, A
     return tuple(map(fn, args)), {name: fn(value) for name, value in kwargs.items()}
 
 
-_to_half, _to_float = functools.partial(_cast, _half), functools.partial(_cast, _float)
+_to_half, _to_float = functools.partial(_cast, torch.float16), functools.partial(_cast, torch.float32)
 
 
-def _wrap_with_cast(function, fn: Callable[[Any], Any]):
+def _wrap_with_cast(fn: Callable[[Any], Any], function):
     """Return `function` with its arguments cast by `fn`; the original arguments live until it returns."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if not casts().active or _is_inside():
+        if not cast_state().is_active or _is_called_by_memprof():
             return function(*args, **kwargs)
         if fn is _to_half:
-            args, kwargs = _map_args(_cast_once, args, kwargs)
+            args, kwargs = _map_args(_cast_parameter, args, kwargs)
         cast, named = _map_args(fn, args, kwargs)
         return function(*cast, **named)
 
     return call
 
 
-def _cast_to_half(function):
-    return _wrap_with_cast(function, _to_half)
-
-
-def _cast_to_float(function):
-    return _wrap_with_cast(function, _to_float)
+_cast_to_half = functools.partial(_wrap_with_cast, _to_half)
+_cast_to_float = functools.partial(_wrap_with_cast, _to_float)
 
 
 def _cast_to_widest(function):
     def convert(args, kwargs):
-        found = {tensor.dtype for value in (*args, *kwargs.values()) for tensor in _floats(value)}
+        found = {tensor.dtype for value in (*args, *kwargs.values()) for tensor in _iter_floats(value)}
         if len(found) <= 1:
             return args, kwargs
         if found != {torch.float16, torch.float32}:
@@ -194,87 +176,87 @@ def _cast_like_first(function):
     return _wrap(function, convert)
 
 
-def _refuse_half(function, why: str, *, alone: bool):
-    """Return `function` with an error for float16; with `alone`, the first argument decides, the others are cast."""
+def _refuse_half(function, message: str, *, is_method: bool):
+    """Return `function` with an error for float16; in a method, only `self` is checked, and the others are cast."""
 
     def convert(args, kwargs):
-        asked = args[:1] if alone else (*args, *kwargs.values())
-        if any(x.is_cuda and x.dtype == torch.float16 for value in asked for x in _floats(value)):
-            raise NotImplementedError(why)
-        others, named = _map_args(_to_float, args[1:], kwargs) if alone else (args[1:], kwargs)
+        checked = args[:1] if is_method else (*args, *kwargs.values())
+        if any(x.is_cuda and x.dtype == torch.float16 for value in checked for x in _iter_floats(value)):
+            raise NotImplementedError(message)
+        others, named = _map_args(_to_float, args[1:], kwargs) if is_method else (args[1:], kwargs)
         return (*args[:1], *others), named
 
-    return _wrap(function, convert, always=True)
+    return _wrap(function, convert, is_always_on=True)
 
 
 class _RecurrentFunctions:
     """torch.nn.modules.rnn's `_VF`, with casts: cells as other functions; layers get weights in one new tensor."""
 
-    def __init__(self, real) -> None:
-        self._real = real
+    def __init__(self, original) -> None:
+        self._original = original
         for name in _LAYERS:
-            setattr(self, f"{name}_cell", _cast_to_half(getattr(real, f"{name}_cell")))
-            setattr(self, name, layer_in_half(getattr(real, name)))
+            setattr(self, f"{name}_cell", _cast_to_half(getattr(original, f"{name}_cell")))
+            setattr(self, name, _cast_recurrent_layer(getattr(original, name)))
 
     def __getattr__(self, name: str):
-        return getattr(self._real, name)
+        return getattr(self._original, name)
 
 
-def layer_in_half(function):
+def _cast_recurrent_layer(function):
     """Return a recurrent layer whose weights are copied, in half precision, into one tensor at each call."""
 
     @functools.wraps(function)
     def call(*args):
-        if not casts().active:
+        if not cast_state().is_active:
             return function(*args)
-        places = 2 if isinstance(args[6], bool) else 3  # the other signature has a packed sequence
-        weights, taken = args[places], 0
+        position = 2 if isinstance(args[6], bool) else 3  # the other signature has a packed sequence
+        weights, offset = args[position], 0
         flat = args[0].new_empty((sum(weight.numel() for weight in weights),), dtype=torch.half)
         copies = []
         for weight in weights:
-            copy = weight.new_empty(0, dtype=torch.half).set_(flat.untyped_storage(), taken, weight.shape)
+            copy = weight.new_empty(0, dtype=torch.half).set_(flat.untyped_storage(), offset, weight.shape)
             copies.append(copy.copy_(weight))
-            taken += weight.numel()
-        return function(*(copies if at == places else _to_half(arg) for at, arg in enumerate(args)))
+            offset += weight.numel()
+        return function(*(copies if at == position else _to_half(arg) for at, arg in enumerate(args)))
 
     return call
 
 
-def install() -> PatchSet:
+def install_casts() -> PatchSet:
     """Install all casts; the returned patches undo them."""
     patches = PatchSet()
 
-    def around(owner, names: Iterable[str], wrapped: Callable[[Any], Any]) -> None:
+    def wrap_each(owner, names: Iterable[str], wrap: _Decorator) -> None:
         for name in names:
             if hasattr(owner, name):
-                patches.set(owner, name, wrapped(getattr(owner, name)))
+                patches.set(owner, name, wrap(getattr(owner, name)))
 
-    for module, name, wrapped in casts().asked:
-        around(module, [name], wrapped)
-    casts().asked.clear()
-    around(functional, [*_CONVOLUTIONS, "linear"], _cast_to_half)
-    around(functional, _FLOAT_OF_MODULES, _cast_to_float)
-    around(torch, _HALF_FUNCTIONS, _cast_to_half)
-    around(torch, _FLOAT_FUNCTIONS, _cast_to_float)
-    around(torch.Tensor, _HALF_METHODS, _cast_to_half)
-    around(torch.Tensor, _FLOAT_METHODS, _cast_to_float)
+    for module, name, wrap in cast_state().registered_functions:
+        wrap_each(module, [name], wrap)
+    cast_state().registered_functions.clear()
+    wrap_each(functional, [*_CONVOLUTIONS, "linear"], _cast_to_half)
+    wrap_each(functional, _FLOAT_NN_FUNCTIONS, _cast_to_float)
+    wrap_each(torch, _HALF_FUNCTIONS, _cast_to_half)
+    wrap_each(torch, _FLOAT_FUNCTIONS, _cast_to_float)
+    wrap_each(torch.Tensor, _HALF_METHODS, _cast_to_half)
+    wrap_each(torch.Tensor, _FLOAT_METHODS, _cast_to_float)
     for owner, names in ((torch, _PROMOTED_FUNCTIONS), (torch.Tensor, _PROMOTED_METHODS)):
-        around(owner, names, _cast_to_widest)
-        around(owner, _SEQUENCES, _cast_sequence_to_widest)
+        wrap_each(owner, names, _cast_to_widest)
+        wrap_each(owner, _SEQUENCE_FUNCTIONS, _cast_sequence_to_widest)
     for name in _FLOAT_FUNCTIONS:
-        why = f"Cannot call in-place function {name}_ with fp16 arguments."
-        around(torch, [f"{name}_"], functools.partial(_refuse_half, why=why, alone=False))
+        message = f"Cannot call in-place function {name}_ with fp16 arguments."
+        wrap_each(torch, [f"{name}_"], functools.partial(_refuse_half, message=message, is_method=False))
     for name in _FLOAT_METHODS:
-        why = f"Cannot call in-place method {name}_ on fp16 Tensors."
-        around(torch.Tensor, [f"{name}_"], functools.partial(_refuse_half, why=why, alone=True))
-    around(torch.Tensor, [f"{name}_" for name in (*_HALF_METHODS, *_PROMOTED_METHODS)], _cast_like_first)
+        message = f"Cannot call in-place method {name}_ on fp16 Tensors."
+        wrap_each(torch.Tensor, [f"{name}_"], functools.partial(_refuse_half, message=message, is_method=True))
+    wrap_each(torch.Tensor, [f"{name}_" for name in (*_HALF_METHODS, *_PROMOTED_METHODS)], _cast_like_first)
     patches.set(*kernels.VF_of_rnn.patch(_RecurrentFunctions(kernels.VF_of_rnn.get())))
-    patches.set(
-        *kernels.rnn_impls.patch({name: layer_in_half(function) for name, function in kernels.rnn_impls.get().items()})
-    )
-    around(functional, ["binary_cross_entropy"], functools.partial(_refuse_half, why=_BANNED, alone=False))
-    casts().active = True
-    casts().flag = torch.tensor([0], dtype=torch.int, device="cuda")
+    layers = {name: _cast_recurrent_layer(function) for name, function in kernels.rnn_impls.get().items()}
+    patches.set(*kernels.rnn_impls.patch(layers))
+    refuse = functools.partial(_refuse_half, message=_BINARY_CROSS_ENTROPY_ERROR, is_method=False)
+    wrap_each(functional, ["binary_cross_entropy"], refuse)
+    cast_state().is_active = True
+    cast_state().overflow_flag = torch.tensor([0], dtype=torch.int, device="cuda")
     return patches
 
 
@@ -282,9 +264,9 @@ def suspend_casts(step):
     """Return an optimizer's step in which nothing is cast."""
 
     def call(self, *args, **kwargs):
-        casts().active = False
+        cast_state().is_active = False
         result = step(*args, **kwargs)
-        casts().active = True
+        cast_state().is_active = True
         return result
 
     return call
@@ -293,43 +275,23 @@ def suspend_casts(step):
 _public = register_in("apex.amp.amp", "apex.amp", source="NVIDIA/apex@25.05:apex/amp/amp.py")
 
 
-@_public
-def half_function(fn):
-    """Return a function whose arguments are cast to float16, parameters once."""
-    return _cast_to_half(fn)
+def _register_decorators(name: str, wrap: _Decorator, description: str) -> None:
+    """Register apex's decorator `NAME_function`, and `register_NAME_function`."""
+
+    def decorate(fn):
+        return wrap(fn)
+
+    def register(module, name):
+        if not hasattr(module, name):
+            raise ValueError(f"No function named {name} in module {module}.")
+        cast_state().registered_functions.append((module, name, wrap))
+
+    decorate.__name__, register.__name__ = f"{name}_function", f"register_{name}_function"
+    decorate.__doc__ = f"Return a function whose arguments are cast to {description}."
+    register.__doc__ = f"Register `module.name` as {name}_function does, once amp is initialized at O1."
+    _public(decorate), _public(register)
 
 
-@_public
-def float_function(fn):
-    """Return a function whose arguments are cast to float32."""
-    return _cast_to_float(fn)
-
-
-@_public
-def promote_function(fn):
-    """Return a function whose arguments are cast to the widest of their dtypes."""
-    return _cast_to_widest(fn)
-
-
-def _register_wrapper(module, name, wrapped: Callable[[Any], Any]) -> None:
-    if not hasattr(module, name):
-        raise ValueError(f"No function named {name} in module {module}.")
-    casts().asked.append((module, name, wrapped))
-
-
-@_public
-def register_half_function(module, name):
-    """Register `module.name` as half_function does, once amp is initialized at O1."""
-    _register_wrapper(module, name, _cast_to_half)
-
-
-@_public
-def register_float_function(module, name):
-    """Register `module.name` as float_function does, once amp is initialized at O1."""
-    _register_wrapper(module, name, _cast_to_float)
-
-
-@_public
-def register_promote_function(module, name):
-    """Register `module.name` as promote_function does, once amp is initialized at O1."""
-    _register_wrapper(module, name, _cast_to_widest)
+_register_decorators("half", _cast_to_half, "float16, parameters once")
+_register_decorators("float", _cast_to_float, "float32")
+_register_decorators("promote", _cast_to_widest, "the widest of their dtypes")

@@ -19,13 +19,11 @@ from memprof.stubs.tools import check_on_gpu, mark_written
 
 _ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
 _NUM_PARTIAL_SUMS = 320  # partial sums of thread blocks, in float32 (multi_tensor_l2norm_cuda)
-_Lists = list[list[torch.Tensor]]
-_FIRST = ("chunk_size", "noop_flag", "tensor_lists")
 
 
 def _register_kernel(name: str, file: str, options: str) -> Callable[[Any], Any]:
     """Register a function with lists of tensors and then `options` as arguments, all by position."""
-    names = (*_FIRST, *options.split())
+    names = ("chunk_size", "noop_flag", "tensor_lists", *options.split())
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args):
@@ -59,22 +57,21 @@ class MultiTensorApply(fused_optimizers.MultiTensorApply):
 multi_tensor_applier = stub(
     "apex.multi_tensor_apply.multi_tensor_applier",
     source="NVIDIA/apex@25.05:apex/multi_tensor_apply/__init__.py",
-)(MultiTensorApply(fused_optimizers.CHUNK))
+)(MultiTensorApply(fused_optimizers.CHUNK_SIZE))
 
 
-def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_norms(chunk_size: int, tensors: list[torch.Tensor], per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of all tensors, and, if requested, of each (multi_tensor_l2norm_cuda)."""
-    first = lists[0][0]
+    first = tensors[0]
     sums = first.new_zeros(_NUM_PARTIAL_SUMS, dtype=torch.float32)
-    number = len(lists[0])
-    of_chunks, of_each = None, first.new_empty(0, dtype=torch.float32)
+    chunk_sums, tensor_norms = None, first.new_empty(0, dtype=torch.float32)
     if per_tensor:
-        most = max(-(-tensor.numel() // chunk) for tensor in lists[0])
-        of_chunks = first.new_zeros(number * most, dtype=torch.float32)
-        of_each = first.new_empty(number, dtype=torch.float32)
+        max_chunks = max(-(-tensor.numel() // chunk_size) for tensor in tensors)
+        chunk_sums = first.new_zeros(len(tensors) * max_chunks, dtype=torch.float32)
+        tensor_norms = first.new_empty(len(tensors), dtype=torch.float32)
     norm = first.new_empty(1, dtype=torch.float32)
-    del sums, of_chunks
-    return norm, of_each
+    del sums, chunk_sums
+    return norm, tensor_norms
 
 
 @_register_kernel("multi_tensor_l2norm", "multi_tensor_l2norm_kernel.cu", "per_tensor_python")
@@ -82,7 +79,7 @@ def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, to
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
     """Return the norm, and, if requested, one of each tensor; scratch: 320 partial sums of thread blocks."""
     check_on_gpu("amp_C.multi_tensor_l2norm", *tensor_lists[0])
-    return norms(chunk_size, tensor_lists, bool(per_tensor))
+    return _compute_norms(chunk_size, tensor_lists[0], bool(per_tensor))
 
 
 @_register_kernel("multi_tensor_scale", "multi_tensor_scale_kernel.cu", "scale")
@@ -122,8 +119,8 @@ def multi_tensor_step(chunk_size, noop_flag, tensor_lists, *options) -> None:
 def multi_tensor_lamb(chunk_size, noop_flag, tensor_lists, *options) -> None:
     """Write all lists, also the gradients, which hold the updates; allocates norms of parameters and updates."""
     check_on_gpu("amp_C.multi_tensor_lamb", *tensor_lists[0])
-    of_parameters = norms(chunk_size, tensor_lists[1:2], True)
-    of_updates = norms(chunk_size, tensor_lists[:1], True)
+    parameter_norms = _compute_norms(chunk_size, tensor_lists[1], True)
+    update_norms = _compute_norms(chunk_size, tensor_lists[0], True)
     for tensors in tensor_lists:
         mark_written(*tensors)
-    del of_parameters, of_updates
+    del parameter_norms, update_norms

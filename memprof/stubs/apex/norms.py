@@ -19,12 +19,8 @@ from memprof.stubs.tools import HALF, autocast_dtype, check_on_gpu, kernel
 _MODULE = "apex.normalization.fused_layer_norm"
 _SOURCE = "NVIDIA/apex@25.05:apex/normalization/fused_layer_norm.py, csrc/layer_norm_cuda_kernel.cu"
 _NUM_PARTS = 16  # partial gradients of weight and bias, which are then summed (part_size)
-_inner = register_in(_MODULE, source=_SOURCE)
-_public = register_in(_MODULE, "apex.normalization", source=_SOURCE)
-
-
-def _float(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF else dtype
+_register = register_in(_MODULE, source=_SOURCE)
+_register_public = register_in(_MODULE, "apex.normalization", source=_SOURCE)
 
 
 def _norm(
@@ -36,30 +32,30 @@ def _norm(
     """
     check_on_gpu("apex.fused_layer_norm", input)
     if tuple(input.shape[input.dim() - len(shape) :]) != tuple(shape):
-        wanted, got = list(shape), list(input.shape)
+        expected, actual = list(shape), list(input.shape)
         raise RuntimeError(
-            f"apex: given normalized_shape={wanted}, an input whose shape ends so is expected, not {got}"
+            f"apex: given normalized_shape={expected}, an input whose shape ends so is expected, not {actual}"
         )
 
-    def forward(x: torch.Tensor, scale, shift):
+    def forward(x: torch.Tensor, weight, bias):
         x = x.contiguous()
-        scale, shift = (None if one is None else one.contiguous() for one in (scale, shift))
+        weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
         rows = x.shape[: x.dim() - len(shape)].numel()
-        output = torch.empty_like(x, dtype=scale.dtype if mixed else None)
-        statistics = [x.new_empty(rows, dtype=_float(x.dtype)) for _ in range(1 if is_rms else 2)]
-        kept = output if memory_efficient else x
-        saved = (kept, scale, shift, *([statistics[-1]] if memory_efficient else statistics))
+        output = torch.empty_like(x, dtype=weight.dtype if mixed else None)
+        dtype = torch.float32 if x.dtype in HALF else x.dtype
+        statistics = [x.new_empty(rows, dtype=dtype) for _ in range(1 if is_rms else 2)]
+        saved_rows = output if memory_efficient else x
+        saved = (saved_rows, weight, bias, *([statistics[-1]] if memory_efficient else statistics))
         return (output if mixed else (output, *statistics)), saved
 
-    def backward(saved, gradient: torch.Tensor, *of_statistics):
-        kept, scale, shift = saved[:3]
+    def backward(saved, gradient: torch.Tensor, *statistics_gradients):
+        rows, weight, bias = saved[:3]
         gradient = gradient.contiguous()
-        made = torch.empty_like(kept)
-        of_parameters = [None if one is None else torch.empty_like(one) for one in (scale, shift)]
-        sums = (_NUM_PARTS, torch.Size(shape).numel())
-        parts = [None if one is None else kept.new_empty(sums, dtype=_float(kept.dtype)) for one in of_parameters]
+        gradients = [None if one is None else torch.empty_like(one) for one in (rows, weight, bias)]
+        sums, dtype = (_NUM_PARTS, torch.Size(shape).numel()), torch.float32 if rows.dtype in HALF else rows.dtype
+        parts = [None if one is None else rows.new_empty(sums, dtype=dtype) for one in gradients[1:]]
         del parts
-        return made, *of_parameters
+        return tuple(gradients)
 
     # To autocast's dtype, where it is on (apex/_autocast_utils.py).
     given = [None if one is None else one.to(autocast_dtype(one.dtype)) for one in (input, weight, bias)]
@@ -68,43 +64,43 @@ def _norm(
     return output if mixed else output[0]
 
 
-@_inner
+@_register
 def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
     """Return the layer norm; saves mean and variance of each row in float32; weight and bias gradients in 16 parts."""
     return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient)
 
 
-@_inner
+@_register
 def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
     """Return the layer norm; saves mean and variance of each row in float32."""
     return _norm(input, normalized_shape, None, None, is_rms=False, memory_efficient=memory_efficient)
 
 
-@_inner
+@_register
 def mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
     """Normalize as fused_layer_norm_affine, with an output in the dtype of the weight."""
     return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient, mixed=True)
 
 
-@_inner
+@_register
 def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
     """Return the RMS norm; saves a statistic of each row in float32; the weight's gradient in 16 parts."""
     return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient)
 
 
-@_inner
+@_register
 def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
     """Return the RMS norm; saves a statistic of each row in float32."""
     return _norm(input, normalized_shape, None, None, is_rms=True, memory_efficient=memory_efficient)
 
 
-@_inner
+@_register
 def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
     """Normalize as fused_rms_norm_affine, with an output in the dtype of the weight."""
     return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient, mixed=True)
 
 
-@_inner
+@_register
 def manual_rms_norm(input, normalized_shape, weight, eps):
     """Normalize by PyTorch's own operators, for host tensors and compiled code."""
     dims = tuple(range(-len(normalized_shape), 0))
@@ -159,12 +155,12 @@ class _ApexNorm(nn.Module):
         )  # fmt: skip
 
 
-@_public
+@_register_public
 class FusedLayerNorm(_ApexNorm):
     """A layer norm that saves mean and variance in float32; `memory_efficient` saves the output, not the input."""
 
 
-@_public
+@_register_public
 class FusedRMSNorm(_ApexNorm):
     """An RMS norm that saves its statistic in float32; `memory_efficient` saves the output, not the input."""
 
@@ -180,11 +176,11 @@ class _Mixed(_ApexNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
 
-@_public
+@_register_public
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """A FusedLayerNorm with an output in the dtype of its weight."""
 
 
-@_public
+@_register_public
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """A FusedRMSNorm with an output in the dtype of its weight."""

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import required  # type: ignore[attr-defined]
 
 from memprof.stubs.apex.multi_tensor import multi_tensor_l2norm, multi_tensor_lamb, multi_tensor_step
-from memprof.stubs.fused_optimizers import CHUNK, FusedOptimizer
+from memprof.stubs.fused_optimizers import CHUNK_SIZE, FusedOptimizer
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import refuse
 
@@ -65,7 +65,7 @@ class FusedAdam(FusedOptimizer):
                 group["step"] = torch.tensor([1], dtype=torch.int, device=device)
             of_parameters = dict(zip(map(id, group["params"]), masters["params"], strict=True))
             rows = []
-            for parameter in self._with_gradients(group):
+            for parameter in self._iter_updated(group):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter.data).float()
@@ -73,13 +73,13 @@ class FusedAdam(FusedOptimizer):
                 row = (parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"])
                 master = of_parameters[id(parameter)]
                 rows.append(row if master is None or parameter.dtype == torch.bfloat16 else (*row, master))
-            inverse = self._scales(grad_scaler, device) if self.capturable else None
-            for lists in self._by_dtype(rows, (torch.float16, torch.bfloat16, torch.float32)):
-                multi_tensor_step(CHUNK, self._dummy_overflow_buf, lists)
-            del inverse
+            scales = self._make_scales(grad_scaler, device) if self.capturable else None
+            for lists in self._group_by_dtype(rows, (torch.float16, torch.bfloat16, torch.float32)):
+                multi_tensor_step(CHUNK_SIZE, self._dummy_overflow_buf, lists)
+            del scales
         return loss
 
-    def _scales(self, scaler, device):
+    def _make_scales(self, scaler, device):
         """Return the scale of a gradient scaler, and its inverse."""
         found = torch.zeros(1, device=device) if scaler is None else scaler._check_inf_per_device(self)[device]
         self._dummy_overflow_buf.copy_(found)
@@ -102,33 +102,33 @@ class FusedLAMB(FusedOptimizer):
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults)
-        first = self.param_groups[0]["params"][0]
-        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device=first.device)
+        device = self.param_groups[0]["params"][0].device
+        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device=device)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
 
     def step(self, closure=None):
         loss = None if closure is None else closure()
-        everything = [p for group in self.param_groups for p in self._with_gradients(group)]
+        everything = [p for group in self.param_groups for p in self._iter_updated(group)]
         device = self.param_groups[0]["params"][0].device
         norms = {dtype: torch.zeros(1, device=device) for dtype in (torch.float32, torch.float16)}
         for dtype in norms:
             gradients = [p.grad for p in everything if p.dtype == dtype]
             if gradients:
-                norms[dtype] = multi_tensor_l2norm(CHUNK, self._dummy_overflow_buf, [gradients], False)[0]
-        total = multi_tensor_l2norm(CHUNK, self._dummy_overflow_buf, [list(norms.values())], False)[0]
+                norms[dtype] = multi_tensor_l2norm(CHUNK_SIZE, self._dummy_overflow_buf, [gradients], False)[0]
+        total = multi_tensor_l2norm(CHUNK_SIZE, self._dummy_overflow_buf, [list(norms.values())], False)[0]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             rows = []
-            for parameter in self._with_gradients(group):
+            for parameter in self._iter_updated(group):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter.data)
                     state["exp_avg_sq"] = torch.zeros_like(parameter.data)
                 rows.append((parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"]))
-            for lists in self._by_dtype(rows, (torch.float16, torch.float32)):
-                multi_tensor_lamb(CHUNK, self._dummy_overflow_buf, lists)
+            for lists in self._group_by_dtype(rows, (torch.float16, torch.float32)):
+                multi_tensor_lamb(CHUNK_SIZE, self._dummy_overflow_buf, lists)
         del total
         return loss
 
@@ -156,13 +156,13 @@ class FusedSGD(FusedOptimizer):
         loss = None if closure is None else closure()
         for group in self.param_groups:
             rows = []
-            for parameter in self._with_gradients(group):
+            for parameter in self._iter_updated(group):
                 if parameter.dtype not in (torch.float16, torch.float32):
                     continue  # other gradients stay unchanged
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.data)
                 rows.append((parameter.grad, parameter.data, state["momentum_buffer"]))
-            for lists in self._by_dtype(rows, (torch.float16, torch.float32)):
-                multi_tensor_step(CHUNK, self._dummy_overflow_buf, lists)
+            for lists in self._group_by_dtype(rows, (torch.float16, torch.float32)):
+                multi_tensor_step(CHUNK_SIZE, self._dummy_overflow_buf, lists)
         return loss

@@ -26,10 +26,10 @@ from memprof.units import round_up
 
 _SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp"
 _MODULE = "flash_attn.flash_attn_interface"
-_public = register_in(_MODULE, "flash_attn", source=_SOURCE, in_graph=True)
+_register = register_in(_MODULE, "flash_attn", source=_SOURCE, in_graph=True)
 
 
-def _inner(name: str):
+def _register_inner(name: str):
     """Register an inner function that other packages call (ring attention, context parallelism)."""
     return stub(f"{_MODULE}._flash_attn_{name}", f"{_MODULE}._wrapped_flash_attn_{name}", source=_SOURCE)
 
@@ -43,8 +43,8 @@ class SeqLengths(NamedTuple):
     max_seqlen_k: int
 
 
-class Options(NamedTuple):
-    """The remaining arguments of one call."""
+class AttentionOptions(NamedTuple):
+    """The arguments of one call besides queries, keys and values."""
 
     dropout_p: float
     window_size: tuple[int, int]
@@ -54,18 +54,25 @@ class Options(NamedTuple):
     lengths: SeqLengths | None = None
 
 
-def rounded_head(size: int) -> int:
+def _round_head_size(size: int) -> int:
     """Return a head's size padded as in the kernels (head_size_rounded)."""
     return round_up(size, 32 if size <= 128 else 64)
 
 
-def padded(tensor: torch.Tensor) -> torch.Tensor:
+def _pad_head(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor padded, so that a head's size is a multiple of 8."""
     size = tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, 8 - size % 8)) if size % 8 else tensor
 
 
-def check(name: str, *tensors: torch.Tensor) -> None:
+def fill_cache_lengths(cache_seqlens, k_cache: torch.Tensor):
+    """Return the lengths of a cache's sequences: a new tensor where one length is given for all sequences."""
+    if not isinstance(cache_seqlens, int):
+        return cache_seqlens
+    return torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+
+
+def _check(name: str, *tensors: torch.Tensor) -> None:
     """Raise RuntimeError where flash_api.cpp does: for other dtypes, heads that are too large or do not divide."""
     check_on_gpu(name, *tensors)
     query, key = tensors[0], tensors[-1]
@@ -80,37 +87,36 @@ def check(name: str, *tensors: torch.Tensor) -> None:
     require(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
 
 
-def efficient_split(blocks: int, sms: int, numbers: Iterable[int]) -> int:
-    """Return the first of `numbers` of parts whose last wave of blocks leaves few multiprocessors idle."""
-    efficiency = {number: (blocks * number / sms) / -(-blocks * number // sms) for number in numbers}
+def find_efficient_split(blocks: int, sms: int, split_counts: Iterable[int]) -> int:
+    """Return the first of `split_counts` whose last wave of blocks leaves few multiprocessors idle."""
+    efficiency = {splits: (blocks * splits / sms) / -(-blocks * splits // sms) for splits in split_counts}
     best = max(efficiency.values(), default=0.0)
-    return next((number for number, value in efficiency.items() if value >= 0.85 * best), 1)
+    return next((splits for splits, value in efficiency.items() if value >= 0.85 * best), 1)
 
 
-def _splits(blocks: int, sms: int, key_blocks: int) -> int:
+def _choose_num_splits(blocks: int, sms: int, key_blocks: int) -> int:
     """Return the number of parts of the keys that keeps all multiprocessors busy (num_splits_heuristic)."""
     if blocks >= 0.8 * sms:
         return 1
-    most = min(128, sms, key_blocks)
-    by_parts = {number: -(-key_blocks // number) for number in range(1, most + 1)}
-    return efficient_split(blocks, sms, [n for n in by_parts if by_parts[n] != by_parts.get(n - 1)])
+    part_sizes = {splits: -(-key_blocks // splits) for splits in range(1, min(128, sms, key_blocks) + 1)}
+    return find_efficient_split(blocks, sms, [n for n in part_sizes if part_sizes[n] != part_sizes.get(n - 1)])
 
 
-def _split_buffers(
+def _allocate_splits(
     query: torch.Tensor, batch: int, heads: int, head: int, queries: int, keys: int, splits: int
 ) -> tuple[torch.Tensor, ...]:
     """Return sums and outputs of each part (set_params_splitkv); with `splits` below 1 by the heuristic."""
     if splits < 1:
         block = 256 if head <= 64 else 128 if head <= 128 else 64
-        splits = _splits(batch * heads * -(-queries // 64), 2 * num_multiprocessors(), -(-keys // block))
+        splits = _choose_num_splits(batch * heads * -(-queries // 64), 2 * num_multiprocessors(), -(-keys // block))
     if splits <= 1:
         return ()
     shape = (splits, batch, heads, queries)
-    return tuple(query.new_empty(each, dtype=torch.float32) for each in (shape, (*shape, rounded_head(head))))
+    return tuple(query.new_empty(each, dtype=torch.float32) for each in (shape, (*shape, _round_head_size(head))))
 
 
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, return_softmax: bool
+def run_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions, return_softmax: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return output, log of the sums, probabilities (or empty) and random state (mha_fwd, mha_varlen_fwd)."""
     query, key, value = map(last_contiguous, (query, key, value))
@@ -122,26 +128,25 @@ def _forward(
         batch, queries, keys = lengths.cu_seqlens_q.numel() - 1, lengths.max_seqlen_q, lengths.max_seqlen_k
     out = torch.empty_like(query)
     groups = heads // key.shape[-2]
-    swapped = (
-        queries == 1 and groups > 1 and max(options.window_size) < 0 and options.alibi_slopes is None
-    ) and options.dropout_p == 0
+    no_dropout = options.dropout_p == 0
+    swapped = queries == 1 and groups > 1 and max(options.window_size) < 0 and options.alibi_slopes is None
     sums_shape = (batch, heads, queries) if lengths is None else (heads, query.shape[0])
     sums = query.new_empty(sums_shape, dtype=torch.float32)
     shape = (batch, heads, round_up(queries, 128), round_up(keys, 128))
     probabilities = query.new_empty(shape if return_softmax else (0,))
-    parts: tuple[torch.Tensor, ...] = ()
-    if options.dropout_p == 0 and (lengths is None or swapped):
+    splits: tuple[torch.Tensor, ...] = ()
+    if no_dropout and (lengths is None or swapped):
         heads, queries = (key.shape[-2], groups) if swapped else (heads, queries)
-        parts = _split_buffers(query, batch, heads, head, queries, keys, 0)
+        splits = _allocate_splits(query, batch, heads, head, queries, keys, 0)
     state = torch.empty(2, dtype=torch.int64, device=query.device)
-    del parts
+    del splits
     return out, sums, probabilities, state
 
 
-def _backward(
-    gradient, query, key, value, out, totals: Iterable[torch.Tensor], deterministic: bool, lengths: SeqLengths | None
+def run_backward(
+    gradient, query, key, value, out, gradients: Iterable[torch.Tensor], deterministic: bool, lengths: SeqLengths | None
 ) -> torch.Tensor:
-    """Fill three gradients, with `totals` those of keys and values, and return the row sums (mha_bwd, mha_varlen_bwd).
+    """Fill `gradients` of keys and values, and return the row sums (mha_bwd, mha_varlen_bwd).
 
     The gradient of the queries is accumulated in float32, on the deterministic path once for each part of the work;
     keys and values that several heads share first get a gradient for each head.
@@ -156,28 +161,28 @@ def _backward(
         batch = lengths.cu_seqlens_q.numel() - 1
         rows = (query.shape[0] + 128 * batch,)
         sums = query.new_empty((heads, *rows), dtype=torch.float32)
-    shape = (*rows, heads, rounded_head(head))
+    shape = (*rows, heads, _round_head_size(head))
     if deterministic:
         parts = -(-num_multiprocessors() // (batch * heads))
         accumulated = query.new_zeros((parts, *shape), dtype=torch.float32)
     else:
         accumulated = query.new_empty(shape, dtype=torch.float32)
     if (shared := key.shape[-2]) != heads:
-        of_each = [key.new_empty((*key.shape[:-2], heads, head)) for _ in range(2)]
-        for each, total in zip(of_each, totals, strict=True):
-            torch.sum(each.view(*key.shape[:-2], shared, heads // shared, head), dim=-2, out=total)
+        head_gradients = [key.new_empty((*key.shape[:-2], heads, head)) for _ in range(2)]
+        for head_gradient, total in zip(head_gradients, gradients, strict=True):
+            torch.sum(head_gradient.view(*key.shape[:-2], shared, heads // shared, head), dim=-2, out=total)
     del accumulated
     return sums
 
 
-def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
+def _attend(name: str, inputs: tuple[torch.Tensor, ...], *arguments):
     """Run one of the functions on `inputs`: queries, keys and values, or tensors that pack them along dimension -3.
 
     Saved for the backward: the three tensors (padded if needed), the output, the row sums, the lengths and the random
     state.
     """
-    name, options = f"flash_attn.{name}", Options(*given)
-    check(name, *inputs)
+    name, options = f"flash_attn.{name}", AttentionOptions(*arguments)
+    _check(name, *inputs)
     head, number, lengths = inputs[0].shape[-1], len(inputs), options.lengths
     packed, rows = number < 3, 4 if lengths is None else 3
     require(inputs[0].dim() == rows + (number == 1), name, f"queries of {rows} dimensions")
@@ -188,18 +193,19 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], *given):
         require(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
 
     def forward(*tensors: torch.Tensor):
-        query, key, value = map(padded, _unpack(tensors))
-        asks = options.return_attn_probs and options.dropout_p > 0
-        out, sums, probabilities, state = _forward(query, key, value, options, asks)
+        query, key, value = map(_pad_head, _unpack(tensors))
+        return_softmax = options.return_attn_probs and options.dropout_p > 0
+        out, sums, probabilities, state = run_forward(query, key, value, options, return_softmax)
         saved = (query, key, value, out, sums, *(lengths[:2] if lengths else ()), state)
         result = out[..., :head]
         return ((result, sums, probabilities) if options.return_attn_probs else result), saved
 
-    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *of_others):
+    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *other_gradients):
         query, key, value, out = saved[:4]
-        made = _gradients(number, query, key, value)
-        _backward(padded(gradient), query, key, value, out, _unpack(made)[1:], options.deterministic, lengths)
-        return tuple(tensor[..., :head] for tensor in made)
+        gradients = _allocate_gradients(number, query, key, value)
+        gradient = _pad_head(gradient)
+        run_backward(gradient, query, key, value, out, _unpack(gradients)[1:], options.deterministic, lengths)
+        return tuple(tensor[..., :head] for tensor in gradients)
 
     return kernel(forward, backward, *inputs)
 
@@ -211,45 +217,45 @@ def _unpack(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (*tensors[:-1], *(part.detach() for part in tensors[-1].unbind(-3)))
 
 
-def _gradients(inputs: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if inputs == 3:
+def _allocate_gradients(num_inputs: int, query, key, value) -> tuple[torch.Tensor, ...]:
+    if num_inputs == 3:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    packed = query.new_empty((*key.shape[:-2], 4 - inputs, *key.shape[-2:]))
-    return (packed,) if inputs == 1 else (torch.empty_like(query), packed)
+    packed = query.new_empty((*key.shape[:-2], 4 - num_inputs, *key.shape[-2:]))
+    return (packed,) if num_inputs == 1 else (torch.empty_like(query), packed)
 
 
-@_public
+@_register
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """Attend, [batch, tokens, heads, size] each: output, row sums in float32, padded heads, parts of split keys."""
-    return _call("flash_attn_func", (q, k, v), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
+    return _attend("flash_attn_func", (q, k, v), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
 
 
-@_public
+@_register
 def flash_attn_kvpacked_func(
     q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """Attend as flash_attn_func, keys and values as [batch, tokens, 2, heads, size]; their gradient is one tensor."""
-    return _call(
+    return _attend(
         "flash_attn_kvpacked_func", (q, kv), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
     )
 
 
-@_public
+@_register
 def flash_attn_qkvpacked_func(
     qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """Attend as flash_attn_func, all three as [batch, tokens, 3, heads, size]; their gradient is one tensor."""
-    return _call(
+    return _attend(
         "flash_attn_qkvpacked_func", (qkv,), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
     )
 
 
-@_public
+@_register
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
@@ -258,10 +264,10 @@ def flash_attn_varlen_func(
     """Attend, [tokens, heads, size] each; with a block table, keys and values are a paged cache, no backward."""
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
-    return _call("flash_attn_varlen_func", (q, k, v), *options)
+    return _attend("flash_attn_varlen_func", (q, k, v), *options)
 
 
-@_public
+@_register
 def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
@@ -269,10 +275,10 @@ def flash_attn_varlen_kvpacked_func(
     """Attend, with keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
-    return _call("flash_attn_varlen_kvpacked_func", (q, kv), *options)
+    return _attend("flash_attn_varlen_kvpacked_func", (q, kv), *options)
 
 
-@_public
+@_register
 def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
@@ -280,7 +286,7 @@ def flash_attn_varlen_qkvpacked_func(
     """Attend, with all three as [tokens, 3, heads, size]; their gradient is one tensor."""
     lengths = SeqLengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
-    return _call("flash_attn_varlen_qkvpacked_func", (qkv,), *options)
+    return _attend("flash_attn_varlen_qkvpacked_func", (qkv,), *options)
 
 
 @register_in(_MODULE, "flash_attn", source=_SOURCE)
@@ -290,75 +296,75 @@ def flash_attn_with_kvcache(
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
     """Attend with a cache that is filled in place (mha_fwd_kvcache); padded heads make a copy of the cache."""
-    check("flash_attn.flash_attn_with_kvcache", q, k_cache)
+    _check("flash_attn.flash_attn_with_kvcache", q, k_cache)
     q, k, v = map(last_contiguous, (q, k, v))
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    cache_seqlens = fill_cache_lengths(cache_seqlens, k_cache)
     batch, queries, heads, size = q.shape
     keys = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     shared, groups = k_cache.shape[-2], heads // k_cache.shape[-2]
     swapped = queries == 1 and groups > 1 and max(window_size) < 0 and size % 8 == 0 and alibi_slopes is None
-    caches = [padded(k_cache), padded(v_cache)]
-    query = padded(q)
+    caches = [_pad_head(k_cache), _pad_head(v_cache)]
+    query = _pad_head(q)
     out = torch.empty_like(query)
     sums = q.new_empty((batch, heads, queries), dtype=torch.float32)
-    new = [padded(tensor) for tensor in (k, v) if tensor is not None]
+    new = [_pad_head(tensor) for tensor in (k, v) if tensor is not None]
     if new:
         mark_written(k_cache, v_cache)
-    rows, of = (groups, shared) if swapped else (queries, heads)
-    parts = _split_buffers(q, batch, of, round_up(size, 8), rows, keys, num_splits)
+    rows, split_heads = (groups, shared) if swapped else (queries, heads)
+    splits = _allocate_splits(q, batch, split_heads, round_up(size, 8), rows, keys, num_splits)
     if size % 8:
         out = out[..., :size]
         if k is not None:
             k_cache.copy_(caches[0][..., :size])
             v_cache.copy_(caches[1][..., :size])
-    del new, parts
+    del new, splits
     return (out, sums) if return_softmax_lse else out
 
 
-@_inner("forward")
+@_register_inner("forward")
 def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
     return_softmax,
 ):  # fmt: skip
     """Return output, sums, probabilities and random state."""
-    check(f"{_MODULE}._flash_attn_forward", q, k, v)
-    options = Options(dropout_p, (window_size_left, window_size_right), alibi_slopes, False, return_softmax)
-    return _forward(q, k, v, options, return_softmax)
+    _check(f"{_MODULE}._flash_attn_forward", q, k, v)
+    options = AttentionOptions(dropout_p, (window_size_left, window_size_right), alibi_slopes, False, return_softmax)
+    return run_forward(q, k, v, options, return_softmax)
 
 
-@_inner("varlen_forward")
+@_register_inner("varlen_forward")
 def _flash_attn_varlen_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
     leftpad_k=None, seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
     """Return output, sums, probabilities and random state, by tokens."""
-    check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
+    _check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     window = (window_size_left, window_size_right)
-    return _forward(q, k, v, Options(dropout_p, window, alibi_slopes, False, return_softmax, lengths), return_softmax)
+    options = AttentionOptions(dropout_p, window, alibi_slopes, False, return_softmax, lengths)
+    return run_forward(q, k, v, options, return_softmax)
 
 
-@_inner("backward")
+@_register_inner("backward")
 def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
     """Return the row sums; the gradients are written in place."""
-    check(f"{_MODULE}._flash_attn_backward", q, k, v)
-    made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
-    return _backward(dout, q, k, v, out, made[1:], deterministic, None)
+    _check(f"{_MODULE}._flash_attn_backward", q, k, v)
+    gradients = [torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v))]
+    return run_backward(dout, q, k, v, out, gradients[1:], deterministic, None)
 
 
-@_inner("varlen_backward")
+@_register_inner("varlen_backward")
 def _flash_attn_varlen_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
     """Return the row sums, by tokens; the gradients are written in place."""
-    check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
-    made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
+    _check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
+    gradients = [torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v))]
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
-    return _backward(dout, q, k, v, out, made[1:], deterministic, lengths)
+    return run_backward(dout, q, k, v, out, gradients[1:], deterministic, lengths)

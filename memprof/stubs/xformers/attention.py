@@ -32,6 +32,11 @@ _BLOCKS = (
 )  # fmt: skip
 _PADDED = (biases.BlockDiagonalPaddedKeysMask, biases.BlockDiagonalCausalWithOffsetPaddedKeysMask)
 _WITH_TENSOR = (torch.Tensor, torch.nn.Parameter, biases.LowerTriangularMaskWithTensorBias)
+_CAUSAL_WINDOWS = (
+    biases.LowerTriangularFromBottomRightLocalAttentionMask, biases.BlockDiagonalCausalLocalAttentionMask,
+    biases.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+)  # fmt: skip
+_FROM_FIRST_KEY = (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask)
 _NOT_CUTLASS = (biases.LocalAttentionFromBottomRightMask, biases.BlockDiagonalPaddedKeysMask)
 _NOT_CUTLASS_BACKWARD = (
     biases.LowerTriangularMaskWithTensorBias, biases.LowerTriangularFromBottomRightLocalAttentionMask,
@@ -44,12 +49,12 @@ class _Bounds(NamedTuple):
 
     queries: torch.Tensor | None
     keys: torch.Tensor | None
-    most_queries: int
-    most_keys: int
-    used: torch.Tensor | None = None
+    max_queries: int
+    max_keys: int
+    used_keys: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, bias, query: torch.Tensor, key: torch.Tensor) -> _Bounds:
+    def from_bias(cls, bias, query: torch.Tensor, key: torch.Tensor) -> _Bounds:
         if not isinstance(bias, (*_BLOCKS, *_PADDED)):
             return cls(None, None, query.shape[1], key.shape[1])
         q, k = bias.q_seqinfo, bias.k_seqinfo
@@ -60,16 +65,15 @@ def _is_causal(bias) -> bool:
     return "Causal" in type(bias).__name__ or "LowerTriangular" in type(bias).__name__
 
 
-def _window(bias) -> tuple[int, int]:
+def _get_window(bias) -> tuple[int, int]:
     if isinstance(bias, biases.LocalAttentionFromBottomRightMask):
         return bias.window_left, bias.window_right
-    size = _window_size(bias)
+    size = _get_window_size(bias)
     return (-1 if size is None else size - 1), -1
 
 
-def _window_size(bias) -> int | None:
-    local = "LocalAttention" in type(bias).__name__ and "Causal" in type(bias).__name__
-    return bias._window_size if local or type(bias) is _DENSE[3] else None
+def _get_window_size(bias) -> int | None:
+    return bias._window_size if isinstance(bias, _CAUSAL_WINDOWS) else None
 
 
 def _check(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias, op) -> None:
@@ -84,7 +88,7 @@ def _check(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         raise ValueError(f"Incompatible shapes for attention inputs: {[tuple(tensor.shape) for tensor in three]}")
     if isinstance(bias, _BLOCKS) and query.shape[0] != 1:
         raise ValueError("Expected batch_size=1 when using block-diagonal bias")
-    added = _tensor_of(bias)
+    added = _get_bias_tensor(bias)
     if added is not None:
         check_on_gpu(name, added)
         shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -101,56 +105,56 @@ def _check(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     refuse(name, reasons)
 
 
-def _tensor_of(bias) -> torch.Tensor | None:
+def _get_bias_tensor(bias) -> torch.Tensor | None:
     bias = bias._bias if isinstance(bias, biases.LowerTriangularMaskWithTensorBias) else bias
     return bias if isinstance(bias, torch.Tensor) else None
 
 
-class _Choice(NamedTuple):
-    """The chosen operators: 3 and 2 for FlashAttention, 0 for CUTLASS."""
+class _Operators(NamedTuple):
+    """The chosen operators: 3 and 2 for the versions of FlashAttention, 0 for CUTLASS."""
 
     forward: int
     backward: int
 
 
-def _choose(name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, needs: bool) -> _Choice:
+def _choose_operators(
+    name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, needs_grad: bool
+) -> _Operators:
     """Return the first supported operator of the list (dispatch.py); the forward also chooses the backward's. Raises
     NotImplementedError: no operator is supported."""
     capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
-    from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
-    bounds = _Bounds.of(bias, query, key)
-    ends = (bias.q_seqinfo.seqstart_py, bias.k_seqinfo.seqstart_py) if bounds.queries is not None else (
-        query.shape[1], key.shape[1]
-    )  # fmt: skip
-    flash = (
+    if isinstance(bias, (*_BLOCKS, *_PADDED)):
+        has_equal_lengths = bias.q_seqinfo.seqstart_py == bias.k_seqinfo.seqstart_py
+    else:
+        has_equal_lengths = query.shape[1] == key.shape[1]
+    can_use_flash = (
         query.dtype in HALF and capability >= (8, 0) and type(bias) in (*_DENSE, *_BLOCKS, *_PADDED)
-        and size % 8 == 0 and size <= _MAX_HEAD and not (from_first and ends[0] != ends[1])
+        and size % 8 == 0 and size <= _MAX_HEAD and (has_equal_lengths or not isinstance(bias, _FROM_FIRST_KEY))
     )  # fmt: skip
-    aligned = size % (8 if query.dtype in HALF and capability >= (7, 0) else 4 if capability >= (8, 0) else 1) == 0
-    cutlass = (
-        aligned and not isinstance(bias, _NOT_CUTLASS) and query.dtype in (*HALF, torch.float32)
+    alignment = 8 if query.dtype in HALF and capability >= (7, 0) else 4 if capability >= (8, 0) else 1
+    can_use_cutlass = (
+        size % alignment == 0 and not isinstance(bias, _NOT_CUTLASS) and query.dtype in (*HALF, torch.float32)
         and not (query.dtype == torch.bfloat16 and capability < (8, 0))
     )  # fmt: skip
-    none = f"No operator found for `memory_efficient_attention_forward` with query of {tuple(query.shape)}"
-    if not flash and not cutlass:
+    if not can_use_flash and not can_use_cutlass:
         raise NotImplementedError(
-            f"{none} in {query.dtype}, keys of {key.shape[1]} and a bias of {type(bias).__name__}"
+            f"No operator found for `memory_efficient_attention_forward` with query of {tuple(query.shape)} in "
+            f"{query.dtype}, keys of {key.shape[1]} and a bias of {type(bias).__name__}"
         )
-    third = flash and p == 0 and size >= _MIN_HEAD
-    alone = not needs and key.stride(-2) == 0 and key.shape[-2] > 1
-    if alone and query.shape[1] <= 32 and key.shape[1] >= 256 and query.shape[0] * query.shape[2] < 64:
-        if isinstance(bias, _BLOCKS) or not flash:
+    uses_version_3 = can_use_flash and p == 0 and size >= _MIN_HEAD
+    has_one_key_head = not needs_grad and key.stride(-2) == 0 and key.shape[-2] > 1
+    if has_one_key_head and query.shape[1] <= 32 and key.shape[1] >= 256 and query.shape[0] * query.shape[2] < 64:
+        if isinstance(bias, _BLOCKS) or not can_use_flash:
             raise unsupported_error(name, "one head of keys for few queries, which Triton's kernel runs")
-        third = False
-    forward = (3 if third else 2) if flash else 0
-    if not needs:
-        return _Choice(forward, forward)
-    if isinstance(bias, _PADDED) or (not flash and isinstance(bias, _NOT_CUTLASS_BACKWARD)):
+        uses_version_3 = False
+    forward = (3 if uses_version_3 else 2) if can_use_flash else 0
+    if not needs_grad:
+        return _Operators(forward, forward)
+    if isinstance(bias, _PADDED) or (not can_use_flash and isinstance(bias, _NOT_CUTLASS_BACKWARD)):
         raise NotImplementedError("No operator found for `memory_efficient_attention_backward`")
-    small = p > 0 and size > 224 and capability not in ((8, 0), (9, 0))
-    if flash and small:
+    if can_use_flash and p > 0 and size > 224 and capability not in ((8, 0), (9, 0)):
         raise unsupported_error(name, f"dropout on heads of {size}, whose backward is CUTLASS's")
-    return _Choice(forward, (3 if third and size >= _MIN_HEAD_BACKWARD else 2) if flash else 0)
+    return _Operators(forward, (3 if uses_version_3 and size >= _MIN_HEAD_BACKWARD else 2) if can_use_flash else 0)
 
 
 _OFFSETS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
@@ -168,13 +172,13 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     return define
 
 
-def _refuse_others(name: str, *of_others) -> None:
-    if any(one is not None for one in of_others):
+def _refuse_arguments(name: str, *arguments) -> None:
+    if any(argument is not None for argument in arguments):
         raise unsupported_error(f"torch.ops.{name}", "pages, or keys that are padded on the left or split")
 
 
-def _lengths(queries, keys, most_queries: int, most_keys: int) -> fa2.SeqLengths | None:
-    return None if queries is None else fa2.SeqLengths(queries, keys, most_queries, most_keys)
+def _make_lengths(queries, keys, max_queries: int, max_keys: int) -> fa2.SeqLengths | None:
+    return None if queries is None else fa2.SeqLengths(queries, keys, max_queries, max_keys)
 
 
 @_operator(
@@ -187,10 +191,10 @@ def _flash_2(
     softmax_scale: float, is_causal: bool, window_left: int, window_right: int, return_softmax: bool, block_tables,
 ):  # fmt: skip
     """Return output, log of the sums, and random state (fmha/flash.py, _flash_fwd)."""
-    _refuse_others("xformers_flash.flash_fwd", block_tables)
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = fa2.Options(p, (window_left, window_right), None, False, False, lengths)
-    out, sums, _, state = fa2._forward(query, key, value, options, False)
+    _refuse_arguments("xformers_flash.flash_fwd", block_tables)
+    lengths = _make_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = fa2.AttentionOptions(p, (window_left, window_right), None, False, False, lengths)
+    out, sums, _, state = fa2.run_forward(query, key, value, options, False)
     return out, sums, state
 
 
@@ -206,15 +210,15 @@ def _flash_3(
     use_kvsplit: bool = False, window_left: int = -1, window_right: int = -1,
 ):  # fmt: skip
     """Return output and log of the sums (fmha/flash3.py, mha_fwd)."""
-    _refuse_others("xformers_flash3.flash_fwd", leftpad_k, block_table, use_kvsplit or None)
-    call = fa3.HopperOptions(
+    _refuse_arguments("xformers_flash3.flash_fwd", leftpad_k, block_table, use_kvsplit or None)
+    options = fa3.HopperOptions(
         causal=is_causal, window_size=(window_left, window_right), cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, others=(None, seqused_k),
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, used_lengths=(None, seqused_k),
     )  # fmt: skip
-    return fa3._forward(query, key, value, call)[:2]
+    return fa3.run_forward(query, key, value, options)[:2]
 
 
-class _OperatorName(type):
+class _OperatorClass(type):
     """The metaclass of classes that programs name only to choose an operator."""
 
     def __getattr__(cls, name: str):
@@ -223,10 +227,11 @@ class _OperatorName(type):
         raise missing_stub_error(f"{cls.__module__}.{cls.__name__}.{name}")
 
 
-for _kind, _found in {"flash": "xformers_flash", "flash3": "xformers_flash3"}.items():
-    _made = _OperatorName("FwOp", (), {"OPERATOR": getattr(torch.ops, _found).flash_fwd})
-    _made.__doc__ = "Names its operator, by which a program knows it: nothing is taken."
-    stub(f"xformers.ops.fmha.{_kind}.FwOp", source=f"{_SOURCE}/{_kind}.py")(_made)
+for _module in ("flash", "flash3"):
+    _forward_operator = getattr(torch.ops, f"xformers_{_module}").flash_fwd
+    _class = _OperatorClass("FwOp", (), {"OPERATOR": _forward_operator})
+    _class.__doc__ = "Names its operator, by which a program identifies the operator; nothing is allocated."
+    stub(f"xformers.ops.fmha.{_module}.FwOp", source=f"{_SOURCE}/{_module}.py")(_class)
 
 
 @stub(
@@ -240,30 +245,29 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
     _check(name, query, key, value, attn_bias, op)
     if output_dtype not in (None, query.dtype):
         raise unsupported_error(name, f"output_dtype={output_dtype}")
-    shape, size, added = query.shape, query.shape[-1], _tensor_of(attn_bias)
+    shape, size, added = query.shape, query.shape[-1], _get_bias_tensor(attn_bias)
     if query.dim() == 3:
         query, key, value = (tensor.unsqueeze(2) for tensor in (query, key, value))
         added = None if added is None else added.unsqueeze(1)
-    needs = query.requires_grad or key.requires_grad or value.requires_grad
-    chosen = _choose(name, query, key, attn_bias, p, needs)
-    bounds, factor = _Bounds.of(attn_bias, query, key), size**-0.5 if scale is None else scale
-    packed = query.shape[0] == key.shape[0] and query.stride(-2) == 3 * size
-    run = (
-        _flash(chosen, attn_bias, bounds, p, factor, packed)
-        if chosen.forward
-        else _cutlass(attn_bias, bounds, p, factor)
-    )
-    if not needs:
-        return run.forward(query, key, value, added, False)[0].reshape(shape)
+    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    operators = _choose_operators(name, query, key, attn_bias, p, needs_grad)
+    bounds, scale = _Bounds.from_bias(attn_bias, query, key), size**-0.5 if scale is None else scale
+    if operators.forward:
+        is_packed = query.shape[0] == key.shape[0] and query.stride(-2) == 3 * size
+        operator = _make_flash_operator(operators, attn_bias, bounds, p, scale, is_packed)
+    else:
+        operator = _make_cutlass_operator(attn_bias, bounds, p, scale)
+    if not needs_grad:
+        return operator.forward(query, key, value, added, False)[0].reshape(shape)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added):
-        out, sums, *rest = run.forward(q, k, v, added, True)
+        out, sums, *state = operator.forward(q, k, v, added, True)
         out = out.reshape(q.shape)
-        return (out, sums), (q, k, v, out, sums, added, *(rest if p else ()))
+        return (out, sums), (q, k, v, out, sums, added, *(state if p else ()))
 
-    def backward(saved, gradient: torch.Tensor, of_sums: torch.Tensor):
-        made = run.backward(gradient, *saved)
-        return *(one.reshape(saved[at].shape) for at, one in enumerate(made[:3])), *(made[3:] or (None,))
+    def backward(saved, gradient: torch.Tensor, sums_gradient: torch.Tensor):
+        gradients = operator.backward(gradient, *saved)
+        return *(one.reshape(saved[at].shape) for at, one in enumerate(gradients[:3])), *(gradients[3:] or (None,))
 
     return kernel(forward, backward, query, key, value, added)[0].reshape(shape)  # type: ignore[no-any-return]
 
@@ -275,64 +279,67 @@ class _AttentionOperator(NamedTuple):
     backward: Callable[..., Any]
 
 
-def _flash(chosen: _Choice, bias, bounds: _Bounds, p: float, scale: float, packed: bool) -> _AttentionOperator:
+def _make_flash_operator(
+    operators: _Operators, bias, bounds: _Bounds, p: float, scale: float, is_packed: bool
+) -> _AttentionOperator:
     """Return FlashAttention, with [tokens, heads, size] for concatenated sequences (_convert_input_format)."""
-    causal, window = _is_causal(bias), _window(bias)
-    ends = (bounds.most_queries, bounds.most_keys)
+    causal, window = _is_causal(bias), _get_window(bias)
+    lengths = (bounds.max_queries, bounds.max_keys)
 
-    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def flatten(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return [one.reshape(-1, *one.shape[2:]) if bounds.queries is not None else one for one in tensors]
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _, needs: bool):
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _, needs_sums: bool):
         if k.stride(2) == 0 and v.stride(2) == 0:  # one head of keys for all queries
             k, v = k[:, :, :1], v[:, :, :1]
-        q, k, v = flat(q, k, v)
-        offsets = (bounds.queries, bounds.keys, bounds.used)
-        if chosen.forward == 3:
-            made = _flash_3(
-                q, k, v, *offsets, None, *ends, p, scale, causal, window_left=window[0], window_right=window[1]
+        q, k, v = flatten(q, k, v)
+        offsets = (bounds.queries, bounds.keys, bounds.used_keys)
+        if operators.forward == 3:
+            outputs = _flash_3(
+                q, k, v, *offsets, None, *lengths, p, scale, causal, window_left=window[0], window_right=window[1]
             )
         else:
-            made = _flash_2(q, k, v, *offsets, *ends, p, scale, causal, *window, False, None)
-        return made if bounds.queries is None else (made[0], made[1].unsqueeze(0), *made[2:])
+            outputs = _flash_2(q, k, v, *offsets, *lengths, p, scale, causal, *window, False, None)
+        return outputs if bounds.queries is None else (outputs[0], outputs[1].unsqueeze(0), *outputs[2:])
 
     def backward(gradient: torch.Tensor, q, k, v, out, *_):
-        gradient, q, k, v, out = flat(gradient, q, k, v, out)
+        gradient, q, k, v, out = flatten(gradient, q, k, v, out)
         gradient = gradient.contiguous()
-        if packed:  # of one packed tensor: so are their gradients
+        if is_packed:  # of one packed tensor: so are their gradients
             d_q, d_k, d_v = q.new_empty((*q.shape[:-2], 3, *q.shape[-2:])).unbind(-3)
         else:
             d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        if chosen.backward == 3:
-            queries, keys = ends if bounds.queries is not None else (None, None)
-            call = fa3.HopperOptions(causal, window, 0.0, 1, False, bounds.queries, bounds.keys, queries, keys)
-            fa3._backward(gradient, q, k, v, out, call)
+        if operators.backward == 3:
+            queries, keys = lengths if bounds.queries is not None else (None, None)
+            options = fa3.HopperOptions(causal, window, 0.0, 1, False, bounds.queries, bounds.keys, queries, keys)
+            fa3.allocate_backward_scratch(gradient, q, k, v, out, options)
         else:
-            lengths = _lengths(bounds.queries, bounds.keys, *ends)
-            fa2._backward(gradient, q, k, v, out, (d_k, d_v), False, lengths)
+            fa2_lengths = _make_lengths(bounds.queries, bounds.keys, *lengths)
+            fa2.run_backward(gradient, q, k, v, out, (d_k, d_v), False, fa2_lengths)
         return d_q, d_k, d_v
 
     return _AttentionOperator(forward, backward)
 
 
-def _cutlass(bias, bounds: _Bounds, p: float, scale: float) -> _AttentionOperator:
+def _make_cutlass_operator(bias, bounds: _Bounds, p: float, scale: float) -> _AttentionOperator:
     """Return PyTorch's own operator (cutlass.py)."""
-    from_first = isinstance(bias, (biases.LowerTriangularMask, biases.BlockDiagonalCausalMask))
-    mask = 1 if from_first else 2 if _is_causal(bias) else 0
+    mask = 1 if isinstance(bias, _FROM_FIRST_KEY) else 2 if _is_causal(bias) else 0
     offsets = (bounds.queries, bounds.keys)
-    ends = (bounds.most_queries, bounds.most_keys) if bounds.queries is not None else (-1, -1)
-    options = {"scale": scale, "window_size": _window_size(bias)}
-    wanted = isinstance(bias, torch.Tensor) and bias.requires_grad
+    lengths = (bounds.max_queries, bounds.max_keys) if bounds.queries is not None else (-1, -1)
+    options = {"scale": scale, "window_size": _get_window_size(bias)}
+    needs_bias_gradient = isinstance(bias, torch.Tensor) and bias.requires_grad
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added, needs: bool):
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added, needs_sums: bool):
         operator = torch.ops.aten._efficient_attention_forward
-        return operator(q, k, v, added, *offsets, *ends, p, mask, needs, seqlen_k=bounds.used, **options)[:4]
+        keys = bounds.used_keys
+        return operator(q, k, v, added, *offsets, *lengths, p, mask, needs_sums, seqlen_k=keys, **options)[:4]
 
     def backward(gradient: torch.Tensor, q, k, v, out, sums, added, *state):
         seed, offset = state or (torch.Tensor(), torch.Tensor())
-        made = torch.ops.aten._efficient_attention_backward(
-            gradient, q, k, v, added, out, *offsets, *ends, sums, p, seed, offset, mask, wanted, **options
-        )
-        return made if wanted else made[:3]
+        gradients = torch.ops.aten._efficient_attention_backward(
+            gradient, q, k, v, added, out, *offsets, *lengths, sums, p, seed, offset, mask, needs_bias_gradient,
+            **options,
+        )  # fmt: skip
+        return gradients if needs_bias_gradient else gradients[:3]
 
     return _AttentionOperator(forward, backward)

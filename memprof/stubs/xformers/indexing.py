@@ -26,9 +26,9 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         _, scaling, source = ctx.saved_tensors
-        of_source = torch.empty_like(source)
-        of_scaling = None if scaling is None else source.new_empty(source.shape, dtype=scaling.dtype)
-        return gradient, None, of_source, of_scaling
+        source_gradient = torch.empty_like(source)
+        scaling_gradient = None if scaling is None else source.new_empty(source.shape, dtype=scaling.dtype)
+        return gradient, None, source_gradient, scaling_gradient
 
 
 @stub("xformers.ops.indexing.scaled_index_add", "xformers.ops.scaled_index_add", source=_SOURCE)
@@ -45,11 +45,11 @@ def index_select_cat(sources, indices):
     """Return the rows of all sources in one vector; gradients are zeros that are filled."""
     shapes = [source.shape for source in sources]
 
-    def forward(*given: torch.Tensor):
-        check_on_gpu("xformers.ops.index_select_cat", *given)
-        of = given[len(shapes) :]
-        elements = sum(len(index) * shape[1] for shape, index in zip(shapes, of, strict=True))
-        return given[0].new_empty(elements), of
+    def forward(*tensors: torch.Tensor):
+        check_on_gpu("xformers.ops.index_select_cat", *tensors)
+        indices = tensors[len(shapes) :]
+        elements = sum(len(index) * shape[1] for shape, index in zip(shapes, indices, strict=True))
+        return tensors[0].new_empty(elements), indices
 
     def backward(saved, gradient: torch.Tensor):
         return *(gradient.new_zeros(shape) for shape in shapes), *(None for _ in shapes)

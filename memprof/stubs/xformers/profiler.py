@@ -13,7 +13,7 @@ from memprof.stubs.registry import stub
 
 
 class _ScheduledProfiler:
-    """A part of a schedule, from which programs derive classes."""
+    """A part of a schedule, from which programs derive classes; nothing is recorded."""
 
     ACTIVITIES = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
@@ -21,13 +21,13 @@ class _ScheduledProfiler:
         self.main_profiler = main_profiler
 
     def __enter__(self) -> None:
-        """Begin; no trace is recorded."""
+        """Do nothing."""
 
     def __exit__(self, *error: object) -> None:
-        """End; no file is written."""
+        """Do nothing."""
 
     def step(self) -> None:
-        """Note that a step has ended."""
+        """Do nothing."""
 
 
 DEFAULT_SCHEDULE: tuple[Any, ...] = ()
@@ -49,18 +49,12 @@ class _Profile:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        """End a profile that never began."""
+    def start(self, *error):
+        """Do nothing."""
 
-    def start(self):
-        """Begin a profile without effect."""
-
-    stop = __exit__
-
-    def step(self):
-        """Note that a step has ended."""
+    __exit__ = stop = step = start
 
 
 @stub("xformers.profiler.api.step", "xformers.profiler.step", source=f"{_PROFILER}/api.py")
 def _step():
-    """Note that a step has ended."""
+    """Do nothing, at the end of a step."""

@@ -196,7 +196,7 @@ ELSEWHERE = {
     "causal_conv1d.py:causal_conv1d_fn": (
         "test_mamba.test_a_convolution_sums_the_gradients_of_its_weight_in_single_precision"
     ),
-    "flash_attn/attention.py:_call": "test_flash_attention.test_grouped_queries_and_padded_rows",
+    "flash_attn/attention.py:_attend": "test_flash_attention.test_grouped_queries_and_padded_rows",
     "flash_attn/layers.py:apply_rotary_emb": (
         "test_flash_layers.test_rotary_positions_in_a_tensor_of_their_own_or_in_place"
     ),
@@ -204,7 +204,7 @@ ELSEWHERE = {
     "flash_attn/layers.py:cross_entropy_loss": (
         "test_flash_layers.test_the_gradient_of_cross_entropy_may_take_the_place_of_the_logits"
     ),
-    "flash_attn_interface.py:_call": "test_flash_attention.test_flash_attention_3_on_hopper",
+    "flash_attn_interface.py:_attend": "test_flash_attention.test_flash_attention_3_on_hopper",
     "mamba_ssm/scan.py:selective_scan_fn": "test_mamba.test_a_scan_keeps_a_state_for_each_chunk",
     f"{TE}linear.py:Linear.forward": "test_transformer_engine.test_a_product_saves_its_input",
     f"{TE}linear.py:LayerNormLinear.forward": (

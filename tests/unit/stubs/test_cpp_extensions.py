@@ -8,7 +8,7 @@ import memprof
 from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.stubs import registry
-from memprof.stubs.cpp_extensions import Binding, bindings
+from memprof.stubs.cpp_extensions import Binding, find_bindings
 from memprof.stubs.extension import StubExtension
 from memprof.virtual.gpu import VirtualGpu
 
@@ -55,20 +55,20 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, other) {
 
 
 def test_what_the_sources_bind():
-    assert list(bindings("mine", PYTHON)) == [
+    assert list(find_bindings("mine", PYTHON)) == [
         Binding(None, "forward", True),
         Binding(None, "scores", False),
         Binding(None, "both", False),
         Binding(None, "unknown", False),
     ]
-    assert list(bindings("mine", LIBRARY)) == [
+    assert list(find_bindings("mine", LIBRARY)) == [
         Binding("wkv6", "forward", True),
         Binding("wkv6", "scores", False),
         Binding("wkv6", "fill", True),
         Binding("mine", "forward", True),
         Binding("mine", "wrapped", False),  # a macro of the program's: what is behind it is not read
     ]
-    assert list(bindings("mine", OPERATORS, ["forward", "scores"])) == [
+    assert list(find_bindings("mine", OPERATORS, ["forward", "scores"])) == [
         Binding(None, "forward", True),
         Binding(None, "scores", False),
     ]
