@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from memprof.ledger.bridge import Bridge
-from memprof.report.documents import answers, estimate, verification
+from memprof.report.documents import command_results, estimate, verification
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
-from memprof.report.documents.report import _NOT_OF_ALL, Report
+from memprof.report.documents.report import _RANK_OPTIONAL, Report
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
 from memprof.trace.facts import RankFacts, Target
@@ -44,17 +44,17 @@ FILES: dict[str, tuple[tuple[type, ...], str]] = {
     "recommendation": ((Recommendation,), "recommend"),
     "verification": ((verification.Verification,), "verify"),
     "vocabulary": ((Vocabulary,), "vocab"),
-    "diagnoses": ((answers.Diagnoses,), "doctor"),
-    "installation": ((answers.Checked,), "doctor --env"),
-    "models": ((answers.ModelList,), "models"),
-    "gpus": ((answers.GpuList,), "gpus"),
-    "present-gpus": ((answers.PresentGpus,), "gpus --present"),
-    "monitor": ((answers.MonitorLine, answers.MonitorEnd), "monitor: each line"),
-    "export": ((answers.Exported,), "export"),
-    "topics": ((answers.Topics,), "help"),
-    "recipes": ((answers.Recipes,), "recipes ls and recipes cp"),
-    "cached-results": ((answers.KeptAnswers,), "cache"),
-    "error": ((answers.Failed,), "each of them where it fails without an answer"),
+    "diagnoses": ((command_results.DiagnosisList,), "doctor"),
+    "installation": ((command_results.InstallationResult,), "doctor --env"),
+    "models": ((command_results.ModelList,), "models"),
+    "gpus": ((command_results.GpuList,), "gpus"),
+    "present-gpus": ((command_results.PresentGpus,), "gpus --present"),
+    "monitor": ((command_results.MonitorLine, command_results.MonitorEnd), "monitor: each line"),
+    "export": ((command_results.ExportResult,), "export"),
+    "topics": ((command_results.TopicList,), "help"),
+    "recipes": ((command_results.RecipeList,), "recipes ls and recipes cp"),
+    "cached-results": ((command_results.CachedResultList,), "cache"),
+    "error": ((command_results.ErrorResult,), "each of them where it fails without an answer"),
 }
 """Name of a file -> what it describes, and whose answer that is."""
 
@@ -67,7 +67,7 @@ _OF_FILE = {
 _OPTIONAL: dict[type, tuple[str, ...]] = {
     Report: ("gpu", "gpus", "limit", "rank", "ranks", "streams", "over_time"),
     Bridge: ("nccl_group_bytes",),
-    RankFacts: _NOT_OF_ALL,
+    RankFacts: _RANK_OPTIONAL,
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),
 }
 """Fields that are left out where there is nothing to say."""

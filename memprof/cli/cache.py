@@ -37,11 +37,11 @@ def cache(
     entries = [(entry, None if said is None else f"memprof {said.get('said', '')}") for entry, said in found]
     total = sum(entry.num_bytes for entry, _ in entries)
     if output.as_json:
-        from memprof.report.documents.answers import KeptAnswer, KeptAnswers
+        from memprof.report.documents.command_results import CachedResult, CachedResultList
 
-        kept = tuple(KeptAnswer(asked, entry.num_bytes, entry.used) for entry, asked in entries if asked)
+        kept = tuple(CachedResult(asked, entry.num_bytes, entry.used) for entry, asked in entries if asked)
         print_json(
-            KeptAnswers(
+            CachedResultList(
                 folder=None if folder is None else str(folder),
                 num_bytes=total,
                 most_bytes=MOST_BYTES,

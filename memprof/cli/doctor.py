@@ -67,9 +67,9 @@ def doctor(
         hint = "paste the whole traceback; of a process that vanished, its exit code (137 is a kill)"
         raise MemprofError("no memory or device error is in it", value=_describe_source(file), hint=hint)
     if request.as_json:
-        from memprof.report.documents.answers import Diagnoses
+        from memprof.report.documents.command_results import DiagnosisList
 
-        print_json(Diagnoses(file=_describe_source(file), diagnoses=tuple(found)))
+        print_json(DiagnosisList(file=_describe_source(file), diagnoses=tuple(found)))
     else:
         say(render_diagnoses(found, quiet=request.quiet), nl=False)
 
@@ -80,9 +80,9 @@ def _check_installation(output: OutputOptions) -> None:
 
     checked = check_installation()
     if output.as_json:
-        from memprof.report.documents.answers import Checked
+        from memprof.report.documents.command_results import InstallationResult
 
-        print_json(Checked(facts=dict(checked.facts), findings=checked.findings))
+        print_json(InstallationResult(facts=dict(checked.facts), findings=checked.findings))
     else:
         say(render_installation(checked, quiet=output.quiet), nl=False)
 

@@ -49,7 +49,7 @@ def estimate(request: EstimateCommandOptions) -> None:
     from memprof.device.catalog import custom_gpu, find_gpu, list_gpus
     from memprof.estimate.geometry import from_model, from_params, from_size
     from memprof.estimate.table import build_estimate
-    from memprof.report.documents.estimate import estimate_document
+    from memprof.report.documents.estimate import build_estimate_document
     from memprof.report.terminal.estimate import render_estimate
 
     if (request.params is None) == (request.model is None):
@@ -76,7 +76,7 @@ def estimate(request: EstimateCommandOptions) -> None:
         gpus = (custom_gpu(request.gpu_vram_bytes),)
     simulated = _simulate(result, quiet=request.quiet) if request.exact else None
     if request.as_json:
-        print_json(estimate_document(result, gpus, simulated, explain=request.explain).to_json())
+        print_json(build_estimate_document(result, gpus, simulated, explain=request.explain).to_json())
         return
     say(render_estimate(result, gpus, simulated, explain=request.explain, quiet=request.quiet), nl=False)
 

@@ -46,8 +46,8 @@ def export(
 
         viewer = export_file(file, to, progress, force=request.force)
     if request.as_json:
-        from memprof.report.documents.answers import Exported
+        from memprof.report.documents.command_results import ExportResult
 
-        print_json(Exported(file=str(to), viewer=viewer))
+        print_json(ExportResult(file=str(to), viewer=viewer))
     elif not request.quiet:
         say(f"Wrote {to}: open it at {viewer}", err=True)

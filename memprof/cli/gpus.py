@@ -37,17 +37,17 @@ def gpus(
         reading = read_gpus()
         environment = read_environment(reading)
         if output.as_json:
-            from memprof.report.documents.answers import PresentGpus
+            from memprof.report.documents.command_results import PresentGpus
 
             names = tuple(found.key if (found := _find_catalog_gpu(gpu)) else None for gpu in reading.gpus)
-            print_json(PresentGpus.of(reading, names, environment))
+            print_json(PresentGpus.from_sample(reading, names, environment))
         else:
             _print_present(reading, environment)
         return
     from memprof.device.catalog import list_gpus
 
     if output.as_json:
-        from memprof.report.documents.answers import GpuList
+        from memprof.report.documents.command_results import GpuList
 
         print_json(GpuList(gpus=tuple(list_gpus())))
         return

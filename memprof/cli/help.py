@@ -39,9 +39,9 @@ def help(
     shown = pages if topic is None else {topic: pages[topic]}
     text = None if topic is None else pages[topic].read_text(encoding="utf-8")
     if output.as_json:
-        from memprof.report.documents.answers import Topic, Topics
+        from memprof.report.documents.command_results import Topic, TopicList
 
-        print_json(Topics(topics=tuple(Topic(name, _read_title(page)) for name, page in shown.items()), text=text))
+        print_json(TopicList(topics=tuple(Topic(name, _read_title(page)) for name, page in shown.items()), text=text))
     elif text is not None:
         say(text, nl=False)
     else:

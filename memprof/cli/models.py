@@ -17,7 +17,7 @@ def models(output: ListOptions) -> None:
     from memprof.workload.catalog import list_models
 
     if output.as_json:
-        from memprof.report.documents.answers import ModelList
+        from memprof.report.documents.command_results import ModelList
 
         print_json(ModelList(models=tuple(list_models())))
         return

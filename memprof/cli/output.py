@@ -23,7 +23,7 @@ from memprof.spec import option
 if TYPE_CHECKING:
     from memprof.report.documents.base import DisplayedDocument
     from memprof.report.documents.report import Report
-    from memprof.report.page.page import Paged as Page
+    from memprof.report.page.page import PageDocument as Page
     from memprof.trace.events import Trace
 
 

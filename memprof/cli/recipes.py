@@ -39,9 +39,9 @@ def list_recipes(output: ListOptions) -> None:
     """List the recipes: name, title, and the line that runs each."""
     found = find_recipes()
     if output.as_json:
-        from memprof.report.documents.answers import Recipe, Recipes
+        from memprof.report.documents.command_results import Recipe, RecipeList
 
-        print_json(Recipes(recipes=tuple(Recipe(one.name, _read_title(one), _run_command(one)) for one in found)))
+        print_json(RecipeList(recipes=tuple(Recipe(one.name, _read_title(one), _run_command(one)) for one in found)))
         return
     for recipe in found:
         say(f"{recipe.name}\n    {_read_title(recipe)}\n    {_run_command(recipe)}")
@@ -83,10 +83,10 @@ def copy_recipe(
         ) from error
     run = f"python {shlex.quote(str(target / _SCRIPT))}"
     if output.as_json:
-        from memprof.report.documents.answers import Recipe, Recipes
+        from memprof.report.documents.command_results import Recipe, RecipeList
 
         copied = Recipe(recipe.name, _read_title(recipe), run)
-        print_json(Recipes(command="recipes cp", recipes=(copied,), copied_to=str(target)))
+        print_json(RecipeList(command="recipes cp", recipes=(copied,), copied_to=str(target)))
         return
     say(f"copied to {target}; run it with\n    {run}")
 

@@ -19,7 +19,7 @@ from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import Ledger, build_ledger
 from memprof.ledger.over_time import over_time
 from memprof.ledger.streams import StreamMemory
-from memprof.report.documents.report import Report, build_document
+from memprof.report.documents.report import Report, build_report
 from memprof.trace.events import CPU, Trace
 
 # Fields of the target that the rules of findings read.
@@ -80,9 +80,9 @@ def _account_gpu(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
     context = Context(ledger=ledger, usable_bytes=usable, gpu=device.name, fixes=fixes, streams=streams, **fields)
     growth = predict_growth(context)
     if not explained:
-        return ledger, build_document(ledger, find_all(context, deciding=True), settings, growth=growth)
+        return ledger, build_report(ledger, find_all(context, deciding=True), settings, growth=growth)
     bridge = build_bridge(ledger)
-    document = build_document(ledger, find_all(context), settings, bridge, streams, growth)
+    document = build_report(ledger, find_all(context), settings, bridge, streams, growth)
     return ledger, dataclasses.replace(document, ledger=ledger, over_time=over_time(ledger))
 
 

@@ -18,7 +18,7 @@ from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import Report
 from memprof.report.matching.comparison_build import build_comparison
-from memprof.report.matching.runs import ComparedRun, run_of_document, run_of_recording
+from memprof.report.matching.runs import ComparedRun, convert_recording, convert_report
 from memprof.report.matching.tolerance import Tolerance
 
 _KINDS = "a capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch"
@@ -38,17 +38,17 @@ def open_run(path: Path) -> ComparedRun:
     """Return the run in a capture, a report or a snapshot; raise UsageError for damaged and other files."""
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
-        return run_of_document(load_capture(path), path.name, "memprof capture")
+        return convert_report(load_capture(path), path.name, "memprof capture")
     if head.startswith(PICKLE):
         opened = open_file(path)
         one = max(opened.recordings, key=lambda recording: recording.peak()[0])
         notes = list(opened.origin.assumptions)
         if len(opened.recordings) > 1:
             notes.append(f"Of {len(opened.recordings)} devices, the one that allocates most is taken: {one.device}.")
-        return run_of_recording(one, path.name, opened.origin.settings, tuple(notes), opened.origin.source)
+        return convert_recording(one, path.name, opened.origin.settings, tuple(notes), opened.origin.source)
     if not is_json(head):
         raise UsageError("neither a capture, a report nor a snapshot", value=path, hint=f"give {_KINDS}")
-    return run_of_document(_load_report(path), path.name, "memprof report")
+    return convert_report(_load_report(path), path.name, "memprof report")
 
 
 def _load_report(path: Path) -> Report:

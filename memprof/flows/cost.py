@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 
 from memprof.device.catalog import Gpu
 from memprof.ledger.categories import Category
-from memprof.report.documents.ladder import Bottleneck, Cost
+from memprof.report.documents.ladder import Bottleneck, FixCost
 from memprof.report.documents.report import Report
 from memprof.trace.events import HOST, CompileStats, Phase, Trace
 from memprof.units import format_bytes
@@ -78,13 +78,13 @@ _COST_FIELDS = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_se
 
 def cost_of(
     work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: CompileStats | None = None
-) -> Cost:
+) -> FixCost:
     """Return the cost of a run with fixes (`work`) over the run without (`original`)."""
     seconds, kernels = (None, None) if compiling is None else compiling
     if work is None or original is None:
-        return Cost(*(None,) * 9, numerics, note, compile_seconds=seconds, compiled_kernels=kernels)
+        return FixCost(*(None,) * 9, numerics, note, compile_seconds=seconds, compiled_kernels=kernels)
     extra = {f"extra_{name}": getattr(work, name) - getattr(original, name) for name in _COST_FIELDS}
-    return Cost(
+    return FixCost(
         operations=work.operations,
         bus_bytes=work.bus_bytes,
         step_seconds=work.seconds,

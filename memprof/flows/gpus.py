@@ -10,7 +10,7 @@ from typing import Any
 from memprof.allocator import GpuMemory, LiveAllocator, Settings
 from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.host import memory_bytes, processor_name
-from memprof.report.export.memory_viz import as_plain
+from memprof.report.export.memory_viz import convert_snapshot
 from memprof.run_spec import RunSpec
 from memprof.snapshots.from_trace import convert_to_snapshot
 from memprof.spec import TargetSpec
@@ -35,7 +35,7 @@ class RunAllocator(LiveAllocator):
 
     def snapshot(self) -> dict[str, Any]:
         """Return the dictionary of torch.cuda.memory._snapshot(), with the history since the run began."""
-        return as_plain(self._snapshot().snapshot)
+        return convert_snapshot(self._snapshot().snapshot)
 
 
 def find_gpu_of(spec: TargetSpec | RunSpec) -> Gpu:

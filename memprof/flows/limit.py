@@ -13,7 +13,7 @@ from memprof.flows.gpus import find_gpu_of
 from memprof.flows.ladder.scripts import run_alone
 from memprof.flows.profile import profile
 from memprof.flows.recommend.bisection import counted_bytes, find_limit
-from memprof.report.documents.limit import Limit, LimitRun
+from memprof.report.documents.limit import LargestSearch, LargestSearchRun
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import Program
@@ -89,7 +89,7 @@ def largest_of_script(
 def _search(
     run: Run, gpu: Gpu, what: str, command: Callable[..., str], *, begin: int, most: int
 ) -> tuple[Trace, Report]:
-    runs: dict[int, LimitRun] = {}
+    runs: dict[int, LargestSearchRun] = {}
     extreme: dict[bool, tuple[int, Trace, Report]] = {}
     available = gpu.total_bytes
 
@@ -102,18 +102,18 @@ def _search(
                 raise
             ended = error.document if isinstance(error, RunFailedError) else None
             why = error.line if ended is None or ended.failure is None else ended.failure.error
-            runs[number] = LimitRun(number, None, False, why, command(number, fits=False))
+            runs[number] = LargestSearchRun(number, None, False, why, command(number, fits=False))
             return available + 1
         verdict = document.verdict
         fits = bool(verdict.fits)
         oom_stage = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
-        runs[number] = LimitRun(number, verdict.required_bytes, fits, oom_stage, command(number, fits=fits))
+        runs[number] = LargestSearchRun(number, verdict.required_bytes, fits, oom_stage, command(number, fits=fits))
         before = extreme.get(fits)
         if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
             extreme[fits] = number, trace, document
         return counted_bytes(verdict.required_bytes, available, fits=fits)
 
     bound = find_limit(needed, available, low=1, high=most, begin=begin, beyond=BEYOND)
-    limit = Limit(what, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs)))
+    limit = LargestSearch(what, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs)))
     _, trace, document = extreme[bound.largest is not None]
     return trace, dataclasses.replace(document, limit=limit)

@@ -1,7 +1,8 @@
-"""The tables of a document as pandas data frames. Columns have the names of the JSON, sizes are bytes.
+"""Conversion of a document's tables to pandas data frames.
 
-Fields of a nested row become columns named with a dot (`cost.step_seconds`). Unknown values are missing (`NA`), and
-whole numbers stay whole in such a column. A table without rows has all columns.
+Columns have the names of the JSON, sizes are bytes. Fields of a nested row become columns named with a dot
+(`cost.step_seconds`). Unknown values are missing (`NA`), integer columns stay integer, and a table without rows has all
+columns.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ _DTYPES = {int: ("int64", "Int64"), bool: ("bool", "boolean"), float: ("float64"
 
 @dataclass(frozen=True)
 class RowTable:
-    """A table of a document: rows of one dataclass, each after the values of the columns `before`."""
+    """A table of a document: rows of one dataclass, each after the values of `key_columns`."""
 
     rows: Iterable[Any]
-    row: type | None = None  # None: only the columns `before`.
-    before: dict[str, type] = field(default_factory=dict)
+    row_type: type | None = None  # None: only the columns `before`.
+    key_columns: dict[str, type] = field(default_factory=dict)
 
     def to_frame(self) -> DataFrame:
         """Return the rows as a data frame; fields of nested rows become columns named with a dot."""
         import pandas
 
-        known = [one if self.before else (one,) for one in self.rows]
-        columns = {name: ([one[at] for one in known], kind) for at, (name, kind) in enumerate(self.before.items())}
-        if self.row is not None:
+        known = [one if self.key_columns else (one,) for one in self.rows]
+        columns = {name: ([one[at] for one in known], kind) for at, (name, kind) in enumerate(self.key_columns.items())}
+        if self.row_type is not None:
             plain = [to_plain(one[-1]) for one in known]
-            for path, kind in _list_fields(self.row):
+            for path, kind in _list_fields(self.row_type):
                 inside = plain
                 for name in path:
                     inside = [None if one is None else one[name] for one in inside]
@@ -51,15 +52,15 @@ class RowTable:
 
 
 def _escape_surrogates(value: Any) -> Any:
-    """Return a value; in a text, unpaired surrogates, which pandas rejects, become escapes."""
+    """Return a value; in a string, unpaired surrogates, which pandas rejects, become escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _list_fields(
-    row: type, path: tuple[str, ...] = (), *, optional: bool = False
+    row_type: type, path: tuple[str, ...] = (), *, optional: bool = False
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and type of each field of a row and of rows in it; rows in lists are separate tables."""
-    for _, name, hint in json_fields(row):
+    """Yield path and type of each field of a dataclass and of nested dataclasses; lists of rows are separate tables."""
+    for _, name, hint in json_fields(row_type):
         kind = hint | None if optional else hint
         place = (*path, name)
         (known, *others), is_optional = _split_union(kind)
@@ -70,7 +71,7 @@ def _list_fields(
 
 
 def _split_union(kind: Any) -> tuple[list[Any], bool]:
-    """Return the types in a union without None, and whether None is in the union."""
+    """Return the types of a union without None, and whether None is among them."""
     inside = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return [one for one in inside if one is not NoneType], NoneType in inside
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from memprof.report.export.memory_viz import as_plain
+from memprof.report.export.memory_viz import convert_snapshot
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import save_trace
 from tests.golden.test_report import training_run
@@ -43,4 +43,4 @@ def capture() -> dict[str, Any]:
 
 
 def snapshot() -> dict[str, Any]:
-    return pickle.loads(pickle.dumps(as_plain(training(leak=True).snapshot())))
+    return pickle.loads(pickle.dumps(convert_snapshot(training(leak=True).snapshot())))

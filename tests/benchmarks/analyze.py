@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from memprof.report.export.memory_viz import as_plain
+from memprof.report.export.memory_viz import convert_snapshot
 from memprof.trace.snapshot import Frame, Snapshot, SnapshotEvent, Stack
 from tests.unit.snapshots.builder import CALL, MAIN, MIB, Program
 
@@ -74,7 +74,7 @@ def repeated(snapshot: Snapshot, megabytes: int, to: BinaryIO) -> int:
     writer = _Writer(to)
     to.write(b"\x80\x04}(")
     writer.text("segments")
-    writer.rest(as_plain(snapshot)["segments"])
+    writer.rest(convert_snapshot(snapshot)["segments"])
     writer.text("device_traces")
     to.write(b"](](")
     count = 0

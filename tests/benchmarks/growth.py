@@ -74,12 +74,12 @@ def _ranks(gpus: int, folder: Path) -> str:
 
 
 def _events(events: int, folder: Path) -> str:
-    from memprof.report.export.memory_viz import as_plain
+    from memprof.report.export.memory_viz import convert_snapshot
     from tests.benchmarks.analyze import STEP_EVENTS, training
 
     path = folder / f"events-{events}.pickle"
     with path.open("wb") as file:
-        pickle.dump(as_plain(training(max(1, round(events / STEP_EVENTS)))), file, protocol=4)
+        pickle.dump(convert_snapshot(training(max(1, round(events / STEP_EVENTS)))), file, protocol=4)
     return f"analyze {path}"
 
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from memprof.report.export.memory_viz import as_plain, write_snapshot
+from memprof.report.export.memory_viz import convert_snapshot, write_snapshot
 from tests.cli.test_errors import assert_refused
 from tests.unit.snapshots.builder import MIB, Program, stack, training
 
@@ -61,7 +61,7 @@ def test_json(memprof, snapshot):
 
 def test_a_difference_is_reported(memprof, tmp_path):
     """A recording whose addresses our allocator would not have chosen."""
-    data = as_plain(training(steps=6).snapshot())
+    data = convert_snapshot(training(steps=6).snapshot())
     trace = data["device_traces"][0]
     moved = next(event for event in trace if event["action"] == "alloc" and event["size"] == 2 * MIB)
     moved["addr"] += 512
@@ -84,8 +84,8 @@ def test_moments_and_exit_code_of_an_out_of_memory_error(memprof, refused, at):
 
 
 def test_several_devices(memprof, tmp_path):
-    data = as_plain(training(steps=3).snapshot())
-    other = as_plain(training(steps=4).snapshot())
+    data = convert_snapshot(training(steps=3).snapshot())
+    other = convert_snapshot(training(steps=4).snapshot())
     for segment in other["segments"]:
         segment["device"] = 2
     data["segments"] += other["segments"]
@@ -103,7 +103,7 @@ def test_several_devices(memprof, tmp_path):
 def test_state_only(memprof, tmp_path):
     """What torch.cuda.memory_snapshot() returns: a list of segments."""
     file = tmp_path / "state.pickle"
-    file.write_bytes(pickle.dumps(as_plain(training().snapshot())["segments"]))
+    file.write_bytes(pickle.dumps(convert_snapshot(training().snapshot())["segments"]))
     result = memprof("analyze", file)
     assert result.exit_code == 0
     assert "No events were recorded" in result.stdout and "90.00 MiB" in result.stdout

@@ -69,14 +69,14 @@ def test_a_failed_run_is_not_kept(memprof, folder, tmp_path):
 
 def test_recommend_is_kept_too(memprof, monkeypatch):
     from memprof.flows.recommend import largest
-    from memprof.report.documents.recommendation import Largest, Recommendation
+    from memprof.report.documents.recommendation import LargestModel, Recommendation
     from memprof.trace.facts import DeviceFacts
 
     calls = []
 
     def answer(spec, progress):
         calls.append(spec)
-        row = Largest("inference", "gpt2", 1, 2, 3, 4, 8, "gpt2-medium", 9, "memprof profile --model gpt2")
+        row = LargestModel("inference", "gpt2", 1, 2, 3, 4, 8, "gpt2-medium", 9, "memprof profile --model gpt2")
         return Recommendation(DeviceFacts("GPU", 8 << 30, 7 << 30), context_length=9, largest=(row,), runs=1)
 
     monkeypatch.setattr(largest, "recommend_models", answer)

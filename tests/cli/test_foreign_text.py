@@ -58,9 +58,9 @@ def write_capture(path: Path) -> Path:
 
 
 def write_snapshot(path: Path, *names: str) -> Path:
-    from memprof.report.export.memory_viz import as_plain
+    from memprof.report.export.memory_viz import convert_snapshot
 
-    data = foreign(as_plain(training(leak=True).snapshot()), names)
+    data = foreign(convert_snapshot(training(leak=True).snapshot()), names)
     path.write_bytes(pickle.dumps(data, protocol=4))
     return path
 

@@ -60,6 +60,6 @@ def test_the_table_of_a_gpu_leaves_out_what_cannot_be_run(memprof, monkeypatch):
 
 
 def _row(task):
-    from memprof.report.documents.recommendation import Largest
+    from memprof.report.documents.recommendation import LargestModel
 
-    return Largest(task.name, "gpt2", 1, 1, 64, 64, None, None, None, "memprof profile --model gpt2")
+    return LargestModel(task.name, "gpt2", 1, 1, 64, 64, None, None, None, "memprof profile --model gpt2")

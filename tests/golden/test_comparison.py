@@ -11,7 +11,7 @@ import pytest
 from memprof.flows.account import analyze
 from memprof.report.documents.comparison import Comparison
 from memprof.report.matching.comparison_build import build_comparison
-from memprof.report.matching.runs import run_of_document
+from memprof.report.matching.runs import convert_report
 from memprof.report.matching.tolerance import parse_tolerance
 from memprof.report.terminal.comparison import render
 from memprof.report.terminal.console import to_text
@@ -31,7 +31,7 @@ def document(tolerance="1%") -> Comparison:
         if storage.shape == (1, 4096, 2048):
             after.storages[index] = storage._replace(dtype="bfloat16", num_bytes=storage.num_bytes // 2)
     runs = [
-        run_of_document(analyze(trace), name, "memprof capture")
+        convert_report(analyze(trace), name, "memprof capture")
         for trace, name in ((before, "before.memprof"), (after, "after.memprof"))
     ]
     return build_comparison(runs[0], runs[1], parse_tolerance(tolerance))

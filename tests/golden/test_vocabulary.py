@@ -11,7 +11,7 @@ import pytest
 from memprof.flows.vocabulary import savings as vocab
 from memprof.flows.vocabulary.count import CorpusCount
 from memprof.flows.vocabulary.frequencies import Frequencies
-from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory
+from memprof.report.documents.vocabulary import SIMULATED, CapSavings, Vocabulary, VocabularyMemory
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.vocabulary import render
 from memprof.spec import TargetSpec
@@ -43,7 +43,7 @@ def by_ids() -> Vocabulary:
     after = VocabularyMemory(
         "99%", 9_000, 40_000_000, 160 * MIB, 160 * MIB, 320 * MIB, 900 * MIB, 2000 * MIB, 2500 * MIB, True
     )
-    savings = Savings(SIMULATED, "gpt2, batch 8 x 1,024 tokens, float32, adamw", "custom GPU", before, (after,), ())
+    savings = CapSavings(SIMULATED, "gpt2, batch 8 x 1,024 tokens, float32, adamw", "custom GPU", before, (after,), ())
     return vocab.build_vocabulary(("corpus.txt",), counted, caps, savings, "0")
 
 

@@ -18,7 +18,7 @@ from memprof.flows.account import analyze, with_settings
 from memprof.flows.cost import StepWork, bottleneck_of, cost_of, step_work
 from memprof.flows.gpus import find_gpu_of
 from memprof.flows.profile import count_parallel_runs, profile
-from memprof.report.documents.ladder import Rung
+from memprof.report.documents.ladder import LadderRow
 from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
@@ -131,7 +131,7 @@ class Runs(abc.ABC):
         run = self._known[_fix_key(fixes)] = LadderRun(trace, document, self._work(trace, fixes))
         return run
 
-    def rung(self, fixes: Sequence[ChosenFix], run: LadderRun, before: LadderRun | None) -> Rung:
+    def rung(self, fixes: Sequence[ChosenFix], run: LadderRun, before: LadderRun | None) -> LadderRow:
         """Return the ladder row of `run`; `before` is the run of the row above."""
         document = run.document
         names = tuple(str(fix) for fix in fixes)
@@ -140,8 +140,8 @@ class Runs(abc.ABC):
         note = "" if last is None else last.cost
         cost = cost_of(run.work, self.original.work, numerics, note, run.trace.compiling)
         if last is not None and last.compiles:
-            cost = dataclasses.replace(cost, note=f"{note}: {cost.compiling}")
-        return Rung(
+            cost = dataclasses.replace(cost, note=f"{note}: {cost.compile_note}")
+        return LadderRow(
             fixes=names,
             added=names[-1] if names else None,
             peak_allocated_bytes=document.peak.allocated_bytes,

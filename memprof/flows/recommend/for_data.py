@@ -10,7 +10,7 @@ from memprof.flows.recommend.answer import recommend
 from memprof.flows.recommend.lengths import read_lengths
 from memprof.flows.recommend.odds import cut_lengths, length_row
 from memprof.flows.recommend.search import Question, Search, Tried
-from memprof.report.documents.recommendation import ChosenOverBatches, Recommendation
+from memprof.report.documents.recommendation import DataLoaderRun, Recommendation
 from memprof.spec import TargetSpec
 from memprof.workload.lengths import is_distribution
 
@@ -52,12 +52,12 @@ def recommend_for_data(
     )
 
 
-def _run_batches(search: Search, tried: Tried, samples: str, batches: int) -> ChosenOverBatches:
+def _run_batches(search: Search, tried: Tried, samples: str, batches: int) -> DataLoaderRun:
     spec = tried.plan.spec(search.base.edit(lengths=samples), tried.micro_batch, tried.accumulation)
     steps = -(-batches // spec.gradient_accumulation)
     outcome = search.runs.run(spec.edit(steps=steps), f"{batches:,} batches of the data", tried.accumulation)
     over = outcome.batches
-    return ChosenOverBatches(
+    return DataLoaderRun(
         batches=steps * spec.gradient_accumulation,
         fits=outcome.fits,
         oom_stage=outcome.oom_stage,

@@ -16,7 +16,7 @@ from memprof.flows.recommend.closed_form import likely_limit, needed_bytes
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import DEFAULT_CONTEXT, Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import Simulator
-from memprof.report.documents.recommendation import Largest, Recommendation
+from memprof.report.documents.recommendation import LargestModel, Recommendation
 from memprof.spec import TargetSpec
 from memprof.workload.catalog import ModelEntry, list_models
 
@@ -101,7 +101,7 @@ def candidates() -> list[ModelEntry]:
     return [found[size] for size in sorted(found)]
 
 
-def _find_largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
+def _find_largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> LargestModel:
     """Return the largest model that fits, by a run, and the next larger, run unless its weights alone do not fit."""
     entries = candidates()
     spec_of = functools.partial(_build_spec, spec, task)
@@ -130,12 +130,12 @@ def _find_largest(runs: Simulator, spec: TargetSpec, task: Task, context_length:
     failed = None if after is None else outcomes.get(after.key)
     if place is None:
         needed = None if failed is None else failed.needed_bytes
-        return Largest(task.name, None, 0, 0, context_length, None, None, after.key if after else None, needed, "")
+        return LargestModel(task.name, None, 0, 0, context_length, None, None, after.key if after else None, needed, "")
     entry, outcome = entries[place], outcomes[entries[place].key]
     assert outcome is not None
     longest, too_long = _find_longest(runs, spec, task, entry, outcome)
     shown = runs.run(spec_of(entry, longest), task.name).spec
-    return Largest(
+    return LargestModel(
         task=task.name,
         model=entry.key,
         num_parameters=entry.num_parameters,

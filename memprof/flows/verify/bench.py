@@ -102,7 +102,7 @@ def verify(
         run = functools.partial(run_tasks, progress=progress, is_parallel=is_parallel)
         original_peaks = dict(zip(originals, run(list(originals.values())), strict=True))
         for one in run([*tasks, *peaks.with_fixes(original_peaks, seeds)]):
-            found.take(one)
+            found.merge(one)
     return found
 
 

@@ -25,9 +25,9 @@ from memprof.report.documents.vocabulary import (
     ARITHMETIC,
     SCHEMA,
     SIMULATED,
-    Cap,
-    Point,
-    Savings,
+    CapSavings,
+    CoveragePoint,
+    TokenCap,
     Vocabulary,
     VocabularyMemory,
 )
@@ -83,7 +83,9 @@ def parse_shares(text: str) -> list[tuple[str, Fraction]]:
     return list(found.items())
 
 
-def caps_of(counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked: int | None = None) -> tuple[Cap, ...]:
+def caps_of(
+    counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked: int | None = None
+) -> tuple[TokenCap, ...]:
     """Return a cap for each share, and one of `asked` tokens if given (at least 1); the largest cap comes first."""
     if asked is not None and asked < 1:
         raise UsageError("--cap must be at least 1", value=asked, hint="give a positive whole number")
@@ -94,7 +96,7 @@ def caps_of(counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked:
         sizes.append(("asked", min(asked, frequencies.distinct)))
     sizes.sort(key=lambda size: -size[1])
     return tuple(
-        Cap(name, tokens, frequencies.covered(tokens), frequencies.coverage(tokens), tokens + counted.reserved)
+        TokenCap(name, tokens, frequencies.covered(tokens), frequencies.coverage(tokens), tokens + counted.reserved)
         for name, tokens in sizes
     )
 
@@ -112,7 +114,7 @@ def check_model(spec: TargetSpec) -> None:
     find_source(spec)
 
 
-def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progress: Progress) -> Savings:
+def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[TokenCap], progress: Progress) -> CapSavings:
     """Run the model with each vocabulary, and return the memory before and with each cap.
 
     The vocabulary before is `spec.vocab_size`; if None, all words of the corpus, or with a tokenizer the model's.
@@ -145,7 +147,7 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
             continue
         trace, document = run(cap.name, spec.edit(vocab_size=cap.vocab_size))
         capped.append(_build_memory(cap.name, cap.vocab_size, trace, document))
-    return Savings(SIMULATED, _describe(target), document.device.name, before, tuple(capped), tuple(notes))
+    return CapSavings(SIMULATED, _describe(target), document.device.name, before, tuple(capped), tuple(notes))
 
 
 def _build_memory(name: str, rows: int, trace: Trace, document: Report) -> VocabularyMemory:
@@ -176,7 +178,9 @@ def _describe(target: Target) -> str:
     return f"{target.model}, {batch}, {target.dtype}{amp}, {doing}"
 
 
-def estimate_savings(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: TargetSpec) -> Savings:
+def estimate_savings(
+    params: str | None, counted: CorpusCount, caps: Sequence[TokenCap], spec: TargetSpec
+) -> CapSavings:
     """Return the memory before and with each cap by arithmetic: embedding, head, and one copy of the logits.
 
     Parameters are rows x hidden size, twice if embedding and head are not tied; gradients are as many; optimizer state
@@ -222,11 +226,15 @@ def estimate_savings(params: str | None, counted: CorpusCount, caps: Sequence[Ca
             notes.append(f"{cap.name} takes {cap.vocab_size:,} rows, and there are {rows:,}: nothing to save.")
         else:
             capped.append(memory_of(cap.name, cap.vocab_size))
-    return Savings(ARITHMETIC, description, None, memory_of(BEFORE, rows), tuple(capped), tuple(notes))
+    return CapSavings(ARITHMETIC, description, None, memory_of(BEFORE, rows), tuple(capped), tuple(notes))
 
 
 def build_vocabulary(
-    corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str
+    corpus: tuple[str, ...],
+    counted: CorpusCount,
+    caps: tuple[TokenCap, ...],
+    savings: CapSavings | None,
+    version: str,
 ) -> Vocabulary:
     """Return the document of `memprof vocab` on the counts, caps and savings."""
     frequencies = counted.frequencies
@@ -249,11 +257,11 @@ def build_vocabulary(
     )
 
 
-def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[Point, ...]:
+def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[CoveragePoint, ...]:
     """Return the coverage at the last `points` of the round numbers of tokens 1, 2, 5, 10, ..., and at all tokens."""
     distinct = frequencies.distinct
     if not distinct:
         return ()
     rounds = [lead * 10**power for power in range(len(str(distinct))) for lead in (1, 2, 5)]
     shown = [tokens for tokens in rounds if tokens < distinct][-(points - 1) :]
-    return tuple(Point(tokens, frequencies.coverage(tokens)) for tokens in [*shown, distinct])
+    return tuple(CoveragePoint(tokens, frequencies.coverage(tokens)) for tokens in [*shown, distinct])

@@ -1,6 +1,6 @@
-"""The typed document of `memprof analyze`: the contents of a recording, under the names of its JSON.
+"""The result of `memprof analyze`, with the names of its JSON.
 
-All sizes are integer bytes; events are indices of the device's trace, -1 before its first. Unknown values are None.
+Sizes are bytes; events are indices of the device's trace, -1 before the first; unknown values are None.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ SCHEMA = 2  # 2: names (old_names.py)
 
 
 @dataclass(frozen=True, slots=True)
-class Amounts:
-    """The bytes that the allocator held after an event."""
+class AllocatorBytes:
+    """Bytes of the allocator after an event."""
 
     event: int
-    requested_bytes: int  # Of blocks in use or waiting for other streams (torch's requested_bytes).
+    requested_bytes: int  # Of blocks allocated or freed and still used by other streams (torch's requested_bytes).
     allocated_bytes: int
     reserved_bytes: int
-    # The current stage of a simulated run, or annotation of a recorded one; None: neither.
+    # Stage of a simulated run, or annotation of a recorded one; None: neither.
     stage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """One block of a segment."""
+    """A block of a segment, with its lifetime and origin."""
 
     address: int
     allocated_bytes: int
@@ -46,16 +46,16 @@ class BlockRow:
     module: str
     category: str
     frames: tuple[str, ...]  # The Python lines of its stack, innermost first.
-    alike: int = 1  # Number of blocks with this size, line, operator and category, this one included.
+    alike: int = 1  # Blocks with the same size, source line, operator and category, including this one.
 
 
 @dataclass(frozen=True, slots=True)
-class LiveMoment:
-    """The live blocks at the requested moment."""
+class LiveMemory:
+    """The blocks live at the requested moment, grouped, and the largest of them."""
 
     what: str  # peak, end, oom or event.
-    amounts: Amounts
-    pending_bytes: int  # Freed by the program, and waiting for other streams.
+    amounts: AllocatorBytes
+    pending_bytes: int  # Freed by the program, and still used by other streams.
     by: str
     groups: tuple[Group, ...]
     blocks: tuple[BlockRow, ...]  # The largest.
@@ -65,7 +65,7 @@ class LiveMoment:
 
 @dataclass(frozen=True, slots=True)
 class PinnedSegment:
-    """A nearly empty segment, and the live blocks that keep it from being released."""
+    """A nearly empty segment, with the live blocks that keep the segment from being released."""
 
     address: int
     size_bytes: int
@@ -79,14 +79,14 @@ class PinnedSegment:
 
 @dataclass(frozen=True, slots=True)
 class FragmentationRow(Fragmentation):
-    """The fragmentation at one moment, with nearly empty segments."""
+    """Fragmentation at one moment, with the nearly empty segments."""
 
     nearly_empty: tuple[PinnedSegment, ...]  # The nearly empty segments with the most pinned bytes.
 
 
 @dataclass(frozen=True, slots=True)
-class StepsRow:
-    """The recognised steps."""
+class StepSummary:
+    """The training steps recognized in a recording."""
 
     count: int
     found_by: str
@@ -95,7 +95,7 @@ class StepsRow:
 
 @dataclass(frozen=True, slots=True)
 class MissingFrames:
-    """Blocks without a stack, so that their origin is unknown."""
+    """The blocks live at the peak that have no stack, whose origin is therefore unknown."""
 
     count: int
     allocated_bytes: int
@@ -104,7 +104,7 @@ class MissingFrames:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """The agreement of memprof's allocator with the recording's addresses."""
+    """The agreement of memprof's simulated allocator with the addresses in the recording."""
 
     allocations: int
     identical_addresses: int
@@ -113,10 +113,10 @@ class ReplayRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineRow:
-    """The highest values in equal stretches of the recording, for a chart."""
+class TimelineColumns:
+    """Columns of a chart: the maximum bytes in equal intervals of the recording."""
 
-    events: tuple[int, ...]  # Where each stretch begins.
+    events: tuple[int, ...]  # First event of each interval.
     allocated_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     seconds: float | None
@@ -124,24 +124,24 @@ class TimelineRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """The analysis of one device."""
+    """The analysis of one GPU of a recording."""
 
     device: int
     events: int
     allocations: int
     state_only: bool  # No events were recorded: only the final state is known.
-    start: Amounts
-    peak: Amounts  # The first event with the highest allocated bytes.
+    start: AllocatorBytes
+    peak: AllocatorBytes  # The first event with the highest allocated bytes.
     peak_requested_bytes: int
     peak_reserved_bytes: int
     peak_reserved_event: int
-    end: Amounts
-    timeline: TimelineRow
-    moment: LiveMoment
+    end: AllocatorBytes
+    timeline: TimelineColumns
+    moment: LiveMemory
     fragmentation_at_peak: FragmentationRow
     fragmentation_at_end: FragmentationRow
     ooms: tuple[OutOfMemoryEvent, ...]
-    steps: StepsRow | None
+    steps: StepSummary | None
     leaks: tuple[Leak, ...]
     missing_frames: MissingFrames
     replay: ReplayRow
@@ -150,7 +150,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Analysis(DisplayedDocument):
-    """The whole document of `memprof analyze`."""
+    """The result of `memprof analyze`."""
 
     schema: int
     memprof_version: str
@@ -165,11 +165,11 @@ class Analysis(DisplayedDocument):
 
     @property
     def ran_out(self) -> bool:
-        """Return whether the recording holds an out-of-memory error."""
+        """Return whether the recording has an out-of-memory error."""
         return any(device.ooms for device in self.devices)
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the tables of the document; each row begins with its device."""
+        """Return the tables by name; the first column of each is the index of the device."""
 
         def make_table(
             rows: Callable[[DeviceReport], Iterable[Any]], row: type | None = None, **before: type
@@ -186,7 +186,7 @@ class Analysis(DisplayedDocument):
 
         return {
             "amounts": make_table(
-                lambda d: (("start", d.start), ("peak", d.peak), ("end", d.end)), Amounts, moment=str
+                lambda d: (("start", d.start), ("peak", d.peak), ("end", d.end)), AllocatorBytes, moment=str
             ),
             "timeline": make_table(over_time, event=int, allocated_bytes=int, reserved_bytes=int),
             "groups": make_table(lambda device: device.moment.groups, Group),

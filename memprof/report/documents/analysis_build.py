@@ -1,4 +1,4 @@
-"""Conversion of recordings to the document of `memprof analyze`."""
+"""Construction of the result of `memprof analyze` from recordings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from memprof.version import __version__
 
 TIMELINE_COLUMNS = 100
 MAX_FRAMES = 8
-MAX_PINS = 5  # Blocks named per nearly empty segment.
+MAX_BLOCKS_PER_SEGMENT = 5  # Blocks named per nearly empty segment.
 
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """The moment and the rows that the user requests."""
+    """The options of an analysis: moment, grouping, number of rows, and other allocator settings."""
 
     at: str = "peak"  # peak, end, oom or the number of an event.
     by: str = "frame"
@@ -37,7 +37,7 @@ class AnalysisRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordingOrigin:
-    """The file of some recordings, with its facts that recordings lack."""
+    """The file of recordings: path, format, source, allocator settings and assumptions."""
 
     file: str
     format: str
@@ -47,10 +47,10 @@ class RecordingOrigin:
 
 
 def build_analysis(
-    recordings: Sequence[Recording], origin: RecordingOrigin, question: AnalysisRequest
+    recordings: Sequence[Recording], origin: RecordingOrigin, request: AnalysisRequest
 ) -> analysis.Analysis:
-    """Return the document on `recordings`. Raises UsageError: the requested moment is not in the recordings."""
-    devices = tuple(_build_device(one, question) for one in recordings)
+    """Return the analysis of `recordings`. Raises UsageError: the requested moment does not exist."""
+    devices = tuple(_build_device(one, request) for one in recordings)
     return analysis.Analysis(
         schema=analysis.SCHEMA,
         memprof_version=__version__,
@@ -66,7 +66,7 @@ def build_analysis(
     )
 
 
-def _build_device(recording: Recording, question: AnalysisRequest) -> analysis.DeviceReport:
+def _build_device(recording: Recording, request: AnalysisRequest) -> analysis.DeviceReport:
     steps = recording.steps
     peak = recording.peak()[1]
     peak_reserved, reserved_event = recording.peak("reserved")
@@ -83,25 +83,25 @@ def _build_device(recording: Recording, question: AnalysisRequest) -> analysis.D
         peak_reserved_event=reserved_event,
         end=_build_amounts(recording, recording.end),
         timeline=_build_timeline(recording),
-        moment=_build_moment(recording, question),
-        fragmentation_at_peak=_build_fragmentation(recording, peak, question.top),
-        fragmentation_at_end=_build_fragmentation(recording, recording.end, question.top),
+        moment=_build_moment(recording, request),
+        fragmentation_at_peak=_build_fragmentation(recording, peak, request.top),
+        fragmentation_at_end=_build_fragmentation(recording, recording.end, request.top),
         ooms=tuple(find_out_of_memory_events(recording)),
-        steps=None if steps is None else analysis.StepsRow(len(steps.begins), steps.found_by, steps.begins),
+        steps=None if steps is None else analysis.StepSummary(len(steps.begins), steps.found_by, steps.begins),
         leaks=() if steps is None else tuple(find_leaks(recording, steps)),
         missing_frames=_find_missing_frames(recording, peak),
         replay=analysis.ReplayRow(**{row.name: getattr(replay, row.name) for row in fields(analysis.ReplayRow)}),
-        what_if=None if question.what_if is None else what_if(recording, question.what_if),
+        what_if=None if request.what_if is None else what_if(recording, request.what_if),
     )
 
 
-def _build_amounts(recording: Recording, event: int) -> analysis.Amounts:
+def _build_amounts(recording: Recording, event: int) -> analysis.AllocatorBytes:
     stage = next((name for name, begin, end in reversed(recording.stages) if begin <= event < end), None)
-    return analysis.Amounts(event, *recording.at(event), stage)
+    return analysis.AllocatorBytes(event, *recording.at(event), stage)
 
 
-def moment_of(recording: Recording, at: str) -> tuple[str, int]:
-    """Return the event that `at` names, and a name for its kind. Raises UsageError: `at` names no event."""
+def find_moment(recording: Recording, at: str) -> tuple[str, int]:
+    """Return the type of a moment (peak, end, oom, event) and its event. Raises UsageError: no such moment."""
     if at == "peak":
         return at, recording.peak()[1]
     if at == "end":
@@ -123,34 +123,34 @@ def moment_of(recording: Recording, at: str) -> tuple[str, int]:
     return "event", event
 
 
-def _build_moment(recording: Recording, question: AnalysisRequest) -> analysis.LiveMoment:
-    assert question.by in BY
-    what, event = moment_of(recording, question.at)
+def _build_moment(recording: Recording, request: AnalysisRequest) -> analysis.LiveMemory:
+    assert request.by in BY
+    what, event = find_moment(recording, request.at)
     alive = recording.alive(event)
-    groups = group(alive, question.by)
-    return analysis.LiveMoment(
+    groups = group(alive, request.by)
+    return analysis.LiveMemory(
         what=what,
         amounts=_build_amounts(recording, event),
         pending_bytes=sum(life.size for life in alive if life.freed <= event),
-        by=question.by,
-        groups=tuple(groups[: question.top]),
-        blocks=_largest_blocks(alive, question.top),
+        by=request.by,
+        groups=tuple(groups[: request.top]),
+        blocks=_build_largest_blocks(alive, request.top),
         num_groups=len(groups),
         num_blocks=len(alive),
     )
 
 
-def _largest_blocks(lives: Sequence[BlockLife], most: int) -> tuple[analysis.BlockRow, ...]:
-    alike = Counter(_block_key(life) for life in lives)
+def _build_largest_blocks(lives: Sequence[BlockLife], max_blocks: int) -> tuple[analysis.BlockRow, ...]:
+    num_alike = Counter(_make_block_key(life) for life in lives)
     largest = sorted(lives, key=lambda life: (-life.size, life.born, life.address))
-    return tuple(_build_block(life, alike[_block_key(life)]) for life in largest[:most])
+    return tuple(_build_block(life, num_alike[_make_block_key(life)]) for life in largest[:max_blocks])
 
 
-def _block_key(life: BlockLife) -> tuple[object, ...]:
+def _make_block_key(life: BlockLife) -> tuple[object, ...]:
     return life.size, life.origin.source, life.origin.op, life.category
 
 
-def _build_block(life: BlockLife, alike: int) -> analysis.BlockRow:
+def _build_block(life: BlockLife, num_alike: int) -> analysis.BlockRow:
     lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in life.stack if frame.filename.endswith(".py")]
     return analysis.BlockRow(
         address=life.address,
@@ -163,7 +163,7 @@ def _build_block(life: BlockLife, alike: int) -> analysis.BlockRow:
         module=life.origin.module,
         category=life.category.value,
         frames=tuple(lines[:MAX_FRAMES]),
-        alike=alike,
+        alike=num_alike,
     )
 
 
@@ -182,17 +182,17 @@ def _build_pinned_segment(segment: SegmentUse) -> analysis.PinnedSegment:
         pool=pool_name(segment.is_small, segment.pool_id),
         stream=segment.stream,
         expandable=segment.expandable,
-        blocks=_largest_blocks(segment.live, MAX_PINS),
+        blocks=_build_largest_blocks(segment.live, MAX_BLOCKS_PER_SEGMENT),
     )
 
 
-def _build_timeline(recording: Recording) -> analysis.TimelineRow:
+def _build_timeline(recording: Recording) -> analysis.TimelineColumns:
     count = len(recording.events)
     columns = min(TIMELINE_COLUMNS, count)
     begins = [count * column // columns for column in range(columns)]
     ends = [*begins[1:], count][:columns]
     times = [time for time in recording.events.times if time > 0]
-    return analysis.TimelineRow(
+    return analysis.TimelineColumns(
         events=tuple(begins),
         allocated_bytes=tuple(max(recording.allocated[a:b]) for a, b in zip(begins, ends, strict=True)),
         reserved_bytes=tuple(max(recording.reserved[a:b]) for a, b in zip(begins, ends, strict=True)),
@@ -201,7 +201,7 @@ def _build_timeline(recording: Recording) -> analysis.TimelineRow:
 
 
 def _find_missing_frames(recording: Recording, peak: int) -> analysis.MissingFrames:
-    """Return the blocks live at the peak without a stack, and the reasons found in the file."""
+    """Return number and bytes of the blocks at the peak without a stack, with the reasons."""
     if recording.exact_origins:
         return analysis.MissingFrames(0, 0, ())
     lacking = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]

@@ -1,4 +1,4 @@
-"""The base of documents on runs, recordings and comparisons, with tables, text, and saving, in addition to JSON."""
+"""The base of results with tables: conversion to text, HTML, data frames and files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _REPORT = FileKind("report", "its path", lambda begin, end: begin.startswith(b"{
 
 
 class DisplayedDocument(JsonValue):
-    """Base of a document with tables, whose view is in the file of the same name in terminal/."""
+    """Base of a document with tables; `render` of the module of the same name in terminal/ makes its view."""
 
     __slots__ = ()
 
     def frames(self) -> dict[str, DataFrame]:
-        """Return the document's tables by name, as pandas data frames (docs/data-frames.md); sizes are bytes."""
+        """Return the tables by name as pandas data frames (docs/data-frames.md); sizes are bytes."""
         return {name: table.to_frame() for name, table in self.tables().items()}
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the rows of each table, by the table's name."""
+        """Return the rows of each table, by the name of the table."""
         raise NotImplementedError
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
@@ -54,7 +54,7 @@ class DisplayedDocument(JsonValue):
         return to_text(self._build_view())
 
     def _repr_html_(self) -> str:
-        """Return the HTML of the document for a notebook: the text, in colour."""
+        """Return the document as HTML for a notebook: the text of the terminal with colours."""
         from memprof.report.terminal.console import to_html
 
         return to_html(self._build_view())

@@ -1,6 +1,6 @@
-"""The typed document of `memprof compare`: two runs side by side, under the names of its JSON.
+"""The result of `memprof compare`, with the names of its JSON.
 
-All sizes are integer bytes. A difference is B minus A. Unknown values are None.
+Sizes are bytes; a difference is B minus A; unknown values are None.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SAME, DIFFERS, ONLY_IN_A, ONLY_IN_B = "same", "differs", "only in A", "only in B
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two compared runs: its file, and the kind of run."""
+class RunDescription:
+    """One of the two compared runs: file, source, device and verdict."""
 
     file: str
     format: str  # `memprof capture`, `memprof report` or `torch snapshot`.
@@ -29,15 +29,15 @@ class Side:
     on_gpu: bool  # False for a run on a CPU.
     fits: bool | None
     failure: str | None  # The error that ended the run early.
-    notes: tuple[str, ...] = ()  # Values that this file lacks, or has in another form.
+    notes: tuple[str, ...] = ()  # Notes on values that the file lacks, or has in another form.
     peak_at: str | None = None  # Stage, step and micro-batch of the allocated peak; None: unknown.
-    # For the page; None: from JSON, or from a file without it.
+    # Categories over time, for the HTML page; None: not in the file, or read from JSON.
     over_time: OverTime | None = field(default=None, compare=False, repr=False, metadata=json_name(None))
 
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """A setting that differs; values as in the reports."""
+    """A setting with different values in the two runs."""
 
     name: str
     a: Any
@@ -46,20 +46,20 @@ class SettingRow:
 
 @dataclass(frozen=True, slots=True)
 class TotalRow:
-    """A total of the whole run."""
+    """A total of the run, such as allocated bytes, in both runs."""
 
     name: str
     a_bytes: int | None
     b_bytes: int | None
     difference_bytes: int | None
-    compared: bool  # Whether it decides the exit code: both values are known and mean the same.
-    within: bool | None  # Whether it is within the tolerance; None if not compared.
+    compared: bool  # Whether the total affects the exit code: both values are known and comparable.
+    within: bool | None  # Whether the difference is within the tolerance; None if not compared.
     why_not: str = ""  # The reason if not compared.
 
 
 @dataclass(frozen=True, slots=True)
-class StageAmounts:
-    """The bytes of one run in a stage."""
+class StageBytes:
+    """Bytes and duration of one stage of a run."""
 
     allocated_bytes: int | None
     delta_bytes: int | None
@@ -71,7 +71,7 @@ class StageAmounts:
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage, matched by its name (a layer's has its number), step and micro-batch."""
+    """A stage of either or both runs, matched by name, step and micro-batch."""
 
     order: int  # Index in the run.
     name: str
@@ -80,14 +80,14 @@ class StageRow:
     stack: str
     index: int
     status: str  # same, differs, only in A, only in B.
-    a: StageAmounts | None
-    b: StageAmounts | None
+    a: StageBytes | None
+    b: StageBytes | None
     difference_bytes: int | None  # Of the peak allocated in the stage.
 
 
 @dataclass(frozen=True, slots=True)
 class CategoryRow:
-    """A category at the peak of each run."""
+    """Bytes of a category at the peak of each run."""
 
     category: str
     a_bytes: int
@@ -96,8 +96,8 @@ class CategoryRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSide:
-    """Equal tensors live at one run's peak."""
+class TensorGroup:
+    """Equal tensors live at the peak of a run."""
 
     num_bytes: int = field(metadata=json_name("bytes"))  # Requested bytes of one tensor.
     count: int
@@ -105,39 +105,39 @@ class TensorSide:
     dtype: str | None
     op: str
     source: str | None
-    category: str = field(default="", metadata=json_name(None))  # This and `where` are those of the row.
+    category: str = field(default="", metadata=json_name(None))  # Not in JSON, like `where`: the row has both.
     where: str | None = field(default=None, metadata=json_name(None))
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of all these tensors."""
+        """Return the requested bytes of all tensors of the group."""
         return self.num_bytes * self.count
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors of one place in both runs that differ."""
+    """Tensors of the same category and owner that differ between the runs."""
 
     status: str  # The difference: only in A, only in B, count, shape, dtype or operator.
     category: str
     where: str | None  # Parameter, gradient or module, layer numbers replaced by `*`.
-    a: TensorSide | None
-    b: TensorSide | None
+    a: TensorGroup | None
+    b: TensorGroup | None
     difference_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class KernelUse:
-    """The bytes that kernels and libraries allocate for themselves at a run's peak."""
+class KernelMemory:
+    """Bytes that kernels and libraries allocate for themselves at the peak of a run."""
 
     kind: str  # CPU kernels or CUDA kernels.
     num_bytes: int = field(metadata=json_name("bytes"))
-    tensors: tuple[TensorSide, ...]
+    tensors: tuple[TensorGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
-    """A step of the bridge at the reserved peak."""
+class BridgeRow:
+    """A row of the bridge (from requested to device memory) at the reserved peak of each run."""
 
     name: str
     a_bytes: int | None
@@ -158,13 +158,13 @@ class FindingRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison(DisplayedDocument):
-    """The whole document of `memprof compare`. Every list is sorted by difference, largest first."""
+    """The result of `memprof compare`; lists are sorted by difference, largest first."""
 
     schema: int
     memprof_version: str
     command: str
-    a: Side
-    b: Side
+    a: RunDescription
+    b: RunDescription
     tolerance: str
     within: bool  # Every total that is compared is within the tolerance.
     settings: tuple[SettingRow, ...]
@@ -176,9 +176,9 @@ class Comparison(DisplayedDocument):
     same_tensors: int  # Rows of tensors that are equal in both, with `same_tensors_bytes` in all.
     same_tensors_bytes: int
     tensors_matched_by: str
-    kernels_a: KernelUse
-    kernels_b: KernelUse
-    reserved: tuple[StepRow, ...]  # The bridge of both, in its order.
+    kernels_a: KernelMemory
+    kernels_b: KernelMemory
+    reserved: tuple[BridgeRow, ...]  # The bridge of both, in its order.
     seconds_a: float | None
     seconds_b: float | None
     findings: tuple[FindingRow, ...] | None  # None: one of the files has no findings.
@@ -186,12 +186,12 @@ class Comparison(DisplayedDocument):
     assumptions_only_in_b: tuple[str, ...]
 
     @property
-    def other_moments(self) -> bool:
-        """Return whether the two peaks are known to be in different stages, steps or micro-batches."""
+    def has_different_peaks(self) -> bool:
+        """Return whether the peaks are known to be in different stages, steps or micro-batches."""
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the differences as tables."""
+        """Return the differences as tables, by name."""
         kernels = ((run, one) for run, use in (("a", self.kernels_a), ("b", self.kernels_b)) for one in use.tensors)
         return {
             "settings": RowTable(self.settings, SettingRow),
@@ -199,7 +199,7 @@ class Comparison(DisplayedDocument):
             "stages": RowTable(self.stages, StageRow),
             "categories": RowTable(self.categories, CategoryRow),
             "tensors": RowTable(self.tensors, TensorRow),
-            "kernels": RowTable(kernels, TensorSide, {"run": str}),
-            "reserved": RowTable(self.reserved, StepRow),
+            "kernels": RowTable(kernels, TensorGroup, {"run": str}),
+            "reserved": RowTable(self.reserved, BridgeRow),
             "findings": RowTable(self.findings or (), FindingRow),
         }

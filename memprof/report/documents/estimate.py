@@ -1,4 +1,4 @@
-"""The typed document of `memprof estimate`."""
+"""The result of `memprof estimate`, with the names of its JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memprof.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class EstimateTarget:
-    """The requested model and its use."""
+    """The model of an estimate, and the options of its use."""
 
     model: str
     given: str
@@ -42,7 +42,7 @@ class EstimateTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRow(JsonValue):
-    """One method in one dtype; the second half of the fields is for one GPU, or for one of several (`strategy`)."""
+    """The estimate of one method in one dtype, for one GPU, or for each of several (`strategy`)."""
 
     method: str
     strategy: str | None = None
@@ -61,13 +61,13 @@ class EstimateRow(JsonValue):
     kept_per_layer_bytes_per_token: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row without fields that do not apply."""
+        """Return the row as JSON values, without fields that are None."""
         return {name: value for name, value in super(EstimateRow, self).to_json().items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class ExactRow:
-    """A method that was also simulated; `error` is that of the analytical estimate, as a share."""
+class SimulatedRow:
+    """A method that was also simulated; `error` is the relative error of the estimate."""
 
     method: str
     dtype: str
@@ -80,7 +80,7 @@ class ExactRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateDocument(JsonValue):
-    """The whole document of `memprof estimate`; sizes are bytes."""
+    """The result of `memprof estimate`; sizes are bytes."""
 
     schema: int = 2
     memprof_version: str = __version__
@@ -90,18 +90,18 @@ class EstimateDocument(JsonValue):
     bands: dict[str, Band]  # By kind of figure, measured against published ones.
     estimates: tuple[EstimateRow, ...]
     sharded: tuple[EstimateRow, ...]
-    exact: tuple[ExactRow, ...] | None
+    exact: tuple[SimulatedRow, ...] | None
     assumptions: tuple[str, ...]
 
 
-_REQUESTED = ("dtype", "batch_size", "context_length", "lora_rank", "lengths", "gpus")
-_GEOMETRY = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied")
+_TARGET_FIELDS = ("dtype", "batch_size", "context_length", "lora_rank", "lengths", "gpus")
+_GEOMETRY_FIELDS = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied")
 
 
-def estimate_document(
+def build_estimate_document(
     estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
 ) -> EstimateDocument:
-    """Return the document for these GPUs; `exact` are simulated runs, and `explain` adds the formulas."""
+    """Return the document of an estimate; `exact` are simulated runs by method, `explain` adds the formulas."""
     subject, g = estimate.subject, estimate.subject.geometry
     rows = (
         EstimateRow(
@@ -111,7 +111,7 @@ def estimate_document(
             gpus=verdicts_by_gpu(cell, gpus),
             formulas={name: formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
             kept_per_layer_bytes_per_token=dict(kept_tensors(estimate, cell)) if explain else None,
-            **_size_fields(cell),
+            **_build_size_fields(cell),
         )
         for cell in estimate.cells.values()
     )
@@ -120,22 +120,24 @@ def estimate_document(
             subject.name,
             subject.given,
             subject.num_parameters,
-            **{name: getattr(estimate, name) for name in _REQUESTED},
-            geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY},
+            **{name: getattr(estimate, name) for name in _TARGET_FIELDS},
+            geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY_FIELDS},
             geometry_is_derived=subject.derived,
         ),
         bands={kind: band_of(kind) for kind in KINDS},
         estimates=tuple(rows),
         sharded=tuple(
-            EstimateRow(method=cell.method.key, strategy=cell.strategy, dtype=estimate.dtype, **_size_fields(cell))
+            EstimateRow(
+                method=cell.method.key, strategy=cell.strategy, dtype=estimate.dtype, **_build_size_fields(cell)
+            )
             for cell in estimate.sharded
         ),
-        exact=None if exact is None else tuple(_exact_row(estimate, key, run) for key, run in exact.items()),
+        exact=None if exact is None else tuple(_build_simulated_row(estimate, key, run) for key, run in exact.items()),
         assumptions=(*assumptions(estimate), *filter(None, (subject.why_no_geometry,))),
     )
 
 
-def _size_fields(cell: Cell) -> dict[str, Any]:
+def _build_size_fields(cell: Cell) -> dict[str, Any]:
     figures = cell.figures()
     device, low, high = figures[DEVICE_USED]
     return {
@@ -150,8 +152,8 @@ def _size_fields(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _exact_row(estimate: Estimate, key: str, run: Simulated) -> ExactRow:
+def _build_simulated_row(estimate: Estimate, key: str, run: Simulated) -> SimulatedRow:
     cell = estimate.cells.get((key, estimate.dtype))
     error = None if cell is None else cell.allocated_bytes / run.allocated_bytes - 1
     categories = dict(run.categories)
-    return ExactRow(key, estimate.dtype, run.allocated_bytes, run.required_bytes, run.stage, categories, error)
+    return SimulatedRow(key, estimate.dtype, run.allocated_bytes, run.required_bytes, run.stage, categories, error)

@@ -1,4 +1,4 @@
-"""The ladder: fixes enabled one after another. Every figure is from a run with these fixes."""
+"""The ladder: runs with fixes added one after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The cause of a run's need: where it runs out of memory, or the largest part of its peak."""
+    """Where a run runs out of memory, or else the largest part of its peak."""
 
     stage: str
     step: int
@@ -17,8 +17,8 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of a row's fixes, compared with the baseline; None where the work was not counted."""
+class FixCost:
+    """The cost of a row's fixes, compared with the baseline; None where operations were not counted."""
 
     operations: int | None
     extra_operations: int | None
@@ -40,8 +40,8 @@ class Cost:
     compiled_kernels: int | None = None  # Different kernels that Inductor generated.
 
     @property
-    def compiling(self) -> str:
-        """Return a sentence on the duration of compiling."""
+    def compile_note(self) -> str:
+        """Return a clause on how long torch.compile took in the run."""
         if self.compile_seconds is None:
             return "how long that takes is not known"
         making = f"how long making its {self.compiled_kernels} kernels takes is not known"
@@ -49,8 +49,8 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One row: the run with these fixes."""
+class LadderRow:
+    """One row of the ladder: a run with the fixes of the row."""
 
     fixes: tuple[str, ...]
     added: str | None  # The last fix; None for the baseline.
@@ -61,6 +61,6 @@ class Rung:
     saved_bytes: int  # Saved device memory, compared with the row above.
     fits: bool | None
     next_bottleneck: Bottleneck
-    cost: Cost
+    cost: FixCost
     parallel: str | None = None  # The distribution of this run over GPUs.
     command: str = ""  # The command for this run alone; empty in reports of early releases.

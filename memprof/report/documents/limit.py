@@ -1,4 +1,4 @@
-"""The largest batch, or the longest context, with which a run fits: the tried values, and their commands."""
+"""The result of `--largest`: the largest batch or longest context with which a run fits."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class LimitRun:
-    """One run of the search."""
+class LargestSearchRun:
+    """One run of the search: a batch size or context length, and whether the run fits."""
 
-    number: int  # of sequences, images or tokens.
-    needed_bytes: int | None  # of the GPU, the context included, without any failed allocation; None: the run failed.
-    fits: bool  # on the GPU and its host.
-    oom_stage: str  # the stage in which it runs out of memory, or how it failed.
-    command: str  # this run alone.
+    number: int  # Sequences or images of a batch, or tokens of the context.
+    needed_bytes: int | None  # Device memory without failed allocations, CUDA context included; None: the run failed.
+    fits: bool  # In device memory and host memory.
+    oom_stage: str  # The stage that runs out of memory, or the error of a failed run.
+    command: str  # The command that repeats this run.
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """The result of `--largest`; every number in it is from a run."""
+class LargestSearch:
+    """The result of `--largest`, with all runs of the search."""
 
-    what: str  # batch-size or context-length.
-    largest: int | None  # the largest that fits; None if the smallest does not.
-    first_too_large: int | None  # the next number, which does not fit; None if there is none, or the search ends.
-    runs: tuple[LimitRun, ...]  # all that were made, by number.
+    what: str  # Batch-size or context-length.
+    largest: int | None  # The largest that fits; None if the smallest does not.
+    first_too_large: int | None  # The next larger value, which does not fit; None: none was tried.
+    runs: tuple[LargestSearchRun, ...]  # All runs, by number.

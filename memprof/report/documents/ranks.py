@@ -1,4 +1,4 @@
-"""One program's GPUs in a process, or its ranks, with a row for each; for a plan, a row for each kind of rank."""
+"""Rows of a report on several GPUs of one process, or on the ranks of a distributed run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memprof.trace.facts import ENDINGS
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One GPU; sizes are bytes."""
+    """The peaks of one GPU of a process; sizes are bytes."""
 
     device: str  # The program's name for it: `cuda:1`.
-    used: bool  # Whether it has a CUDA context: an unused GPU has none.
+    used: bool  # Whether the GPU has a CUDA context.
     total_bytes: int | None
     context_bytes: int
     peak_allocated_bytes: int
@@ -27,14 +27,14 @@ class GpuRow:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank; sizes are bytes of its GPU."""
+    """The peaks of one rank; sizes are bytes of its GPU."""
 
     rank: int
-    # A lower rank that allocates and frees exactly the same, in the same order. None: no such rank.
+    # A lower rank with exactly the same events; None: no such rank.
     like: int | None
-    # The first and the last of the ranks that this run stands for; empty where ranks ran together.
+    # First and last of the ranks that this run represents; empty if the ranks ran together.
     alike: tuple[int, ...]
-    # As `program.ended`; `another rank` if stopped because that rank failed, empty where no program was run.
+    # As `program.ended`; `another rank`: stopped because another rank failed; empty: no program was run.
     ended: str
     peak_allocated_bytes: int
     peak_stage: str  # Stage of the allocated peak; empty where the GPU was not used.
@@ -43,7 +43,7 @@ class RankRow:
     device_used_bytes: int  # Peak of reserved memory plus CUDA context.
     required_bytes: int  # Need without any failed allocation.
     fits: bool | None  # As in the verdict.
-    categories: dict[str, int]  # At its peak.
+    categories: dict[str, int]  # Bytes by category at the rank's peak.
     decides: bool  # Whether the verdict is about this rank: failed, full, or else of the highest need.
     shown: bool  # Whether the rest of the report is about this rank.
 

@@ -1,4 +1,4 @@
-"""The answer of `memprof recommend`: plain data, under the names of its JSON. Sizes are bytes, times are seconds."""
+"""The result of `memprof recommend`, with the names of its JSON; sizes are bytes, times are seconds."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ SCHEMA = 2  # 2: names (old_names.py)
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One configuration that was run."""
+    """A simulated configuration, with its memory and the time of a step."""
 
-    name: str  # in words.
-    settings: dict[str, Any]  # precision, optimizer, activations, chunked_loss, attention.
-    # `memprof profile` for this very run. A run with more than two micro-batches in a step has two; for a configuration
-    # that was not chosen the run has one, on existing gradients (`--zero-grad zero`).
+    name: str  # Description of the settings.
+    settings: dict[str, Any]  # Precision, optimizer, activations, chunked_loss, attention.
+    # The `profile` command of the run. The chosen configuration runs at most two micro-batches of a step, others
+    # one, on existing gradients (`--zero-grad zero`).
     command: str
-    micro_batch: int  # sequences at a time.
-    accumulation: int  # micro-batches in an optimizer step.
-    needed_bytes: int  # of the GPU, the context included.
-    host_bytes: int  # the most in host memory.
-    headroom_bytes: int  # capacity minus need; negative if the need is larger.
-    fits: bool  # on the GPU, and its host. If headroom_bytes is negative, with allocator retries.
-    step_seconds: float | None  # the least time of a step of the whole effective batch; None if work was not counted.
-    compute_seconds: float | None  # of that, without transfers.
-    bus_seconds: float | None  # of that, transfers over the bus.
-    given_up: str  # the loss of numerical precision; empty if none.
-    pareto: bool  # no other run needs less memory and less time.
-    oom_stage: str  # the stage, where it does not fit; or "host memory".
-    link_seconds: float | None = None  # Of the step, communication between GPUs.
+    micro_batch: int  # Sequences in a micro-batch.
+    accumulation: int  # Micro-batches in an optimizer step.
+    needed_bytes: int  # Device memory, CUDA context included.
+    host_bytes: int  # Peak of host memory.
+    headroom_bytes: int  # Capacity minus `needed_bytes`; may be negative.
+    fits: bool  # In device and host memory; with negative headroom, after allocator retries.
+    step_seconds: float | None  # Minimum time of an optimizer step; None: operations were not counted.
+    compute_seconds: float | None  # Part of `step_seconds` for computing.
+    bus_seconds: float | None  # Part of `step_seconds` for transfers over the bus.
+    given_up: str  # The loss of numerical precision; empty: none.
+    pareto: bool  # Whether no other run needs less memory and less time.
+    oom_stage: str  # The stage that runs out of memory, or "host memory"; empty if it fits.
+    link_seconds: float | None = None  # Part of `step_seconds` for communication between GPUs.
     parallel: str | None = None  # Distribution over GPUs.
 
 
 @dataclass(frozen=True, slots=True)
 class LargestFit:
-    """The largest value that fits, and the next run, which does not fit; None if the model itself is the limit."""
+    """The largest batch or context that fits, and the next larger one that was tried."""
 
     largest: int | None
     first_too_large: int | None
@@ -48,7 +48,7 @@ class LargestFit:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """An alternative where nothing fits the GPU; for several GPUs, the lowest number of them."""
+    """An alternative if nothing fits the GPU; for several GPUs, the smallest number of GPUs that suffices."""
 
     what: str
     name: str
@@ -58,72 +58,72 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class LengthRow:
-    """The effect of a data set's lengths on a micro-batch size."""
+    """The effect of a data set's sequence lengths on one micro-batch size."""
 
-    micro_batch: int  # sequences at a time.
-    longest_fitting: int | None  # tokens; the longest padded batch that fits, None if the shortest does not.
-    first_too_long: int | None  # tokens; the next tried length.
-    too_long: int  # sequences of the data set that are longer.
-    batches: int  # in an epoch, full ones.
-    batch_odds: float  # probability that a random batch has one of them.
-    epoch_odds: float  # probability that an epoch in random order has one of them.
-    first_step_median: int | None  # the step by which it has met one with probability 50%; None if never.
-    first_step_90: int | None  # and with 90%.
-    step_sorted_ascending: int | None  # with sequences sorted by length, shortest first.
-    step_sorted_descending: int | None  # longest first, or grouped as transformers' `group_by_length`.
-    packed_fits: bool  # rows filled up to the context length.
+    micro_batch: int  # Sequences at a time.
+    longest_fitting: int | None  # Tokens; the longest padded batch that fits, None if the shortest does not.
+    first_too_long: int | None  # Tokens; the next tried length.
+    too_long: int  # Sequences of the data set that are longer.
+    batches: int  # In an epoch, full ones.
+    batch_odds: float  # Probability that a random batch has one of them.
+    epoch_odds: float  # Probability that an epoch in random order has one of them.
+    first_step_median: int | None  # The step by which it has met one with probability 50%; None if never.
+    first_step_90: int | None  # And with 90%.
+    step_sorted_ascending: int | None  # With sequences sorted by length, shortest first.
+    step_sorted_descending: int | None  # Longest first, or grouped as transformers' `group_by_length`.
+    packed_fits: bool  # Rows filled up to the context length.
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenOverBatches:
-    """The chosen configuration over batches in the order of a data loader."""
+class DataLoaderRun:
+    """The result of running the chosen configuration over batches in the order of a data loader."""
 
-    batches: int  # micro-batches that were run.
-    fits: bool  # over all of them.
-    oom_stage: str  # where it does not.
-    alloc_conf: str | None  # required settings of the allocator; None: none.
-    reserved: tuple[ReservedOverSteps, ...]  # over the steps, by settings.
+    batches: int  # Micro-batches that were run.
+    fits: bool  # Over all of them.
+    oom_stage: str  # Where it does not.
+    alloc_conf: str | None  # Required settings of the allocator; None: none.
+    reserved: tuple[ReservedOverSteps, ...]  # Over the steps, by settings.
 
 
 @dataclass(frozen=True, slots=True)
 class LengthRisk:
-    """The lengths of a data set, and their effect on memory."""
+    """The sequence lengths of a data set, and their effect on memory."""
 
-    file: str  # source file, and column.
-    count: int  # sequences.
-    empty: int  # lines or rows without a value, which are left out.
-    bad: int  # lines or rows that are no length, which are left out; `bad_examples` names the first.
+    file: str  # Source file, and column.
+    count: int  # Sequences.
+    empty: int  # Lines or rows without a value, which are left out.
+    bad: int  # Lines or rows that are no length, which are left out; `bad_examples` names the first.
     bad_examples: tuple[str, ...]  # "line 3: 'abc'".
-    truncated: int  # sequences longer than the context length, cut to it.
-    shortest: int  # tokens, after cutting.
-    median: int  # tokens, after cutting.
-    p99: int  # tokens, after cutting.
-    longest: int  # tokens, after cutting.
-    packed_rows: int  # rows of the context length that all tokens fill.
-    context_length: int  # of a packed row, and what longer ones are cut to.
-    rows: tuple[LengthRow, ...] = ()  # for some micro-batches.
-    stream: ChosenOverBatches | None = None  # of the chosen configuration, if it was requested.
+    truncated: int  # Sequences longer than the context length, cut to it.
+    shortest: int  # Tokens, after cutting.
+    median: int  # Tokens, after cutting.
+    p99: int  # Tokens, after cutting.
+    longest: int  # Tokens, after cutting.
+    packed_rows: int  # Rows of the context length that all tokens fill.
+    context_length: int  # Of a packed row, and what longer ones are cut to.
+    rows: tuple[LengthRow, ...] = ()  # For some micro-batches.
+    stream: DataLoaderRun | None = None  # Of the chosen configuration, if it was requested.
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
-    """The largest catalog model that fits a GPU for one task."""
+class LargestModel:
+    """The largest model of the catalog that fits a GPU for one task."""
 
-    task: str  # the task and its method.
-    model: str | None  # its name; None if not even the smallest fits.
-    num_parameters: int  # of it.
-    needed_bytes: int  # at `at_context` tokens.
-    at_context: int  # tokens at which models were tried.
-    context_length: int | None  # the longest that fits with this model.
-    first_too_long: int | None  # the next tried length, which does not fit; None if the model allows no more.
-    next_model: str | None  # the next larger catalog model, which does not fit; None if there is none.
+    task: str  # The task and its method.
+    model: str | None  # Its name; None if not even the smallest fits.
+    num_parameters: int  # Of it.
+    needed_bytes: int  # At `at_context` tokens.
+    at_context: int  # Tokens at which models were tried.
+    context_length: int | None  # The longest that fits with this model.
+    first_too_long: int | None  # The next tried length, which does not fit; None if the model allows no more.
+    next_model: str | None  # The next larger catalog model, which does not fit; None if there is none.
     next_needed_bytes: int | None
     command: str  # `memprof profile` with it.
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation(JsonValue):
-    """The answer of `memprof recommend`. Without a model `largest` is set, with one the rest."""
+    """The result of `memprof recommend`: without a model `largest`, with one a configuration."""
 
     device: DeviceFacts
     goal: str | None = None
@@ -144,7 +144,7 @@ class Recommendation(JsonValue):
     # For snippets that differ from the chosen configuration: the snippet's configuration.
     written_for: dict[str, str] = field(default_factory=dict)
     lengths: LengthRisk | None = None
-    largest: tuple[Largest, ...] = ()
+    largest: tuple[LargestModel, ...] = ()
     runs: int = 0  # Number of simulated runs.
     not_applied: dict[str, str] = field(default_factory=dict)
     gpu_note: str = ""  # A note on the GPU's figures.

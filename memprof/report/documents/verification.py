@@ -1,4 +1,4 @@
-"""The result of a verification: plain data, without torch."""
+"""The result of `memprof verify`, without torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ SCHEMA = 2  # 2: names (old_names.py)
 
 
 class _BoundedRow(JsonValue):
-    """A row with a bound; `passed` is whether the row keeps the bound."""
+    """Base of a row whose result has an upper bound."""
 
     @property
     def passed(self) -> bool:
-        """Return whether the row is within its bound."""
+        """Return whether the result is within its bound."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON values, with `passed`."""
+        """Return the row as JSON values, including `passed`."""
         return {**super().to_json(), "passed": self.passed}
 
 
 @dataclass(frozen=True)
 class Deviation(_BoundedRow):
-    """The deviation of original and fixed model from a float64 run, at the worst place of all seeds and cases."""
+    """The largest deviation of the original and the fixed model from a float64 run, over all seeds and cases."""
 
-    fix: str  # its name.
-    model: str  # the model it was tried on.
+    fix: str  # Name of the fix.
+    model: str  # Name of the model.
     quantity: str  # "loss", "gradients" or "parameters after N steps".
-    case: str  # where the worst place is.
-    tensor: str  # of which parameter; empty for the loss.
-    original: float  # largest absolute deviation of the unchanged model.
-    fixed: float  # the same with the fix.
-    bound: float  # upper bound of `fixed`.
+    case: str  # Case with the largest deviation.
+    tensor: str  # Parameter with the largest deviation; empty for the loss.
+    original: float  # Largest absolute deviation of the unchanged model.
+    fixed: float  # Largest absolute deviation with the fix.
+    bound: float  # Upper bound of `fixed`.
 
     @property
     def passed(self) -> bool:
@@ -45,15 +45,15 @@ class Deviation(_BoundedRow):
 
 @dataclass(frozen=True)
 class Precision(_BoundedRow):
-    """The effect of lower precision on the same model and inputs, against float64."""
+    """The deviation of a model in lower precision from float64, on the same inputs."""
 
     precision: str  # "float32", "float16", "bfloat16", "amp-float16", "amp-bfloat16" or "int8 weights".
-    model: str  # the model it was tried on.
-    logits_max: float  # largest deviation of a logit, over the largest logit.
-    logits_rms: float  # root mean square of the deviations, over that of the logits.
-    argmax_agreement: float  # share of positions whose likeliest token is the same, 0 to 1.
-    layers_rms: tuple[float, ...]  # as `logits_rms`, for the output of each layer.
-    bound: float  # upper bound of `logits_rms`.
+    model: str  # Name of the model.
+    logits_max: float  # Largest deviation of a logit, over the largest logit.
+    logits_rms: float  # Root mean square of the deviations, over that of the logits.
+    argmax_agreement: float  # Share of positions whose likeliest token is the same, 0 to 1.
+    layers_rms: tuple[float, ...]  # `logits_rms` of the output of each layer.
+    bound: float  # Upper bound of `logits_rms`.
 
     @property
     def passed(self) -> bool:
@@ -63,17 +63,17 @@ class Precision(_BoundedRow):
 
 @dataclass(frozen=True)
 class OptimizerRow(_BoundedRow):
-    """Some steps of an optimizer, compared with AdamW in float64 from the same weights and on the same batches."""
+    """The deviation of some optimizer steps from AdamW in float64, with the same weights and batches."""
 
     optimizer: str  # "float32 AdamW", "bfloat16 AdamW" (weights and states) or that of a package.
-    model: str  # what it trained.
-    steps: int  # how many.
-    # root mean square of the deviations of all parameters, over that of the way they went in float64.
+    model: str  # Name of the trained model.
+    steps: int  # Optimizer steps.
+    # Root mean square of the deviations of all parameters, over that of their changes in float64.
     update_rms: float
-    largest: float  # largest deviation of a parameter, over the learning rate.
-    loss: float  # deviation of the loss after the steps.
-    state_bytes: int  # of the optimizer's state.
-    bound: float | None  # upper bound of `update_rms`; None for a row that is there for comparison.
+    largest: float  # Largest deviation of a parameter, over the learning rate.
+    loss: float  # Deviation of the loss after the steps.
+    state_bytes: int  # Bytes of the optimizer's state.
+    bound: float | None  # Upper bound of `update_rms`; None for a row that is there for comparison.
 
     @property
     def passed(self) -> bool:
@@ -83,39 +83,39 @@ class OptimizerRow(_BoundedRow):
 
 @dataclass(frozen=True)
 class FixPeak(JsonValue):
-    """Peak of a training step, in bytes: of the original model, and with the fix."""
+    """The peak of a training step in bytes, of the original model and with the fix."""
 
-    fix: str  # its name.
-    workload: str  # what is trained.
-    original_bytes: int  # simulated, as it is.
-    fixed_bytes: int  # simulated, with the fix.
+    fix: str  # Name of the fix.
+    workload: str  # Description of model and batch.
+    original_bytes: int  # Simulated, without the fix.
+    fixed_bytes: int  # Simulated, with the fix.
     measured_on: str = "cpu"  # "cpu", where GPU and host are one memory, or "cuda".
-    measured_original_bytes: int | None = None  # as `original_bytes`, really run there.
-    measured_fixed_bytes: int | None = None  # as `fixed_bytes`, really run there; None if it did not run.
-    not_measured: str = ""  # why it did not.
+    measured_original_bytes: int | None = None  # `original_bytes`, measured there.
+    measured_fixed_bytes: int | None = None  # `fixed_bytes`, measured there; None: not measured.
+    not_measured: str = ""  # Why the fix was not measured.
 
 
 @dataclass
 class Verification(JsonValue):
-    """The whole document of `memprof verify`."""
+    """The result of `memprof verify`."""
 
     seeds: int = 0
-    deviations: list[Deviation] = field(default_factory=list)  # of the fixes that promise the same numbers.
-    precisions: list[Precision] = field(default_factory=list)  # of those that do not.
-    optimizers: list[OptimizerRow] = field(default_factory=list)  # of those that change the optimizer's numbers.
-    # model to the operators of its float64 reference that gave numbers of a smaller dtype; should be none.
+    deviations: list[Deviation] = field(default_factory=list)  # For exact fixes.
+    precisions: list[Precision] = field(default_factory=list)  # For fixes of lower precision.
+    optimizers: list[OptimizerRow] = field(default_factory=list)  # For fixes that change the optimizer.
+    # Model -> operators of its float64 reference with results of a smaller dtype; should be empty.
     narrow: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=json_name("reference_below_float64"))
-    peaks: list[FixPeak] = field(default_factory=list)  # what each saves in one workload.
-    notes: list[str] = field(default_factory=list)  # what the models named were taken for, and whose code was run.
-    # fix and model to the reason why it was not tried there.
+    peaks: list[FixPeak] = field(default_factory=list)  # Saved bytes of each fix in one workload.
+    notes: list[str] = field(default_factory=list)  # How the named models were resolved, and whose code was run.
+    # (fix, model) -> why the fix was not tried on the model.
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
-    def take(self, part: Verification) -> None:
-        """Add the results of `part`; for keys in both, the results of this verification stay."""
+    def merge(self, other: Verification) -> None:
+        """Add the results of another verification; for keys in both, the results of this one stay."""
         for name in ("deviations", "precisions", "optimizers", "peaks", "notes"):
-            getattr(self, name).extend(getattr(part, name))
-        self.narrow = {**part.narrow, **self.narrow}
-        self.skipped = {**self.skipped, **{key: why for key, why in part.skipped.items() if key not in self.skipped}}
+            getattr(self, name).extend(getattr(other, name))
+        self.narrow = {**other.narrow, **self.narrow}
+        self.skipped = {**self.skipped, **{key: why for key, why in other.skipped.items() if key not in self.skipped}}
 
     @property
     def passed(self) -> bool:
@@ -128,7 +128,7 @@ class Verification(JsonValue):
         return bool(self.deviations or self.precisions or self.optimizers or self.peaks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary of plain values; sizes in bytes."""
+        """Return the verification as JSON values; sizes are bytes."""
         return {
             "schema": SCHEMA,
             "memprof_version": __version__,
@@ -141,7 +141,7 @@ class Verification(JsonValue):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Verification:
-        """Return the verification of `to_json`."""
+        """Return a verification from the JSON values of `to_json`."""
         found = super().from_json(values)
         found.skipped = {(row["fix"], row["model"]): row["reason"] for row in values["skipped"]}
         return found

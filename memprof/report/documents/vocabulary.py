@@ -1,6 +1,6 @@
-"""The typed document of `memprof vocab`: a corpus, and the savings of a smaller vocabulary.
+"""The result of `memprof vocab`, with the names of its JSON.
 
-All sizes are integer bytes, coverage is a share from 0 to 1. Unknown values are None.
+Sizes are bytes, coverage is a fraction from 0 to 1, unknown values are None.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ SIMULATED, ARITHMETIC = "simulated", "arithmetic"
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A share of the corpus that the most frequent `tokens` cover."""
+class CoveragePoint:
+    """The fraction of a corpus that the most frequent `tokens` tokens cover."""
 
     tokens: int
     coverage: float
 
 
 @dataclass(frozen=True, slots=True)
-class Cap:
-    """One cap of the vocabulary."""
+class TokenCap:
+    """A cap of the vocabulary: the number of tokens kept, and what they cover."""
 
     name: str  # The coverage that was requested, such as 99.9%, or `asked` for a number of tokens.
     tokens: int  # The most frequent ones, which stay.
@@ -34,7 +34,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMemory:
-    """The memory with one vocabulary: the peak of each part."""
+    """Device memory with one vocabulary: the peak of each part."""
 
     name: str  # `before`, or the name of a cap.
     vocab_size: int
@@ -49,8 +49,8 @@ class VocabularyMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Savings:
-    """The run before and with each cap, the smallest vocabulary last."""
+class CapSavings:
+    """Device memory before and with each cap, smallest vocabulary last."""
 
     source: str  # simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone.
     what: str  # The model and the run, in words.
@@ -62,7 +62,7 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(JsonValue):
-    """The whole document of `memprof vocab`."""
+    """The result of `memprof vocab`."""
 
     schema: int
     memprof_version: str
@@ -82,7 +82,7 @@ class Vocabulary(JsonValue):
     unseen_ranges: tuple[tuple[int, int], ...]
     special_unseen: tuple[str, ...]
     reserved: int
-    curve: tuple[Point, ...]
-    caps: tuple[Cap, ...]
-    savings: Savings | None
+    curve: tuple[CoveragePoint, ...]
+    caps: tuple[TokenCap, ...]
+    savings: CapSavings | None
     notes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The tables of a document as CSV, one file per table: comma, UTF-8, a header line; lists are written as in JSON."""
+"""Export of a document's tables as CSV files: commas, UTF-8, a header line; lists as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memprof.report.documents.base import DisplayedDocument
 
 OPTION = "--csv"
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_folder(folder: Path) -> None:
@@ -51,10 +51,10 @@ def write_csv(document: DisplayedDocument, folder: Path, *, force: bool = False)
 
 
 def _format_cell(value: Any) -> Any:
-    """Return a list as JSON; return a text with an apostrophe before it if a spreadsheet would read a formula.
+    """Return a list as JSON; prefix a string that a spreadsheet would read as a formula with an apostrophe.
 
     The characters that begin a formula: https://owasp.org/www-community/attacks/CSV_Injection
     """
     if isinstance(value, list | tuple | dict):
         return json.dumps(value)
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULAS) else value
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value

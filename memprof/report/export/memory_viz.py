@@ -1,7 +1,7 @@
-"""A snapshot as the pickle that pytorch.org/memory_viz and torch.cuda._memory_viz read.
+"""Export of a snapshot as the pickle that pytorch.org/memory_viz and torch.cuda._memory_viz read.
 
-Protocol 4, with only dicts, lists, tuples, strings, integers, floats, booleans and None: the viewer's unpickler
-supports no more. Field names as in `THCPModule_memorySnapshot` (torch/csrc/cuda/Module.cpp).
+Pickle protocol 4 with plain types only, since the viewer's unpickler supports no more. Field names as in
+`THCPModule_memorySnapshot` (torch/csrc/cuda/Module.cpp).
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ FORM = FileKind("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and 
 def write_snapshot(snapshot: Snapshot, path: Path, *, force: bool = False) -> None:
     """Write `snapshot` to `path` atomically. Raises UsageError: another file is there, which only `force` replaces;
     MemprofError: the file cannot be written."""
-    data = as_plain(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
+    data = convert_snapshot(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
     write_atomically(path, pickle.dumps(data, protocol=PROTOCOL), FORM, force=force)
 
 
-def as_plain(snapshot: Snapshot) -> dict[str, Any]:
-    """Return `snapshot` as torch's dictionary; equal stacks and frames are one object, which keeps the file small."""
-    stacks = _PlainStacks()
+def convert_snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    """Return `snapshot` as torch's dictionary; equal stacks and frames are shared objects, to keep the file small."""
+    stacks = _StackConverter()
     return {
-        "segments": [_segment_to_plain(segment, stacks) for segment in snapshot.segments],
-        "device_traces": [[_event_to_plain(event, stacks) for event in trace] for trace in snapshot.traces],
+        "segments": [_convert_segment(segment, stacks) for segment in snapshot.segments],
+        "device_traces": [[_convert_event(event, stacks) for event in trace] for trace in snapshot.traces],
         "allocator_settings": dict(snapshot.settings),
         "external_annotations": [dict(note) for note in snapshot.annotations],
     }
 
 
-class _PlainStacks:
+class _StackConverter:
     def __init__(self) -> None:
         self.stacks: dict[int, list[dict[str, Any]]] = {}
         self._frame = functools.cache(Frame._asdict)
 
-    def plain(self, stack: Stack) -> list[dict[str, Any]]:
+    def convert(self, stack: Stack) -> list[dict[str, Any]]:
         known = self.stacks.get(id(stack))
         if known is None:
             known = self.stacks[id(stack)] = [self._frame(frame) for frame in stack]
         return known
 
 
-def _segment_to_plain(segment: SnapshotSegment, stacks: _PlainStacks) -> dict[str, Any]:
+def _convert_segment(segment: SnapshotSegment, stacks: _StackConverter) -> dict[str, Any]:
     blocks = segment.blocks
     used = [block for block in blocks if block.state is not BlockState.INACTIVE]
     return {
@@ -72,21 +72,21 @@ def _segment_to_plain(segment: SnapshotSegment, stacks: _PlainStacks) -> dict[st
         "segment_type": "small" if segment.is_small else "large",
         "segment_pool_id": tuple(segment.pool_id),
         "is_expandable": segment.expandable,
-        "frames": stacks.plain(segment.frames),
+        "frames": stacks.convert(segment.frames),
         "blocks": [
             {
                 "address": block.address,
                 "size": block.size,
                 "requested_size": block.size if block.requested is None else block.requested,
                 "state": block.state.value,
-                "frames": stacks.plain(block.frames),
+                "frames": stacks.convert(block.frames),
             }
             for block in blocks
         ],
     }
 
 
-def _event_to_plain(event: SnapshotEvent, stacks: _PlainStacks) -> dict[str, Any]:
+def _convert_event(event: SnapshotEvent, stacks: _StackConverter) -> dict[str, Any]:
     found: dict[str, Any] = {
         "action": event.action.value,
         "device_free" if event.action is Action.OOM else "addr": event.address,
@@ -96,4 +96,4 @@ def _event_to_plain(event: SnapshotEvent, stacks: _PlainStacks) -> dict[str, Any
     if event.time_us is not None:
         found["time_us"] = event.time_us
     constants = {"compile_context": "N/A", "user_metadata": "", "pool_id": tuple(event.pool_id)}
-    return {**found, **constants, "frames": stacks.plain(event.frames)}
+    return {**found, **constants, "frames": stacks.convert(event.frames)}

@@ -1,7 +1,7 @@
-"""A recording as a trace for ui.perfetto.dev: Chrome's JSON trace event format.
+"""Export of a recording as a trace for ui.perfetto.dev, in Chrome's JSON trace event format.
 
-Counters `allocated` and `reserved` in bytes; slices of stages and modules. Timestamps are microseconds: of the
-recording, or, where it has no clock, one per event.
+Counters of allocated and reserved bytes; slices for stages and modules. Timestamps are microseconds; without a clock,
+one per event.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def write_perfetto(
 ) -> None:
     """Write recordings, each with the times of its events and its slices, to `path` atomically. Raises UsageError:
     another file is there, which only `force` replaces; MemprofError: the file cannot be written."""
-    text = json.dumps(as_trace_events(recordings), separators=(",", ":"))
+    text = json.dumps(build_trace_events(recordings), separators=(",", ":"))
     write_atomically(path, text.encode(), FORM, force=force)
 
 
-def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[TimelineSlice]]]) -> dict[str, Any]:
-    """Return the trace as a JSON value; one process per device."""
+def build_trace_events(recordings: Iterable[tuple[Recording, list[int], list[TimelineSlice]]]) -> dict[str, Any]:
+    """Return recordings as a JSON value with the trace events; a process per device."""
     events: list[dict[str, Any]] = []
     for recording, times, slices in recordings:
         device = recording.device
-        events.append(_name_event("process_name", device, 0, f"GPU {device}"))
+        events.append(_make_name_event("process_name", device, 0, f"GPU {device}"))
         for number, track in enumerate(TRACKS, 1):
             if any(one.track == track for one in slices):
-                events.append(_name_event("thread_name", device, number, track))
+                events.append(_make_name_event("thread_name", device, number, track))
         shown: dict[str, int] = {}
         for time, allocated, reserved in zip(times, recording.allocated, recording.reserved, strict=True):
             for name, value in (("allocated", allocated), ("reserved", reserved)):
@@ -57,5 +57,5 @@ def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Timeli
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"writer": f"{_WRITER} {__version__}"}}
 
 
-def _name_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _make_name_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": {"name": name}}

@@ -1,4 +1,4 @@
-"""Conversion of two runs to the document of `memprof compare`."""
+"""Construction of the result of `memprof compare` from two runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from memprof.report.documents.comparison import (
     ONLY_IN_B,
     SAME,
     SCHEMA,
+    BridgeRow,
     CategoryRow,
     Comparison,
     FindingRow,
-    KernelUse,
+    KernelMemory,
     SettingRow,
-    StageAmounts,
+    StageBytes,
     StageRow,
-    StepRow,
     TotalRow,
 )
 from memprof.report.matching.runs import (
     ALL_TENSORS,
     ALLOCATED,
-    BRIDGE,
+    BRIDGE_STEPS,
     DEVICE_USED,
     HOST,
     KERNELS,
@@ -49,13 +49,13 @@ _OTHER_KERNELS = "a CPU and a GPU run other kernels"
 
 
 def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Comparison:
-    """Return the differences between `a` and `b`, largest first."""
+    """Return the comparison of two runs."""
     settings, same_settings = _compare_settings(a, b)
     totals = (*(_compare_total(name, a, b, tolerance) for name in TOTALS), *_compare_ranks(a, b, tolerance))
     matched = match_tensors(
         [row for row in a.tensors if row.category != KERNELS],
         [row for row in b.tensors if row.category != KERNELS],
-        by_shape=a.knows_shapes and b.knows_shapes,
+        by_shape=a.has_shapes and b.has_shapes,
     )
     return Comparison(
         schema=SCHEMA,
@@ -71,14 +71,14 @@ def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Co
         stages=_compare_stages(a, b),
         categories=_compare_categories(a.categories, b.categories),
         tensors=matched.rows,
-        same_tensors=matched.same,
+        same_tensors=matched.num_same,
         same_tensors_bytes=matched.same_bytes,
-        tensors_matched_by=matched.by,
+        tensors_matched_by=matched.matched_by,
         kernels_a=_sum_kernels(a),
         kernels_b=_sum_kernels(b),
         reserved=tuple(
-            StepRow(name, a.bridge[name], b.bridge[name], _subtract(a.bridge[name], b.bridge[name]))
-            for name in BRIDGE
+            BridgeRow(name, a.bridge[name], b.bridge[name], _subtract(a.bridge[name], b.bridge[name]))
+            for name in BRIDGE_STEPS
             if a.bridge[name] is not None or b.bridge[name] is not None
         ),
         seconds_a=_sum_seconds(a),
@@ -95,7 +95,7 @@ def _subtract(a: int | None, b: int | None) -> int | None:
 
 def _compare_settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[SettingRow, ...], int]:
     both = dict.fromkeys([*a.settings, *b.settings])
-    names = [name for name in both if all(run.all_settings or name in run.settings for run in (a, b))]
+    names = [name for name in both if all(run.has_all_settings or name in run.settings for run in (a, b))]
     # An option that is newer than a report had its default then.
     rows = [SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names]
     differing = tuple(row for row in rows if _plain_setting(row.a) != _plain_setting(row.b))
@@ -103,61 +103,61 @@ def _compare_settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[SettingRow,
 
 
 def _plain_setting(value: Any) -> Any:
-    """Return a setting's value as in JSON; an unset value equals one that an earlier release did not have."""
+    """Return a setting as in JSON; unset values (False, "", []) become None, as in reports that lack the setting."""
     if isinstance(value, list | tuple):
         return [_plain_setting(one) for one in value] or None
     return None if value is False or value == "" else value
 
 
 def _compare_total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> TotalRow:
-    mine, theirs = a.totals[name], b.totals[name]
+    a_bytes, b_bytes = a.totals[name], b.totals[name]
     why = ""
-    if mine is None or theirs is None:
+    if a_bytes is None or b_bytes is None:
         why = "not known of both"
     elif name in (ALL_TENSORS, ALLOCATED, RESERVED, DEVICE_USED, HOST) and a.side.on_gpu != b.side.on_gpu:
         why = _OTHER_KERNELS
     elif name == DEVICE_USED and a.side.source != b.side.source:
         why = "other processes are not simulated"
-    return _build_total(name, mine, theirs, tolerance, why)
+    return _build_total(name, a_bytes, b_bytes, tolerance, why)
 
 
-def _build_total(name: str, mine: int | None, theirs: int | None, tolerance: Tolerance, why_not: str) -> TotalRow:
-    within = None if why_not else tolerance.allows(mine or 0, theirs or 0)
-    return TotalRow(name, mine, theirs, _subtract(mine, theirs), not why_not, within, why_not)
+def _build_total(name: str, a_bytes: int | None, b_bytes: int | None, tolerance: Tolerance, why_not: str) -> TotalRow:
+    within = None if why_not else tolerance.allows(a_bytes or 0, b_bytes or 0)
+    return TotalRow(name, a_bytes, b_bytes, _subtract(a_bytes, b_bytes), not why_not, within, why_not)
 
 
 def _compare_ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[TotalRow]:
-    """Yield the allocated peak of each rank; ranks with the same figures are one row."""
+    """Yield the allocated peak of each rank; ranks with the same bytes share a row."""
     pairs: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in sorted(a.ranks.keys() | b.ranks.keys()):
         pairs.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
-    for (mine, theirs), ranks in pairs.items():
-        why = "" if mine is not None and theirs is not None else "not run in both"
+    for (a_bytes, b_bytes), ranks in pairs.items():
+        why = "" if a_bytes is not None and b_bytes is not None else "not run in both"
         if a.side.on_gpu != b.side.on_gpu:
             why = _OTHER_KERNELS
         name = f"{ALLOCATED}, rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
-        yield _build_total(name, mine, theirs, tolerance, why)
+        yield _build_total(name, a_bytes, b_bytes, tolerance, why)
 
 
 def _compare_stages(a: ComparedRun, b: ComparedRun) -> tuple[StageRow, ...]:
     rows = []
     for order, key in enumerate(_merge_keys(list(a.stages), list(b.stages))):
-        mine, theirs = a.stages.get(key), b.stages.get(key)
-        known = theirs if mine is None or (theirs is not None and theirs.stack) else mine
+        a_stage, b_stage = a.stages.get(key), b.stages.get(key)
+        known = b_stage if a_stage is None or (b_stage is not None and b_stage.stack) else a_stage
         assert known is not None
-        difference, status = None, ONLY_IN_B if mine is None else ONLY_IN_A
-        if mine is not None and theirs is not None:
-            difference = theirs.peak_allocated_bytes - mine.peak_allocated_bytes
-            is_same = all(getattr(mine, name) == getattr(theirs, name) for name in _STAGE_AMOUNTS)
+        difference, status = None, ONLY_IN_B if a_stage is None else ONLY_IN_A
+        if a_stage is not None and b_stage is not None:
+            difference = b_stage.peak_allocated_bytes - a_stage.peak_allocated_bytes
+            is_same = all(getattr(a_stage, name) == getattr(b_stage, name) for name in _STAGE_AMOUNTS)
             status = SAME if is_same else DIFFERS
         where = (order, *key[:2], known.micro_batch, known.stack, known.index)
-        rows.append(StageRow(*where, status, _build_amounts(mine), _build_amounts(theirs), difference))
+        rows.append(StageRow(*where, status, _build_amounts(a_stage), _build_amounts(b_stage), difference))
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
 
 
-def _build_amounts(stage: Stage | None) -> StageAmounts | None:
-    names = [field.name for field in dataclasses.fields(StageAmounts)]
-    return None if stage is None else StageAmounts(**{name: getattr(stage, name) for name in names})
+def _build_amounts(stage: Stage | None) -> StageBytes | None:
+    names = [field.name for field in dataclasses.fields(StageBytes)]
+    return None if stage is None else StageBytes(**{name: getattr(stage, name) for name in names})
 
 
 def _merge_keys(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
@@ -178,13 +178,13 @@ def _merge_keys(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
 
 def _compare_categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]:
     sizes = ((name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys([*a, *b]))
-    rows = [CategoryRow(name, mine, theirs, theirs - mine) for name, mine, theirs in sizes]
+    rows = [CategoryRow(name, a_bytes, b_bytes, b_bytes - a_bytes) for name, a_bytes, b_bytes in sizes]
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -max(row.a_bytes, row.b_bytes))))
 
 
-def _sum_kernels(run: ComparedRun) -> KernelUse:
+def _sum_kernels(run: ComparedRun) -> KernelMemory:
     own = [row for row in run.tensors if row.category == KERNELS]
-    return KernelUse(
+    return KernelMemory(
         kind="CUDA kernels" if run.side.on_gpu else "CPU kernels",
         num_bytes=sum(one.total_bytes for one in own),
         tensors=tuple(sorted(own, key=lambda one: -one.total_bytes)),

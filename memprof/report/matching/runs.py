@@ -1,4 +1,4 @@
-"""A report, or a recording of torch, in the common form for comparisons."""
+"""Conversion of reports and torch snapshots to one form, in which they are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stage_amounts import Stage
 from memprof.ledger.stages import at_stage
-from memprof.report.documents.comparison import Side, TensorSide
+from memprof.report.documents.comparison import RunDescription, TensorGroup
 from memprof.report.documents.report import Report
 from memprof.snapshots.occupancy import fragmentation, group
 from memprof.snapshots.recording import Recording
@@ -27,7 +27,7 @@ KERNELS = Category.LIBRARY_WORKSPACE.value
 
 ALL_TENSORS = "all tensors"
 # Totals that do not depend on an allocator, and their names in a report's `model_state`.
-STATE = {
+STATE_TOTALS = {
     "parameters": "parameters_bytes",
     "gradients": "gradients_bytes",
     "optimizer state": "optimizer_state_bytes",
@@ -35,9 +35,9 @@ STATE = {
     ALL_TENSORS: "tensors_bytes",
 }
 ALLOCATED, RESERVED, DEVICE_USED, HOST = "allocated", "reserved", "device used", "host memory"
-TOTALS = (*STATE, ALLOCATED, RESERVED, DEVICE_USED, HOST)
+TOTALS = (*STATE_TOTALS, ALLOCATED, RESERVED, DEVICE_USED, HOST)
 
-BRIDGE = {
+BRIDGE_STEPS = {
     "requested by tensors": "requested_bytes",
     "rounding": "rounding_bytes",
     "allocated": "allocated_bytes",
@@ -51,13 +51,13 @@ BRIDGE = {
     "device used": "device_used_bytes",
 }
 
-# Most driver events for one request, usually one: a segment, or stretches mapped into one.
-MOST_MAPPED = 8
+# Maximum driver events of one allocation: a new segment, or mappings of an expandable segment.
+MAX_DRIVER_EVENTS = 8
 
 # Adafactor steps parameter by parameter on any device; other libraries have one implementation each.
 _FOREACH_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 
-_NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # the allocator's facts have these; run results
+_NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # part of the allocator's facts, or results
 
 _STEP = re.compile(r"(.*) \(step (\d+)\)")
 
@@ -66,29 +66,29 @@ StageKey = tuple[str, int, int]  # Name (a layer's has its number), step, and in
 
 @dataclass(slots=True)
 class ComparedRun:
-    """One of the two compared runs."""
+    """A report or recording in the form in which runs are compared."""
 
-    side: Side
+    side: RunDescription
     settings: dict[str, Any]
-    all_settings: bool  # Whether a missing setting has no value; else it is unknown.
+    has_all_settings: bool  # Whether a missing setting has no value; else it is unknown.
     totals: dict[str, int | None]
     stages: dict[StageKey, Stage]
     categories: dict[str, int]
-    tensors: list[TensorSide]
-    knows_shapes: bool
+    tensors: list[TensorGroup]
+    has_shapes: bool
     bridge: dict[str, int | None]
     findings: dict[str, int | None] | None = None  # Bytes by finding; None: the file has none.
     assumptions: tuple[str, ...] = ()
     ranks: dict[int, int] = field(default_factory=dict)  # For ranks that ran together: the allocated peak of each.
 
 
-def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
-    """Return the comparable form of a report of `memprof profile` or `memprof run`."""
+def convert_report(document: Report, file: str, kind: str) -> ComparedRun:
+    """Return a report of `memprof profile` or `memprof run` in the form for comparisons."""
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
     old = ("written by an earlier memprof: the totals of parameters, gradients and state are not in it",)
     on_gpu = not document.on_cpu
-    totals = {name: None if state is None else getattr(state, attribute) for name, attribute in STATE.items()}
+    totals = {name: None if state is None else getattr(state, attribute) for name, attribute in STATE_TOTALS.items()}
     totals |= {
         ALLOCATED: peak.allocated_bytes,
         RESERVED: peak.reserved_bytes if on_gpu else None,
@@ -103,10 +103,10 @@ def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
         "torch": allocator.torch,
         "alloc_conf": allocator.alloc_conf,
         **{name: value for name, value in target_to_json(target).items() if name not in _NOT_SETTINGS},
-        **_effective_defaults(target, on_gpu=on_gpu),
+        **_list_effective_defaults(target, on_gpu=on_gpu),
     }
     return ComparedRun(
-        side=Side(
+        side=RunDescription(
             file=file,
             format=kind,
             source=document.source,
@@ -119,35 +119,35 @@ def run_of_document(document: Report, file: str, kind: str) -> ComparedRun:
             over_time=document.over_time,
         ),
         settings=settings,
-        all_settings=True,
+        has_all_settings=True,
         totals=totals,
-        stages=_stages_by_key(document.stages),
+        stages=_index_stages(document.stages),
         categories={name: num_bytes for name, num_bytes in peak.categories.items() if name != KERNELS},
         tensors=[
-            TensorSide(
-                one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _owner_name(one)
+            TensorGroup(
+                one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _get_owner_name(one)
             )
             for one in peak.tensors
         ],
-        knows_shapes=True,
+        has_shapes=True,
         bridge={
             name: None if bridge is None else getattr(bridge.peak_reserved, attribute)
-            for name, attribute in BRIDGE.items()
+            for name, attribute in BRIDGE_STEPS.items()
         },
-        findings=_bytes_by_finding(document.findings),
+        findings=_sum_finding_bytes(document.findings),
         assumptions=document.assumptions,
         ranks={row.rank: row.peak_allocated_bytes for row in document.ranks},
     )
 
 
-def _effective_defaults(target: Target | None, *, on_gpu: bool) -> dict[str, Any]:
+def _list_effective_defaults(target: Target | None, *, on_gpu: bool) -> dict[str, Any]:
     """Return torch's defaults for unset options (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
     if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _FOREACH_OPTIMIZERS:
         return {}
     return {"optimizer_impl": "foreach" if on_gpu else "single"}
 
 
-def _stages_by_key(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
+def _index_stages(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
     found: dict[StageKey, Stage] = {}
     seen: Counter[tuple[str, int]] = Counter()
     for row in rows:
@@ -157,13 +157,13 @@ def _stages_by_key(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
     return found
 
 
-def _owner_name(tensor: LiveTensor) -> str | None:
+def _get_owner_name(tensor: LiveTensor) -> str | None:
     where = tensor.name or tensor.module
     return None if where is None else without_numbers(where)
 
 
-def _bytes_by_finding(rows: tuple[Finding, ...]) -> dict[str, int | None]:
-    """Return the bytes by finding; None for a finding that is not about bytes."""
+def _sum_finding_bytes(rows: tuple[Finding, ...]) -> dict[str, int | None]:
+    """Return the bytes of each finding, by its id; None for a finding without bytes."""
     found: dict[str, int | None] = {}
     for row in rows:
         known = found.get(row.id)
@@ -171,10 +171,10 @@ def _bytes_by_finding(rows: tuple[Finding, ...]) -> dict[str, int | None]:
     return found
 
 
-def run_of_recording(
+def convert_recording(
     recording: Recording, file: str, settings: str, notes: tuple[str, ...], source: str = "measured"
 ) -> ComparedRun:
-    """Return the comparable form of one device of a torch snapshot; categories and modules are guesses."""
+    """Return one device of a torch snapshot in the form for comparisons; categories and modules are inferred."""
     allocated, event = recording.peak()
     peak_at = next(
         (at_stage(*_split_title(title)) for title, begin, end in recording.stages if begin <= event < end), None
@@ -182,7 +182,7 @@ def run_of_recording(
     reserved, reserved_event = recording.peak("reserved")
     if reserved in recording.reserved:  # as in a report: at the allocation that reserved the memory
         reserved_event = recording.reserved.index(reserved)
-        following = recording.events[reserved_event : reserved_event + 1 + MOST_MAPPED]
+        following = recording.events[reserved_event : reserved_event + 1 + MAX_DRIVER_EVENTS]
         allocation = next((number for number, one in enumerate(following) if one.action is Action.ALLOC), 0)
         if recording.reserved[reserved_event + allocation] == reserved:
             reserved_event += allocation
@@ -194,7 +194,7 @@ def run_of_recording(
         kinds[life.category.value, module, origin.op, life.requested, origin.source] += 1
     at_reserved = recording.at(reserved_event)
     free, _ = fragmentation(recording, reserved_event)
-    bridge: dict[str, int | None] = dict.fromkeys(BRIDGE)
+    bridge: dict[str, int | None] = dict.fromkeys(BRIDGE_STEPS)
     bridge |= {
         "requested by tensors": at_reserved[0],
         "rounding": free.rounding_bytes,
@@ -205,25 +205,25 @@ def run_of_recording(
     totals: dict[str, int | None] = dict.fromkeys(TOTALS)
     totals |= {ALLOCATED: allocated, RESERVED: reserved}
     return ComparedRun(
-        side=Side(file, "torch snapshot", source, None, True, None, None, notes, peak_at),
+        side=RunDescription(file, "torch snapshot", source, None, True, None, None, notes, peak_at),
         settings={"source": source, "alloc_conf": settings or None},
-        all_settings=False,
+        has_all_settings=False,
         totals=totals,
-        stages=_stages_by_key(_build_stages(recording)),
+        stages=_index_stages(_build_stages(recording)),
         categories={
             one.category.value: one.allocated_bytes for one in group(alive, "category") if one.category.value != KERNELS
         },
         tensors=[
-            TensorSide(requested, count, None, None, op, source, category, module)
+            TensorGroup(requested, count, None, None, op, source, category, module)
             for (category, module, op, requested, source), count in kinds.items()
         ],
-        knows_shapes=False,
+        has_shapes=False,
         bridge=bridge,
     )
 
 
 def _split_title(title: str) -> tuple[str, int]:
-    """Return name and step of a stage of a recording."""
+    """Return name and step of a recording's stage from its title."""
     named = _STEP.fullmatch(title)
     return (named[1], int(named[2])) if named else (title, 0)
 

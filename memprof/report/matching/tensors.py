@@ -1,4 +1,4 @@
-"""Matching of the tensors at two runs' peaks, and the differences of the rest."""
+"""Matching of the tensors at the peaks of two runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
-from memprof.report.documents.comparison import ONLY_IN_A, ONLY_IN_B, TensorRow, TensorSide
+from memprof.report.documents.comparison import ONLY_IN_A, ONLY_IN_B, TensorGroup, TensorRow
 
 BY_SHAPE = "category, place, shape and dtype"
 BY_BYTES = "bytes"
@@ -17,49 +17,49 @@ class MatchResult:
     """The result of matching the tensors of two runs."""
 
     rows: tuple[TensorRow, ...]  # Rows that differ, largest differences first.
-    same: int
+    num_same: int
     same_bytes: int
-    by: str
+    matched_by: str
 
 
-def match_tensors(a: list[TensorSide], b: list[TensorSide], *, by_shape: bool) -> MatchResult:
+def match_tensors(a: list[TensorGroup], b: list[TensorGroup], *, by_shape: bool) -> MatchResult:
     """Match the tensors of two peaks.
 
     The order is: equal tensors; tensors with another operator or count; tensors with another shape or dtype at the same
     place, by the same operator. The rest is only in one run. Where a file lacks shapes (`by_shape` is False), tensors
     are matched by their bytes alone.
     """
-    matching = _Matching(a, b)
+    matching = _TensorMatcher(a, b)
     if by_shape:
-        matching.equal()
-        matching.alike(lambda one: (one.category, one.where, one.shape, one.dtype, one.num_bytes))
-        matching.changed()
+        matching.match_equal()
+        matching.match_by_key(lambda one: (one.category, one.where, one.shape, one.dtype, one.num_bytes))
+        matching.match_changed()
     else:
-        matching.alike(lambda one: one.num_bytes)
-    return matching.result(BY_SHAPE if by_shape else BY_BYTES)
+        matching.match_by_key(lambda one: one.num_bytes)
+    return matching.build_result(BY_SHAPE if by_shape else BY_BYTES)
 
 
-def _exact_key(one: TensorSide) -> Hashable:
+def _make_exact_key(one: TensorGroup) -> Hashable:
     return one.category, one.where, one.op, one.shape, one.dtype, one.num_bytes
 
 
-class _Matching:
-    def __init__(self, a: list[TensorSide], b: list[TensorSide]) -> None:
+class _TensorMatcher:
+    def __init__(self, a: list[TensorGroup], b: list[TensorGroup]) -> None:
         # Lines may change between releases of a library: rows that differ in nothing else are merged.
         self.a, self.b = (
-            [_merge_tensors(alike) for alike, _ in _group_tensors(side, [], _exact_key)] for side in (a, b)
+            [_merge_tensors(alike) for alike, _ in _group_tensors(side, [], _make_exact_key)] for side in (a, b)
         )
         self.rows: list[TensorRow] = []
-        self.same = self.same_bytes = 0
+        self.num_same = self.same_bytes = 0
 
-    def equal(self) -> None:
-        """Remove tensors that are equal in both runs, including their count."""
-        for mine, theirs in _group_tensors(self.a, self.b, _exact_key):
+    def match_equal(self) -> None:
+        """Match tensors that are equal in both runs, including their count."""
+        for mine, theirs in _group_tensors(self.a, self.b, _make_exact_key):
             if mine and theirs and mine[0].count == theirs[0].count:
                 self._remove(mine, theirs)
                 self._count_equal(mine[0])
 
-    def alike(self, key: Callable[[TensorSide], Hashable]) -> None:
+    def match_by_key(self, key: Callable[[TensorGroup], Hashable]) -> None:
         """Match tensors with the same key in both runs, with any operators and counts."""
         for mine, theirs in _group_tensors(self.a, self.b, key):
             if not mine or not theirs:
@@ -73,45 +73,45 @@ class _Matching:
             else:
                 self._count_equal(first)
 
-    def changed(self) -> None:
-        """Match tensors of one place and operator by size, where both runs have as many of them."""
+    def match_changed(self) -> None:
+        """Match tensors of the same owner and operator by size, if both runs have equally many."""
         for mine, theirs in _group_tensors(self.a, self.b, lambda one: (one.category, one.where, one.op)):
             if len(mine) == len(theirs):
                 self._remove(mine, theirs)
                 for first, other in zip(sorted(mine, key=_size_key), sorted(theirs, key=_size_key), strict=True):
                     self._add_row("dtype" if first.shape == other.shape else "shape", first, other)
 
-    def result(self, by: str) -> MatchResult:
+    def build_result(self, matched_by: str) -> MatchResult:
         for one in self.a:
             self._add_row(ONLY_IN_A, one, None)
         for one in self.b:
             self._add_row(ONLY_IN_B, None, one)
         rows = sorted(self.rows, key=lambda row: (-abs(row.difference_bytes), row.category, row.where or ""))
-        return MatchResult(tuple(rows), self.same, self.same_bytes, by)
+        return MatchResult(tuple(rows), self.num_same, self.same_bytes, matched_by)
 
-    def _remove(self, mine: list[TensorSide], theirs: list[TensorSide]) -> None:
+    def _remove(self, mine: list[TensorGroup], theirs: list[TensorGroup]) -> None:
         for one in mine:
             self.a.remove(one)
         for one in theirs:
             self.b.remove(one)
 
-    def _count_equal(self, one: TensorSide) -> None:
-        self.same += 1
+    def _count_equal(self, one: TensorGroup) -> None:
+        self.num_same += 1
         self.same_bytes += one.total_bytes
 
-    def _add_row(self, status: str, mine: TensorSide | None, theirs: TensorSide | None) -> None:
+    def _add_row(self, status: str, mine: TensorGroup | None, theirs: TensorGroup | None) -> None:
         known = mine or theirs
         assert known is not None
         size = [0 if one is None else one.total_bytes for one in (mine, theirs)]
         self.rows.append(TensorRow(status, known.category, known.where, mine, theirs, size[1] - size[0]))
 
 
-def _size_key(one: TensorSide) -> tuple[int, int, str]:
+def _size_key(one: TensorGroup) -> tuple[int, int, str]:
     return one.num_bytes, one.count, str(one.dtype)
 
 
-def _merge_tensors(alike: list[TensorSide]) -> TensorSide:
-    """Return equal tensors as one row, with all their operators and categories, and the place if there is only one."""
+def _merge_tensors(alike: list[TensorGroup]) -> TensorGroup:
+    """Return tensors as one group, with all their operators and categories, and the owner if all have the same."""
     return replace(
         alike[0],
         op=", ".join(sorted({one.op for one in alike})),
@@ -122,9 +122,9 @@ def _merge_tensors(alike: list[TensorSide]) -> TensorSide:
 
 
 def _group_tensors(
-    a: list[TensorSide], b: list[TensorSide], key: Callable[[TensorSide], Hashable]
-) -> list[tuple[list[TensorSide], list[TensorSide]]]:
-    found: dict[Hashable, tuple[list[TensorSide], list[TensorSide]]] = defaultdict(lambda: ([], []))
+    a: list[TensorGroup], b: list[TensorGroup], key: Callable[[TensorGroup], Hashable]
+) -> list[tuple[list[TensorGroup], list[TensorGroup]]]:
+    found: dict[Hashable, tuple[list[TensorGroup], list[TensorGroup]]] = defaultdict(lambda: ([], []))
     for side, tensors in enumerate((a, b)):
         for one in tensors:
             found[key(one)][side].append(one)

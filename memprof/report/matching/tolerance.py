@@ -1,4 +1,4 @@
-"""The tolerance within which two figures count as equal."""
+"""The tolerance of a comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memprof.units import parse_gib
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """A tolerance in bytes, or as a share of the larger figure."""
+    """A tolerance in bytes, or as a fraction of the larger value."""
 
     text: str = "0"
     bytes: int = 0
@@ -23,7 +23,7 @@ class Tolerance:
 
 
 def parse_tolerance(text: str) -> Tolerance:
-    """Return the tolerance in "0.1%", "16MiB" or a plain number of bytes. Raises UsageError: another text."""
+    """Return the tolerance in a string: "0.1%", "16MiB" or bytes. Raises UsageError: the string is something else."""
     if percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
         return Tolerance(text.strip(), share=float(percent[1]) / 100)
     if plain := re.fullmatch(r"\s*(\d+)\s*", text):

@@ -7,9 +7,9 @@ from typing import Any
 
 from memprof.errors import UsageError, printable, unknown_name
 from memprof.ledger.ledger import Ledger
-from memprof.report.documents.ladder import Rung
-from memprof.report.page.library import check_plotly, figure_of
-from memprof.report.page.moments import Moments, moments_of
+from memprof.report.documents.ladder import LadderRow
+from memprof.report.page.library import check_plotly, make_figure
+from memprof.report.page.moments import Moments, build_moments
 from memprof.report.terminal.cells import choose_unit
 from memprof.trace.events import NONE
 from memprof.trace.facts import DeviceFacts
@@ -28,33 +28,30 @@ _MIN_SHARE = 1 / 3000  # Of the peak: smaller parts are less than a pixel of a t
 Figure = Any  # plotly's `Figure`, which has no type annotations.
 
 
-def figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rungs: tuple[Rung, ...]) -> Figure:
-    """Return a figure of a run on `device`: `timeline` or `treemap`, from the ledger, or `ladder`, from its rows.
-    Raises UsageError: no such figure, no data for it in the report, or plotly is not installed."""
+def draw_figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rows: tuple[LadderRow, ...]) -> Figure:
+    """Return the figure `kind` of a run: `timeline` or `treemap` (from the ledger) or `ladder` (from `rows`).
+    Raises UsageError: no such figure, no data for the figure, or plotly is not installed."""
     kinds = ("timeline", "treemap", "ladder")
     if kind not in kinds:
         raise unknown_name("figure", kind, kinds)
     check_plotly("plot()")
     if kind == "ladder":
-        return _draw_ladder(rungs, device.total_bytes)
+        return _draw_ladder(rows, device.total_bytes)
     if ledger is None:
         hint = "load a capture, which save() of the GPU keeps"
         raise UsageError("a report in JSON has no moments to show", value="plot()", hint=hint)
     return _draw_treemap(ledger) if kind == "treemap" else _draw_timeline(ledger, device.usable_bytes)
 
 
-def plain_words(text: str) -> str:
-    """Return a text with HTML escaped, so that plotly shows it unchanged."""
+def escape_html(text: str) -> str:
+    """Return text with escaped HTML and control characters, for plotly's labels."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-# -- memory over the run -----------------------------------------------------------------------------------------------
-
-
 def _draw_timeline(ledger: Ledger, usable: int | None) -> Figure:
-    moments = moments_of(ledger)
+    moments = build_moments(ledger)
     events = _select_events(ledger)
-    sums = _bytes_by_category(moments, events)
+    sums = _sum_by_category(moments, events)
     unit = choose_unit(ledger.peak_bytes)
     scale = float(unit.num_bytes)
     traces: list[dict[str, Any]] = [
@@ -73,17 +70,17 @@ def _draw_timeline(ledger: Ledger, usable: int | None) -> Figure:
         "line": {"shape": "hv", "width": 1, "color": "#444"},
         "hovertemplate": f"%{{y:,.2f}} {unit.name}<extra>allocated</extra>",
     })  # fmt: skip
-    shapes = [_line_shape("x", ledger.peak_event, "#444")]
-    notes = [_annotation(ledger.peak_event, f"peak {format_bytes(ledger.peak_bytes)}")]
+    shapes = [_make_line("x", ledger.peak_event, "#444")]
+    notes = [_make_annotation(ledger.peak_event, f"peak {format_bytes(ledger.peak_bytes)}")]
     if (oom := ledger.out_of_memory) is not None:
-        shapes.append(_line_shape("x", oom.event, "#c62828"))
-        notes.append({**_annotation(oom.event, f"refused: {format_bytes(oom.tried_bytes)}"), "y": 0.85})
+        shapes.append(_make_line("x", oom.event, "#c62828"))
+        notes.append({**_make_annotation(oom.event, f"refused: {format_bytes(oom.tried_bytes)}"), "y": 0.85})
     if usable is not None and usable < 3 * ledger.peak_bytes:
-        shapes.append({**_line_shape("y", usable / scale, "#c62828"), "line": {"color": "#c62828", "dash": "dash"}})
-    return figure_of(
+        shapes.append({**_make_line("y", usable / scale, "#c62828"), "line": {"color": "#c62828", "dash": "dash"}})
+    return make_figure(
         traces,
         {
-            "title": {"text": plain_words(f"Memory over the run: {format_bytes(ledger.peak_bytes)} at the peak")},
+            "title": {"text": escape_html(f"Memory over the run: {format_bytes(ledger.peak_bytes)} at the peak")},
             "xaxis": {"title": {"text": "event"}, "tickformat": ",d"},
             "yaxis": {"title": {"text": unit.name}, "rangemode": "tozero"},
             "shapes": shapes, "annotations": notes, "hovermode": "x unified",
@@ -92,7 +89,7 @@ def _draw_timeline(ledger: Ledger, usable: int | None) -> Figure:
 
 
 def _select_events(ledger: Ledger) -> list[int]:
-    """Return the events that are drawn: all, or in each of many bins those with the highest and lowest values."""
+    """Return the events to draw: all, or the highest, lowest and last of each of 1,200 bins, and the peak."""
     count, allocated = len(ledger.allocated), ledger.allocated
     if count <= 3 * _MAX_BINS:
         return list(range(count))
@@ -103,8 +100,8 @@ def _select_events(ledger: Ledger) -> list[int]:
     return sorted(chosen | {ledger.peak_event})
 
 
-def _bytes_by_category(moments: Moments, events: list[int]) -> dict[str, list[int]]:
-    """Return the bytes by category after each of these rising events."""
+def _sum_by_category(moments: Moments, events: list[int]) -> dict[str, list[int]]:
+    """Return the live bytes by category after each of `events`, which are ascending."""
     changes: dict[int, list[tuple[str, int]]] = {}
     for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):
         category, num_bytes = moments.words[moments.kinds.category[kind]], moments.kinds.rounded[kind]
@@ -124,7 +121,7 @@ def _bytes_by_category(moments: Moments, events: list[int]) -> dict[str, list[in
     return columns
 
 
-def _line_shape(axis: str, at: float, colour: str) -> dict[str, Any]:
+def _make_line(axis: str, at: float, colour: str) -> dict[str, Any]:
     other = "y" if axis == "x" else "x"
     place = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
     return {
@@ -133,15 +130,12 @@ def _line_shape(axis: str, at: float, colour: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _annotation(event: int, text: str) -> dict[str, Any]:
+def _make_annotation(event: int, text: str) -> dict[str, Any]:
     return {"x": event, "y": 1.0, "yref": "paper", "text": text, "showarrow": False, "xanchor": "left", "xshift": 4}
 
 
-# -- who holds the peak ------------------------------------------------------------------------------------------------
-
-
 def _draw_treemap(ledger: Ledger) -> Figure:
-    moments = moments_of(ledger)
+    moments = build_moments(ledger)
     kinds, words = moments.kinds, moments.words
     bytes_of, colours = Counter[tuple[str, ...]](), dict[tuple[str, ...], Counter[str]]()
     for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):
@@ -156,34 +150,31 @@ def _draw_treemap(ledger: Ledger) -> Figure:
     shown = [path for path, num_bytes in bytes_of.items() if num_bytes > ledger.peak_bytes * _MIN_SHARE]
     tree = {
         "type": "treemap", "branchvalues": "total", "maxdepth": 3, "textinfo": "label+text", "hoverinfo": "label+text",
-        "ids": ["\0".join(path) for path in shown], "labels": [plain_words(path[-1]) for path in shown],
+        "ids": ["\0".join(path) for path in shown], "labels": [escape_html(path[-1]) for path in shown],
         "parents": ["\0".join(path[:-1]) for path in shown], "values": [bytes_of[path] for path in shown],
         "text": [f"{format_bytes(bytes_of[path])}, {bytes_of[path] / ledger.peak_bytes:.1%}" for path in shown],
         "marker": {"colors": [COLOURS[colours[path].most_common(1)[0][0]] for path in shown]},
     }  # fmt: skip
-    return figure_of([tree], {"title": {"text": f"Who holds the peak of {format_bytes(ledger.peak_bytes)}"}})
+    return make_figure([tree], {"title": {"text": f"Who holds the peak of {format_bytes(ledger.peak_bytes)}"}})
 
 
-# -- the ladder --------------------------------------------------------------------------------------------------------
-
-
-def _draw_ladder(rungs: tuple[Rung, ...], total: int | None) -> Figure:
-    if not rungs:
+def _draw_ladder(rows: tuple[LadderRow, ...], total: int | None) -> Figure:
+    if not rows:
         raise UsageError("the report has no ladder", value="ladder", hint="ask for one: memprof profile ... --ladder")
-    unit = choose_unit(max(rung.device_used_bytes for rung in rungs))
+    unit = choose_unit(max(row.device_used_bytes for row in rows))
     bars = {
         "type": "bar", "orientation": "h",
-        "y": [f"{place}. {f'+ {rung.added}' if rung.added else 'baseline'}" for place, rung in enumerate(rungs)],
-        "x": [rung.device_used_bytes / unit.num_bytes for rung in rungs],
-        "text": [format_bytes(rung.device_used_bytes) for rung in rungs], "textposition": "auto",
-        "marker": {"color": [FITS if rung.fits else OVER for rung in rungs]},
-        "hovertext": [plain_words(rung.cost.note) for rung in rungs], "hoverinfo": "text",
+        "y": [f"{place}. {f'+ {row.added}' if row.added else 'baseline'}" for place, row in enumerate(rows)],
+        "x": [row.device_used_bytes / unit.num_bytes for row in rows],
+        "text": [format_bytes(row.device_used_bytes) for row in rows], "textposition": "auto",
+        "marker": {"color": [FITS if row.fits else OVER for row in rows]},
+        "hovertext": [escape_html(row.cost.note) for row in rows], "hoverinfo": "text",
     }  # fmt: skip
-    return figure_of(
+    return make_figure(
         [bars],
         {
             "title": {"text": "What the GPU must have, with one fix more in each row"},
             "yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"title": {"text": unit.name}},
-            "shapes": [] if total is None else [_line_shape("x", total / unit.num_bytes, "#c62828")],
+            "shapes": [] if total is None else [_make_line("x", total / unit.num_bytes, "#c62828")],
         },
     )  # fmt: skip

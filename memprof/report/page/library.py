@@ -1,4 +1,4 @@
-"""plotly, for the figures of the page and of notebooks: only this file imports it."""
+"""Access to plotly for the figures of pages and notebooks; no other file imports plotly."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from memprof.fixes.catalog import check_package
 
 
-def check_plotly(what: str) -> None:
-    """Check that plotly, which `what` needs, is installed. Raises UsageError: it is not."""
-    check_package(what, "plotly")
+def check_plotly(feature: str) -> None:
+    """Raise UsageError, naming the `feature`, if plotly is not installed."""
+    check_package(feature, "plotly")
 
 
-def plotly_script() -> bytes:
-    """Return plotly.js with its licence, 4.8 MB. Raises UsageError: plotly is not installed."""
+def read_plotly_script() -> bytes:
+    """Return plotly.js with its licence (4.8 MB). Raises UsageError: plotly is not installed."""
     check_plotly("a page with figures")
     from plotly.offline import get_plotlyjs
 
@@ -21,11 +21,8 @@ def plotly_script() -> bytes:
     return text.encode()
 
 
-def figure_of(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Any:
-    """Return a plotly figure, which a notebook displays and which can be changed and written to a file.
-
-    `traces` are in the form of plotly's JSON; `layout` has axes, lines and labels.
-    """
+def make_figure(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Any:
+    """Return a plotly figure of traces and a layout in the form of plotly's JSON."""
     from plotly.graph_objects import Figure
 
     return Figure({"data": traces, "layout": layout})

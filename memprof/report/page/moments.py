@@ -1,7 +1,4 @@
-"""Every moment of a run as plain columns: lives of storages, their kinds, and the reserved memory.
-
-A moment is an event of the trace. From these columns the page itself sums up any moment and any stretch of the run.
-"""
+"""A run as columns of numbers, from which the page computes the live bytes after any event (a moment) of the trace."""
 
 from __future__ import annotations
 
@@ -15,24 +12,9 @@ from memprof.trace.events import NONE, EventKind, Storage, without_numbers
 from memprof.trace.json_values import JsonValue, json_name
 
 
-class Words:
-    """A table of words without duplicates."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-        self._places: dict[str, int] = {}
-
-    def add_word(self, word: str | None) -> int:
-        """Return the index of `word`; -1 for None."""
-        if word is not None and word not in self._places:
-            self._places[word] = len(self.words)
-            self.words.append(word)
-        return NONE if word is None else self._places[word]
-
-
 @dataclass(slots=True)
-class Kinds:
-    """Kinds of storages that are equal in all columns; words are indices of `Moments.words`."""
+class StorageKinds:
+    """Columns of storage kinds: storages equal in all columns are one kind; strings are indices of `Moments.words`."""
 
     requested: list[int] = field(default_factory=list)  # Bytes of one storage.
     # The same, rounded by the allocator: the bytes that the ledger counts to the category.
@@ -50,11 +32,11 @@ class Kinds:
 
 @dataclass(slots=True)
 class Moments(JsonValue):
-    """One run on one GPU. An event's index is its time; sizes are bytes."""
+    """The lives of all storages of a run on one GPU, as columns; times are indices of events, sizes are bytes."""
 
     events: int  # Number of events.
     words: list[str]
-    kinds: Kinds
+    kinds: StorageKinds
     begin: list[int]  # One entry per life: the event of the allocation.
     end: list[int]  # The event of the free; `events` if it is not freed.
     kind: list[int]
@@ -71,9 +53,8 @@ class Moments(JsonValue):
     kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))  # By index of the storage.
 
 
-def moments_of(ledger: Ledger) -> Moments:
-    """Return the moments of a ledger's run. Raises AssertionError: the lives do not sum to the allocated bytes after
-    every event."""
+def build_moments(ledger: Ledger) -> Moments:
+    """Return the columns of a ledger's run. Raises AssertionError: live bytes differ from the allocated bytes."""
     trace, timeline = ledger.trace, ledger.run.timeline
     table = _KindTable(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
@@ -85,7 +66,7 @@ def moments_of(ledger: Ledger) -> Moments:
         if event_kind is EventKind.ALLOC:
             storage = trace.storages[ref]
             if storage.device == trace.device and storage.num_bytes and ref not in refused:
-                kind = kind_of[ref] = table.kind(ref, storage)
+                kind = kind_of[ref] = table.add_kind(ref, storage)
                 living[ref] = len(begin)
                 begin.append(time)
                 end.append(last)
@@ -101,23 +82,24 @@ def moments_of(ledger: Ledger) -> Moments:
             raise AssertionError(f"the lives do not sum to what is allocated after event {time}")
         before = after
     changes = [0, *(time for time in range(1, last) if timeline.reserved[time] != timeline.reserved[time - 1])]
-    add_word = table.words.add_word
-    oom = ledger.out_of_memory
+    add_word = table.add_word
+    fragmentation, oom = add_word("fragmentation"), ledger.out_of_memory
+    stages = [
+        (add_word(at_stage(span.name, span.step)), span.begin, span.end, add_word(span.stack or None), span.index)
+        for span in ledger.spans
+    ]
     return Moments(
         events=last,
-        words=table.words.words,
+        words=list(table.words),
         kinds=table.kinds,
         begin=begin,
         end=end,
         kind=kinds,
         extra=extras,
-        fragmentation=add_word("fragmentation"),
+        fragmentation=fragmentation,
         reserved_at=changes,
         reserved=[timeline.reserved[time] for time in changes],
-        stages=[
-            (add_word(at_stage(span.name, span.step)), span.begin, span.end, add_word(span.stack or None), span.index)
-            for span in ledger.spans
-        ],
+        stages=stages,
         peak=ledger.peak_event,
         peak_reserved=ledger.peak_reserved_event,
         refused=NONE if oom is None else oom.event,
@@ -127,25 +109,30 @@ def moments_of(ledger: Ledger) -> Moments:
 
 
 class _KindTable:
-    """A table of the kinds found so far."""
+    """A builder of `StorageKinds` and of the list of words."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.words, self.kinds = Words(), Kinds()
+        self.kinds = StorageKinds()
+        self.words: dict[str, int] = {}  # Word -> index.
         self._ledger = ledger
         self._places: dict[tuple[object, ...], int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
 
-    def kind(self, ref: int, storage: Storage) -> int:
-        """Return the index of a storage's kind."""
+    def add_word(self, word: str | None) -> int:
+        """Return the index of `word`, adding the word if new; -1 for None."""
+        return NONE if word is None else self.words.setdefault(word, len(self.words))
+
+    def add_kind(self, ref: int, storage: Storage) -> int:
+        """Return the index of a storage's kind, adding the kind if new; `ref` is the index of the storage."""
         trace = self._ledger.trace
         owner = trace.owners.get(ref)
         name = None if owner is None else owner.name or None
         module = trace.module_path(storage)
-        alike = (
+        attributes = (
             storage.num_bytes, storage.shape, storage.dtype, self._ledger.categories[ref], storage.op, storage.source,
             trace.phases[storage.phase].kind,
         )  # fmt: skip
-        key = (*alike, module, name)
+        key = (*attributes, module, name)
         found = self._places.get(key)
         if found is not None:
             return found
@@ -157,14 +144,14 @@ class _KindTable:
         in_words = (category, shape, storage.dtype, module, trace.op(storage), trace.source_line(storage), name)
         columns = (kinds.category, kinds.shape, kinds.dtype, kinds.module, kinds.op, kinds.source, kinds.name)
         for column, word in zip(columns, in_words, strict=True):
-            column.append(self.words.add_word(word))
+            column.append(self.add_word(word))
         in_any_layer = tuple(None if path is None else without_numbers(path) for path in (module, name))
-        kinds.group.append(self._groups.setdefault((*alike, *in_any_layer), len(self._groups)))
+        kinds.group.append(self._groups.setdefault((*attributes, *in_any_layer), len(self._groups)))
         return found
 
 
-def kinds_shown_by(moments: Moments, evidence: Evidence) -> list[int]:
-    """Return the kinds that match a finding's evidence; none, if the evidence has neither line nor operator."""
+def find_kinds(moments: Moments, evidence: Evidence) -> list[int]:
+    """Return the indices of the kinds that match a finding's evidence; [] if it has no source line and no operator."""
     if evidence.source is None and evidence.op is None:
         return []
     words, kinds = moments.words, moments.kinds

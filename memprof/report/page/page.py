@@ -1,8 +1,8 @@
-"""A document as one HTML page: the file contains everything, and needs no network.
+"""A document as one self-contained HTML page, which needs no network.
 
-A run is shown moment by moment (page.html), comparisons, recordings and recommendations in sections (answer.html). The
-page's data and plotly are compressed and base64-encoded: a browser inflates them in milliseconds, the file is a third
-as long, and no text of a foreign program can close its HTML element. The script inserts words as text, never as HTML.
+Runs are shown at any moment (page.html), other documents in sections (answer.html). Data and plotly are compressed and
+base64-encoded: the file is a third as large, and no name from a program can close its HTML element. Scripts insert text
+as text nodes, never as HTML.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
 from memprof.report.documents.report import Report
 from memprof.report.page.figures import COLOURS
-from memprof.report.page.library import plotly_script
-from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
-from memprof.report.page.sections import sections_of
-from memprof.report.page.segments import segments_at_peak
+from memprof.report.page.library import read_plotly_script
+from memprof.report.page.moments import Moments, build_moments, find_kinds
+from memprof.report.page.sections import build_sections
+from memprof.report.page.segments import build_segments_at_peak
 from memprof.report.terminal import analysis, comparison, recommendation
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.next_step import choose_next_step
@@ -39,26 +39,26 @@ from memprof.trace.json_values import to_plain
 _PAGE_START = "<!DOCTYPE html>\n<!-- a page of memprof -->"
 PAGE = FileKind("page", "--html", lambda begin, end: begin.startswith(_PAGE_START.encode()))
 _MAX_ROWS = 1000  # Rows of a table: more than any comparison has.
-_WIDE = 10_000  # Columns of a text that the browser breaks into lines.
-_RUN = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
-_ANSWER = ("answer.html", "base.js", "answer.js")  # A body and its scripts, which are concatenated to one function.
-Paged = Report | Comparison | Analysis | Recommendation  # Documents with a page.
+_UNWRAPPED_WIDTH = 10_000  # Columns of a text that the browser breaks into lines.
+# A body and its scripts, which become one function.
+_RUN_FILES = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
+_SECTION_FILES = ("answer.html", "base.js", "answer.js")
+PageDocument = Report | Comparison | Analysis | Recommendation  # Documents with a page.
 
 
-def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
+def write_page(document: PageDocument, path: Path, *, force: bool = False) -> None:
     """Write the page of a document; `force` also replaces a file that memprof has not written.
 
     Raises UsageError: the report is from JSON, which has no moments; another file is at `path`; plotly is not
     installed. MemprofError: the file cannot be written.
     """
-    write_atomically(path, page_of(document).encode(), PAGE, force=force)
+    write_atomically(path, render_page(document).encode(), PAGE, force=force)
 
 
-def page_of(document: Paged) -> str:
-    """Return the page as HTML. Raises UsageError: the report is from JSON, which has no moments, or plotly is not
-    installed."""
-    data = _make_printable(page_data(document) if isinstance(document, Report) else answer_data(document))
-    body, *scripts = _RUN if isinstance(document, Report) else _ANSWER
+def render_page(document: PageDocument) -> str:
+    """Return a document as an HTML page. Raises UsageError: the report is from JSON, or plotly is not installed."""
+    data = _make_printable(build_run_data(document) if isinstance(document, Report) else build_sections_data(document))
+    body, *scripts = _RUN_FILES if isinstance(document, Report) else _SECTION_FILES
     return f"""{_PAGE_START}
 <html lang="en">
 <head>
@@ -70,7 +70,7 @@ def page_of(document: Paged) -> str:
 </head>
 <body>
 {_read_file(body)}<script type="application/octet-stream" id="data">{_compress(json.dumps(data).encode())}</script>
-<script type="application/octet-stream" id="library">{_compress(plotly_script())}</script>
+<script type="application/octet-stream" id="library">{_compress(read_plotly_script())}</script>
 <script>
 "use strict";
 (async () => {{
@@ -85,77 +85,72 @@ def page_of(document: Paged) -> str:
 """
 
 
-def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
-    """Return the data of an answer for the page's script, as plain JSON values."""
+def build_sections_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
+    """Return the data of a document other than a report for the page's script, as JSON values."""
     if isinstance(document, Comparison):
-        lines, good = lines_of(comparison.render_heading(document)), document.within
-        verdict, text = (
-            lines_of(comparison.render(document, quiet=True)),
-            to_text(comparison.render(document, top=_MAX_ROWS)),
-        )
+        lines, good = split_lines(comparison.render_heading(document)), document.within
+        verdict = split_lines(comparison.render(document, quiet=True))
+        text = to_text(comparison.render(document, top=_MAX_ROWS))
     elif isinstance(document, Analysis):
         lines, good = [f"memprof analyze: {document.file}, a {document.format}"], not document.ran_out
-        verdict, text = lines_of(analysis.render(document, quiet=True)), to_text(analysis.render(document))
+        verdict, text = split_lines(analysis.render(document, quiet=True)), to_text(analysis.render(document))
     else:
-        lines, good = lines_of(recommendation.render_heading(document)), document.found
-        verdict, text = (
-            recommendation.format_verdict_lines(document),
-            to_text(recommendation.render(document, explain=True)),
-        )
+        lines, good = split_lines(recommendation.render_heading(document)), document.found
+        verdict = recommendation.format_verdict_lines(document)
+        text = to_text(recommendation.render(document, explain=True))
     return {
         "heading": lines,
         "verdict": "\n".join(verdict),
         "good": good,
-        "sections": [section.to_json() for section in sections_of(document)],
+        "sections": [section.to_json() for section in build_sections(document)],
         "text": text,
     }
 
 
-def lines_of(view: RenderableType) -> list[str]:
-    """Return the lines of `view`, for a browser to wrap."""
-    return [line.strip() for line in to_text(view, width=_WIDE).strip().splitlines() if line.strip()]
+def split_lines(view: RenderableType) -> list[str]:
+    """Return the non-empty lines of `view`, unwrapped and without indentation."""
+    return [line.strip() for line in to_text(view, width=_UNWRAPPED_WIDTH).strip().splitlines() if line.strip()]
 
 
-def page_data(document: Report) -> dict[str, Any]:
-    """Return the data of a report for the page's script, as plain JSON values. Raises UsageError: the report is from
-    JSON, which has no moments."""
+def build_run_data(document: Report) -> dict[str, Any]:
+    """Return the data of a run for the page's script, as JSON values. Raises UsageError: the report is from JSON."""
     ledger = document.ledger
     if ledger is None:
         hint = "keep the capture (--save), and show that: memprof show run.memprof --html run.html"
         raise UsageError("a report in JSON has no moments to show", value="--html", hint=hint)
-    moments = moments_of(ledger)
+    moments = build_moments(ledger)
     device = document.device
     return {
-        "heading": to_text(render_heading(document), width=_WIDE).strip().splitlines(),
-        "verdict": to_text(render(document, quiet=True), width=_WIDE).strip(),
+        "heading": to_text(render_heading(document), width=_UNWRAPPED_WIDTH).strip().splitlines(),
+        "verdict": to_text(render(document, quiet=True), width=_UNWRAPPED_WIDTH).strip(),
         "fits": document.verdict.fits if document.failure is None else False,
         "capacity": {"total": device.total_bytes, "usable": device.usable_bytes, "name": device.name},
         "context": document.peak.device_used_bytes - document.peak.reserved_bytes,
         "on_cpu": document.on_cpu,
         "colours": COLOURS,
         "moments": moments.to_json(),
-        "findings": [_finding_data(moments, finding) for finding in document.findings],
+        "findings": [_build_finding_data(moments, finding) for finding in document.findings],
         "ladder": to_plain(document.ladder),
         "gpus": to_plain(document.gpus),
         "ranks": to_plain(document.ranks),
-        "segments": None if document.on_cpu else segments_at_peak(ledger, moments).to_json(),
+        "segments": None if document.on_cpu else build_segments_at_peak(ledger, moments).to_json(),
         "next": choose_next_step(document),
         "text": str(document),
     }
 
 
-def _finding_data(moments: Moments, finding: Finding) -> dict[str, Any]:
+def _build_finding_data(moments: Moments, finding: Finding) -> dict[str, Any]:
     steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.fixes}
     return {
         "severity": finding.severity.value,
         "title": finding.title,
-        "evidence": [{"text": one.text, "kinds": kinds_shown_by(moments, one)} for one in finding.evidence],
+        "evidence": [{"text": one.text, "kinds": find_kinds(moments, one)} for one in finding.evidence],
         "fixes": [{"name": name, "changes": step.changes if step else ""} for name, step in steps.items()],
     }
 
 
 def _make_printable(value: Any) -> Any:
-    """Return JSON values with their texts as a terminal shows them: a browser obeys U+202E in a name too."""
+    """Return JSON values with escaped control characters in strings (U+202E would reverse text in a browser)."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The pages of comparisons, recordings and recommendations: the sections, and their figures."""
+"""Sections of the HTML pages of comparisons, recordings and recommendations, with their figures and tables."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from memprof.ledger.over_time import OverTime
 from memprof.report.documents.analysis import Analysis, DeviceReport
-from memprof.report.documents.comparison import Comparison, TensorSide
-from memprof.report.documents.recommendation import Configuration, Largest, Recommendation
-from memprof.report.page.figures import COLOURS, FITS, OVER, plain_words
+from memprof.report.documents.comparison import Comparison, TensorGroup
+from memprof.report.documents.recommendation import Configuration, LargestModel, Recommendation
+from memprof.report.page.figures import COLOURS, FITS, OVER, escape_html
 from memprof.report.terminal.cells import (
     Unit,
     choose_unit,
@@ -23,15 +23,15 @@ from memprof.report.terminal.cells import (
 )
 from memprof.units import format_bytes
 
-# A word, a number, or a text with the number that its rows are sorted by.
+# A string, a number, or a string with the number by which rows are sorted.
 PageCell = str | int | tuple[str, int | float | None]
 _MAX_BARS = 24
-_ROW = 30  # Pixels of a bar.
+_BAR_PIXELS = 30  # Pixels of a bar.
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section of a page: plotly's traces and layout, a table, a text, or several of these."""
+    """One section of a page: a plotly figure (traces and layout), a table, a text, or several of these."""
 
     title: str
     note: str = ""
@@ -42,7 +42,7 @@ class Section:
     text: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the section in the form of the page's script."""
+        """Return the section as JSON values in the form that the page's script reads."""
         marked = ((name.lstrip(">$"), name[:1]) for name in self.columns)
         columns = [{"name": name, "number": mark == ">", "code": mark == "$"} for name, mark in marked]
         return {
@@ -54,15 +54,18 @@ class Section:
         }
 
 
-def sections_of(document: Comparison | Analysis | Recommendation) -> list[Section]:
-    """Return the sections of a document, in reading order, without empty ones."""
-    make = {Comparison: _compare_sections, Analysis: _analysis_sections, Recommendation: _recommendation_sections}[
-        type(document)
-    ]
-    return [one for one in make(document) if one.traces or one.rows or one.text]  # type: ignore[operator]
+def build_sections(document: Comparison | Analysis | Recommendation) -> list[Section]:
+    """Return the non-empty sections of a document, in reading order."""
+    if isinstance(document, Comparison):
+        sections = _build_comparison_sections(document)
+    elif isinstance(document, Analysis):
+        sections = _build_analysis_sections(document)
+    else:
+        sections = _build_recommendation_sections(document)
+    return [section for section in sections if section.traces or section.rows or section.text]
 
 
-def _size(num_bytes: int | None, *, sign: bool = False) -> PageCell:
+def _to_cell(num_bytes: int | None, *, sign: bool = False) -> PageCell:
     if num_bytes is None:
         return "-", None
     return format_signed_bytes(num_bytes) if sign or num_bytes < 0 else format_bytes(num_bytes), num_bytes
@@ -71,46 +74,44 @@ def _size(num_bytes: int | None, *, sign: bool = False) -> PageCell:
 def _draw_bars(
     names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list[str]]], unit: Unit
 ) -> dict[str, Any]:
-    """Return traces and layout of horizontal bars: one name per row, with bytes and colour for each side."""
+    """Return traces and layout of a bar chart: a row per name, and for each side a bar of bytes with its colour."""
     traces = [
         {
-            "type": "bar", "orientation": "h", "name": side, "y": [plain_words(name) for name in names],
+            "type": "bar", "orientation": "h", "name": side, "y": [escape_html(name) for name in names],
             "x": [size / unit.num_bytes for size in sizes], "marker": {"color": colour},
             "text": [format_bytes(size) for size in sizes], "textposition": "auto", "hoverinfo": "y+text+name",
         }
         for side, (sizes, colour) in sides.items()
     ]  # fmt: skip
     layout = {
-        "height": 90 + _ROW * len(names) * len(sides), "barmode": "group", "showlegend": len(sides) > 1,
+        "height": 90 + _BAR_PIXELS * len(names) * len(sides), "barmode": "group", "showlegend": len(sides) > 1,
         "yaxis": {"autorange": "reversed", "fixedrange": True}, "xaxis": {"title": {"text": unit.name}},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     }  # fmt: skip
     return {"traces": traces, "layout": layout}
 
 
-# -- two runs ----------------------------------------------------------------------------------------------------------
-
-_A, _B = "#4e79a7", "#f28e2b"
+_COLOUR_A, _COLOUR_B = "#4e79a7", "#f28e2b"
 
 
-def _compare_sections(document: Comparison) -> Iterator[Section]:
+def _build_comparison_sections(document: Comparison) -> Iterator[Section]:
     sides = (("A", document.a.over_time), ("B", document.b.over_time))
     runs = [(letter, found) for letter, found in sides if found is not None]
     if runs:
         yield Section(
             "Memory over both runs",
             "Allocated by category, event by event, at a hundred moments of each; both have the same scale.",
-            **_compare_over_time(runs),
+            **_draw_over_time(runs),
         )
-    rows = [row for row in document.totals if row.a_bytes is not None or row.b_bytes is not None]
     yield Section(
         "Totals", f"Tolerance: {document.tolerance}.", columns=("figure", ">A", ">B", ">difference", "verdict"),
         rows=tuple(
             (
-                row.name, _size(row.a_bytes), _size(row.b_bytes), _size(row.difference_bytes, sign=True),
+                row.name, _to_cell(row.a_bytes), _to_cell(row.b_bytes), _to_cell(row.difference_bytes, sign=True),
                 describe_total(row),
             )
-            for row in rows
+            for row in document.totals
+            if row.a_bytes is not None or row.b_bytes is not None
         ),
     )  # fmt: skip
     if document.categories:
@@ -119,13 +120,13 @@ def _compare_sections(document: Comparison) -> Iterator[Section]:
         a, b = [row.a_bytes for row in document.categories], [row.b_bytes for row in document.categories]
         yield Section(
             "Categories", "At each one's own peak, without kernels' own memory.",
-            **_draw_bars(names, {"A": (a, _A), "B": (b, _B)}, choose_unit(highest)),
+            **_draw_bars(names, {"A": (a, _COLOUR_A), "B": (b, _COLOUR_B)}, choose_unit(highest)),
         )  # fmt: skip
     yield Section(
         "Tensors at the peak that differ", f"Matched by {document.tensors_matched_by}.",
         columns=(">difference", "category", "where", "A", "B"),
         rows=tuple(
-            (_size(row.difference_bytes, sign=True), row.category, row.where or "", _side(row.a), _side(row.b))
+            (_to_cell(row.difference_bytes, sign=True), row.category, row.where or "", *map(_to_text, (row.a, row.b)))
             for row in document.tensors
         ),
     )  # fmt: skip
@@ -135,8 +136,8 @@ def _compare_sections(document: Comparison) -> Iterator[Section]:
         rows=tuple(
             (
                 row.name, row.step,
-                *(_size(None if side is None else side.peak_allocated_bytes) for side in (row.a, row.b)),
-                _size(row.difference_bytes, sign=True) if row.difference_bytes is not None else (row.status, None),
+                *(_to_cell(None if side is None else side.peak_allocated_bytes) for side in (row.a, row.b)),
+                _to_cell(row.difference_bytes, sign=True) if row.difference_bytes is not None else (row.status, None),
             )
             for row in document.stages
             if row.difference_bytes != 0
@@ -145,17 +146,18 @@ def _compare_sections(document: Comparison) -> Iterator[Section]:
     yield Section(
         "Settings that differ",
         columns=("setting", "A", "B"),
-        rows=tuple((row.name, _word(row.a), _word(row.b)) for row in document.settings),
+        rows=tuple((row.name, _format_setting(row.a), _format_setting(row.b)) for row in document.settings),
     )
     yield Section(
         "Findings that differ", columns=("finding", ">A", ">B"),
         rows=tuple(
-            (row.id, _cell(row.in_a, row.a_bytes), _cell(row.in_b, row.b_bytes)) for row in document.findings or ()
+            (row.id, _to_status(row.in_a, row.a_bytes), _to_status(row.in_b, row.b_bytes))
+            for row in document.findings or ()
         ),
     )  # fmt: skip
 
 
-def _compare_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
+def _draw_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
     highest = max(max(found.allocated_bytes) for _, found in known)
     unit = choose_unit(highest)
     traces: list[dict[str, Any]] = []
@@ -178,7 +180,7 @@ def _compare_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
 
 
 def _draw_areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield one area per category, from the bottom of the stack up, as on the page of a run."""
+    """Yield a stacked area per category, from the bottom up; `named` are the categories already in the legend."""
     for name, colour in COLOURS.items():
         if name not in found.categories:
             continue
@@ -192,33 +194,30 @@ def _draw_areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iter
         named.add(name)
 
 
-def _side(side: TensorSide | None) -> str:
+def _to_text(side: TensorGroup | None) -> str:
     return "-" if side is None else f"{format_tensors(side)} {side.op.removeprefix('aten.')}"
 
 
-def _word(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def _cell(is_there: bool, num_bytes: int | None) -> PageCell:
-    return ("-", None) if not is_there else ("found", None) if num_bytes is None else _size(num_bytes)
+def _to_status(is_there: bool, num_bytes: int | None) -> PageCell:
+    return ("-", None) if not is_there else ("found", None) if num_bytes is None else _to_cell(num_bytes)
 
 
-# -- a recording -------------------------------------------------------------------------------------------------------
-
-
-def _analysis_sections(document: Analysis) -> Iterator[Section]:
+def _build_analysis_sections(document: Analysis) -> Iterator[Section]:
     for device in document.devices:
-        yield from _device_sections(device, f" of device {device.device}" if len(document.devices) > 1 else "")
+        yield from _build_device_sections(device, f" of device {device.device}" if len(document.devices) > 1 else "")
 
 
-def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
+def _build_device_sections(device: DeviceReport, suffix: str) -> Iterator[Section]:
     line = device.timeline
     if len(line.events) > 1:
         note = "Allocated by tensors, and reserved for them."
-        yield Section(f"Memory over the recording{of}", note, **_draw_curves(device))
+        yield Section(f"Memory over the recording{suffix}", note, **_draw_curves(device))
     reasons = [f"Event {oom.event:,}: {reason}" for oom in device.ooms for reason in oom.reasons]
-    yield Section(f"Out of memory{of}", text="\n".join(reasons))
+    yield Section(f"Out of memory{suffix}", text="\n".join(reasons))
     moment, total = device.moment, device.moment.amounts.allocated_bytes + device.moment.pending_bytes or 1
     groups = moment.groups[:_MAX_BARS]
     what = "end" if device.state_only else moment.what
@@ -227,35 +226,39 @@ def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
     unit = choose_unit(max((row.allocated_bytes for row in groups), default=0), smallest=1)
     colours = [COLOURS.get(row.category, OVER) for row in groups]
     yield Section(
-        f"What is live {where}{of}",
+        f"What is live {where}{suffix}",
         f"{format_bytes(moment.amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}; the largest "
         "groups, in the colours of their categories.",
         **(_draw_bars(names, {"bytes": ([row.allocated_bytes for row in groups], colours)}, unit) if groups else {}),
         columns=(">bytes", ">share", ">blocks", "category", moment.by, "operator", "module"),
         rows=tuple(
             (
-                _size(row.allocated_bytes), (f"{row.allocated_bytes / total:.1%}", row.allocated_bytes), row.count,
+                _to_cell(row.allocated_bytes), (f"{row.allocated_bytes / total:.1%}", row.allocated_bytes), row.count,
                 row.category, format_source(row.key), row.op.removeprefix("aten."), row.module,
             )
             for row in moment.groups
         ),
     )  # fmt: skip
     yield Section(
-        f"Largest blocks{of}", columns=(">bytes", ">alike", "life in events", "category", "line", "operator", "module"),
+        f"Largest blocks{suffix}",
+        columns=(">bytes", ">alike", "life in events", "category", "line", "operator", "module"),
         rows=tuple(
             (
-                _size(block.allocated_bytes), block.alike, format_block_life(block), block.category,
+                _to_cell(block.allocated_bytes), block.alike, format_block_life(block), block.category,
                 format_source(block.source), block.op.removeprefix("aten."), block.module,
             )
             for block in moment.blocks
         ),
     )  # fmt: skip
     yield Section(
-        f"Leaks{of}", "What steps leave behind and nothing frees.",
+        f"Leaks{suffix}", "What steps leave behind and nothing frees.",
         columns=(">a step", ">in all", ">blocks", "line", "operator"),
         rows=tuple(
-            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, format_source(leak.source), leak.op)
-            for leak in device.leaks or ()
+            (
+                _to_cell(leak.per_step_bytes), _to_cell(leak.allocated_bytes), leak.count, format_source(leak.source),
+                leak.op,
+            )
+            for leak in device.leaks
         ),
     )  # fmt: skip
     ends = (("peak", device.fragmentation_at_peak), ("end", device.fragmentation_at_end))
@@ -265,8 +268,8 @@ def _device_sections(device: DeviceReport, of: str) -> Iterator[Section]:
         "rounding": "rounding_bytes",
     }  # fmt: skip
     yield Section(
-        f"Fragmentation{of}", columns=("what", *(f">at the {name}" for name, _ in ends)),
-        rows=tuple((name, *(_size(getattr(row, key)) for _, row in ends)) for name, key in parts.items()),
+        f"Fragmentation{suffix}", columns=("what", *(f">at the {name}" for name, _ in ends)),
+        rows=tuple((name, *(_to_cell(getattr(row, key)) for _, row in ends)) for name, key in parts.items()),
     )  # fmt: skip
 
 
@@ -280,7 +283,8 @@ def _draw_curves(device: DeviceReport) -> dict[str, Any]:
             "y": [size / unit.num_bytes for size in sizes], "hovertemplate": f"%{{y:,.2f}} {unit.name}",
         }
         for name, sizes, fill, colour in (
-            ("reserved", line.reserved_bytes, "none", "#bab0ac"), ("allocated", line.allocated_bytes, "tozeroy", _A),
+            ("reserved", line.reserved_bytes, "none", "#bab0ac"),
+            ("allocated", line.allocated_bytes, "tozeroy", _COLOUR_A),
         )
     ]  # fmt: skip
     ooms = [("out of memory", oom.event) for oom in device.ooms]
@@ -289,16 +293,13 @@ def _draw_curves(device: DeviceReport) -> dict[str, Any]:
         "height": 380, "showlegend": True, "hovermode": "x unified",
         "xaxis": {"title": {"text": "event"}, "tickformat": ",d", "showgrid": False},
         "yaxis": {"title": {"text": unit.name}, "rangemode": "tozero"},
-        "shapes": [_vertical_line(at, "dot") for _, at in moments],
-        "annotations": [_label_above(at, name) for name, at in moments],
+        "shapes": [_make_vertical_line(at, "dot") for _, at in moments],
+        "annotations": [_make_label(at, name) for name, at in moments],
     }  # fmt: skip
     return {"traces": traces, "layout": layout}
 
 
-# -- what to use -------------------------------------------------------------------------------------------------------
-
-
-def _recommendation_sections(result: Recommendation) -> Iterator[Section]:
+def _build_recommendation_sections(result: Recommendation) -> Iterator[Section]:
     total = result.device.total_bytes
     chosen = result.chosen
     if chosen is not None:
@@ -326,7 +327,7 @@ def _recommendation_sections(result: Recommendation) -> Iterator[Section]:
                 "configuration", ">at a time", ">needs", ">left over", ">step", f">{moved}", "numbers", "verdict",
                 "$the run",
             ),
-            rows=tuple(_choice_row(one, over_gpus=result.gpus > 1) for one in shown),
+            rows=tuple(_build_choice_row(one, over_gpus=result.gpus > 1) for one in shown),
         )  # fmt: skip
     fitting = [row for row in result.largest if row.model is not None]
     if fitting:
@@ -337,12 +338,12 @@ def _recommendation_sections(result: Recommendation) -> Iterator[Section]:
         yield Section(
             "The largest models that fit", "What each needs of the GPU; the line is what it has.", **drawn,
             columns=("use", "model", ">parameters", ">needs", ">longest context", "next larger", "$the run"),
-            rows=tuple(map(_largest_row, result.largest)),
+            rows=tuple(map(_build_largest_row, result.largest)),
         )  # fmt: skip
     yield Section(
         "What would do instead", columns=("what", "which", ">needs", "how it is known"),
         rows=tuple(
-            (one.what, one.name, _size(one.needed_bytes), "an estimate" if one.estimate else "it was run")
+            (one.what, one.name, _to_cell(one.needed_bytes), "an estimate" if one.estimate else "it was run")
             for one in result.alternatives
         ),
     )  # fmt: skip
@@ -351,25 +352,20 @@ def _recommendation_sections(result: Recommendation) -> Iterator[Section]:
         yield Section(f"Script: {name}", text=f"{launch}{script}")
 
 
-def _largest_row(row: Largest) -> tuple[PageCell, ...]:
+def _build_largest_row(row: LargestModel) -> tuple[PageCell, ...]:
     if row.model is None:
         return row.task, "none", ("-", None), ("-", None), ("-", None), row.next_model or "-", ""
     parameters, tokens = (f"{row.num_parameters:,}", row.num_parameters), row.context_length or 0
-    size, after = _size(row.needed_bytes), row.next_model or "-"
+    size, after = _to_cell(row.needed_bytes), row.next_model or "-"
     return row.task, row.model, parameters, size, (f"{tokens:,}", tokens), after, row.command
 
 
-def _choice_row(one: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
-    verdict = (
-        "fits"
-        if one.fits and one.headroom_bytes >= 0
-        else "fits, with retries"
-        if one.fits
-        else f"OOM in {one.oom_stage}"
-    )
+def _build_choice_row(one: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
+    fits = "fits" if one.headroom_bytes >= 0 else "fits, with retries"
+    verdict = fits if one.fits else f"OOM in {one.oom_stage}"
     moved = one.link_seconds if over_gpus else one.bus_seconds
     return (
-        one.name, one.micro_batch, _size(one.needed_bytes), _size(one.headroom_bytes),
+        one.name, one.micro_batch, _to_cell(one.needed_bytes), _to_cell(one.headroom_bytes),
         (_format_time(one.step_seconds), one.step_seconds),
         (_format_time(moved), moved), one.given_up or "the same", verdict, one.command,
     )  # fmt: skip
@@ -382,16 +378,16 @@ def _format_time(seconds: float | None) -> str:
 def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> None:
     if total is not None:
         at = total / unit.num_bytes
-        layout["shapes"] = [_vertical_line(at, "dash")]
-        layout["annotations"] = [_label_above(at, f"the GPU: {format_bytes(total)}")]
+        layout["shapes"] = [_make_vertical_line(at, "dash")]
+        layout["annotations"] = [_make_label(at, f"the GPU: {format_bytes(total)}")]
 
 
-def _vertical_line(at: float, dash: str) -> dict[str, Any]:
+def _make_vertical_line(at: float, dash: str) -> dict[str, Any]:
     return {
         "type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1,
         "line": {"dash": dash, "width": 1.5},
     }  # fmt: skip
 
 
-def _label_above(at: float, text: str) -> dict[str, Any]:
+def _make_label(at: float, text: str) -> dict[str, Any]:
     return {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "text": text, "showarrow": False}

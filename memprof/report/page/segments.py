@@ -1,4 +1,4 @@
-"""The allocator's segments at a moment, as plain columns: the storage in each block, and free blocks."""
+"""The allocator's segments at the peak, as columns for the page: free blocks, and the storage kind of each other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from memprof.ledger.ledger import Ledger
 from memprof.report.page.moments import Moments
 from memprof.trace.json_values import JsonValue
 
-FREE = -1  # Instead of a kind: the block is free.
-WAITING = -2  # Its tensor is freed, and the block waits for another stream.
+FREE = -1  # In place of a kind: a free block.
+WAITING = -2  # In place of a kind: a block whose tensor is freed, and that another stream still uses.
 
 
 @dataclass(slots=True)
 class SegmentColumns(JsonValue):
-    """All segments, largest first, each with its blocks by address; sizes are bytes."""
+    """Columns of the allocator's segments, largest first, with their blocks by address; sizes are bytes."""
 
     event: int
     size: list[int] = field(default_factory=list)
@@ -25,8 +25,8 @@ class SegmentColumns(JsonValue):
     blocks: list[list[int]] = field(default_factory=list)
 
 
-def segments_at_peak(ledger: Ledger, moments: Moments) -> SegmentColumns:
-    """Return the segments at the allocated peak, from another replay of the run."""
+def build_segments_at_peak(ledger: Ledger, moments: Moments) -> SegmentColumns:
+    """Return the segments at the allocated peak, by replaying the run up to the peak."""
     layout, storages = ledger.run.layout_at(ledger.peak_event)
     found = SegmentColumns(ledger.peak_event)
     for segment in sorted(layout, key=lambda one: -one.size):

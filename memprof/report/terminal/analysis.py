@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memprof.report.documents.analysis import (
-    Amounts,
+    AllocatorBytes,
     Analysis,
     BlockRow,
     DeviceReport,
@@ -102,7 +102,7 @@ def _format_event(device: DeviceReport, event: int) -> str:
     return f"event {event:,}"
 
 
-def _format_moment(device: DeviceReport, amounts: Amounts) -> str:
+def _format_moment(device: DeviceReport, amounts: AllocatorBytes) -> str:
     where = _format_event(device, amounts.event)
     return f"{where}, in {amounts.stage}" if amounts.stage else where
 

@@ -10,7 +10,7 @@ from memprof.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import BlockRow
-    from memprof.report.documents.comparison import TensorSide, TotalRow
+    from memprof.report.documents.comparison import TensorGroup, TotalRow
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
@@ -79,7 +79,7 @@ def describe_total(row: TotalRow) -> str:
     return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
 
 
-def format_tensors(side: TensorSide) -> str:
+def format_tensors(side: TensorGroup) -> str:
     """Return count, shape and dtype of equal tensors; if the shape is unknown, count and bytes of one tensor."""
     what = format_bytes(side.num_bytes) if side.shape is None else f"{format_shape(side.shape)} {side.dtype}"
     return f"{side.count} x {what}"

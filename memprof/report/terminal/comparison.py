@@ -18,12 +18,12 @@ from memprof.report.documents.comparison import (
     ONLY_IN_B,
     SAME,
     Comparison,
-    KernelUse,
-    Side,
-    StageAmounts,
+    KernelMemory,
+    RunDescription,
+    StageBytes,
     StageRow,
+    TensorGroup,
     TensorRow,
-    TensorSide,
 )
 from memprof.report.terminal.cells import (
     Unit,
@@ -64,13 +64,13 @@ def render_heading(document: Comparison) -> RenderableType:
     for letter, side in (("A", document.a), ("B", document.b)):
         lines.append(Text(f"{letter}: {side.file}, {_describe_side(side)}"))
         lines += [dim(f"   {note}") for note in side.notes]
-    if document.other_moments:
+    if document.has_different_peaks:
         moments = f"A's is in {document.a.peak_at}, B's in {document.b.peak_at}"
         lines.append(Text(f"The peaks are different moments: {moments}.", style="yellow"))
     return Group(*lines)
 
 
-def _describe_side(side: Side) -> str:
+def _describe_side(side: RunDescription) -> str:
     kind = "simulated on a virtual" if side.source == "simulated" else "measured on"
     recording = "an export of a simulated run" if side.source == "simulated" else "a recording of torch"
     text = f"{kind} {side.device}" if side.device else recording
@@ -138,7 +138,7 @@ def _render_stages(document: Comparison, unit: Unit, top: int) -> RenderableType
     return _make_section("Stages", f"largest differences first; {same} are the same", made, notes)
 
 
-def _list_values(side: Iterable[StageAmounts | None], value: Callable[[StageAmounts], T | None]) -> list[T]:
+def _list_values(side: Iterable[StageBytes | None], value: Callable[[StageBytes], T | None]) -> list[T]:
     return [known for one in side if one is not None and (known := value(one)) is not None]
 
 
@@ -193,7 +193,7 @@ def _format_owner(row: TensorRow) -> Text:
     return text
 
 
-def _format_side(row: TensorRow, side: TensorSide | None) -> Text:
+def _format_side(row: TensorRow, side: TensorGroup | None) -> Text:
     if side is None:
         return dim("-")
     text = Text(format_tensors(side))
@@ -213,7 +213,7 @@ def _render_kernels(document: Comparison) -> RenderableType:
     return Group(make_heading("\nKernels' own memory at the peak", " (in no category and no tensor above)"), *lines)
 
 
-def _format_kernels(use: KernelUse) -> str:
+def _format_kernels(use: KernelMemory) -> str:
     sums = Counter[str]()
     for one in use.tensors:
         sums[one.op] += one.total_bytes

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.fixes.catalog import STEPS
-from memprof.report.documents.ladder import Cost, Rung
+from memprof.report.documents.ladder import FixCost, LadderRow
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit, choose_unit, format_seconds
 from memprof.report.terminal.console import AlignedLines, dim, make_section
@@ -58,14 +58,14 @@ def render_ladder(document: Report) -> RenderableType:
     for rung in rungs:
         fixes = (fix.partition("=")[0] for fix in rung.fixes)
         for fix in (STEPS[fix] for fix in fixes if fix in STEPS and fix not in costs):
-            costs[fix.name] = f"{fix.cost}: {rung.cost.compiling}" if fix.compiles else fix.cost
+            costs[fix.name] = f"{fix.cost}: {rung.cost.compile_note}" if fix.compiles else fix.cost
     for title, notes, style in (("What they cost", costs, ""), ("Left out", document.ladder_left_out, "dim")):
         lines = (Text(f"{fix}: {note}", style=style) for fix, note in notes.items())
         parts += [make_section(title, *lines, below=1)] if notes else []
     return Group(*parts)
 
 
-def _format_fixes(rung: Rung, previous: Rung | None) -> list[str]:
+def _format_fixes(rung: LadderRow, previous: LadderRow | None) -> list[str]:
     """Return the lines of a row's first cell: the fixes that the row adds to the previous one."""
     if previous is None:
         return [f"baseline ({rung.parallel})" if rung.parallel else "baseline"]
@@ -73,14 +73,14 @@ def _format_fixes(rung: Rung, previous: Rung | None) -> list[str]:
     return ["+ " + added[0], *(f"  and {name}" for name in added[1:])]
 
 
-def _format_row(rung: Rung, unit: Unit, *, is_baseline: bool) -> tuple[str, ...]:
+def _format_row(rung: LadderRow, unit: Unit, *, is_baseline: bool) -> tuple[str, ...]:
     verdict = "failed" if rung.fits is None else "fits" if rung.fits else "OOM"
     saved = "" if is_baseline else unit.format(rung.saved_bytes)
     sizes = unit.format(rung.peak_allocated_bytes), unit.format(rung.reserved_bytes), saved
     return (*sizes, verdict, *_format_cost(rung.cost, is_baseline=is_baseline))
 
 
-def _format_cost(cost: Cost, *, is_baseline: bool) -> tuple[str, ...]:
+def _format_cost(cost: FixCost, *, is_baseline: bool) -> tuple[str, ...]:
     """Return operations, bytes over the bus and to other GPUs, time of a step, and the effect on numerics."""
     if cost.operations is None or cost.extra_operations is None or cost.step_seconds is None:
         return "?", "?", "?", "?", _NUMERICS[cost.numerics]

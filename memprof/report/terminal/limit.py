@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from memprof.report.documents.limit import Limit, LimitRun
+from memprof.report.documents.limit import LargestSearch, LargestSearchRun
 from memprof.report.terminal.console import ShellCommand, dim, make_section
 from memprof.units import format_bytes
 
 _NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
 
 
-def format_limit(limit: Limit) -> str:
+def format_limit(limit: LargestSearch) -> str:
     """Return the largest value that fits, in one line."""
     found = limit.largest
     return f"No {limit.what} fits" if found is None else f"The {_NAMES[limit.what]} that fits: {found:,}"
 
 
-def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
+def render_limit(limit: LargestSearch, total_bytes: int) -> RenderableType:
     """Return the view of a search: the largest value that fits, the next larger one, and the commands of both runs."""
     runs_by_number = {run.number: run for run in limit.runs}
     shown = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
@@ -31,7 +31,7 @@ def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
     return make_section(f"\n{format_limit(limit)}", *lines, below=1)
 
 
-def _describe_run(run: LimitRun, total_bytes: int) -> str:
+def _describe_run(run: LargestSearchRun, total_bytes: int) -> str:
     if run.needed_bytes is None:
         return f"{run.number:,} cannot be run: {run.oom_stage}"
     need = f"{run.number:,} needs {format_bytes(run.needed_bytes)}"
@@ -42,7 +42,7 @@ def _describe_run(run: LimitRun, total_bytes: int) -> str:
     return f"{need} and runs out of memory in {run.oom_stage}"
 
 
-def _format_notes(limit: Limit, largest: int, runs_by_number: dict[int, LimitRun]) -> Iterator[str]:
+def _format_notes(limit: LargestSearch, largest: int, runs_by_number: dict[int, LargestSearchRun]) -> Iterator[str]:
     after = [f"{number:,}" for number in runs_by_number if number > (limit.first_too_large or largest)]
     beyond = f"; of those beyond, {', '.join(after)} do not fit either" if after else ""
     yield f"{len(runs_by_number)} runs were made, at {', '.join(f'{number:,}' for number in runs_by_number)}{beyond}."

@@ -80,14 +80,16 @@ class JsonView(_LineWriter):
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Write a sample as JSON."""
-        from memprof.report.documents.answers import MonitorLine  # imported here: it imports many other documents
+        from memprof.report.documents.command_results import (
+            MonitorLine,  # imported here: it imports many other documents
+        )
 
-        self.write(json.dumps(MonitorLine.of(sample, peaks).to_json()))
+        self.write(json.dumps(MonitorLine.from_sample(sample, peaks).to_json()))
 
     def close(self, outcome: MonitorOutcome) -> None:
         """Write the outcome as JSON."""
         if outcome.command:
-            from memprof.report.documents.answers import MonitorEnd
+            from memprof.report.documents.command_results import MonitorEnd
 
             self.write(json.dumps(MonitorEnd(outcome=outcome).to_json()))
 

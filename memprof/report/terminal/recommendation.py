@@ -248,7 +248,7 @@ def _render_largest(result: recommendation.Recommendation, *, explain: bool) -> 
     ]
 
 
-def _format_largest(row: recommendation.Largest) -> tuple[str, ...]:
+def _format_largest(row: recommendation.LargestModel) -> tuple[str, ...]:
     after = row.next_model or "-", "more" if row.next_needed_bytes is None else gib(row.next_needed_bytes)
     if row.model is None:
         return row.task, "none", "-", "-", "-", *after
@@ -285,7 +285,7 @@ def _render_lengths(lengths: recommendation.LengthRisk) -> list[RenderableType]:
     ]
 
 
-def _render_stream(stream: recommendation.ChosenOverBatches) -> RenderableType:
+def _render_stream(stream: recommendation.DataLoaderRun) -> RenderableType:
     verdict = "fits all of them" if stream.fits else f"runs out of memory in {stream.oom_stage}"
     if stream.alloc_conf:
         verdict += f", with {stream.alloc_conf}"

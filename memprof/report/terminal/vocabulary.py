@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.report.documents.vocabulary import SIMULATED, Savings, Vocabulary, VocabularyMemory
+from memprof.report.documents.vocabulary import SIMULATED, CapSavings, Vocabulary, VocabularyMemory
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import dim, draw_bar, make_heading, make_section, make_table
 from memprof.units import KIB, format_bytes
@@ -78,7 +78,7 @@ def _render_caps(document: Vocabulary) -> RenderableType:
     return make_section("Caps", *lines, below=1)
 
 
-def _render_savings(savings: Savings) -> RenderableType:
+def _render_savings(savings: CapSavings) -> RenderableType:
     memories = (savings.before, *savings.capped)
     most = max(getattr(memory, name) or 0 for memory in memories for name in _FIELDS.values())
     unit = choose_unit(most, smallest=KIB)

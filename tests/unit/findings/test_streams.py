@@ -8,7 +8,7 @@ from memprof.findings.streams import find
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.streams import StreamMemory
 from memprof.report.terminal.bridge import render_streams
-from memprof.report.terminal.cells import unit_for
+from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import to_text
 from tests.unit.allocator.traces import MIB, Script, StreamScript
 
@@ -71,7 +71,7 @@ def test_the_table_has_both_bounds() -> None:
     made.new(MIB)
     memory = context(made).streams
     assert memory is not None and [share.waiting_bytes for share in memory.streams] == [0, 600 * MIB]
-    text = to_text(render_streams(memory, unit_for(MIB)))
+    text = to_text(render_streams(memory, choose_unit(MIB)))
     assert "602.00 MiB by memprof's rule, 602.00 MiB if it is free at once, 1.17 GiB if only once" in " ".join(
         text.split()
     )

@@ -15,7 +15,7 @@ from memprof.ledger.bridge import NCCL_GROUP_BYTES, build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.state import model_state
 from memprof.report.terminal.bridge import render_bridge
-from memprof.report.terminal.cells import unit_for
+from memprof.report.terminal.cells import choose_unit
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
 from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts, OtherProcess, RankFacts
 from tests.lanes import examples
@@ -91,7 +91,7 @@ def test_which_segments_and_pools():
 
 def view_of(bridge):
     console = Console(width=100, file=io.StringIO())
-    console.print(render_bridge(bridge, unit_for(MIB)))
+    console.print(render_bridge(bridge, choose_unit(MIB)))
     return console.file.getvalue()
 
 
@@ -161,7 +161,7 @@ def test_samples_of_a_measured_run_have_libraries_and_others_in_one():
     assert moment.unattributed_bytes == (1900 - 240 - 426) * MIB and moment.libraries_bytes is None
     assert moment.device_used_bytes == 1900 * MIB and not bridge.outside_is_unknown
     console = Console(width=100, file=io.StringIO())
-    console.print(render_bridge(bridge, unit_for(MIB)))
+    console.print(render_bridge(bridge, choose_unit(MIB)))
     assert "not told apart" in console.file.getvalue() and "not known" not in console.file.getvalue()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from memprof.flows.account import analyze
-from memprof.report.matching.runs import ComparedRun, run_of_document
+from memprof.report.matching.runs import ComparedRun, convert_report
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     CPU,
@@ -99,7 +99,7 @@ def report_of(trace: Trace) -> dict[str, Any]:
 
 def run_of(trace: Trace) -> ComparedRun:
     """The form that is compared."""
-    return run_of_document(analyze(trace), "run.memprof", "memprof capture")
+    return convert_report(analyze(trace), "run.memprof", "memprof capture")
 
 
 def on_cpu(trace: Trace) -> Trace:

@@ -11,14 +11,14 @@ import pytest
 
 from memprof.allocator import parse_config
 from memprof.ledger.steps import TrainingStep
-from memprof.report.documents.ladder import Bottleneck, Cost, Rung
+from memprof.report.documents.ladder import Bottleneck, FixCost, LadderRow
 from memprof.report.documents.report import Report
 from tests.golden import test_analysis, test_comparison, test_report
 
 MIB = 2**20
-RUNG = Rung(
+RUNG = LadderRow(
     ("chunked-loss",), "chunked-loss", 5, 6, 7, 8, 9, None, Bottleneck("backward", 1, "gradients", 5, "it dies"),
-    Cost(*[None] * 9, "exact", "nothing"),
+    FixCost(*[None] * 9, "exact", "nothing"),
 )  # fmt: skip
 
 

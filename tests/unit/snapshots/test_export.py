@@ -15,8 +15,8 @@ from memprof.allocator import AllocatorConfig, GpuMemory, parse_config, replay_s
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.compare import open_run
 from memprof.flows.recordings import export_file, open_file
-from memprof.report.export.memory_viz import as_plain, write_snapshot
-from memprof.report.export.perfetto import as_trace_events
+from memprof.report.export.memory_viz import convert_snapshot, write_snapshot
+from memprof.report.export.perfetto import build_trace_events
 from memprof.snapshots.from_trace import convert_to_snapshot
 from memprof.snapshots.recording import recordings
 from memprof.snapshots.slices import event_times, slices_of
@@ -64,14 +64,14 @@ def plain_trace(requests: list[tuple[int, int]]) -> Trace:
 )
 def test_a_replayed_export_reproduces_itself(conf, requests, usable):
     made = convert_to_snapshot(plain_trace(requests), parse_config(conf), usable and GpuMemory(usable, 0)).snapshot
-    again = parse_snapshot(pickle.dumps(as_plain(made), protocol=4))
+    again = parse_snapshot(pickle.dumps(convert_snapshot(made), protocol=4))
     assert again.traces == made.traces
     assert again.segments == made.segments
     refused = any(event.action is Action.OOM for event in made.traces[0])
     for device in replay_snapshot(again, total_bytes=None if refused else usable):
         assert device.exact, device.first_difference
     # ... and once more, from what was read.
-    assert as_plain(again) == as_plain(made)
+    assert convert_snapshot(again) == convert_snapshot(made)
 
 
 def test_out_of_memory_is_written_down():
@@ -85,7 +85,7 @@ def test_out_of_memory_is_written_down():
 
 
 def test_only_types_that_the_viewer_knows():
-    data = pickle.dumps(as_plain(training().snapshot()), protocol=4)
+    data = pickle.dumps(convert_snapshot(training().snapshot()), protocol=4)
     opcodes = {opcode.name for opcode, _, _ in pickletools.genops(data)}
     assert not opcodes & {"GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NEWOBJ", "INST", "OBJ", "BYTEARRAY8"}
     addresses = [segment["address"] for segment in pickle.loads(data)["segments"]]
@@ -179,7 +179,7 @@ def test_perfetto_of_a_trace(tmp_path):
 
 def test_perfetto_of_a_snapshot():
     (found,) = recordings(training().snapshot())
-    data = as_trace_events([(found, event_times(found), slices_of(found))])
+    data = build_trace_events([(found, event_times(found), slices_of(found))])
     check_perfetto(json.loads(json.dumps(data)))
     stages = [event["name"] for event in data["traceEvents"] if event.get("cat") == "stages"]
     assert stages[:3] == ["forward", "backward", "optimizer step"]

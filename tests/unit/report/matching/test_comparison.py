@@ -13,7 +13,7 @@ from memprof.errors import UsageError
 from memprof.report.documents.comparison import DIFFERS, ONLY_IN_A, ONLY_IN_B, SAME
 from memprof.report.documents.report import Report
 from memprof.report.matching.comparison_build import build_comparison
-from memprof.report.matching.runs import run_of_document
+from memprof.report.matching.runs import convert_report
 from memprof.report.matching.tolerance import Tolerance, parse_tolerance
 from memprof.report.terminal.comparison import render
 from memprof.report.terminal.console import to_text
@@ -33,7 +33,7 @@ def training(**target):
 
 
 def run_of_report(report):
-    return run_of_document(Report.from_json(report), "run.json", "memprof report")
+    return convert_report(Report.from_json(report), "run.json", "memprof report")
 
 
 def totals(comparison):
@@ -254,10 +254,10 @@ def test_within_a_tolerance_differences_are_still_shown():
 def test_peaks_of_different_moments_are_said():
     low, high = training(), training()
     run_a, run_b = run_of(low), run_of(high)
-    assert not build_comparison(run_a, run_b, EXACT).other_moments
+    assert not build_comparison(run_a, run_b, EXACT).has_different_peaks
     run_b.side = replace(run_b.side, peak_at="optimizer step of step 1")
     found = build_comparison(run_a, run_b, EXACT)
-    assert found.other_moments
+    assert found.has_different_peaks
     assert f"A's is in {run_a.side.peak_at}, B's in optimizer step of step 1" in to_text(render(found))
 
 

@@ -9,7 +9,7 @@ import pytest
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Report
-from memprof.report.page.page import page_data
+from memprof.report.page.page import build_run_data
 from memprof.trace.events import ModuleRole, PhaseKind
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -28,11 +28,11 @@ def document() -> Report:
 
 
 def test_the_timeline_ends_at_the_peak(document):
-    figure = document.plot()
-    *areas, total = figure.data
+    draw_figure = document.plot()
+    *areas, total = draw_figure.data
     assert max(total.y) * MIB == document.peak.allocated_bytes
     assert sum(max(area.y) for area in areas) * MIB == document.peak.allocated_bytes
-    assert "16.00 MiB" in figure.layout.annotations[0].text
+    assert "16.00 MiB" in draw_figure.layout.annotations[0].text
 
 
 def test_the_treemaps_nodes_sum_to_the_peak(document):
@@ -51,7 +51,7 @@ def test_a_figure_that_is_not_there_is_said(document):
         document.plot("ladder")
     of_json = Report.from_json(document.to_json())
     assert of_json.ledger is None
-    for asks in (of_json.plot, lambda: page_data(of_json)):
+    for asks in (of_json.plot, lambda: build_run_data(of_json)):
         with pytest.raises(UsageError, match="no moments"):
             asks()
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from memprof.findings import Evidence
 from memprof.ledger.ledger import build_ledger, live_storages_at
-from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
+from memprof.report.page.moments import Moments, build_moments, find_kinds
 from memprof.trace.events import PhaseKind
 from tests.lanes import examples
 from tests.unit.report.runs import traces
@@ -30,7 +30,7 @@ def categories_at(moments: Moments, event: int) -> Counter[str]:
 @given(traces())
 def test_they_sum_to_the_ledger_at_its_peak_and_to_what_is_allocated_everywhere(trace):
     ledger = build_ledger(trace)
-    moments = moments_of(ledger)
+    moments = build_moments(ledger)
     assert +categories_at(moments, ledger.peak_event) == +Counter(
         {category.value: num_bytes for category, num_bytes in ledger.by_category().items()}
     )
@@ -51,10 +51,10 @@ def test_layers_are_one_group_and_evidence_finds_its_kinds():
         made.alloc(5 * MIB, "aten.mm", line="net.py:3 forward")
         made.leave()
     made.alloc(MIB + 1, "aten.mul", line="net.py:9 forward")
-    moments = moments_of(build_ledger(made.trace))
+    moments = build_moments(build_ledger(made.trace))
     assert moments.kinds.group == [0, 0, 0, 1]
     assert moments.kinds.rounded == [5 * MIB] * 3 + [MIB + 512]
-    assert kinds_shown_by(moments, Evidence("", module="layers.*", op="aten.mm")) == [0, 1, 2]
-    assert kinds_shown_by(moments, Evidence("", source="net.py:9 forward")) == [3]
-    assert kinds_shown_by(moments, Evidence("", source="net.py:9 forward", op="aten.mm")) == []
-    assert kinds_shown_by(moments, Evidence("", module="layers.*")) == []
+    assert find_kinds(moments, Evidence("", module="layers.*", op="aten.mm")) == [0, 1, 2]
+    assert find_kinds(moments, Evidence("", source="net.py:9 forward")) == [3]
+    assert find_kinds(moments, Evidence("", source="net.py:9 forward", op="aten.mm")) == []
+    assert find_kinds(moments, Evidence("", module="layers.*")) == []

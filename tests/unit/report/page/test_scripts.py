@@ -9,10 +9,10 @@ from typing import Any
 
 from memprof.findings import Finding, Severity
 from memprof.flows.account import analyze
-from memprof.report.documents.ladder import Rung
+from memprof.report.documents.ladder import LadderRow
 from memprof.report.documents.report import GpuRow, RankRow
 from memprof.report.page import page
-from memprof.report.page.page import page_data
+from memprof.report.page.page import build_run_data
 from memprof.trace.events import PhaseKind
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -32,11 +32,11 @@ def data() -> dict[str, Any]:
     made.alloc(5 * MIB, "aten.mm")
     report = analyze(made.trace)
     found = Finding("id", Severity.NOTE, "Title", None, (), ("batch-size=1",))
-    return page_data(dataclasses.replace(report, findings=(found,)))
+    return build_run_data(dataclasses.replace(report, findings=(found,)))
 
 
 def test_every_name_is_there() -> None:
-    scripts = [file for file in page._RUN if file.endswith(".js")]
+    scripts = [file for file in page._RUN_FILES if file.endswith(".js")]
     given = data()
     assert used("data", *scripts) <= set(given)
     assert used("moments", *scripts) - {"py"} <= set(given["moments"])
@@ -44,6 +44,6 @@ def test_every_name_is_there() -> None:
     assert used("capacity", *scripts) <= set(given["capacity"])
     assert used("finding", *scripts) <= set(given["findings"][0])
     assert {"name", "changes"} == set(given["findings"][0]["fixes"][0])
-    assert used("rung", *scripts) - {"cost"} <= {field.name for field in dataclasses.fields(Rung)}
+    assert used("rung", *scripts) - {"cost"} <= {field.name for field in dataclasses.fields(LadderRow)}
     rows = {field.name for kind in (GpuRow, RankRow) for field in dataclasses.fields(kind)}
     assert used("row", "segments.js") <= rows

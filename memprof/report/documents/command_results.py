@@ -1,4 +1,4 @@
-"""Short answers in JSON: lists, and the paths of written files. Each begins with its schema version and its command."""
+"""Results of the short commands as JSON: lists, diagnoses, paths of written files, and errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from memprof.version import __version__
 from memprof.workload.catalog.models import ModelEntry
 
 
-def _read_fields(row: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name; `asdict` would also convert the values inside."""
+def _get_fields(row: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; unlike `asdict`, without converting nested values."""
     return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(JsonValue):
-    """The common first fields of every answer."""
+class CommandResult(JsonValue):
+    """Base of a result: the first fields of every result."""
 
     schema: int = 2  # Increases when a name changes its meaning.
     memprof_version: str = __version__
@@ -33,16 +33,16 @@ class Answer(JsonValue):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelList(Answer):
-    """The answer of `memprof models`."""
+class ModelList(CommandResult):
+    """The result of `memprof models`."""
 
     command: str = "models"
     models: tuple[ModelEntry, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuList(Answer):
-    """The answer of `memprof gpus`."""
+class GpuList(CommandResult):
+    """The result of `memprof gpus`."""
 
     command: str = "gpus"
     gpus: tuple[Gpu, ...]
@@ -50,14 +50,14 @@ class GpuList(Answer):
 
 @dataclass(frozen=True, slots=True)
 class PresentGpu(NvmlGpu):
-    """A GPU of this machine; `gpu` is the catalog's name for it, null if the catalog lacks it."""
+    """A GPU of this machine; `gpu` is its name in the catalog, null if the catalog lacks it."""
 
     gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PresentGpus(Answer):
-    """The answer of `memprof gpus --present`."""
+class PresentGpus(CommandResult):
+    """The result of `memprof gpus --present`."""
 
     command: str = "gpus --present"
     gpus: tuple[PresentGpu, ...]
@@ -67,15 +67,15 @@ class PresentGpus(Answer):
     environment: Environment
 
     @classmethod
-    def of(cls, reading: NvmlSample, names: tuple[str | None, ...], environment: Environment) -> PresentGpus:
-        """Return the answer for an NVML sample; `names` are the catalog's names, one per GPU."""
-        gpus = (PresentGpu(**_read_fields(gpu), gpu=name) for gpu, name in zip(reading.gpus, names, strict=True))
-        return cls(**_read_fields(reading) | {"gpus": tuple(gpus)}, environment=environment)
+    def from_sample(cls, reading: NvmlSample, names: tuple[str | None, ...], environment: Environment) -> PresentGpus:
+        """Return the result for an NVML sample; `names` are names in the catalog, one per GPU."""
+        gpus = (PresentGpu(**_get_fields(gpu), gpu=name) for gpu, name in zip(reading.gpus, names, strict=True))
+        return cls(**_get_fields(reading) | {"gpus": tuple(gpus)}, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnoses(Answer):
-    """The answer of `memprof doctor`."""
+class DiagnosisList(CommandResult):
+    """The result of `memprof doctor`."""
 
     command: str = "doctor"
     file: str
@@ -83,8 +83,8 @@ class Diagnoses(Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked(Answer):
-    """The answer of `memprof doctor --env`."""
+class InstallationResult(CommandResult):
+    """The result of `memprof doctor --env`."""
 
     command: str = "doctor --env"
     facts: dict[str, str]  # Facts of this installation, by name.
@@ -92,8 +92,8 @@ class Checked(Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported(Answer):
-    """The answer of `memprof export`."""
+class ExportResult(CommandResult):
+    """The result of `memprof export`."""
 
     command: str = "export"
     file: str
@@ -102,21 +102,21 @@ class Exported(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorLine(MonitorSample):
-    """A line of `memprof monitor`: one sample."""
+    """A line of `memprof monitor --json`: one sample."""
 
     peaks: Peaks  # Peaks so far, including this sample.
     schema: int = 2
     command: str = "monitor"
 
     @classmethod
-    def of(cls, sample: MonitorSample, peaks: Peaks) -> MonitorLine:
-        """Return the line for a sample."""
-        return cls(**_read_fields(sample), peaks=peaks)
+    def from_sample(cls, sample: MonitorSample, peaks: Peaks) -> MonitorLine:
+        """Return the line for a sample, with the peaks so far."""
+        return cls(**_get_fields(sample), peaks=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorEnd(JsonValue):
-    """The last line of `memprof monitor -- COMMAND`."""
+    """The last line of `memprof monitor --json -- COMMAND`: the outcome of the command."""
 
     outcome: MonitorOutcome
     schema: int = 2
@@ -132,8 +132,8 @@ class Topic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topics(Answer):
-    """The answer of `memprof help`."""
+class TopicList(CommandResult):
+    """The result of `memprof help`."""
 
     command: str = "help"
     topics: tuple[Topic, ...]
@@ -150,8 +150,8 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipes(Answer):
-    """The answer of `memprof recipes ls` and `memprof recipes cp`."""
+class RecipeList(CommandResult):
+    """The result of `memprof recipes ls` and `memprof recipes cp`."""
 
     command: str = "recipes ls"
     recipes: tuple[Recipe, ...]
@@ -159,29 +159,29 @@ class Recipes(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
-    """A cached result: its command and its size; `used` is in seconds since the epoch."""
+class CachedResult:
+    """A cached result: its command, its size, and when it was last used (seconds since the epoch)."""
 
     asked: str
     num_bytes: int = field(metadata=json_name("bytes"))
-    used: float  # Time of the last request.
+    used: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptAnswers(Answer):
-    """The answer of `memprof cache`."""
+class CachedResultList(CommandResult):
+    """The result of `memprof cache`."""
 
     command: str = "cache"
     folder: str | None  # The cache folder; None: caching is off.
     num_bytes: int = field(metadata=json_name("bytes"))
-    most_bytes: int  # Limit of the cache.
+    most_bytes: int  # Maximum size of the cache.
     removed: int  # Number of removed results, with --clear.
-    answers: tuple[KeptAnswer, ...]
+    answers: tuple[CachedResult, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """An error: the problem, the wrong value, and a hint."""
+class ErrorDetails:
+    """An error: the problem, the offending value, and a hint."""
 
     problem: str
     value: str | None
@@ -190,8 +190,8 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(JsonValue):
-    """The answer of any failing command with JSON output."""
+class ErrorResult(JsonValue):
+    """The result of any command that fails."""
 
     schema: int = 2
-    error: Fault
+    error: ErrorDetails
