@@ -14,7 +14,7 @@ from memprof.estimate.options import EstimateOptions
 from memprof.spec import option
 
 if TYPE_CHECKING:
-    from memprof.estimate.table import Estimate, Simulated
+    from memprof.estimate.table import Estimate, SimulatedRun
 
 EXAMPLES = """
 memprof estimate --params 1.2B --dtype float16
@@ -47,7 +47,7 @@ def estimate(request: EstimateCommandOptions) -> None:
     A closed form; each figure has the band that published ones were off by.
     """
     from memprof.device.catalog import custom_gpu, find_gpu, list_gpus
-    from memprof.estimate.geometry import from_model, from_params, from_size
+    from memprof.estimate.geometry import build_from_model, build_from_params, build_from_size
     from memprof.estimate.table import build_estimate
     from memprof.report.documents.estimate import build_estimate_document
     from memprof.report.terminal.estimate import render_estimate
@@ -67,9 +67,9 @@ def estimate(request: EstimateCommandOptions) -> None:
         problem = "quantized weights are not spread over GPUs here"
         raise UsageError(problem, value=f"--quantize {request.quantize}", hint="leave out --parallel, or --quantize")
     if request.params is not None:
-        subject = from_params(request.params)
+        subject = build_from_params(request.params)
     else:
-        subject = (from_size if request.model_is_size else from_model)(str(request.model))
+        subject = (build_from_size if request.model_is_size else build_from_model)(str(request.model))
     result = build_estimate(subject, request)
     gpus = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
@@ -81,13 +81,13 @@ def estimate(request: EstimateCommandOptions) -> None:
     say(render_estimate(result, gpus, simulated, explain=request.explain, quiet=request.quiet), nl=False)
 
 
-def _simulate(result: Estimate, *, quiet: bool) -> dict[str, Simulated]:
+def _simulate(result: Estimate, *, quiet: bool) -> dict[str, SimulatedRun]:
     """Return the simulated peak of each method of the estimate, in its dtype, on the virtual GPU."""
     from memprof.flows.estimate import simulate
 
     found = {}
     with long_work(quiet=quiet) as progress:
-        for plan in result.plans():
+        for plan in result.list_plans():
             key = plan.method.key
 
             def report(doing: str, key: str = key) -> None:

@@ -1,13 +1,13 @@
-"""Text of `--explain`: the formula of each term, every constant with its source, and the assumptions."""
+"""Text of `memprof estimate --explain`: formulas of the terms, constants with their sources, and assumptions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from memprof.device.context import CONTEXT_BYTES, context_bytes_of
-from memprof.estimate.layers import kept_per_layer
-from memprof.estimate.methods import FORMATS
-from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, FORMAT_GROUP, setting_of
+from memprof.estimate.layers import record_layer
+from memprof.estimate.methods import CHECKPOINT_FORMATS
+from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, FORMAT_GROUP, build_settings
 from memprof.estimate.table import Cell, Estimate
 from memprof.spec import MANY_STEPS
 from memprof.units import format_bytes
@@ -15,7 +15,7 @@ from memprof.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number of the closed form and its source."""
+    """A constant of the closed form, with its source."""
 
     name: str
     value: str
@@ -76,21 +76,21 @@ _FORMULAS = {
         "by strategy: buckets of gradients (DDP); layers that are fetched or reduced; states sent"
     ),
 }
-_LOGITS = {
+_LOGITS_FORMULAS = {
     "loss, backward": "(logits {compute} + log-softmax 4 + its gradients 2 x 4) x {vocab:,} x {tokens:,} tokens",
     "loss, forward": "(logits {compute} + their float32 copy 4 + log-softmax 4) x {vocab:,} x {tokens:,} tokens",
 }
 
 
-def formula(estimate: Estimate, cell: Cell, term: str) -> str:
-    """Return the formula of a term, with its numbers."""
+def format_formula(estimate: Estimate, cell: Cell, term: str) -> str:
+    """Return the formula of a term (parameters, activations, ...) of a cell's peak, with its numbers."""
     g = estimate.subject.geometry
     plan = cell.plan
     values = {
         "count": estimate.subject.num_parameters,
-        "item": 4 if plan.method.kind == "lora" and term != "parameters" else plan.item,
+        "item": 4 if plan.method.kind == "lora" and term != "parameters" else plan.itemsize,
         "tokens": estimate.batch_size * estimate.context_length,
-        "compute": 2 if plan.amp else plan.item,
+        "compute": 2 if plan.amp else plan.itemsize,
     }
     if g is not None:
         values |= {"layers": g.layers, "kv_width": g.kv_width, "vocab": g.vocab}
@@ -104,25 +104,25 @@ def formula(estimate: Estimate, cell: Cell, term: str) -> str:
         return "what the layers keep for the backward (below), the final norm, positions"
     if term == "logits and loss":
         other = "logits {compute} x {vocab:,} x {tokens:,} tokens, with what is made of them"
-        return _LOGITS.get(cell.peak.name, other).format(**values)
+        return _LOGITS_FORMULAS.get(cell.peak.name, other).format(**values)
     kind = plan.quantized if term == "parameters" and plan.quantized else plan.method.kind
     text = _FORMULAS.get((term, kind)) or _FORMULAS.get((term, "plain"), "")
     return text.format(**values)
 
 
-def kept_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
-    """Return the tensors that a layer saves for the backward, with their bytes per token, the largest first."""
+def list_saved_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
+    """Return the tensors that a layer saves for the backward, largest first, with their bytes per token."""
     g = estimate.subject.geometry
     if g is None or not cell.method.trains:
         return []
-    setting = setting_of(g, cell.plan, estimate.batch_size, estimate.context_length)
-    tape, _ = kept_per_layer(setting)
-    found = tape.kept_by_name().items()
+    setting = build_settings(g, cell.plan, estimate.batch_size, estimate.context_length)
+    tape, _ = record_layer(setting)
+    found = tape.sum_saved_by_name().items()
     return sorted(((name, num_bytes / setting.tokens) for name, num_bytes in found), key=lambda pair: -pair[1])
 
 
-def assumptions(estimate: Estimate) -> list[str]:
-    """Return the assumptions of an estimate."""
+def list_assumptions(estimate: Estimate) -> list[str]:
+    """Return the assumptions of an estimate, one sentence each."""
     found = [
         "A training step in its steady state: optimizer state is there, gradients were set to None.",
         "Transformers' own code in eager mode, attention by scaled_dot_product_attention, the loss on all positions.",
@@ -134,7 +134,7 @@ def assumptions(estimate: Estimate) -> list[str]:
     ]
     if estimate.lengths is not None:
         found.append(f"The longest of {MANY_STEPS} batches, padded to its longest sample; the others take less.")
-    if estimate.dtype in FORMATS:
+    if estimate.dtype in CHECKPOINT_FORMATS:
         found.append(f"Scales for each {FORMAT_GROUP} weights; embedding, head and norms in half precision.")
     if estimate.subject.rule:
         found.insert(0, estimate.subject.rule)

@@ -1,4 +1,4 @@
-"""Methods (inference, LoRA, full training, ...) and dtypes: the rows and columns of the table."""
+"""The rows and columns of the table of an estimate: methods (inference, LoRA, full training, ...) and dtypes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from memprof.spec import DEFAULT_LORA_RANK
 
 # Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization.
-COLUMNS = ("float32", "float16", "bfloat16", "int8", "int4")
+WEIGHT_DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
-# Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if requested.
-FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4")
+# Formats of checkpoints with quantized linear layers, for inference.
+CHECKPOINT_FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4")
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One row of the table, such as inference or full training."""
+    """A method, such as inference or full training: a row of the table."""
 
     key: str
     title: str
@@ -26,12 +26,12 @@ class Method:
 
     @property
     def trains(self) -> bool:
-        """Return whether the method has a backward."""
+        """Return whether the method trains."""
         return self.kind not in ("weights", "inference")
 
-    def applies(self, column: str) -> bool:
-        """Return whether the method supports weights of the dtype `column`; quantized weights are not trained."""
-        if column in FORMATS:
+    def supports(self, column: str) -> bool:
+        """Return whether the method supports weights of dtype `column`; quantized weights are not trained."""
+        if column in CHECKPOINT_FORMATS:
             return self.kind in ("weights", "inference")
         if self.kind in ("full", "adamw-8bit"):
             return column in _ITEM
@@ -53,43 +53,43 @@ METHODS = (
     Method("adamw-8bit-checkpointing", "  with checkpointing", "adamw-8bit", True),
 )
 
-BY_KEY = {method.key: method for method in METHODS}
+METHOD_BY_KEY = {method.key: method for method in METHODS}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """A method with its dtype, and the options that determine the bytes of each tensor."""
+    """A method with a dtype, and the options that determine the bytes of its tensors."""
 
     method: Method
     column: str
     lora_rank: int = DEFAULT_LORA_RANK
     lora_targets: str | None = None  # Modules to adapt; None: those that PEFT chooses.
-    optimizer: str = "adamw"  # Of all rows but those of 8-bit AdamW.
-    fused: bool = False  # The optimizer makes no temporaries.
-    new_tokens: int = 1  # Generated after the prompt; the prompt itself gives the first.
+    optimizer: str = "adamw"  # Not used by the rows of 8-bit AdamW.
+    fused: bool = False  # A fused optimizer makes no temporaries.
+    new_tokens: int = 1  # Generated tokens; the forward of the prompt gives the first.
     padded: bool = False  # Batches have an attention mask.
-    empties_cache: bool = False  # The program releases what the allocator keeps, or keeps it in expandable segments.
-    chunked_loss: bool = False  # The loss is computed some tokens at a time.
+    empties_cache: bool = False  # The program empties the allocator's cache, or uses expandable segments.
+    chunked_loss: bool = False  # The loss is computed in chunks of tokens.
 
     @property
     def quantized(self) -> str:
-        """Return int8, int4 or the format of a quantized checkpoint; "" for weights that are not quantized."""
+        """Return the quantization (int8, int4 or a checkpoint format), or "" for weights that are not quantized."""
         return "" if self.column in _ITEM else self.column
 
     @property
     def amp(self) -> bool:
-        """Return whether autocast is on: in mixed training, and in QLoRA as in transformers' Trainer."""
+        """Return whether autocast is on: in mixed precision, and in QLoRA as in transformers' Trainer."""
         return self.method.kind == "mixed" or (self.method.kind == "lora" and bool(self.quantized))
 
     @property
-    def item(self) -> int:
-        """Return the bytes of an element that is not quantized."""
+    def itemsize(self) -> int:
+        """Return the bytes of an element of weights that are not quantized."""
         if self.amp:
             return 4
         return 2 if self.quantized else _ITEM[self.column]
 
-    def spec_fields(self) -> dict[str, object]:
-        """Return the plan as fields of TargetSpec, for the virtual GPU."""
+    def build_spec_fields(self) -> dict[str, object]:
+        """Return the fields of TargetSpec with which the virtual GPU runs the plan."""
         half = "float16" if self.column == "float16" else "bfloat16"
         dtype = "bfloat16" if self.quantized else self.column
         fields: dict[str, object] = {"amp": half} if self.amp else {"dtype": dtype}

@@ -1,13 +1,10 @@
-"""Options of the closed form: a frozen description of how a model is used, as `TargetSpec` describes a run.
-
-An option of `memprof estimate` that changes its figures is a field here.
-"""
+"""Options of the analytical estimate, as fields of a dataclass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.estimate.methods import FORMATS
+from memprof.estimate.methods import CHECKPOINT_FORMATS
 from memprof.spec import BITSANDBYTES_FORMATS, DEFAULT_LORA_RANK, OPTIMIZERS, option, repeat_option
 
 CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor")
@@ -15,12 +12,12 @@ CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions:
-    """Options of an estimate; sizes are counts of tokens, sequences and GPUs."""
+    """Options of an estimate; sizes are numbers of tokens, sequences and GPUs."""
 
     dtype: str | None = repeat_option("dtype", note="The column to look at.", unset="bfloat16")
     quantize: str | None = repeat_option(
         "quantize", note="The same; fp8, gptq and awq are stored checkpoints', for inference.",
-        choices=BITSANDBYTES_FORMATS + FORMATS,
+        choices=BITSANDBYTES_FORMATS + CHECKPOINT_FORMATS,
     )  # fmt: skip
     context_length: int | None = repeat_option("context_length")
     batch_size: int = repeat_option("batch_size", note="On each GPU.")

@@ -1,63 +1,70 @@
-"""The closed form: the moments that may be the peak of a run, and the bytes that are live at each.
+"""The moments that may be the peak of a run, with the live bytes at each: the closed form.
 
-Each moment is a sum of terms; the estimate is the moment with the largest sum. Terms have the names of the ledger's
-categories, so that they can be compared with a virtual GPU's. Moments of training steps are in training.py.
+The estimate is the moment with the largest sum of terms. Terms have the names of the ledger's categories. Moments of
+training are in training.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from memprof.estimate.geometry import Subject
+from memprof.estimate.geometry import EstimatedModel
 from memprof.estimate.layers import DecoderLayer
 from memprof.estimate.methods import MethodPlan
-from memprof.estimate.projections import Setting
-from memprof.estimate.ranks import ALONE, Rank
-from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, positions, setting_of, state
+from memprof.estimate.projections import LayerSettings
+from memprof.estimate.ranks import SINGLE_GPU, Rank
+from memprof.estimate.state import (
+    CUBLAS_WORKSPACE,
+    PeakMoment,
+    StaticMemory,
+    build_settings,
+    compute_static_memory,
+    sum_position_bytes,
+)
 from memprof.estimate.tape import Tape
-from memprof.estimate.training import Training
+from memprof.estimate.training import TrainingMoments
 
 
-def moments(
-    subject: Subject, plan: MethodPlan, batch_size: int, context_length: int, rank: Rank = ALONE
+def list_moments(
+    subject: EstimatedModel, plan: MethodPlan, batch_size: int, context_length: int, rank: Rank = SINGLE_GPU
 ) -> tuple[PeakMoment, ...]:
-    """Return every moment that may be the peak. A model without a geometry has only its weights."""
-    held = state(subject, plan)
+    """Return all moments that may be the peak. A model without a geometry has only its weights."""
+    memory = compute_static_memory(subject, plan)
     if plan.method.kind == "weights":
-        return (PeakMoment("loaded", {"parameters": held.parameters}),)
+        return (PeakMoment("loaded", {"parameters": memory.parameters}),)
     assert subject.geometry is not None
-    setting = setting_of(subject.geometry, plan, batch_size, context_length)
+    setting = build_settings(subject.geometry, plan, batch_size, context_length)
     if plan.method.kind == "inference":
-        return (_prompt_moment(setting, held), _decoding_moment(setting, held, plan.new_tokens))
-    return tuple(Training(setting, plan, held, rank).moments())
+        return (_prompt_moment(setting, memory), _decoding_moment(setting, memory, plan.new_tokens))
+    return tuple(TrainingMoments(setting, plan, memory, rank).list_moments())
 
 
-def _prompt_moment(setting: Setting, held: StaticMemory) -> PeakMoment:
-    """Return the moment in the last layer of the prompt's forward, with the whole cache and the layer's tensors."""
+def _prompt_moment(setting: LayerSettings, memory: StaticMemory) -> PeakMoment:
+    """Return the moment in the last layer of the prompt's forward: the whole KV cache and the layer's tensors."""
     g = setting.geometry
     tape = Tape(setting.tokens, training=False)
-    hidden = tape.given(g.hidden, setting.stream_item, needs_grad=False, name="hidden states")
-    DecoderLayer(tape, setting).forward(hidden)
-    # The model's forward holds on to the embedding's output and to the layer's input.
-    around = 2 * hidden.num_bytes + positions(setting)
-    return _serving_moment("last layer of the prompt", setting, held, tape.peak + around)
+    hidden = tape.add_input(g.hidden, setting.stream_itemsize, needs_grad=False, name="hidden states")
+    DecoderLayer(tape, setting).record(hidden)
+    # The model's forward holds the embedding's output and the layer's input.
+    around = 2 * hidden.num_bytes + sum_position_bytes(setting)
+    return _serving_moment("last layer of the prompt", setting, memory, tape.peak + around)
 
 
-def _decoding_moment(setting: Setting, held: StaticMemory, new_tokens: int) -> PeakMoment:
-    """Return the moment at the last token: the longest cache, and a second copy of one layer's keys (joined)."""
+def _decoding_moment(setting: LayerSettings, memory: StaticMemory, new_tokens: int) -> PeakMoment:
+    """Return the moment at the last generated token: the longest KV cache, and a copy of a layer's keys (aten.cat)."""
     g = setting.geometry
     last = dataclasses.replace(setting, context_length=setting.context_length + new_tokens - 1)
-    copy = g.kv_width * last.tokens * setting.compute_item
-    of_token = setting.batch_size * (g.vocab + 4 * g.hidden + 3 * g.intermediate) * setting.compute_item
-    return _serving_moment("last token", last, held, copy + of_token)
+    copy = g.kv_width * last.tokens * setting.compute_itemsize
+    of_token = setting.batch_size * (g.vocab + 4 * g.hidden + 3 * g.intermediate) * setting.compute_itemsize
+    return _serving_moment("last token", last, memory, copy + of_token)
 
 
-def _serving_moment(name: str, setting: Setting, held: StaticMemory, activations: int) -> PeakMoment:
-    terms = {"parameters": held.parameters, "KV cache": kv_cache(setting), "activations": activations}
+def _serving_moment(name: str, setting: LayerSettings, memory: StaticMemory, activations: int) -> PeakMoment:
+    terms = {"parameters": memory.parameters, "KV cache": sum_kv_cache(setting), "activations": activations}
     return PeakMoment(name, {**terms, "library workspace": CUBLAS_WORKSPACE})
 
 
-def kv_cache(setting: Setting) -> int:
-    """Return the bytes of keys and values of all tokens and layers; a window does not reduce them after a prompt."""
+def sum_kv_cache(setting: LayerSettings) -> int:
+    """Return the bytes of the KV cache of all tokens and layers; a sliding window does not reduce the prompt's."""
     g = setting.geometry
-    return 2 * g.layers * g.kv_width * setting.tokens * setting.compute_item
+    return 2 * g.layers * g.kv_width * setting.tokens * setting.compute_itemsize

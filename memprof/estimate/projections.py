@@ -1,4 +1,4 @@
-"""Settings of a layer's estimate, and its linear layers: plain, quantized and adapted.
+"""The linear layers of a decoder layer (plain, quantized, with LoRA), and the settings of a layer.
 
 Sources: peft/tuners/lora/{layer,bnb}.py, bitsandbytes/autograd/_functions.py, and autocast's casts
 (aten/src/ATen/autocast_mode.cpp).
@@ -13,22 +13,22 @@ from memprof.estimate.tape import FLOAT32, Tape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """The settings other than shape that determine a layer's memory."""
+class LayerSettings:
+    """The shape, batch, dtype and training options that determine a layer's memory."""
 
     geometry: DecoderGeometry
     batch_size: int
     context_length: int
-    item: int  # Bytes of an element of weights and activations.
+    itemsize: int  # Bytes of an element of weights and activations.
     training: bool = True
-    trains_weights: bool = True  # False: the model is frozen.
+    trains_weights: bool = True  # False: the weights are frozen.
     amp: bool = False  # Float32 weights, autocast to half precision.
-    quantize: str = ""  # int8, int4 or a stored format: the linear layers' weights.
+    quantize: str = ""  # Quantization of the linear layers: int8, int4 or a checkpoint format.
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
-    cache: bool = False  # Keys and values go into a KV cache.
-    padded: bool = False  # Sequences of a batch have different lengths.
-    parts_heads: int = 1  # Ranks that exchange parts of the sequence for parts of the heads around attention (Ulysses).
+    cache: bool = False  # Whether keys and values go into a KV cache.
+    padded: bool = False  # Whether sequences of a batch have different lengths.
+    ulysses_ranks: int = 1  # Ranks that share the heads during attention (Ulysses).
 
     @property
     def tokens(self) -> int:
@@ -36,21 +36,21 @@ class Setting:
         return self.batch_size * self.context_length
 
     @property
-    def compute_item(self) -> int:
+    def compute_itemsize(self) -> int:
         """Return the bytes of an element in matrix products."""
         if self.amp:
             return 2
-        return self.stream_item if self.quantize else self.item
+        return self.stream_itemsize if self.quantize else self.itemsize
 
     @property
-    def stream_item(self) -> int:
+    def stream_itemsize(self) -> int:
         """Return the bytes of an element of the hidden states between layers."""
         # PEFT prepares quantized models for training in float32 (prepare_model_for_kbit_training).
-        return FLOAT32 if self.amp or (self.quantize and self.lora_rank and self.training) else self.item
+        return FLOAT32 if self.amp or (self.quantize and self.lora_rank and self.training) else self.itemsize
 
     @property
-    def masked(self) -> bool:
-        """Return whether a mask is made; transformers/masking_utils.py makes none if every token is visible."""
+    def has_mask(self) -> bool:
+        """Return whether attention gets a mask: transformers/masking_utils.py makes none if every token is visible."""
         window = self.geometry.window
         return self.padded or (bool(window) and self.context_length >= window)
 
@@ -59,87 +59,87 @@ _LONG_INPUT = 1024
 
 
 class Projections:
-    """The linear layers of one decoder layer, recorded on a tape."""
+    """The linear layers of a decoder layer, recorded on a tape."""
 
-    def __init__(self, tape: Tape, setting: Setting) -> None:
+    def __init__(self, tape: Tape, setting: LayerSettings) -> None:
         self.tape = tape
         self.setting = setting
         self.g = setting.geometry
         self.trains = setting.training and setting.trains_weights
-        self._matrices = self.g.matrices()
+        self._matrices = self.g.list_matrices()
 
-    def linear(self, x: Tensor, which: str, name: str) -> Tensor:
-        """Record a linear layer with its adapter, without dropping `x`; return the output."""
+    def record_linear(self, x: Tensor, matrix: str, name: str) -> Tensor:
+        """Record the linear layer `matrix` with its LoRA adapter, without dropping `x`; return the output."""
         setting = self.setting
-        rows, columns, bias = self._matrices[which]
+        rows, columns, bias = self._matrices[matrix]
         if setting.quantize == "int4":
-            result = self._linear4(x, rows, columns, name)
+            result = self._record_int4(x, rows, columns, name)
         elif setting.quantize == "int8":
-            result = self._linear8(x, rows, columns, name)
+            result = self._record_int8(x, rows, columns, name)
         elif setting.quantize:
-            result = self._stored_linear(x, rows, columns, name)
+            result = self._record_stored(x, rows, columns, name)
         else:
-            result = self._plain_linear(x, rows, columns, bias, name)
-        if which in setting.lora_targets:
-            result = self._adapt(x, result, columns, name)
+            result = self._record_plain(x, rows, columns, bias, name)
+        if matrix in setting.lora_targets:
+            result = self._record_lora(x, result, columns, name)
         return result
 
-    def _plain_linear(self, x: Tensor, rows: int, columns: int, bias: bool, name: str) -> Tensor:
+    def _record_plain(self, x: Tensor, rows: int, columns: int, bias: bool, name: str) -> Tensor:
         tape = self.tape
-        item = self.setting.compute_item
-        taken = tape.cast(x, item, f"{x.name}, for {name}")
-        grad = (rows * columns + columns * bias) * self.setting.item if self.trains else 0
-        half = rows * columns * item if self.trains and self.setting.amp else 0
-        return tape.op(
-            [taken], columns, item, keeps=[taken] if self.trains else (), name=name,
-            trains=self.trains, param_grad=grad, temporary_param=half, drops=[taken],
+        itemsize = self.setting.compute_itemsize
+        taken = tape.cast(x, itemsize, f"{x.name}, for {name}")
+        grad = (rows * columns + columns * bias) * self.setting.itemsize if self.trains else 0
+        half = rows * columns * itemsize if self.trains and self.setting.amp else 0
+        return tape.record(
+            [taken], columns, itemsize, saves=[taken] if self.trains else (), name=name,
+            trains=self.trains, param_grad=grad, param_temporary_bytes=half, drops=[taken],
         )  # fmt: skip
 
-    def _linear4(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Record Linear4bit: products have a half-precision copy of the weight, in forward and backward."""
+    def _record_int4(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+        """Record Linear4bit, whose products use a half-precision copy of the weight in forward and backward."""
         tape = self.tape
         taken = tape.cast(x, 2, f"{x.name}, cast")
         weight = 2 * rows * columns
         scales = FLOAT32 * rows * columns // 64
-        tape.during(weight + max(scales, 2 * tape.tokens * columns))
-        product = tape.op([taken], columns, 2, name=name, temporary=weight, drops=[taken])
-        return tape.cast(product, x.item, name, drops=[product])
+        tape.add_temporary(weight + max(scales, 2 * tape.tokens * columns))
+        product = tape.record([taken], columns, 2, name=name, temporary=weight, drops=[taken])
+        return tape.cast(product, x.itemsize, name, drops=[product])
 
-    def _linear8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+    def _record_int8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
         """Record Linear8bitLt, which saves its input.
 
         bitsandbytes/backends/cuda/ops.py: the input is cast to float16 and then int8, with scales and a mask of
         outliers; the product is int32, then float16, then the input's dtype.
         """
         tape = self.tape
-        tape.during(tape.tokens * rows * (2 + 1 + 2 + 1))
-        tape.during(tape.tokens * (rows + columns * (4 + 2 + x.item)))
-        return tape.op([x], columns, x.item, keeps=[x], name=name, temporary=x.item * rows * columns)
+        tape.add_temporary(tape.tokens * rows * (2 + 1 + 2 + 1))
+        tape.add_temporary(tape.tokens * (rows + columns * (4 + 2 + x.itemsize)))
+        return tape.record([x], columns, x.itemsize, saves=[x], name=name, temporary=x.itemsize * rows * columns)
 
-    def _stored_linear(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+    def _record_stored(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
         """Record a linear layer of a quantized checkpoint, in inference; return the output.
 
-        Float8 quantizes the input too (transformers/integrations/finegrained_fp8.py). AWQ and GPTQ multiply a long
-        input by a copy of the weight in half precision (awq/modules/linear/gemm.py: from 1,024 tokens).
+        Float8 quantizes the input too (transformers/integrations/finegrained_fp8.py). AWQ and GPTQ dequantize
+        the weight for inputs of 1,024 tokens or more (awq/modules/linear/gemm.py).
         """
         tape = self.tape
         fp8 = self.setting.quantize == "fp8"
-        product = tape.tokens * columns * x.item
-        tape.during(product + (tape.tokens * rows if fp8 else 2 * rows * columns * (tape.tokens >= _LONG_INPUT)))
-        return tape.op([x], columns, x.item, name=name)
+        product = tape.tokens * columns * x.itemsize
+        tape.add_temporary(product + (tape.tokens * rows if fp8 else 2 * rows * columns * (tape.tokens >= _LONG_INPUT)))
+        return tape.record([x], columns, x.itemsize, name=name)
 
-    def _adapt(self, x: Tensor, result: Tensor, columns: int, name: str) -> Tensor:
+    def _record_lora(self, x: Tensor, result: Tensor, columns: int, name: str) -> Tensor:
         """Record PEFT's LoRA, whose matrices, inputs and outputs are float32 (autocast_adapter_dtype)."""
         tape, rank = self.tape, self.setting.lora_rank
-        item = result.item
+        itemsize = result.itemsize
         of_adapter = 2 if self.setting.amp else FLOAT32
         wide = tape.cast(x, of_adapter, f"{x.name}, cast for LoRA")
-        low = tape.op([wide], rank, of_adapter, keeps=[wide], trains=True, name="LoRA", drops=[wide])
-        up = tape.op([low], columns, of_adapter, keeps=[low], trains=True, drops=[low])
-        scaled = tape.op([up], columns, of_adapter, drops=[up])
+        low = tape.record([wide], rank, of_adapter, saves=[wide], trains=True, name="LoRA", drops=[wide])
+        up = tape.record([low], columns, of_adapter, saves=[low], trains=True, drops=[low])
+        scaled = tape.record([up], columns, of_adapter, drops=[up])
         if self.setting.quantize and not self.setting.amp:
             # peft/tuners/lora/bnb.py casts before it adds.
-            cast = tape.cast(scaled, item, drops=[scaled])
+            cast = tape.cast(scaled, itemsize, drops=[scaled])
             return tape.add(result, cast, name, drops=[result, cast])
         summed = tape.add(result, scaled, name, drops=[result, scaled])
-        return tape.cast(summed, item, name, drops=[summed])
+        return tape.cast(summed, itemsize, name, drops=[summed])

@@ -1,4 +1,4 @@
-"""One rank's share of a model, batch and step: the closed form of `--parallel`'s plans."""
+"""The share of one rank in model, batch and step, for the plans of `--parallel`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from memprof.errors import UsageError
-from memprof.estimate.geometry import DecoderGeometry, Subject
+from memprof.estimate.geometry import DecoderGeometry, EstimatedModel
 from memprof.estimate.methods import MethodPlan
 from memprof.spec import TargetSpec
 from memprof.workload.plan import ParallelPlan, check_plan, parse_plan
@@ -14,22 +14,22 @@ from memprof.workload.plan import ParallelPlan, check_plan, parse_plan
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank's position in the parallel plan; the default is a single GPU."""
+    """A rank of a parallel plan: how each part of the state is divided; the default is a single GPU."""
 
-    # Over how many ranks each part of the state is spread.
+    # Numbers of ranks over which parameters, gradients and optimizer state are sharded.
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
-    replicas: int = 1  # Ranks that reduce their gradients together.
-    gathers: bool = False  # fully_shard: what computes is whole for as long as it computes.
-    reshard: bool = True  # And is released after the forward.
+    replicas: int = 1  # Ranks that all-reduce their gradients.
+    gathers: bool = False  # fully_shard: parameters are gathered for the layers that compute.
+    reshard: bool = True  # Gathered parameters are released after the forward.
     tensor: int = 1  # Ranks that share each matrix.
-    context: int = 1
-    ulysses: int = 1  # Ranks that share a sequence; with the second each has a part of the heads in attention.
-    stages: int = 1
-    stage: int = 0  # Of a pipeline, from 0.
-    in_flight: int = 1  # Micro-batches whose activations are there at once.
-    microbatches: int = 1  # Of a pipeline's step.
+    context: int = 1  # Ranks that share a sequence, with all heads each.
+    ulysses: int = 1  # Ranks that share a sequence, with some heads each during attention.
+    stages: int = 1  # Pipeline stages.
+    stage: int = 0  # Index of the rank's pipeline stage.
+    in_flight: int = 1  # Micro-batches whose activations are live at the same time.
+    microbatches: int = 1  # Micro-batches of a step of the pipeline.
 
     @property
     def sequence(self) -> int:
@@ -47,30 +47,30 @@ class Rank:
         return self.stage == self.stages - 1
 
     def layers(self, g: DecoderGeometry) -> int:
-        """Return the number of layers of this pipeline stage; the first stages have the remainder, one layer each."""
+        """Return the number of layers of the rank's pipeline stage; the first stages have one layer more if uneven."""
         each, more = divmod(g.layers, self.stages)
         return each + (self.stage < more)
 
     def geometry(self, g: DecoderGeometry) -> DecoderGeometry:
-        """Return the geometry of the model with each matrix divided among the tensor-parallel ranks."""
+        """Return the shape of the model with each matrix divided among the tensor-parallel ranks."""
         if self.tensor == 1:
             return g
         t = self.tensor
         return dataclasses.replace(g, heads=g.heads // t, kv_heads=g.kv_heads // t, intermediate=g.intermediate // t)
 
     def elements(self, g: DecoderGeometry) -> Elements:
-        """Return the numbers of parameters that this rank computes with, unsharded."""
+        """Return the numbers of parameters that the rank computes with, before sharding."""
         layers = self.layers(g)
         embedding = g.vocab * g.hidden
-        # A tied matrix is two where it is on two stages, or divided among ranks.
+        # A tied matrix is stored twice if embedding and head are on two stages, or if it is divided among ranks.
         has_head = self.is_last and (not g.tied or self.stages > 1 or self.tensor > 1)
         final = g.hidden * (2 if g.norm == "layer" else 1)
         of_norms = (g.norm_parameters - final) // g.layers
         return Elements(
             layer=g.linear_parameters // g.layers // self.tensor + of_norms,
             layers=layers,
-            embedding=(embedding // self.tensor + g.positions * g.hidden) * self.is_first,
-            head=(embedding // self.tensor + g.vocab * g.head_bias) * has_head,
+            embedding=(embedding // self.tensor + g.num_positions * g.hidden) * self.is_first,
+            head=(embedding // self.tensor + g.vocab * g.has_head_bias) * has_head,
             final=final * self.is_last,
             undivided=(embedding - embedding // self.tensor) * self.is_first,
         )
@@ -78,14 +78,14 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Numbers of parameters of a rank."""
+    """Numbers of parameters of a rank, by part of the model."""
 
     layer: int
     layers: int
     embedding: int
-    head: int  # 0 where it is the embedding's matrix.
+    head: int  # 0 if tied to the embedding.
     final: int  # The last norm.
-    undivided: int  # The gradient of an embedding whose rows are divided is of all rows.
+    undivided: int  # Extra elements of the embedding's gradient, which has all rows though the rows are divided.
 
     @property
     def root(self) -> int:
@@ -98,11 +98,11 @@ class Elements:
         return self.layer * self.layers + self.root
 
 
-ALONE = Rank()
+SINGLE_GPU = Rank()
 
 
-def rank_of(plan: ParallelPlan, stage: int = 0) -> Rank:
-    """Return a representative rank of a plan's pipeline stage `stage`."""
+def build_rank(plan: ParallelPlan, stage: int = 0) -> Rank:
+    """Return a rank of pipeline stage `stage` of a plan."""
     shards = plan.shard * plan.sequence if plan.sharded else 1
     in_flight = min(plan.stages - stage, plan.microbatches) if plan.schedule == "1f1b" else plan.microbatches
     return Rank(
@@ -112,16 +112,16 @@ def rank_of(plan: ParallelPlan, stage: int = 0) -> Rank:
     )  # fmt: skip
 
 
-def ranks_in(subject: Subject, plan: MethodPlan, parallel: str, gpus: int) -> list[Rank]:
-    """Return one rank of each kind in the plan `parallel` over `gpus` GPUs; "" is a single GPU.
+def list_ranks(subject: EstimatedModel, plan: MethodPlan, parallel: str, gpus: int) -> list[Rank]:
+    """Return a rank of each pipeline stage of the plan `parallel` over `gpus` GPUs; "" is a single GPU.
     Raises UsageError: `parallel` is no plan, or the model does not support it; the message has the nearest plan."""
     if not parallel:
-        return [ALONE]
+        return [SINGLE_GPU]
     spread = parse_plan(parallel, gpus)
     if spread.layers > 1:
         hint = "memprof profile --mode inference runs it"
         raise UsageError("the closed form has no layers over GPUs", value=f"--parallel {parallel}", hint=hint)
-    fields = plan.spec_fields()
+    fields = plan.build_spec_fields()
     asked = {name: fields[name] for name in ("mode", "adapter", "quantize") if name in fields}
     spec = TargetSpec(model="-", parallel=parallel, gpus=gpus, **asked)  # type: ignore[arg-type]
     check_plan(spread, spec, "causal-lm", subject.config)
@@ -129,4 +129,4 @@ def ranks_in(subject: Subject, plan: MethodPlan, parallel: str, gpus: int) -> li
         problem = "a chunked loss needs a head that is whole, and none that a schedule calls"
         hint = "leave out --chunked-loss, or give fsdp, cp or ulysses"
         raise UsageError(problem, value=f"--parallel {parallel}", hint=hint)
-    return [rank_of(spread, stage) for stage in range(spread.stages)]
+    return [build_rank(spread, stage) for stage in range(spread.stages)]

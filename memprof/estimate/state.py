@@ -1,31 +1,31 @@
-"""Memory that does not depend on tokens (weights, gradients, optimizer state), and a layer's settings."""
+"""Memory that does not depend on tokens (weights, gradients, optimizer state), and the settings of a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memprof.estimate.geometry import DecoderGeometry, Subject
-from memprof.estimate.methods import FORMATS, MethodPlan
-from memprof.estimate.projections import Setting
+from memprof.estimate.geometry import DecoderGeometry, EstimatedModel
+from memprof.estimate.methods import CHECKPOINT_FORMATS, MethodPlan
+from memprof.estimate.projections import LayerSettings
 from memprof.estimate.tape import FLOAT32
 from memprof.units import KIB
 
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) * KIB
-# Per thread that multiplies matrices (aten/src/ATen/cuda/CublasHandlePool.cpp); on compute capability 9.0 the larger
-# one. A training step has two such threads, the program's and autograd's.
+# cuBLAS' workspace per thread (aten/src/ATen/cuda/CublasHandlePool.cpp), larger on compute capability 9.0. A training
+# step has two threads, the program's and autograd's.
 CUBLAS_WORKSPACE_HOPPER = 4096 * 8 * KIB
-BLOCK = 512  # The caching allocator rounds to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+ALLOCATOR_BLOCK = 512  # Unit of allocation (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 NF4_BLOCK = 64
 NF4_SCALE_BLOCK = 256  # Weights per scale, and scales per scale of theirs (bitsandbytes/functional.py, quantize_4bit).
 STATE_BLOCK = 256
 # 8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim).
-SMALLEST_8BIT = 4096
+MIN_8BIT_ELEMENTS = 4096
 # Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (checkpoints' quantization_config).
 FORMAT_GROUP = 128
 # Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
 # (torch/optim/*.py, the _multi_tensor functions).
-STATES = {
+OPTIMIZER_STATES = {
     "adamw": (2, 1), "adam": (2, 1), "sgd": (0, 0), "sgd-momentum": (1, 0), "adagrad": (1, 2), "rmsprop": (1, 1),
     "none": (0, 0),
 }  # fmt: skip
@@ -53,59 +53,61 @@ class PeakMoment:
 
 @dataclass(frozen=True, slots=True)
 class StaticMemory:
-    """Bytes of weights, gradients and optimizer state."""
+    """Bytes of weights, gradients, optimizer state and its temporaries."""
 
     parameters: int
-    trained: int  # Elements that are trained.
+    trained: int  # Number of trained elements.
     gradients: int
     optimizer: int
-    temporaries: int  # Of the optimizer step.
+    temporaries: int  # Temporaries of the optimizer step.
 
 
-def state(subject: Subject, plan: MethodPlan) -> StaticMemory:
+def compute_static_memory(subject: EstimatedModel, plan: MethodPlan) -> StaticMemory:
     """Return the bytes of weights, gradients and optimizer state; quantized weights require a geometry."""
     g = subject.geometry
     count = subject.num_parameters
-    # Where only the number was given, the shape comes near it.
-    parameters = count * plan.item if g is None else round(_weight_bytes(g, plan) * count / g.num_parameters)
+    # A derived shape has approximately the given number of parameters.
+    parameters = count * plan.itemsize if g is None else round(_weight_bytes(g, plan) * count / g.num_parameters)
     kind = plan.method.kind
     if not plan.method.trains:
         return StaticMemory(parameters, 0, 0, 0, 0)
     if kind == "lora":
-        adapted = [] if g is None else [g.matrices()[name][:2] for name in g.lora_targets(plan.lora_targets)]
+        adapted = (
+            [] if g is None else [g.list_matrices()[name][:2] for name in g.resolve_lora_targets(plan.lora_targets)]
+        )
         trained = 0 if g is None else g.layers * plan.lora_rank * sum(map(sum, adapted))
         return _memory_with_optimizer(plan, parameters + FLOAT32 * trained, trained, FLOAT32)
-    item = plan.item
+    itemsize = plan.itemsize
     if kind == "adamw-8bit":
         optimizer = 2 * count + 2 * FLOAT32 * count // STATE_BLOCK
-        if g is not None:  # what is small
-            small = g.norm_parameters if max(g.hidden, g.head_dim) < SMALLEST_8BIT else 0
+        if g is not None:  # small tensors keep float32 states
+            small = g.norm_parameters if max(g.hidden, g.head_dim) < MIN_8BIT_ELEMENTS else 0
             optimizer += (2 * FLOAT32 - 2) * small
-        return StaticMemory(parameters, count, item * count, optimizer, 0)
-    return _memory_with_optimizer(plan, parameters, count, item)
+        return StaticMemory(parameters, count, itemsize * count, optimizer, 0)
+    return _memory_with_optimizer(plan, parameters, count, itemsize)
 
 
-def _memory_with_optimizer(plan: MethodPlan, parameters: int, trained: int, item: int) -> StaticMemory:
-    each = item * trained
+def _memory_with_optimizer(plan: MethodPlan, parameters: int, trained: int, itemsize: int) -> StaticMemory:
+    each = itemsize * trained
     if plan.optimizer in QUANTIZED_STATES:
         return StaticMemory(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)
-    elements, temporaries = STATES[plan.optimizer]
+    elements, temporaries = OPTIMIZER_STATES[plan.optimizer]
     return StaticMemory(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
 
 
 def _weight_bytes(g: DecoderGeometry, plan: MethodPlan) -> int:
     if not plan.quantized:
-        return g.num_parameters * plan.item
-    matrices = [(rows * columns, columns) for rows, columns, _ in g.matrices().values()]
+        return g.num_parameters * plan.itemsize
+    matrices = [(rows * columns, columns) for rows, columns, _ in g.list_matrices().values()]
     quantized = g.layers * sum(size for size, _ in matrices)
-    rest = (g.num_parameters - quantized) * plan.item
+    rest = (g.num_parameters - quantized) * plan.itemsize
     if plan.quantized == "fp8":
         return rest + quantized + FLOAT32 * quantized // FORMAT_GROUP**2
-    if plan.quantized in FORMATS:
+    if plan.quantized in CHECKPOINT_FORMATS:
         # Packed integers; per group and column a scale in half precision and a zero; GPTQ's group of each row.
         bits = 8 if plan.quantized.endswith("8") else 4
         packed = quantized * bits // 8 + quantized // FORMAT_GROUP * (16 + bits) // 8
-        rows = sum(rows for rows, _, _ in g.matrices().values()) if plan.quantized.startswith("gptq") else 0
+        rows = sum(rows for rows, _, _ in g.list_matrices().values()) if plan.quantized.startswith("gptq") else 0
         return rest + packed + FLOAT32 * g.layers * rows
     if plan.quantized == "int8":
         # A byte each, and a float32 scale per row.
@@ -113,24 +115,24 @@ def _weight_bytes(g: DecoderGeometry, plan: MethodPlan) -> int:
     scales = (size // NF4_BLOCK + FLOAT32 * size // NF4_BLOCK // NF4_SCALE_BLOCK for size, _ in matrices)
     each = sum(size // 2 for size, _ in matrices) + sum(scales)
     # Two tables and an offset for each matrix.
-    return rest + g.layers * (each + len(matrices) * 4 * BLOCK)
+    return rest + g.layers * (each + len(matrices) * 4 * ALLOCATOR_BLOCK)
 
 
-def setting_of(g: DecoderGeometry, plan: MethodPlan, batch_size: int, context_length: int) -> Setting:
-    """Return the settings of the layers."""
+def build_settings(g: DecoderGeometry, plan: MethodPlan, batch_size: int, context_length: int) -> LayerSettings:
+    """Return the settings of the layers for a plan, batch size and context length."""
     lora = plan.method.kind == "lora"
-    return Setting(
-        g, batch_size, context_length, plan.item, training=plan.method.trains,
+    return LayerSettings(
+        g, batch_size, context_length, plan.itemsize, training=plan.method.trains,
         trains_weights=plan.method.trains and not lora, amp=plan.amp, quantize=plan.quantized,
-        lora_rank=plan.lora_rank if lora else 0, lora_targets=g.lora_targets(plan.lora_targets) if lora else (),
+        lora_rank=plan.lora_rank if lora else 0, lora_targets=g.resolve_lora_targets(plan.lora_targets) if lora else (),
         padded=plan.padded, cache=plan.method.kind == "inference",
     )  # fmt: skip
 
 
-def positions(setting: Setting) -> int:
-    """Return the bytes of cosines and sines, and of the mask if a window is shorter than the context."""
+def sum_position_bytes(setting: LayerSettings) -> int:
+    """Return the bytes of the cosines and sines of rotary positions, and of the attention mask if there is one."""
     g = setting.geometry
-    rotary = 2 * setting.context_length * int(g.head_dim * g.rotary) * setting.stream_item
+    rotary_fraction = 2 * setting.context_length * int(g.head_dim * g.rotary_fraction) * setting.stream_itemsize
     both = 2 if g.family == "gemma3_text" else 1  # one for each kind of layer
     masks = (2 if g.family.startswith("gemma") else 1) * (setting.batch_size if setting.padded else 1)
-    return both * rotary + masks * setting.context_length**2 * setting.masked
+    return both * rotary_fraction + masks * setting.context_length**2 * setting.has_mask

@@ -1,4 +1,4 @@
-"""The table of an estimate: a cell for every method and dtype, its band, and the GPUs that it fits."""
+"""The table of an estimate: a cell per method and dtype, with its band and the GPUs that it fits."""
 
 from __future__ import annotations
 
@@ -14,38 +14,44 @@ from typing import Any
 from memprof.device.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.errors import UsageError, unknown_name
-from memprof.estimate.geometry import Subject
-from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, MethodPlan
+from memprof.estimate.geometry import EstimatedModel
+from memprof.estimate.methods import CHECKPOINT_FORMATS, METHODS, WEIGHT_DTYPES, Method, MethodPlan
 from memprof.estimate.options import EstimateOptions
-from memprof.estimate.peaks import moments
-from memprof.estimate.ranks import ALONE, Rank, ranks_in
-from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, PeakMoment
+from memprof.estimate.peaks import list_moments
+from memprof.estimate.ranks import SINGLE_GPU, Rank, list_ranks
+from memprof.estimate.state import (
+    CUBLAS_WORKSPACE,
+    CUBLAS_WORKSPACE_HOPPER,
+    OPTIMIZER_STATES,
+    QUANTIZED_STATES,
+    PeakMoment,
+)
 from memprof.spec import MANY_STEPS
 from memprof.workload.lengths import parse_lengths
 
 FITS, BORDERLINE, NO = "fits", "borderline", "no"
-# Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's.
-KINDS = ALLOCATED, RESERVED, DEVICE_USED = "allocated", "reserved", "device used"
+# What measurements are of: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi.
+MEMORY_KINDS = ALLOCATED, RESERVED, DEVICE_USED = "allocated", "reserved", "device used"
 DEFAULT_CONTEXT = 2048
 _DEFAULT_OPTIONS = EstimateOptions()
 # The columns for bitsandbytes' formats; both formats of 4 bits take the same memory.
 _COLUMN_BY_FORMAT = {"nf4": "int4", "fp4": "int4"}
 
-_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+_OPTIMIZER_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 
 VARYING = "varying lengths"
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The deviation of published figures of one kind from the closed form, as fractions, without the CUDA context."""
+    """The range of deviations of published measurements from the closed form, as fractions, for one type of memory."""
 
     low: float
     high: float
-    figures: int = 0  # The number of published figures.
-    sources: int = 0
-    inside: float = 0.0  # The fraction of published figures within the band.
-    held_out: float = 0.0  # The same fraction by leave-one-out: for figures of a source, a band without this source.
+    figures: int = 0  # Number of published measurements.
+    sources: int = 0  # Number of their sources.
+    inside: float = 0.0  # Fraction of the measurements within the band.
+    held_out: float = 0.0  # The same fraction, cross-validated: each source with a band from the other sources.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +60,9 @@ class Cell:
 
     plan: MethodPlan
     moments: tuple[PeakMoment, ...]
-    derived: bool  # The shape was derived from the number of parameters.
-    strategy: str = ""  # The parallel strategy; amounts are those of one GPU.
-    rank: Rank = ALONE  # The rank that the amounts belong to.
+    is_derived: bool  # Whether the cell depends on a shape derived from the number of parameters.
+    strategy: str = ""  # The parallel strategy; bytes are those of one GPU.
+    rank: Rank = SINGLE_GPU  # The rank of the bytes.
 
     @property
     def method(self) -> Method:
@@ -66,7 +72,9 @@ class Cell:
     @property
     def title(self) -> str:
         """Return the title of the cell's row, with the requested optimizer."""
-        return self.method.title.replace(", AdamW", f", {_NAMES.get(self.plan.optimizer, self.plan.optimizer)}")
+        return self.method.title.replace(
+            ", AdamW", f", {_OPTIMIZER_NAMES.get(self.plan.optimizer, self.plan.optimizer)}"
+        )
 
     @property
     def peak(self) -> PeakMoment:
@@ -82,17 +90,17 @@ class Cell:
     def reserved_bytes(self) -> int:
         """Return the reserved bytes at the peak: allocated bytes and cached blocks."""
         key = self.cached_key
-        whole = self.of_tokens_bytes if key.startswith(VARYING) else self.allocated_bytes
+        whole = self.token_bytes if key.startswith(VARYING) else self.allocated_bytes
         return self.allocated_bytes + round(float(_read_bands()["cached"][key]) * whole)
 
     @property
-    def of_tokens_bytes(self) -> int:
-        """Return the maximum sum of activations, logits and loss over all moments."""
+    def token_bytes(self) -> int:
+        """Return the maximum over all moments of activations, logits and loss, in bytes."""
         return max(moment.terms["activations"] + moment.terms["logits and loss"] for moment in self.moments)
 
     @property
     def cached_key(self) -> str:
-        """Return the key in bands.json of the measured fraction of cached memory: the method, and the peak's moment."""
+        """Return the key of the cell's fraction of cached memory in bands.json, by method and peak."""
         name = self.method.key.removesuffix("-checkpointing")
         if not self.method.trains:
             return name
@@ -107,19 +115,19 @@ class Cell:
         """Return the device memory used: reserved bytes and the CUDA context."""
         return self.reserved_bytes + CONTEXT_BYTES
 
-    def figures(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
-        """Return the estimate, and its minimum and maximum by the band, for each kind of figure."""
+    def compute_ranges(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
+        """Return estimate, minimum and maximum in bytes for each of MEMORY_KINDS; the limits are those of the band."""
         extra, workspace = 0, self.peak.terms.get("library workspace", 0)
         if gpu is not None and gpu.compute_capability[0] == 9:
             extra = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
         allocated, reserved = self.allocated_bytes + extra, self.reserved_bytes + extra
         found = {}
-        for kind in KINDS:
+        for kind in MEMORY_KINDS:
             size = allocated if kind == ALLOCATED else reserved
-            band = band_of(kind)
+            band = read_band(kind)
             if self.method.kind == "weights":  # exact, except for as much cached memory as in inference
                 band = Band(0.0, 0.0 if kind == ALLOCATED else _read_bands()["cached"]["inference"])
-            # A program that empties its cache, as the allocator does on a full GPU, reserves only its allocated bytes.
+            # With an emptied cache, as on a full GPU, only the allocated bytes are reserved.
             limits = (min(round(size * (1 + band.low)), allocated), round(size * (1 + band.high)))
             likely = CONTEXT_BYTES if gpu is None else gpu.context_bytes
             context = (likely, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
@@ -127,9 +135,9 @@ class Cell:
             found[kind] = (size + context[0], low, high)
         return found
 
-    def on(self, gpu: Gpu) -> str:
-        """Return the verdict for a GPU (fits, borderline or no), by the band of the device memory used."""
-        _, low, high = self.figures(gpu)[DEVICE_USED]
+    def judge_fit(self, gpu: Gpu) -> str:
+        """Return the verdict for a GPU (fits, borderline or no), from the range of device memory used."""
+        _, low, high = self.compute_ranges(gpu)[DEVICE_USED]
         if high <= gpu.total_bytes:
             return FITS
         return NO if low > gpu.total_bytes else BORDERLINE
@@ -139,7 +147,7 @@ class Cell:
 class Estimate:
     """The table of an estimate, with its inputs."""
 
-    subject: Subject
+    subject: EstimatedModel
     dtype: str  # The requested column.
     batch_size: int
     context_length: int
@@ -150,21 +158,21 @@ class Estimate:
     cells: dict[tuple[str, str], Cell]
     sharded: tuple[Cell, ...]  # The same column on several GPUs, by each strategy.
 
-    def plans(self) -> list[MethodPlan]:
-        """Return the plans of the requested column that a run can have: all methods but "weights"."""
+    def list_plans(self) -> list[MethodPlan]:
+        """Return the plans of the requested dtype that can be run: all methods except "weights"."""
         shared = next(iter(self.cells.values())).plan
         made = (dataclasses.replace(shared, method=method, column=self.dtype) for method in METHODS)
-        return [plan for plan in made if plan.method.kind != "weights" and plan.method.applies(self.dtype)]
+        return [plan for plan in made if plan.method.kind != "weights" and plan.method.supports(self.dtype)]
 
-    def column(self) -> list[Cell]:
-        """Return the cells of the requested column."""
+    def list_column(self) -> list[Cell]:
+        """Return the cells of the requested dtype."""
         found = [self.cells.get((method.key, self.dtype)) for method in METHODS]
         return [cell for cell in found if cell is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
-    """The outcome of a run on the virtual GPU."""
+class SimulatedRun:
+    """The peak of a run on the virtual GPU, to compare with an estimate."""
 
     stage: str  # The stage with the peak.
     allocated_bytes: int
@@ -180,34 +188,34 @@ STRATEGIES: tuple[tuple[str, Callable[[int], Rank]], ...] = (
 )
 
 
-def column_of(dtype: str) -> str:
-    """Return the column of a dtype or quantized format. Raises UsageError: the table has no such column."""
+def find_column(dtype: str) -> str:
+    """Return the column of a dtype or quantization. Raises UsageError: the table has no such column."""
     name = _COLUMN_BY_FORMAT.get(dtype, dtype)
-    if name not in COLUMNS + FORMATS:
-        raise unknown_name("dtype", dtype, COLUMNS + FORMATS)
+    if name not in WEIGHT_DTYPES + CHECKPOINT_FORMATS:
+        raise unknown_name("dtype", dtype, WEIGHT_DTYPES + CHECKPOINT_FORMATS)
     return name
 
 
-def highest_cell(
-    subject: Subject, plan: MethodPlan, batch_size: int, context_length: int, parallel: str, gpus: int
+def find_highest_cell(
+    subject: EstimatedModel, plan: MethodPlan, batch_size: int, context_length: int, parallel: str, gpus: int
 ) -> Cell:
-    """Return the cell of the rank with the highest peak, for training over `gpus` GPUs with the plan `parallel`.
+    """Return the cell of the rank with the highest peak, for training with the plan `parallel` over `gpus` GPUs.
 
-    An empty `parallel` is one GPU. Batch size and context length are a rank's before its sequences are divided. Raises
-    UsageError: as `ranks_in`.
+    An empty `parallel` is one GPU. Batch size and context length are those of a rank before sequences are divided.
+    Raises UsageError: as `list_ranks`.
     """
     found = (
-        Cell(plan, moments(subject, plan, batch_size, context_length, rank), subject.derived, parallel, rank)
-        for rank in ranks_in(subject, plan, parallel, gpus)
+        Cell(plan, list_moments(subject, plan, batch_size, context_length, rank), subject.is_derived, parallel, rank)
+        for rank in list_ranks(subject, plan, parallel, gpus)
     )
     return max(found, key=lambda cell: cell.allocated_bytes)
 
 
-def build_estimate(subject: Subject, options: EstimateOptions = _DEFAULT_OPTIONS) -> Estimate:
-    """Return the estimates of every method in every dtype, for `subject` with `options`.
+def build_estimate(subject: EstimatedModel, options: EstimateOptions = _DEFAULT_OPTIONS) -> Estimate:
+    """Return the estimates of all methods in all dtypes.
 
-    The default context length is 2,048 tokens, or the model's number of positions if smaller. With `lengths`, the
-    longest batch determines the estimate. Raises UsageError: a value is out of range.
+    The default context length is 2,048 tokens, or the model's maximum if smaller. With `lengths`, the longest batch
+    determines the estimate. Raises UsageError: an option is out of range.
     """
     new_tokens = 1 if options.new_tokens is None else options.new_tokens
     batch_size, gpus, parallel = options.batch_size, options.gpus, options.parallel
@@ -215,11 +223,11 @@ def build_estimate(subject: Subject, options: EstimateOptions = _DEFAULT_OPTIONS
     for flag, value in counts.items():
         if value < 1:
             raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
-    if options.optimizer not in STATES | QUANTIZED_STATES:
-        raise unknown_name("--optimizer", options.optimizer, (*STATES, *QUANTIZED_STATES))
+    if options.optimizer not in OPTIMIZER_STATES | QUANTIZED_STATES:
+        raise unknown_name("--optimizer", options.optimizer, (*OPTIMIZER_STATES, *QUANTIZED_STATES))
     context = _context_length(subject, options)
-    column = column_of(options.quantize or options.dtype or "bfloat16")
-    columns = tuple(dict.fromkeys((*COLUMNS, column)))
+    column = find_column(options.quantize or options.dtype or "bfloat16")
+    columns = tuple(dict.fromkeys((*WEIGHT_DTYPES, column)))
 
     def cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
         plan = MethodPlan(
@@ -228,29 +236,29 @@ def build_estimate(subject: Subject, options: EstimateOptions = _DEFAULT_OPTIONS
             options.chunked_loss and method.trains,
         )  # fmt: skip
         if parallel is not None and strategy == parallel:
-            return highest_cell(subject, plan, batch_size, context, parallel, gpus)
-        if not method.applies(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
+            return find_highest_cell(subject, plan, batch_size, context, parallel, gpus)
+        if not method.supports(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
             return None
-        found = moments(subject, plan, batch_size, context, rank)
-        derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
-        return Cell(plan, found, derived, strategy)
+        found = list_moments(subject, plan, batch_size, context, rank)
+        is_derived = subject.is_derived and (method.kind != "weights" or bool(plan.quantized))
+        return Cell(plan, found, is_derived, strategy)
 
-    made = {(method.key, name): cell(method, name, ALONE) for method in METHODS for name in columns}
+    made = {(method.key, name): cell(method, name, SINGLE_GPU) for method in METHODS for name in columns}
     cells = {key: one for key, one in made.items() if one is not None}
     divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
-    strategies = STRATEGIES if parallel is None else ((parallel, lambda n: ALONE),)
+    strategies = STRATEGIES if parallel is None else ((parallel, lambda n: SINGLE_GPU),)
     spread = (
         cell(method, column, rank(gpus), strategy)
         for method in divided
         for strategy, rank in strategies
-        if method.applies(column)
+        if method.supports(column)
     )
     sharded = tuple(one for one in spread if one is not None)
     return Estimate(subject, column, batch_size, context, options.lora_rank, options.lengths, gpus, cells, sharded)
 
 
-def _context_length(subject: Subject, options: EstimateOptions) -> int:
-    """Return the context length in tokens; with varying lengths, the length of a profile's longest batch."""
+def _context_length(subject: EstimatedModel, options: EstimateOptions) -> int:
+    """Return the context length in tokens; with varying lengths, that of the longest batch."""
     geometry, requested = subject.geometry, options.context_length
     limit = None if geometry is None else geometry.max_positions
     if options.lengths is not None:
@@ -260,25 +268,25 @@ def _context_length(subject: Subject, options: EstimateOptions) -> int:
         return DEFAULT_CONTEXT if limit is None else min(DEFAULT_CONTEXT, limit)
     if requested < 1:
         raise UsageError("--context-length must be at least 1", value=requested, hint="give a positive whole number")
-    if geometry is not None and geometry.positions and limit is not None and requested > limit:
+    if geometry is not None and geometry.num_positions and limit is not None and requested > limit:
         problem = f"{subject.name} has positions for {limit:,} tokens"
         raise UsageError(problem, value=f"--context-length {requested}", hint="give less")
     return requested
 
 
-def verdicts_by_gpu(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the verdict of a cell for every GPU, by the GPU's key."""
-    return {gpu.key: cell.on(gpu) for gpu in gpus}
+def judge_gpus(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the verdict of a cell for each GPU, by the GPU's key."""
+    return {gpu.key: cell.judge_fit(gpu) for gpu in gpus}
 
 
 @cache
 def _read_bands() -> dict[str, Any]:
-    """Return bands.json, as `python -m tests.benchmarks.estimate --write` and `...estimate_published` measured it."""
+    """Return bands.json, which `python -m tests.benchmarks.estimate --write` and `...estimate_published` write."""
     text = files("memprof.estimate").joinpath("bands.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
-def band_of(kind: str) -> Band:
-    """Return the measured band of a kind of figure (one of KINDS)."""
+def read_band(kind: str) -> Band:
+    """Return the band of one of MEMORY_KINDS, from published measurements."""
     return Band(**_read_bands()["published"][kind])

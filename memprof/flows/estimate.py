@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from memprof.estimate.geometry import Subject
+from memprof.estimate.geometry import EstimatedModel
 from memprof.estimate.methods import MethodPlan
-from memprof.estimate.table import Simulated
+from memprof.estimate.table import SimulatedRun
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 
@@ -17,7 +17,7 @@ UNLIMITED = 8 << 40  # bytes of a virtual A100 on which everything fits
 
 
 def simulate(
-    subject: Subject,
+    subject: EstimatedModel,
     plan: MethodPlan,
     batch_size: int,
     context_length: int | None,
@@ -26,7 +26,7 @@ def simulate(
     steps: int | None = None,
     parallel: str | None = None,
     gpus: int = 1,
-) -> Simulated:
+) -> SimulatedRun:
     """Run `plan` on a virtual GPU of unlimited capacity.
 
     Args:
@@ -40,12 +40,12 @@ def simulate(
     Raises:
         MemprofError: the model cannot be built or run.
     """
-    fields = plan.spec_fields()
+    fields = plan.build_spec_fields()
     if plan.method.kind == "lora" and subject.geometry is not None:
-        fields["lora_targets"] = plan.lora_targets or subject.geometry.lora_modules
+        fields["lora_targets"] = plan.lora_targets or subject.geometry.default_lora_modules
     with tempfile.TemporaryDirectory() as folder:
         model = subject.path or subject.name
-        if subject.derived:
+        if subject.is_derived:
             model = str(Path(folder) / "config.json")
             Path(model).write_text(json.dumps(dict(subject.config)), encoding="utf-8")
         spec = TargetSpec(
@@ -66,5 +66,5 @@ def simulate(
     if highest is not None and highest.peak_allocated_bytes > peak.allocated_bytes:
         # The report in full is of the rank that needs most, with what the allocator keeps.
         required = document.verdict.required_bytes
-        return Simulated(highest.peak_stage, highest.peak_allocated_bytes, required, dict(highest.categories))
-    return Simulated(peak.stage, peak.allocated_bytes, document.verdict.required_bytes, dict(peak.categories))
+        return SimulatedRun(highest.peak_stage, highest.peak_allocated_bytes, required, dict(highest.categories))
+    return SimulatedRun(peak.stage, peak.allocated_bytes, document.verdict.required_bytes, dict(peak.categories))

@@ -7,10 +7,10 @@ import pytest
 
 from memprof.device.catalog import custom_gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.estimate.geometry import from_model, from_params
-from memprof.estimate.methods import BY_KEY, MethodPlan
+from memprof.estimate.geometry import build_from_model, build_from_params
+from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
-from memprof.estimate.table import DEVICE_USED, FITS, KINDS, NO, band_of, build_estimate
+from memprof.estimate.table import DEVICE_USED, FITS, MEMORY_KINDS, NO, build_estimate, read_band
 from memprof.flows.estimate import simulate
 from tests.accuracy.published.rows import read_rows
 from tests.benchmarks import estimate_published
@@ -33,7 +33,7 @@ SAMPLE = [
 
 
 def compared(model, method, dtype, batch_size, context_length, **asked):
-    subject = from_model(model)
+    subject = build_from_model(model)
     answer = build_estimate(subject, EstimateOptions(context_length=context_length, batch_size=batch_size, **asked))
     cell = answer.cells[method, dtype]
     return cell, simulate(subject, cell.plan, batch_size, answer.context_length)
@@ -46,12 +46,12 @@ BY_DAY = [SAMPLE[at] for at in (0, 3, 4, 7, 9)]  # Each method, and what is chec
 def test_within_the_stated_band(model, method, dtype, batch_size, context_length):
     cell, run = compared(model, method, dtype, batch_size, context_length)
     assert cell.allocated_bytes == pytest.approx(run.allocated_bytes, rel=0.05)
-    _, low, high = cell.figures()[DEVICE_USED]
+    _, low, high = cell.compute_ranges()[DEVICE_USED]
     assert low - 1e-9 * low <= run.allocated_bytes + CONTEXT_BYTES
     assert run.required_bytes <= high
     # And so no verdict is wrong: a GPU on which it "fits" has all that is reserved, one with "no" less than is needed.
-    assert cell.on(custom_gpu(run.required_bytes - 1)) != FITS
-    assert cell.on(custom_gpu(run.required_bytes)) != NO
+    assert cell.judge_fit(custom_gpu(run.required_bytes - 1)) != FITS
+    assert cell.judge_fit(custom_gpu(run.required_bytes)) != NO
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_windows_of_some_layers():
 def test_padding_keeps_a_mask_in_each_layer(tmp_path):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("200 512 300 400")
-    subject = from_model("smollm-135m")
+    subject = build_from_model("smollm-135m")
     answer = build_estimate(subject, EstimateOptions(lengths=str(lengths), batch_size=2))
     cell = answer.cells["lora", "bfloat16"]
     run = simulate(subject, cell.plan, 2, answer.context_length, lengths=str(lengths), steps=3)
@@ -92,12 +92,12 @@ def test_published_figures(shared_dir):
     asked, reasons = estimate_published.ask(rows)
     assert len(asked) + reasons.total() == len(rows)
     stated = estimate_published.measured(asked)
-    assert stated == {kind: asdict(band_of(kind)) for kind in KINDS}
+    assert stated == {kind: asdict(read_band(kind)) for kind in MEMORY_KINDS}
     assert statistics.mean(row.inside for row in asked) >= 0.85
 
 
 def test_a_number_of_parameters_is_simulated_in_its_shape():
-    subject = from_params("30M")
+    subject = build_from_params("30M")
     cell = build_estimate(subject, EstimateOptions(context_length=512)).cells["full", "bfloat16"]
-    run = simulate(subject, MethodPlan(BY_KEY["full"], "bfloat16"), 1, 512)
+    run = simulate(subject, MethodPlan(METHOD_BY_KEY["full"], "bfloat16"), 1, 512)
     assert cell.allocated_bytes == pytest.approx(run.allocated_bytes, rel=0.05)

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from memprof.estimate.geometry import from_model
-from memprof.estimate.methods import BY_KEY, MethodPlan
+from memprof.estimate.geometry import build_from_model
+from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import DEVICE_USED, Cell, build_estimate
 
@@ -95,7 +95,7 @@ class Row:
 
 
 def cell_of(model: str, method: str, dtype: str, batch_size: int, context: int, lengths: str = "") -> Cell:
-    subject = from_model(model)
+    subject = build_from_model(model)
     shape = {"context_length": context, "batch_size": batch_size, "lengths": lengths or None}
     return build_estimate(subject, EstimateOptions(**shape)).cells[method, dtype]  # type: ignore[arg-type]
 
@@ -103,9 +103,11 @@ def cell_of(model: str, method: str, dtype: str, batch_size: int, context: int, 
 def measure(model: str, method: str, dtype: str, batch_size: int, context_length: int, lengths: str = "") -> Row:
     from memprof.flows.estimate import simulate
 
-    subject = from_model(model)
+    subject = build_from_model(model)
     cell = cell_of(model, method, dtype, batch_size, context_length, lengths)
-    run = simulate(subject, MethodPlan(BY_KEY[method], dtype), batch_size, context_length, lengths=lengths or None)
+    run = simulate(
+        subject, MethodPlan(METHOD_BY_KEY[method], dtype), batch_size, context_length, lengths=lengths or None
+    )
     gc.collect()
     sizes = (cell.allocated_bytes, run.allocated_bytes, run.required_bytes)
     return Row(model, method, dtype, batch_size, context_length, *sizes, cell.peak.name, run.stage, lengths)
@@ -205,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         BANDS.write_text(json.dumps(bands, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
         return 0
-    beyond = [row for row in rows if row.required_bytes > cell_of(*row.case).figures()[DEVICE_USED][2]]
+    beyond = [row for row in rows if row.required_bytes > cell_of(*row.case).compute_ranges()[DEVICE_USED][2]]
     for row in beyond:
         print(f"beyond the stated band: {row.case}: {row.limits[1]:+.2%}")
     return 1 if beyond else 0

@@ -26,9 +26,9 @@ from typing import Any
 
 from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
-from memprof.estimate.geometry import Subject, from_model
+from memprof.estimate.geometry import EstimatedModel, build_from_model
 from memprof.estimate.options import EstimateOptions
-from memprof.estimate.table import ALLOCATED, DEVICE_USED, KINDS, RESERVED, _read_bands, build_estimate
+from memprof.estimate.table import ALLOCATED, DEVICE_USED, MEMORY_KINDS, RESERVED, _read_bands, build_estimate
 from tests.accuracy.published.rows import UNITS, Row, TableError, read_rows
 from tests.benchmarks.estimate import BANDS, PAGE
 
@@ -216,20 +216,20 @@ _SOURCES = {
 
 
 @cache
-def _configured(text: str) -> Subject:
+def _configured(text: str) -> EstimatedModel:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(text, encoding="utf-8")
-        return from_model(str(path))
+        return build_from_model(str(path))
 
 
 def answer(row: Row, question: Question) -> Asked:
     model = question.model
-    subject = from_model(model) if isinstance(model, str) else _configured(json.dumps(model))
+    subject = build_from_model(model) if isinstance(model, str) else _configured(json.dumps(model))
     answer = build_estimate(subject, EstimateOptions(dtype=question.dtype, **question.asked))
     cell = answer.cells[question.method, question.dtype]
     gpu = find_gpu(question.gpu) if question.gpu else None
-    figures = cell.figures(gpu)
+    figures = cell.compute_ranges(gpu)
     source = next(marker for marker in _SOURCES if marker in row.source)
     published = row.figure * (question.unit_bytes or UNITS[row.unit.split()[0]])
     context = (CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if question.kind == DEVICE_USED else (0, 0)
@@ -272,7 +272,7 @@ def _within(row: Asked, band: tuple[float, float]) -> bool:
 def measured(rows: Sequence[Asked]) -> dict[str, dict[str, float]]:
     """The bands, as bands.json has them. What is in use is what is reserved and the context: they share a band."""
     found = {}
-    for kind in KINDS:
+    for kind in MEMORY_KINDS:
         alike = [row for row in rows if (row.kind == ALLOCATED) == (kind == ALLOCATED)]
         mine = [row for row in rows if row.kind == kind]
         sources = {row.source for row in mine}
@@ -296,7 +296,7 @@ def table(asked: Sequence[Asked], reasons: Mapping[str, int]) -> str:
         "| kind of figure | source | figures | median | from | to | within the band |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
-    for kind in KINDS:
+    for kind in MEMORY_KINDS:
         mine = [row for row in asked if row.kind == kind]
         for source in (*dict.fromkeys(row.source for row in mine), ""):
             rows = [row for row in mine if source in ("", row.source)]

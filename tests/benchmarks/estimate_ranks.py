@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.estimate.geometry import from_model
-from memprof.estimate.methods import BY_KEY, MethodPlan
-from memprof.estimate.table import highest_cell
+from memprof.estimate.geometry import build_from_model
+from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
+from memprof.estimate.table import find_highest_cell
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "accuracy-tables.md"
@@ -84,10 +84,10 @@ def measure(case: Case) -> Row | None:
     from memprof.flows.estimate import simulate
 
     model, parallel, gpus, method, chunked, batch, context = case
-    subject = from_model(model)
-    plan = MethodPlan(BY_KEY[method], "bfloat16", chunked_loss=chunked)
+    subject = build_from_model(model)
+    plan = MethodPlan(METHOD_BY_KEY[method], "bfloat16", chunked_loss=chunked)
     try:
-        cell = highest_cell(subject, plan, batch, context, parallel, gpus)
+        cell = find_highest_cell(subject, plan, batch, context, parallel, gpus)
         run = simulate(subject, plan, batch, context, parallel=parallel, gpus=gpus)
     except UsageError as error:
         print(f"{model:18} {parallel:18} {error.line}", flush=True)
@@ -101,8 +101,10 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = Row(**json.loads(line))
-        plan = MethodPlan(BY_KEY[row.method], "bfloat16", chunked_loss=row.chunked_loss)
-        cell = highest_cell(from_model(row.model), plan, row.batch_size, row.context_length, row.plan, row.gpus)
+        plan = MethodPlan(METHOD_BY_KEY[row.method], "bfloat16", chunked_loss=row.chunked_loss)
+        cell = find_highest_cell(
+            build_from_model(row.model), plan, row.batch_size, row.context_length, row.plan, row.gpus
+        )
         rows.append(Row(**{**asdict(row), "estimated_bytes": cell.allocated_bytes, "estimated_moment": cell.peak.name}))
     return rows
 

@@ -6,10 +6,10 @@ import bisect
 from collections.abc import Callable
 
 from memprof.errors import UsageError
-from memprof.estimate.geometry import Subject, from_model, from_size
-from memprof.estimate.methods import BY_KEY, MethodPlan
+from memprof.estimate.geometry import EstimatedModel, build_from_model, build_from_size
+from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
 from memprof.estimate.state import QUANTIZED_STATES
-from memprof.estimate.table import highest_cell
+from memprof.estimate.table import find_highest_cell
 from memprof.flows.gpus import find_gpu_of
 from memprof.flows.recommend.plans import NEW_TOKENS, Activations, Goal, Plan
 from memprof.spec import TargetSpec
@@ -19,10 +19,10 @@ _GOAL_METHODS = {Goal.INFER: "inference", Goal.LORA: "lora", Goal.QLORA: "lora"}
 _COLUMNS = {"nf4": "int4", "int8": "int8", "float32": "float32"}
 
 
-def subject_of(spec: TargetSpec) -> Subject | None:
+def subject_of(spec: TargetSpec) -> EstimatedModel | None:
     """Return the model for the closed form; None if the closed form knows no model of this name, or only weights."""
     try:
-        found = (from_size if spec.model_is_size else from_model)(spec.model)
+        found = (build_from_size if spec.model_is_size else build_from_model)(spec.model)
     except UsageError:
         return None
     return found if found.geometry is not None else None
@@ -33,7 +33,7 @@ def method_plan_of(plan: Plan, base: TargetSpec) -> MethodPlan:
     key = _GOAL_METHODS.get(plan.goal) or _METHODS[plan.goal, plan.precision]
     is_checkpointed = plan.activations in (Activations.CHECKPOINTED, Activations.BOTH)
     return MethodPlan(
-        BY_KEY[f"{key}-checkpointing" if is_checkpointed else key],
+        METHOD_BY_KEY[f"{key}-checkpointing" if is_checkpointed else key],
         _COLUMNS.get(plan.precision, plan.half),
         lora_rank=base.lora_rank or 8,
         lora_targets=base.lora_targets,
@@ -49,7 +49,7 @@ def needed_bytes(plan: Plan, spec: TargetSpec) -> int | None:
     subject = subject_of(spec)
     if subject is None or spec.context_length is None:
         return None
-    cell = highest_cell(subject, method_plan_of(plan, spec), 1, spec.context_length, "", 1)
+    cell = find_highest_cell(subject, method_plan_of(plan, spec), 1, spec.context_length, "", 1)
     return cell.allocated_bytes + find_gpu_of(spec).context_bytes
 
 

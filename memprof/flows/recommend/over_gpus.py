@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from memprof.errors import MemprofError, UsageError
-from memprof.estimate.geometry import Subject
+from memprof.estimate.geometry import EstimatedModel
 from memprof.flows.gpus import GPUS_PER_MACHINE, find_gpu_of
 from memprof.flows.profile import count_parallel_runs
 from memprof.flows.recommend.answer import build_answer, rows_of
@@ -50,7 +50,7 @@ class OverGpus:
             self.batch = question.effective_batch or (question.micro_batch or 1) * self.gpus
         kinds = tiers(question.goal, self.runs.gpu, question.precision, question.half)
         self.tiers = [tier for tier in kinds if tier.optimizer == "adamw"]
-        self.subject: Subject | None = subject_of(spec)
+        self.subject: EstimatedModel | None = subject_of(spec)
         self.num_parallel = count_parallel_runs(spec)
         self.tried: dict[Way, Tried] = {}
 

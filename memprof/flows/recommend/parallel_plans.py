@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from memprof.device.catalog import Gpu
 from memprof.errors import UsageError
-from memprof.estimate.geometry import DecoderGeometry, Subject
-from memprof.estimate.table import highest_cell
+from memprof.estimate.geometry import DecoderGeometry, EstimatedModel
+from memprof.estimate.table import find_highest_cell
 from memprof.flows.recommend.closed_form import method_plan_of
 from memprof.flows.recommend.plans import Activations, Goal, Plan
 from memprof.spec import TargetSpec
@@ -52,7 +52,7 @@ def plans_over(gpus: int) -> list[str]:
     return [*found, *([f"tp={gpus}"] if gpus in powers else [])]
 
 
-def ways_of(tier: Plan, base: TargetSpec, subject: Subject | None, gpu: Gpu, gpus: int, batch: int) -> list[Way]:
+def ways_of(tier: Plan, base: TargetSpec, subject: EstimatedModel | None, gpu: Gpu, gpus: int, batch: int) -> list[Way]:
     """Return all ways to run `tier` over `gpus` GPUs, the quickest first; a step has `batch` sequences on all GPUs."""
     from memprof.workload.models import find_source
 
@@ -84,13 +84,13 @@ def _build_way(
     size: int,
     times: int,
     base: TargetSpec,
-    subject: Subject | None,
+    subject: EstimatedModel | None,
     gpu: Gpu,
 ) -> Way:
     if subject is None or subject.geometry is None or base.context_length is None:
         num_savings = (plan.activations is not Activations.KEPT) + plan.chunked_loss
         return Way(plan, parallel, spread, size, times, None, num_savings + 1 / size)
-    cell = highest_cell(subject, method_plan_of(plan, base), size, base.context_length, parallel, spread.size)
+    cell = find_highest_cell(subject, method_plan_of(plan, base), size, base.context_length, parallel, spread.size)
     seconds = _step_seconds(subject.geometry, plan, spread, size * base.context_length, times, base.context_length, gpu)
     return Way(plan, parallel, spread, size, times, cell.allocated_bytes + gpu.context_bytes, seconds)
 

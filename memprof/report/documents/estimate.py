@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from memprof.device.catalog import Gpu
-from memprof.estimate.explain import assumptions, formula, kept_tensors
+from memprof.estimate.explain import format_formula, list_assumptions, list_saved_tensors
 from memprof.estimate.table import (
     DEVICE_USED,
-    KINDS,
+    MEMORY_KINDS,
     RESERVED,
     Band,
     Cell,
     Estimate,
-    Simulated,
-    band_of,
-    verdicts_by_gpu,
+    SimulatedRun,
+    judge_gpus,
+    read_band,
 )
 from memprof.trace.json_values import JsonValue
 from memprof.version import __version__
@@ -99,7 +99,7 @@ _GEOMETRY_FIELDS = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim
 
 
 def build_estimate_document(
-    estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
+    estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, SimulatedRun] | None = None, *, explain: bool = False
 ) -> EstimateDocument:
     """Return the document of an estimate; `exact` are simulated runs by method, `explain` adds the formulas."""
     subject, g = estimate.subject, estimate.subject.geometry
@@ -107,10 +107,10 @@ def build_estimate_document(
         EstimateRow(
             method=cell.method.key,
             dtype=cell.plan.column,
-            depends_on_derived_geometry=cell.derived,
-            gpus=verdicts_by_gpu(cell, gpus),
-            formulas={name: formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
-            kept_per_layer_bytes_per_token=dict(kept_tensors(estimate, cell)) if explain else None,
+            depends_on_derived_geometry=cell.is_derived,
+            gpus=judge_gpus(cell, gpus),
+            formulas={name: format_formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
+            kept_per_layer_bytes_per_token=dict(list_saved_tensors(estimate, cell)) if explain else None,
             **_build_size_fields(cell),
         )
         for cell in estimate.cells.values()
@@ -118,13 +118,13 @@ def build_estimate_document(
     return EstimateDocument(
         target=EstimateTarget(
             subject.name,
-            subject.given,
+            subject.origin,
             subject.num_parameters,
             **{name: getattr(estimate, name) for name in _TARGET_FIELDS},
             geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY_FIELDS},
-            geometry_is_derived=subject.derived,
+            geometry_is_derived=subject.is_derived,
         ),
-        bands={kind: band_of(kind) for kind in KINDS},
+        bands={kind: read_band(kind) for kind in MEMORY_KINDS},
         estimates=tuple(rows),
         sharded=tuple(
             EstimateRow(
@@ -133,12 +133,12 @@ def build_estimate_document(
             for cell in estimate.sharded
         ),
         exact=None if exact is None else tuple(_build_simulated_row(estimate, key, run) for key, run in exact.items()),
-        assumptions=(*assumptions(estimate), *filter(None, (subject.why_no_geometry,))),
+        assumptions=(*list_assumptions(estimate), *filter(None, (subject.geometry_error,))),
     )
 
 
 def _build_size_fields(cell: Cell) -> dict[str, Any]:
-    figures = cell.figures()
+    figures = cell.compute_ranges()
     device, low, high = figures[DEVICE_USED]
     return {
         "moment": cell.peak.name,
@@ -152,7 +152,7 @@ def _build_size_fields(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _build_simulated_row(estimate: Estimate, key: str, run: Simulated) -> SimulatedRow:
+def _build_simulated_row(estimate: Estimate, key: str, run: SimulatedRun) -> SimulatedRow:
     cell = estimate.cells.get((key, estimate.dtype))
     error = None if cell is None else cell.allocated_bytes / run.allocated_bytes - 1
     categories = dict(run.categories)

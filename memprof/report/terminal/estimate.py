@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from memprof.device.catalog import Gpu
-from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept_tensors
-from memprof.estimate.methods import BY_KEY, COLUMNS, METHODS
+from memprof.estimate.explain import CONSTANTS, format_formula, list_assumptions, list_saved_tensors
+from memprof.estimate.methods import METHOD_BY_KEY, METHODS, WEIGHT_DTYPES
 from memprof.estimate.table import (
     BORDERLINE,
     DEVICE_USED,
     FITS,
-    KINDS,
+    MEMORY_KINDS,
     NO,
     Cell,
     Estimate,
-    Simulated,
-    band_of,
-    verdicts_by_gpu,
+    SimulatedRun,
+    judge_gpus,
+    read_band,
 )
 from memprof.report.terminal.layout import align_columns, note_dropped_columns, output_width, wrap_line
 from memprof.units import MIB, format_bytes, gib
@@ -26,7 +26,7 @@ from memprof.units import MIB, format_bytes, gib
 def render_estimate(
     estimate: Estimate,
     gpus: tuple[Gpu, ...],
-    exact: Mapping[str, Simulated] | None = None,
+    exact: Mapping[str, SimulatedRun] | None = None,
     *,
     explain: bool = False,
     quiet: bool = False,
@@ -50,7 +50,7 @@ def _wrap_line(line: str, width: int) -> list[str]:
 def _format_heading(estimate: Estimate) -> Iterator[str]:
     subject = estimate.subject
     weights = estimate.cells.get(("weights", estimate.dtype))
-    name = subject.name if subject.derived else f"{subject.name}: {subject.num_parameters:,} parameters"
+    name = subject.name if subject.is_derived else f"{subject.name}: {subject.num_parameters:,} parameters"
     size = None if weights is None else weights.allocated_bytes
     about = "" if size is None else f" in {estimate.dtype}: {format_bytes(size)} of weights ({size / 1e9:,.1f} GB)"
     yield name + about
@@ -59,22 +59,22 @@ def _format_heading(estimate: Estimate) -> Iterator[str]:
         at_most = f"{estimate.context_length:,} at most"
         tokens = f"batches of {estimate.batch_size} with lengths {estimate.lengths}: {at_most}"
     yield f"{tokens}. Closed form, in GiB; but for the weights, what is in use on the GPU."
-    if subject.derived:
+    if subject.is_derived:
         yield "~ depends on a shape that was derived from the number of parameters: a Llama of this size (--explain)"
-    if subject.why_no_geometry:
-        yield f"Weights alone: {subject.why_no_geometry}; --exact runs the model on the virtual GPU."
+    if subject.geometry_error:
+        yield f"Weights alone: {subject.geometry_error}; --exact runs the model on the virtual GPU."
 
 
 def _format_cell(cell: Cell | None) -> str:
     if cell is None:
         return "-"
     size = cell.allocated_bytes if cell.method.kind == "weights" else cell.device_bytes
-    return f"{'~' if cell.derived else ''}{gib(size)}"
+    return f"{'~' if cell.is_derived else ''}{gib(size)}"
 
 
 def _format_methods(estimate: Estimate) -> Iterator[str]:
     yield ""
-    columns = dict.fromkeys((*COLUMNS, estimate.dtype))
+    columns = dict.fromkeys((*WEIGHT_DTYPES, estimate.dtype))
     names = [f">{name}*" if name == estimate.dtype else f">{name}" for name in columns]
     rows = []
     for method in METHODS:
@@ -91,11 +91,11 @@ def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     headers += [f">{FITS}", f">{BORDERLINE}", f">{NO}", "smallest that fits"] if len(gpus) > 1 else ["verdict"]
     rows = []
     by_size = sorted(gpus, key=lambda gpu: gpu.total_bytes)
-    for cell in estimate.column():
-        figures = cell.figures()
+    for cell in estimate.list_column():
+        figures = cell.compute_ranges()
         device, low, high = (gib(size) for size in figures[DEVICE_USED])
-        row = [cell.title, *(gib(figures[kind][0]) for kind in KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
-        found = verdicts_by_gpu(cell, gpus)
+        row = [cell.title, *(gib(figures[kind][0]) for kind in MEMORY_KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
+        found = judge_gpus(cell, gpus)
         if len(gpus) == 1:
             rows.append([*row, found[gpus[0].key]])
             continue
@@ -106,8 +106,8 @@ def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
     yield f"Within the band a GPU is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
-    for kind in KINDS:
-        band = band_of(kind)
+    for kind in MEMORY_KINDS:
+        band = read_band(kind)
         width = f"{band.low:+.0%} to {band.high:+.0%}"
         yield (
             f"  {kind:11} {width:14} {band.inside:.0%} of {band.figures} figures within; {band.held_out:.0%} where "
@@ -133,11 +133,11 @@ def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], optiona
         yield note_dropped_columns(gone)
 
 
-def _format_simulated(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
+def _format_simulated(estimate: Estimate, exact: Mapping[str, SimulatedRun]) -> Iterator[str]:
     yield "Beside the virtual GPU, which ran the model (MiB allocated at the peak):"
     for key, run in exact.items():
         cell = estimate.cells.get((key, estimate.dtype))
-        title = BY_KEY[key].title.strip()
+        title = METHOD_BY_KEY[key].title.strip()
         if key.endswith("checkpointing"):
             title = f"{key.removesuffix('-checkpointing')} with checkpointing"
         if cell is None:
@@ -166,16 +166,16 @@ def _merge_terms(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str
 
 def _format_explanation(estimate: Estimate) -> Iterator[str]:
     yield f"{estimate.dtype}, term by term (MiB):"
-    for cell in estimate.column():
+    for cell in estimate.list_column():
         yield f"{cell.method.key}: the peak is at: {cell.peak.name}"
         for name, size in cell.peak.terms.items():
             if size:
-                yield f"  {name:18}{size / MIB:>12,.1f}  {formula(estimate, cell, name)}"
+                yield f"  {name:18}{size / MIB:>12,.1f}  {format_formula(estimate, cell, name)}"
     training = estimate.cells.get(("full", estimate.dtype)) or estimate.cells.get(("lora", estimate.dtype))
     if training is not None:
         yield ""
         yield f"What a layer keeps for the backward ({training.method.key}), in bytes per token:"
-        for name, per_token in kept_tensors(estimate, training):
+        for name, per_token in list_saved_tensors(estimate, training):
             yield f"  {per_token:>12,.0f}  {name}"
     yield ""
     yield "Constants:"
@@ -184,5 +184,5 @@ def _format_explanation(estimate: Estimate) -> Iterator[str]:
         yield f"      {constant.source}"
     yield ""
     yield "Assumptions:"
-    for sentence in assumptions(estimate):
+    for sentence in list_assumptions(estimate):
         yield f"  - {sentence}"

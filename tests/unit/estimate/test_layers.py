@@ -2,14 +2,14 @@
 
 import pytest
 
-from memprof.estimate.geometry import from_model
-from memprof.estimate.layers import kept_per_layer
-from memprof.estimate.projections import Setting
+from memprof.estimate.geometry import build_from_model
+from memprof.estimate.layers import record_layer
+from memprof.estimate.projections import LayerSettings
 
 
 def kept_per_token(model, **setting):
-    geometry = from_model(model).geometry
-    tape, kept = kept_per_layer(Setting(geometry, 1, 512, **{"item": 2, **setting}))
+    geometry = build_from_model(model).geometry
+    tape, kept = record_layer(LayerSettings(geometry, 1, 512, **{"itemsize": 2, **setting}))
     assert tape.training
     assert kept % 512 == 0
     return kept // 512
@@ -42,7 +42,8 @@ def test_opt_keeps_the_result_of_relu_and_dropout_masks():
 
 def test_grouped_heads_in_float32_make_scores():
     few, many = (
-        kept_per_layer(Setting(from_model("llama-3.2-1b").geometry, 1, length, 4))[1] / length for length in (512, 1024)
+        record_layer(LayerSettings(build_from_model("llama-3.2-1b").geometry, 1, length, 4))[1] / length
+        for length in (512, 1024)
     )
     assert many - few == 4 * 32 * 512
 
@@ -52,5 +53,5 @@ def test_grouped_heads_in_float32_make_scores():
 )
 def test_more_precision_and_more_trained_is_more(model):
     half = kept_per_token(model)
-    assert kept_per_token(model, trains_weights=False) < half < kept_per_token(model, item=4)
-    assert kept_per_token(model, item=4, amp=True) > half
+    assert kept_per_token(model, trains_weights=False) < half < kept_per_token(model, itemsize=4)
+    assert kept_per_token(model, itemsize=4, amp=True) > half

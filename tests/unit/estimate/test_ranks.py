@@ -7,16 +7,16 @@ import gc
 import pytest
 
 from memprof.errors import UsageError
-from memprof.estimate.geometry import from_model
-from memprof.estimate.methods import BY_KEY, MethodPlan
+from memprof.estimate.geometry import build_from_model
+from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
-from memprof.estimate.ranks import rank_of
-from memprof.estimate.table import build_estimate, highest_cell
+from memprof.estimate.ranks import build_rank
+from memprof.estimate.table import build_estimate, find_highest_cell
 from memprof.workload.plan import parse_plan
 from tests.benchmarks.estimate_ranks import MODELS, PLANS, Case, cases, measure
 from tests.lanes import by_day
 
-FULL = MethodPlan(BY_KEY["full"], "bfloat16")
+FULL = MethodPlan(METHOD_BY_KEY["full"], "bfloat16")
 
 
 def case(model: str, plan: str) -> Case:
@@ -42,33 +42,33 @@ def test_the_benchmark_is_of_many_models_and_plans():
 
 def test_shards_are_parts_of_the_whole():
     """Parameters, gradients and state of all ranks together are those of one GPU."""
-    subject = from_model("llama-3.1-8b")
-    alone = highest_cell(subject, FULL, 1, 1024, "", 1).moments[-1].terms
-    sharded = highest_cell(subject, FULL, 1, 1024, "fsdp", 8).moments[-1].terms
+    subject = build_from_model("llama-3.1-8b")
+    alone = find_highest_cell(subject, FULL, 1, 1024, "", 1).moments[-1].terms
+    sharded = find_highest_cell(subject, FULL, 1, 1024, "fsdp", 8).moments[-1].terms
     for name in ("parameters", "optimizer state", "gradients", "temporaries"):
         assert sharded[name] == pytest.approx(alone[name] / 8, rel=1e-6)
 
 
 def test_stages_have_all_layers():
-    subject = from_model("llama-3.1-8b")
+    subject = build_from_model("llama-3.1-8b")
     plan = parse_plan("pp=3:1f1b:microbatches=6", 3)
-    parts = [rank_of(plan, stage).elements(subject.geometry) for stage in range(3)]
+    parts = [build_rank(plan, stage).elements(subject.geometry) for stage in range(3)]
     assert [part.layers for part in parts] == [11, 11, 10]
     assert sum(part.all for part in parts) == subject.num_parameters
-    assert [rank_of(plan, stage).in_flight for stage in range(3)] == [3, 2, 1]
-    assert rank_of(parse_plan("pp=3:gpipe:microbatches=6", 3), 2).in_flight == 6
+    assert [build_rank(plan, stage).in_flight for stage in range(3)] == [3, 2, 1]
+    assert build_rank(parse_plan("pp=3:gpipe:microbatches=6", 3), 2).in_flight == 6
 
 
 def test_a_chunked_loss_takes_less():
-    subject = from_model("llama-3.2-1b")
-    chunked = MethodPlan(BY_KEY["full-checkpointing"], "bfloat16", chunked_loss=True)
-    whole = MethodPlan(BY_KEY["full-checkpointing"], "bfloat16")
-    sizes = [highest_cell(subject, plan, 4, 4096, "fsdp", 8).allocated_bytes for plan in (chunked, whole)]
+    subject = build_from_model("llama-3.2-1b")
+    chunked = MethodPlan(METHOD_BY_KEY["full-checkpointing"], "bfloat16", chunked_loss=True)
+    whole = MethodPlan(METHOD_BY_KEY["full-checkpointing"], "bfloat16")
+    sizes = [find_highest_cell(subject, plan, 4, 4096, "fsdp", 8).allocated_bytes for plan in (chunked, whole)]
     assert sizes[0] < sizes[1] / 2
 
 
 def test_a_plan_is_a_column_of_the_estimate():
-    subject = from_model("llama-3.1-8b")
+    subject = build_from_model("llama-3.1-8b")
     answer = build_estimate(subject, EstimateOptions(gpus=4, parallel="tp=2,fsdp=2"))
     assert {cell.strategy for cell in answer.sharded} == {"tp=2,fsdp=2"}
     assert {cell.method.key for cell in answer.sharded} >= {"full", "full-checkpointing", "mixed"}
@@ -84,12 +84,17 @@ def test_a_plan_is_a_column_of_the_estimate():
 )
 def test_plans_that_cannot_be(model, parallel, gpus, problem):
     with pytest.raises(UsageError, match=problem) as refused:
-        highest_cell(from_model(model), FULL, 1, 1024, parallel, gpus)
+        find_highest_cell(build_from_model(model), FULL, 1, 1024, parallel, gpus)
     assert refused.value.hint
 
 
 def test_a_chunked_loss_needs_a_whole_head():
     with pytest.raises(UsageError, match="chunked loss needs a head"):
-        highest_cell(
-            from_model("llama-3.1-8b"), MethodPlan(BY_KEY["full"], "bfloat16", chunked_loss=True), 1, 1024, "tp=2", 2
+        find_highest_cell(
+            build_from_model("llama-3.1-8b"),
+            MethodPlan(METHOD_BY_KEY["full"], "bfloat16", chunked_loss=True),
+            1,
+            1024,
+            "tp=2",
+            2,
         )

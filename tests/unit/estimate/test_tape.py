@@ -3,44 +3,44 @@ from memprof.estimate.tape import Tape
 
 def test_what_two_operators_keep_is_kept_once():
     tape = Tape(tokens=10, training=True)
-    x = tape.given(8, 2, needs_grad=True, name="x")
-    y = tape.op([x], 8, 2, name="y")
-    a = tape.op([y], 8, 2, keeps=[y], name="a")
-    b = tape.op([y], 8, 2, keeps=[y], name="b")
+    x = tape.add_input(8, 2, needs_grad=True, name="x")
+    y = tape.record([x], 8, 2, name="y")
+    a = tape.record([y], 8, 2, saves=[y], name="a")
+    b = tape.record([y], 8, 2, saves=[y], name="b")
     tape.drop(y)
-    assert tape.kept_bytes == 10 * 8 * 2
+    assert tape.saved_bytes == 10 * 8 * 2
     tape.drop(a, b)
     assert tape.live == 10 * 8 * 2
 
 
 def test_nothing_is_kept_without_a_gradient():
     tape = Tape(tokens=10, training=True)
-    x = tape.given(8, 2, needs_grad=False, name="x")
-    y = tape.op([x], 8, 2, keeps=[x], keeps_output=True)
+    x = tape.add_input(8, 2, needs_grad=False, name="x")
+    y = tape.record([x], 8, 2, saves=[x], saves_output=True)
     tape.drop(y)
-    assert tape.kept_bytes == 0
+    assert tape.saved_bytes == 0
     assert tape.live == 0
     assert tape.peak == 160
 
 
 def test_a_view_keeps_the_whole():
     tape = Tape(tokens=1, training=True)
-    x = tape.given(4, 4, needs_grad=True, name="x")
-    whole = tape.op([x], 12, 4, name="whole")
+    x = tape.add_input(4, 4, needs_grad=True, name="x")
+    whole = tape.record([x], 12, 4, name="whole")
     part = tape.view(whole, 4, "part")
-    out = tape.op([part], 4, 4, keeps=[part])
+    out = tape.record([part], 4, 4, saves=[part])
     tape.drop(whole, part, out)
-    assert tape.kept_bytes == 48
+    assert tape.saved_bytes == 48
     assert tape.live == 48
 
 
 def test_the_backward_gives_everything_back_and_leaves_gradients():
     tape = Tape(tokens=10, training=True)
-    x = tape.given(8, 2, needs_grad=True, name="x")
-    y = tape.op([x], 8, 2, keeps=[x], trains=True, param_grad=1000, name="y")
+    x = tape.add_input(8, 2, needs_grad=True, name="x")
+    y = tape.record([x], 8, 2, saves=[x], trains=True, param_grad=1000, name="y")
     z = tape.add(x, y)
     tape.drop(y, z)
-    assert tape.backward(z) == 1000
+    assert tape.run_backward(z) == 1000
     # The gradient of x is there too.
     assert tape.live == 1000 + x.num_bytes
     # That of z, which is that of y and x as well, then a second one of x to be added to it.
@@ -51,9 +51,9 @@ def test_autocast_makes_a_gradient_in_half_precision_first():
     peaks = []
     for half in (0, 500):
         tape = Tape(tokens=1, training=True)
-        x = tape.given(1, 4, needs_grad=False, name="x")
-        y = tape.op([x], 1, 4, trains=True, param_grad=1000, temporary_param=half)
+        x = tape.add_input(1, 4, needs_grad=False, name="x")
+        y = tape.record([x], 1, 4, trains=True, param_grad=1000, param_temporary_bytes=half)
         tape.drop(y)
-        tape.backward(y)
+        tape.run_backward(y)
         peaks.append(tape.peak)
     assert peaks[1] - peaks[0] == 500

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memprof.errors import MemprofError, UsageError
-from memprof.estimate.geometry import from_config
+from memprof.estimate.geometry import build_from_config
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
 from tests.lanes import examples
@@ -50,7 +50,7 @@ def test_no_entry_ends_in_a_traceback(tmp_path, data) -> None:
     with contextlib.suppress(MemprofError), torch.device("meta"):
         find_source(TargetSpec(model=str(file))).build()
     with contextlib.suppress(MemprofError):
-        from_config(file)
+        build_from_config(file)
 
 
 @pytest.mark.parametrize("entry", [{}, {"vocab_size": None}], ids=["left out", "null"])
