@@ -206,8 +206,8 @@ class TrainingMoments:
     ) -> Iterator[PeakMoment]:
         """Yield the moments at which a chunk of logits becomes a gradient, and at which the head's gradients are cast.
 
-        fixes/head_loss.py: a chunk's size allows for the logits, their float32 copy and a float32 temporary, at most two
-        of which exist at once. With several chunks, the head's gradients are summed in float32.
+        fixes/head_loss.py: a chunk's size allows for the logits, their float32 copy and a float32 temporary,
+        at most two of which exist at once. With several chunks, the head's gradients are summed in float32.
         """
         head = self.g.vocab * self.g.hidden // self.rank.tensor
         upcast = FLOAT32 * (self.logits_itemsize < FLOAT32)
