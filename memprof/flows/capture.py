@@ -14,8 +14,8 @@ from memprof.stubs.extension import extensions
 from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.allocator_answers import AllocatorSettings, MemoryStatistics
-from memprof.watch.collection import no_collection
-from memprof.watch.failure import measured_failure
+from memprof.watch.collection import disable_garbage_collection
+from memprof.watch.failure import describe_measured_failure
 from memprof.workload.custom_code import forbid_exit
 from memprof.workload.rng import NormalsInSinglePrecision, preserve_rng_state
 from memprof.workload.step import Workload
@@ -47,7 +47,7 @@ def capture_virtual(
     try:
         # Garbage collection is off, and random states are restored after the run.
         with (
-            no_collection(),
+            disable_garbage_collection(),
             preserve_rng_state(),
             device,
             forbid_exit("the model"),
@@ -93,14 +93,14 @@ def capture_measured(
     workload.source.import_code()
     device = MeasuredDevice(name, NvmlUse() if name == "cuda" else None, detail=detail)
     try:
-        with no_collection(), preserve_rng_state(), device, forbid_exit("the model"):
+        with disable_garbage_collection(), preserve_rng_state(), device, forbid_exit("the model"):
             workload.run(device, progress, building=NormalsInSinglePrecision)
         if device.error is not None:
             raise device.error
     except MemprofError:
         raise
     except Exception as error:
-        failure = device.trace.failure = measured_failure(error, device.phase_of(error))
+        failure = device.trace.failure = describe_measured_failure(error, device.find_error_phase(error))
         raised = RunFailedError(
             f"memory ran out in {failure.phase}"
             if failure.kind is FailureKind.OUT_OF_MEMORY

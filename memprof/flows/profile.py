@@ -28,7 +28,7 @@ from memprof.torch_private import inductor
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
-from memprof.watch.collection import freeze_libraries
+from memprof.watch.collection import freeze_existing_objects
 from memprof.workload.plan import parse_plan
 
 
@@ -78,7 +78,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         switch_on = spec_fixes.apply_fixes
     if spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes):
         importlib.import_module(inductor.compile_fx.module)
-        freeze_libraries()  # compiling runs the garbage collector
+        freeze_existing_objects()  # compiling runs the garbage collector
     run_error: RunFailedError | None = None
     workload = Workload(spec, source, switch_on)
     try:

@@ -30,7 +30,7 @@ from memprof.trace.events import CPU, GPU, HOST, NONE, EventKind, ModuleRole, Ow
 from memprof.trace.facts import Facts
 from memprof.trace.snapshot import Action
 from memprof.watch.watch import Watch
-from memprof.watch.wrappers import unwrapped
+from memprof.watch.wrappers import unwrap
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = Path("/proc/self/statm")
@@ -78,7 +78,7 @@ class MeasuredDevice(Watch):
         try:
             self._install()
         except BaseException:
-            self._unwatch()
+            self._stop_watching()
             raise
         return self
 
@@ -86,7 +86,7 @@ class MeasuredDevice(Watch):
         """Remove all patches and hooks, even after a GPU error. Raises nothing itself: errors are in `error`."""
         profile, history = Profile(), None
         with contextlib.ExitStack() as cleanup:
-            cleanup.callback(self._unwatch)
+            cleanup.callback(self._stop_watching)
             self._marks.reading()
             if self._outside is not None:  # before the run's memory is freed
                 with self._record_errors():
@@ -106,7 +106,7 @@ class MeasuredDevice(Watch):
         self.trace.sources = list(self._sources)
         recorded = collect_allocations(profile, history, self._marks.gone)
         merge(self.trace, self._marks, recorded, self._module_sources, self._cublas)
-        self._tell(self.trace)
+        self._write_facts(self.trace)
 
     @contextlib.contextmanager
     def _record_errors(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class MeasuredDevice(Watch):
         if autograd.profiler_enabled():
             raise _make_profiler_error("memprof was started inside another profiler")
         self._watch_program()
-        self.modules.listener = self._on_module_event
+        self.modules.on_enter_or_exit = self._on_module_event
         if self.records_history:
             cuda.check_allocator()
             torch.cuda.init()
@@ -201,7 +201,7 @@ class MeasuredDevice(Watch):
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Give `tensor`, or its shard on this rank, the role and name of `owner`."""
-        tensor = unwrapped(tensor)
+        tensor = unwrap(tensor)
         if tensor.is_meta or not tensor.numel():
             return
         # torch keeps an optimizer's step counts in host memory, whatever the device of the parameters.
@@ -238,7 +238,7 @@ class MeasuredDevice(Watch):
 
     def _note_sources(self) -> None:
         sources, module_sources = self._sources, self._module_sources
-        known = {index: module for module, index in self.modules.known()}
+        known = {index: module for module, index in self.modules.iterate_live_modules()}
         for index in range(len(module_sources), len(self.modules.table)):
             module = known.get(index)
             code = getattr(getattr(type(module), "forward", None), "__code__", None)

@@ -27,7 +27,7 @@ from memprof.stubs.extension import extensions
 from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.peers.channel import Channel
-from memprof.watch.failure import is_caused_by_oom, make_refusal, measured_failure
+from memprof.watch.failure import describe_measured_failure, is_caused_by_oom, make_refused_failure
 from memprof.watch.program_code import is_program
 
 
@@ -54,7 +54,7 @@ class _StopRecord:
 
     def step(self, optimizer: object) -> None:
         """Record a step of `optimizer`, and stop the script if the rule says so."""
-        completed = self._device.phases.completed
+        completed = self._device.phases.num_completed_steps
         self._live_bytes += [self._device.held_bytes] * (completed - len(self._live_bytes))
         if self._rule.steps is None:
             return
@@ -148,7 +148,7 @@ def capture_script(
             patches.set_all(handlers.patches())
             if worst_batch:
                 patches.set_all(WorstBatch(device.assume, device.phases).patches())
-            device.phases.building()
+            device.phases.begin_model_building()
             outcome = _run(program, device, rule, handlers, start)
             peer_reason = None if channel is None else channel.told
             if stop_record.stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
@@ -171,13 +171,13 @@ def capture_script(
         outcome = dataclasses.replace(outcome, ended=EndReason.NOT_SIMULATED)
     ran_out_of_memory = is_caused_by_oom(error)
     if isinstance(device, MeasuredDevice) and isinstance(error, (Exception, KeyboardInterrupt)):
-        trace.failure = measured_failure(error, device.phase_of(error))
+        trace.failure = describe_measured_failure(error, device.find_error_phase(error))
         ran_out_of_memory = trace.failure.kind is FailureKind.OUT_OF_MEMORY
     stop_record.truncate(trace)
     if outcome.ended is EndReason.PEER:  # the cause is known once all ranks have ended
-        trace.failure = make_refusal("", None, None, trace.phases[-1])._replace(kind=FailureKind.OTHER_RANK)
+        trace.failure = make_refused_failure("", None, None, trace.phases[-1])._replace(kind=FailureKind.OTHER_RANK)
     elif outcome.ended is EndReason.INTERRUPTED and trace.failure is None:  # interrupted while waiting for another rank
-        trace.failure = make_refusal("", None, None, trace.phases[-1])._replace(
+        trace.failure = make_refused_failure("", None, None, trace.phases[-1])._replace(
             kind=FailureKind.INTERRUPTED, error=KeyboardInterrupt.__name__
         )
     if outcome.ended is EndReason.EXIT and _has_last_allocation_failed(trace):

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from memprof.script import program
-from memprof.watch.frames import local_variables
+from memprof.watch.frames import read_local_variables
 from memprof.watch.program_code import is_program
 
 _Loop = ast.For | ast.AsyncFor | ast.While
@@ -133,7 +133,7 @@ def _find_loops_around(frame: FrameType) -> Iterator[Loop]:
     for function, node, first, last in loops:
         if function == here and first <= frame.f_lineno <= last:
             if variables is None:
-                variables = ChainMap(local_variables(frame), frame.f_globals)
+                variables = ChainMap(read_local_variables(frame), frame.f_globals)
             yield Loop((code.co_filename, node.lineno), tuple(_find_bounds(node, variables)))
 
 

@@ -95,7 +95,7 @@ class WorstBatch:
                 yield batch
 
     def _is_fed_again(self, fed: _FedBatch) -> bool:
-        if self._phases.completed >= STEPS:
+        if self._phases.num_completed_steps >= STEPS:
             fed.worst = None
         # Without an optimizer there is no optimizer state, and steps cannot be counted.
         return fed.worst is not None and bool(self._phases.optimizers)
@@ -103,9 +103,9 @@ class WorstBatch:
     def _feed(self, batch: Any, fed: _FedBatch) -> Iterator[Any]:
         """Yield `batch`, and stop feeding if the loader is for evaluation; loops that prefetch do not use the batch at
         first."""
-        forwards, backwards = self._phases.forwards, self._phases.backwards
+        forwards, backwards = self._phases.num_forwards, self._phases.num_backwards
         yield batch
-        if self._phases.forwards > forwards and self._phases.backwards == backwards:
+        if self._phases.num_forwards > forwards and self._phases.num_backwards == backwards:
             fed.worst = None  # a loader for evaluation
 
     @staticmethod

@@ -133,7 +133,7 @@ class Assignments:
             return self._read(value).clone()
         with disable_current_modes():
             virtual = torch.empty_like(value, device=_META)
-        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
         self._tracker.record([virtual], "aten.clone", place, HOST)
         if self._tracker.values.store.is_trackable(virtual):
             self._tracker.values.store.set(virtual, value)

@@ -27,17 +27,17 @@ class CublasWorkspaces:
             machine.transients([self._size.num_bytes], operator.name, place, gpu)
             return
         thread = "backward" if in_backward() else machine.turn.thread or "forward"
-        handle = f"{thread} {gpu} {machine.recorder.streams.current(gpu)}"
+        handle = f"{thread} {gpu} {machine.recorder.streams.get_current_stream(gpu)}"
         storages = machine.recorder.storages
         if handle not in self._workspaces:
-            self._workspaces[handle] = storages.allocate_hidden(self._size.num_bytes, WORKSPACE, place, gpu)
+            self._workspaces[handle] = storages.allocate_without_tensor(self._size.num_bytes, WORKSPACE, place, gpu)
         lt = "lt " + handle
         is_lt = operator.uses_cublaslt is not None and operator.uses_cublaslt(args)
         if is_lt and self._size.lt_num_bytes and lt not in self._workspaces:
-            self._workspaces[lt] = storages.allocate_hidden(self._size.lt_num_bytes, LT_WORKSPACE, place, gpu)
+            self._workspaces[lt] = storages.allocate_without_tensor(self._size.lt_num_bytes, LT_WORKSPACE, place, gpu)
 
     def clear(self, machine: DeviceState) -> None:
         """Free all workspaces, as `clearCublasWorkspaces` of CublasHandlePool.cpp does."""
         for index in self._workspaces.values():
-            machine.recorder.storages.free_hidden(index)
+            machine.recorder.storages.free_without_tensor(index)
         self._workspaces.clear()

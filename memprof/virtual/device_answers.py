@@ -10,7 +10,7 @@ import torch
 
 from memprof.trace.events import HOST, gpu_index, is_gpu
 from memprof.virtual.device_state import DeviceState
-from memprof.watch.wrappers import has_memory, unwrapped
+from memprof.watch.wrappers import has_memory, unwrap
 
 _device_named = functools.cache(torch.device)
 
@@ -39,7 +39,7 @@ class DeviceAnswers:
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the device that the program believes `tensor` to be on, as a torch.device."""
         with torch.DisableTorchFunction():
-            tensor = unwrapped(tensor)
+            tensor = unwrap(tensor)
             if not tensor.is_meta:
                 return tensor.device
             believed = self._tracker.device_of(tensor)

@@ -15,7 +15,7 @@ from memprof.trace.mismatch import mismatch_error
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.operator_call import OperatorCall, OpInfo, to_meta
 from memprof.watch.forward import CallSite
-from memprof.watch.wrappers import parts_of_sparse
+from memprof.watch.wrappers import get_sparse_parts
 
 _aten = torch.ops.aten
 _TAKES_SEVERAL_GPUS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
@@ -78,19 +78,21 @@ def _make_virtual(machine: DeviceState, call: OperatorCall) -> None:
 def note_mismatch(machine: DeviceState, op: str, tensors: list[torch.Tensor], place: CallSite | None = None) -> None:
     """Note a call that raises on a real GPU, with the operator, its operands and the source line."""
     recorder = machine.recorder
-    place = place or recorder.attribution.place(sys._getframe(1))
+    place = place or recorder.attribution.find_call_site(sys._getframe(1))
     operands = tuple(_describe_operand(machine, tensor) for tensor in tensors)
     recorder.trace.mismatches.append(
-        DeviceMismatch(len(recorder.trace.events), recorder.writer.op_index(op), place.module, place.source, operands)
+        DeviceMismatch(
+            len(recorder.trace.events), recorder.writer.get_op_index(op), place.module, place.source, operands
+        )
     )
 
 
 def _describe_operand(machine: DeviceState, tensor: torch.Tensor) -> Operand:
-    tensor = next(iter(parts_of_sparse(tensor)), tensor)
+    tensor = next(iter(get_sparse_parts(tensor)), tensor)
     storage = tensor.untyped_storage()
     source = -1
     if tensor.is_meta:
-        index = machine.recorder.storages.live.get(storage._cdata)
+        index = machine.recorder.storages.index_by_address.get(storage._cdata)
         if index is not None:
             source = machine.recorder.trace.storages[index].source
     else:

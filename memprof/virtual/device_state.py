@@ -24,7 +24,7 @@ from memprof.virtual.values import Values
 from memprof.watch.forward import CallSite
 from memprof.watch.recorder import Recorder
 from memprof.watch.trace_writer import TraceWriter
-from memprof.watch.wrappers import parts_of_sparse, unwrapped
+from memprof.watch.wrappers import get_sparse_parts, unwrap
 
 REAL = "real"  # requested device of a tensor that is to have data
 _NONE_HELD = contextlib.nullcontext()
@@ -43,7 +43,7 @@ class Turn:
     def taken(self) -> Iterator[None]:
         """Context manager: no other thread runs an operator. A thread that enters after the end of the run exits."""
         with self._writer.lock:
-            if self.thread and self._writer.closed:
+            if self.thread and self._writer.is_closed:
                 raise SystemExit
             if self._begin is not None:
                 self._begin()
@@ -82,7 +82,9 @@ class DeviceState(TorchDispatchMode):
         self.values = values
         self.gpu = gpu
         self.gpus = gpus
-        self.workspaces = workspaces and recorder.storages.counts_hidden  # whether library workspaces are counted
+        self.workspaces = (
+            workspaces and recorder.storages.records_tensorless_memory
+        )  # whether library workspaces are counted
         self.nodes = AutogradNodes(gpus)
         self.accumulation = Accumulation()
         self.meter = Meter(recorder, self.device_of)
@@ -114,10 +116,10 @@ class DeviceState(TorchDispatchMode):
         """Return the device that the program believes `tensor` to be on."""
         if not tensor.is_meta:
             return str(tensor.device)
-        tensor = unwrapped(tensor)
+        tensor = unwrap(tensor)
         if tensor.layout is not torch.strided:
-            tensor = parts_of_sparse(tensor)[-1]
-        return self.recorder.storages.device_of(tensor.untyped_storage())
+            tensor = get_sparse_parts(tensor)[-1]
+        return self.recorder.storages.get_device(tensor.untyped_storage())
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
         """Return whether the program believes `tensor` to be on the GPU."""
@@ -133,31 +135,31 @@ class DeviceState(TorchDispatchMode):
 
     def record(self, tensors: list[torch.Tensor], op: str, place: CallSite, device: str) -> None:
         """Record the storages of `tensors` that are not recorded yet."""
-        self.recorder.storages.record(tensors, op, place, device)
+        self.recorder.storages.record_allocations(tensors, op, place, device)
 
     def record_real(self, tensor: torch.Tensor, op: str, place: CallSite) -> None:
         """Record a new host tensor that has data: too small to be virtual, but large enough to count."""
         storage, storages = tensor.untyped_storage(), self.recorder.storages
-        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in storages.live:
+        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in storages.index_by_address:
             storages.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
 
     def record_copy(self, copy: torch.Tensor) -> None:
         """Register a virtual copy of a real host tensor: the copy is on the host, and its memory is not counted."""
         storage = copy.untyped_storage()
-        self.recorder.storages.uncounted[storage] = HOST
+        self.recorder.storages.device_by_empty_storage[storage] = HOST
         weakref.finalize(storage, self.values.store.drop, storage._cdata).atexit = False
 
     def resized(self, storage: torch.UntypedStorage, device: str, place: CallSite) -> None:
         """Record that the program itself resized a storage on `device`."""
         storages = self.recorder.storages
-        index = storages.live.get(storage._cdata)
+        index = storages.index_by_address.get(storage._cdata)
         if index is not None:
             storages.free(index)
             self.values.store.drop(storage._cdata)
         if storage.nbytes():
             storages.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
         elif device != GPU:
-            storages.uncounted[storage] = device
+            storages.device_by_empty_storage[storage] = device
 
     def hidden(
         self, sizes: Iterable[int], op: str, place: CallSite, device: str = GPU
@@ -171,7 +173,7 @@ class DeviceState(TorchDispatchMode):
         storages = self.recorder.storages
         with contextlib.ExitStack() as taken:  # released in reverse order, as C++ destroys local variables
             for size in sizes:
-                taken.callback(storages.free_hidden, storages.allocate_hidden(size, op, place, device))
+                taken.callback(storages.free_without_tensor, storages.allocate_without_tensor(size, op, place, device))
             yield
 
     def transients(self, sizes: Iterable[int], op: str, place: CallSite, device: str = GPU) -> None:

@@ -47,11 +47,11 @@ from memprof.virtual.operator_call import (
 from memprof.virtual.values import Values
 from memprof.virtual.values.unknown_values import EMPTY
 from memprof.watch.caches import KVCacheDetector
-from memprof.watch.failure import empty_frames
+from memprof.watch.failure import clear_frames
 from memprof.watch.forward import CallSite
 from memprof.watch.recorder import Recorder
-from memprof.watch.updates import Updates
-from memprof.watch.wrappers import parts_of_sparse
+from memprof.watch.updates import UpdateDetector
+from memprof.watch.wrappers import get_sparse_parts
 
 _META = torch.device("meta")
 _OVERWRITES = OVERWRITES | {torch.ops.aten._foreach_zero_, torch.ops.aten._foreach_copy_}
@@ -78,7 +78,7 @@ class DispatchMode(DeviceState):
         self._in_place = InPlaceOperators()
         self._cublas = CublasWorkspaces()
         self.caches = KVCacheDetector(recorder)
-        self.updates: Updates | None = None  # None: the workload has torch's optimizers alone
+        self.updates: UpdateDetector | None = None  # None: the workload has torch's optimizers alone
         # Autocast in a backward pass inside its region: no function mode sees the operators that the engine calls.
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         self.is_off = False  # in a forked child, where operators run as without this mode
@@ -103,7 +103,7 @@ class DispatchMode(DeviceState):
         if self.is_off:
             self._refuse_virtual(args, kwargs)
             return func(*args, **(kwargs or {}))
-        if self.recorder.writer.threads and not self.turn.is_taken:
+        if self.recorder.writer.has_worker_threads and not self.turn.is_taken:
             with self.turn.taken():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if torch.empty is not _FACTORIES["empty"]:
@@ -140,18 +140,18 @@ class DispatchMode(DeviceState):
                         self.nodes.note_gpu(self.device_of(args[0]))
                     result = func(*args, **kwargs) if kwargs else func(*args)
                     attribution = self.recorder.attribution
-                    attribution.note_forward(attribution.place(sys._getframe(1)))
+                    attribution.record_forward_operator(attribution.find_call_site(sys._getframe(1)))
                     return result
                 if self.cast is not None and called_by_engine():
                     with self:
                         args, kwargs = self.cast(operator.packet, args, kwargs)
                 call = OperatorCall(func, args, kwargs or {}, self)
                 updates = self.updates
-                if updates is not None and not (updates.looks and (call.on_gpu or "device" in call.kwargs)):
+                if updates is not None and not (updates.is_watching and (call.on_gpu or "device" in call.kwargs)):
                     updates = None
                 if updates is not None:
-                    updates.operator_runs(call.tensors)
-                place = self.recorder.attribution.place(sys._getframe(1))
+                    updates.record_operator_begin(call.tensors)
+                place = self.recorder.attribution.find_call_site(sys._getframe(1))
                 if call.sparse or call.quantized or operator.makes_sparse:
                     return self._run_sparse_or_quantized(operator, call, place)
                 if self.recorder.streams.uses_other_streams and call.on_gpu:
@@ -161,11 +161,11 @@ class DispatchMode(DeviceState):
                 mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
                 if mixed and not operator.mixes_devices:
                     check_devices(self, operator, call, place)
-                self.recorder.attribution.note_forward(place)
-                if operator.is_partial_write and self.caches.looks:
-                    self.caches.written(args[0])
-                elif operator.is_cat and self.caches.looks:
-                    self.caches.joins(args[0])
+                self.recorder.attribution.record_forward_operator(place)
+                if operator.is_partial_write and self.caches.is_watching:
+                    self.caches.record_write(args[0])
+                elif operator.is_cat and self.caches.is_watching:
+                    self.caches.record_concatenation(args[0])
                 if operator.maybe_in_place and in_backward():
                     plain = self._find_in_place_operator(call)
                     if plain is not None:
@@ -184,7 +184,7 @@ class DispatchMode(DeviceState):
                     _note_update(updates, call, result)
                 return result
         except BaseException as error:
-            empty_frames(error)
+            clear_frames(error)
             args = kwargs = call = result = None  # type: ignore[assignment]
             raise
 
@@ -281,9 +281,9 @@ class DispatchMode(DeviceState):
             result = make()
         outputs = find_tensors(result)
         if make is None:
-            outputs = [part for one in outputs for part in parts_of_sparse(one) or [one]]
+            outputs = [part for one in outputs for part in get_sparse_parts(one) or [one]]
         if target is not None:
-            self.recorder.storages.record(outputs, operator.name, place, target)
+            self.recorder.storages.record_allocations(outputs, operator.name, place, target)
             self.values.propagate(call.func, call.args, call.kwargs, outputs)
         return result
 
@@ -321,14 +321,14 @@ class DispatchMode(DeviceState):
     def process_ended(self, first: int) -> None:
         """Free the memory of a process that has ended: storages from number `first` on, and library workspaces."""
         self.clear_workspaces()
-        self.recorder.storages.end_process(first)
+        self.recorder.storages.free_process_storages(first)
 
     def _find_in_place_operator(self, call: OperatorCall) -> Any:
         """Return the in-place operator that a backward formula calls without modes instead of `call`, or None."""
         target = call.args[0]
         if not isinstance(target, torch.Tensor) or not called_by_engine():
             return None
-        index = self.recorder.storages.live.get(target.untyped_storage()._cdata)
+        index = self.recorder.storages.index_by_address.get(target.untyped_storage()._cdata)
         if index is None:
             return None
         if call.func in FILLS_ZEROS:
@@ -343,9 +343,9 @@ def _to_virtual(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else torch.ops.aten._to_copy.default(tensor, device=_META)
 
 
-def _note_update(updates: Updates, call: OperatorCall, result: Any) -> None:
+def _note_update(updates: UpdateDetector, call: OperatorCall, result: Any) -> None:
     """Report the tensors that `call` has read, written and made to the watch for parameter updates."""
     into = find_tensors(written(call))
     overwrites = call.func.overloadpacket in _OVERWRITES
     read = [one for one in call.tensors if not (overwrites and any(one is other for other in into))]
-    updates.operator_ran(read, into, find_tensors(result))
+    updates.record_operator_end(read, into, find_tensors(result))

@@ -18,7 +18,7 @@ from memprof.torch_private import distributed
 from memprof.trace.events import GPU, HOST, Work, is_gpu
 from memprof.virtual.operator_call import OVERWRITES, OperatorCall, OpInfo, OpKind, find_tensors
 from memprof.watch.recorder import Recorder
-from memprof.watch.wrappers import parts_of_sparse
+from memprof.watch.wrappers import get_sparse_parts
 from memprof.workload.quantization import import_quietly
 
 _aten = torch.ops.aten
@@ -116,7 +116,7 @@ class Meter:
 
     def finish(self) -> list[Work]:
         """Return the total work."""
-        index = self._recorder.writer.op_index
+        index = self._recorder.writer.get_op_index
         totals: Counter[tuple[int, tuple[Any, ...]]] = Counter()
         for phase, counts in [*self._counts.items()]:  # another thread of the program may still count
             for cost, count in zip(self._costs, counts, strict=False):
@@ -135,7 +135,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _num_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes to read: an expanded tensor is smaller in memory than its shape."""
     if tensor.layout is not torch.strided:
-        return sum(map(_num_bytes, parts_of_sparse(tensor)))
+        return sum(map(_num_bytes, get_sparse_parts(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

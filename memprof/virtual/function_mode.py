@@ -27,7 +27,7 @@ from memprof.virtual.mixed import RECURRENT, MixedDevices
 from memprof.virtual.moves import Moves
 from memprof.virtual.operator_call import find_tensors, in_place
 from memprof.virtual.tensor_data import TensorsFromData
-from memprof.watch.failure import empty_frames
+from memprof.watch.failure import clear_frames
 
 _META = torch.device("meta")
 _CUDA_KERNEL = torch.DispatchKeySet(torch.DispatchKey.CUDA)
@@ -115,7 +115,7 @@ class FunctionMode(OwnFunctionMode):
                     result = self._call_on("meta", func, args, {**(kwargs or {}), "device": _META})
                     for tensor in find_tensors(result):
                         if not tensor.numel():
-                            self._tracker.recorder.storages.uncounted[tensor.untyped_storage()] = "meta"
+                            self._tracker.recorder.storages.device_by_empty_storage[tensor.untyped_storage()] = "meta"
                     return result
             for position, arg in enumerate(args):
                 if type(arg) is torch.device and arg.type == "cuda":
@@ -125,7 +125,7 @@ class FunctionMode(OwnFunctionMode):
                 args = self._mixed.writable(func, args, kwargs or {})
             return self._run(func, args, kwargs or {})
         except BaseException as error:
-            empty_frames(error)
+            clear_frames(error)
             args = kwargs = arg = result = tensor = None
             raise
 

@@ -17,13 +17,13 @@ from memprof.patching import Extension, extensions_in
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
-from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refusal
+from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refused_failure
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.recorder import Recorder
-from memprof.watch.source_lines import only_shows
-from memprof.watch.updates import Updates
+from memprof.watch.source_lines import is_display_statement
+from memprof.watch.updates import UpdateDetector
 from memprof.watch.watch import Watch
-from memprof.watch.wrappers import parts_of_quantized
+from memprof.watch.wrappers import get_quantized_parts
 
 # Packages with the extensions of every virtual GPU.
 _FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("cuda_api", "integrations", "distributed", "compiled"))
@@ -50,7 +50,7 @@ class VirtualGpu(Watch):
         self.gpu = gpu
         chosen = GpuOptions(**options)
         self.recorder = Recorder(self.modules)
-        self.recorder.storages.counts_hidden = not chosen.tensors_only
+        self.recorder.storages.records_tensorless_memory = not chosen.tensors_only
         self._unknown_read: tuple[int, str] | None = None
         # Source lines that have read an unknown value -> whether the line only prints the value.
         self._only_show: dict[int, bool] = {}
@@ -69,12 +69,12 @@ class VirtualGpu(Watch):
             leave_in_child=self._leave_in_child,
         )
         if chosen.refuses:
-            self.recorder.storages.refusal = self._oom_message
+            self.recorder.storages.find_oom_message = self._oom_message
         self._context.values.policy.on_unknown = self._note_unknown
         self.tracker = self._context.tracker
-        self._updates = self.tracker.updates = Updates(self.recorder, self.phases, self._name_parameters)
-        self._updates.on_step = lambda: self._growth.phase_begins(PhaseKind.OPTIMIZER_STEP, in_step=True)
-        self.recorder.storages.on_death = self._context.values.store.drop
+        self._updates = self.tracker.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
+        self._updates.on_step = lambda: self._growth.record_phase_begin(PhaseKind.OPTIMIZER_STEP, in_step=True)
+        self.recorder.storages.on_free = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return
 
     @property
@@ -82,7 +82,7 @@ class VirtualGpu(Watch):
         """Return the trace of the recorded events."""
         trace = self.recorder.trace
         trace.work = self.tracker.meter.finish()
-        self._tell(trace)
+        self._write_facts(trace)
         return trace
 
     @property
@@ -127,7 +127,7 @@ class VirtualGpu(Watch):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._claim_registered()
-        self._updates.run_ends()
+        self._updates.record_run_end()
         if is_caused_by_oom(error) and self.recorder.trace.refused:
             # Out of memory on the GPU is the verdict of the run, and no failure.
             self.recorder.trace.refused.pop()
@@ -138,24 +138,24 @@ class VirtualGpu(Watch):
             self.recorder.trace.failure = describe_failure(
                 error,
                 self.recorder,
-                self.phase_of(error),
+                self.find_error_phase(error),
                 self._unknown_read,
                 type(self.tracker).__torch_dispatch__.__code__,
             )
-        if error is None and self.phases.recognizes:
-            self._growth.run_ends()
+        if error is None and self.phases.is_recognizing:
+            self._growth.record_run_end()
         self._remove()
 
     def _note_unknown(self, tensor: torch.Tensor, message: str) -> None:
-        where = self.recorder.attribution.caller()
+        where = self.recorder.attribution.find_caller_line()
         if where not in self._only_show:
-            self._only_show[where] = where != NONE and only_shows(self.recorder.trace.sources[where])
+            self._only_show[where] = where != NONE and is_display_statement(self.recorder.trace.sources[where])
         if not self._only_show[where]:
             self._unknown_read = (where, message)
 
     def _note_refused(self, problem: str, hint: str | None, line: str | None) -> None:
         if self._refused is None:
-            self._refused = make_refusal(problem, hint, line, self.current_phase)
+            self._refused = make_refused_failure(problem, hint, line, self.current_phase)
 
     def _install(self) -> None:
         """Install the watch of the program, then every extension, and last the two modes."""
@@ -174,7 +174,7 @@ class VirtualGpu(Watch):
         global _active
         _active = None
         try:
-            self._unwatch()
+            self._stop_watching()
         finally:
             self.recorder.close()
 
@@ -182,7 +182,7 @@ class VirtualGpu(Watch):
         """Disable the virtual GPU in this forked child, where no part of it runs."""
         global _active
         _active = None
-        self.recorder.stop()
+        self.recorder.stop_recording()
         for extension in self._extensions:
             extension.leave_in_child()
         self._patches.undo()
@@ -198,27 +198,27 @@ class VirtualGpu(Watch):
         """Begin a phase; later events belong to it."""
         self.recorder.writer.begin_phase(kind, step, micro_batch)
 
-    def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        self._updates.phase_begins(kind)
-        super()._phase_recognised(kind, step, micro_batch)
-        self._growth.phase_begins(kind, in_step=self.phases.is_stepping)
+    def _begin_recognized_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        self._updates.record_phase_begin(kind)
+        super()._begin_recognized_phase(kind, step, micro_batch)
+        self._growth.record_phase_begin(kind, in_step=self.phases.is_stepping)
 
-    def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
-        super()._outermost_call(module, index, args, kwargs)
-        self.tracker.caches.call_begins(index, (*args, *kwargs.values()))
-        if self._recognizes_calls:
-            self._growth.call_begins(module, index)
+    def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
+        super()._handle_outermost_call(module, index, args, kwargs)
+        self.tracker.caches.record_call(index, (*args, *kwargs.values()))
+        if self._is_recognizing_calls:
+            self._growth.record_call(module, index)
 
     def claim_input(self, tensor: torch.Tensor) -> None:
         """Note that a model received `tensor` as an input."""
-        if self.recorder.owners.is_made_outside_modules(tensor):
+        if self.recorder.owners.is_allocated_outside_modules(tensor):
             self.recorder.owners.set_owner(tensor, Owner(Role.INPUT, ""))
 
     def _outermost_return(self, result: Any) -> None:
         """Note that the outermost call of a model returns."""
-        self.tracker.caches.call_returned(result)
-        if self._recognizes_calls:
-            self._growth.call_returned(result)
+        self.tracker.caches.record_call_result(result)
+        if self._is_recognizing_calls:
+            self._growth.record_call_result(result)
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Note the role of `tensor`, as the workload knows it."""
@@ -227,20 +227,20 @@ class VirtualGpu(Watch):
     def _name_parameters(self) -> None:
         super()._name_parameters()
         # Wrappers are complete only after the first backward pass.
-        if self.recorder.owners.names_communication and self.phases.backwards:
+        if self.recorder.owners.is_naming_communication and self.phases.num_backwards:
             self._note_sharding()
 
     def _note_sharding(self) -> None:
         """Note how the run's models are distributed over ranks, and gradients that wait, whole, for their reduction."""
         roots = [root for known in self._roots if (root := known()) is not None]
-        for name, gradient in itertools.chain.from_iterable(map(sharding.unreduced, roots)):
+        for name, gradient in itertools.chain.from_iterable(map(sharding.iterate_unreduced_gradients, roots)):
             self.claim(gradient, Owner(Role.GRADIENT, name))
         if len(roots) != self._num_models_noted:
             self._num_models_noted = len(roots)
             trace = self.recorder.trace
-            groups = tuple(itertools.chain.from_iterable(map(sharding.groups_of, roots)))
+            groups = tuple(itertools.chain.from_iterable(map(sharding.describe_sharded_groups, roots)))
             trace.facts = dataclasses.replace(trace.facts, groups=tuple(dict.fromkeys((*trace.facts.groups, *groups))))
 
-    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def get_quantized_parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that a quantized `tensor` keeps in addition to its data, or instead of data."""
-        return parts_of_quantized(tensor)
+        return get_quantized_parts(tensor)

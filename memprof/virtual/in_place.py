@@ -41,7 +41,7 @@ class InPlaceOperators:
             machine.take_workspace(operator, call.args, place, call.gpu)
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors are not recorded: their addresses may be reused by recorded storages.
-        is_live = address in machine.recorder.storages.live
+        is_live = address in machine.recorder.storages.index_by_address
         if is_live and (machine.values.store.knows(address) or call.func.overloadpacket in OVERWRITES):
             machine.values.write(call.func, call.args, call.kwargs, target)
         key, changes_nothing = self._look_up(call)
@@ -144,8 +144,12 @@ def _forget_written(machine: DeviceState, call: OperatorCall) -> None:
 def _record_growth(machine: DeviceState, tensor: torch.Tensor, operator: OpInfo, place: CallSite) -> None:
     """Record that an operator resized `tensor`'s storage: CUDA frees the old block and allocates a new one."""
     storage, storages = tensor.untyped_storage(), machine.recorder.storages
-    index = storages.live.get(storage._cdata)
-    device = storages.uncounted.get(storage, GPU) if index is None else machine.recorder.trace.storages[index].device
+    index = storages.index_by_address.get(storage._cdata)
+    device = (
+        storages.device_by_empty_storage.get(storage, GPU)
+        if index is None
+        else machine.recorder.trace.storages[index].device
+    )
     if index is not None:
         storages.free(index)
     if storage.nbytes():

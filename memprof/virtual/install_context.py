@@ -116,12 +116,12 @@ class InstallContext:
     def keep_workspace(self, num_bytes: int, name: str) -> None:
         """Allocate a library's permanent workspace on the current GPU."""
         if self.tracker.workspaces:
-            place = self.recorder.attribution.place(sys._getframe(1))
-            self.recorder.storages.allocate_hidden(num_bytes, name, place, self.gpus.named())
+            place = self.recorder.attribution.find_call_site(sys._getframe(1))
+            self.recorder.storages.allocate_without_tensor(num_bytes, name, place, self.gpus.named())
 
     def note_joined(self, rank: RankFacts) -> None:
         """Note the rank with which the program has joined a process group."""
-        self.recorder.owners.name_communication()
+        self.recorder.owners.start_naming_communication()
         if rank.world_size > 1:
             trace = self.recorder.trace
             trace.facts = dataclasses.replace(trace.facts, rank=rank)

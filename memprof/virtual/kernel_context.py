@@ -54,7 +54,7 @@ class KernelContext:
 
     def maker_of(self, tensor: torch.Tensor) -> str:
         """Return the operator that allocated `tensor`; empty if unknown."""
-        trace, index = self.machine.recorder.trace, self.machine.recorder.storages.index_of(tensor)
+        trace, index = self.machine.recorder.trace, self.machine.recorder.storages.get_index(tensor)
         return trace.op(trace.storages[index]) if index != NONE else ""
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
@@ -105,7 +105,7 @@ class KernelContext:
 
     def wait(self) -> None:
         """Make the host wait until the GPU has finished all work launched before."""
-        self.machine.recorder.streams.wait_for_current(self.call.gpu)
+        self.machine.recorder.streams.record_host_wait(self.call.gpu)
 
     def run(self) -> Any:
         """Run and record the operator as one without a kernel of its own."""
@@ -122,6 +122,6 @@ class KernelContext:
     def accumulates_in_place(self) -> bool:
         """Return whether this addition is the engine's, to a gradient with no other reference: see engine.py."""
         recorder = self.machine.recorder
-        index = recorder.storages.live.get(self.args[0].untyped_storage()._cdata, NONE)
+        index = recorder.storages.index_by_address.get(self.args[0].untyped_storage()._cdata, NONE)
         made = recorder.attribution.is_made_by_node(index)
         return self.machine.accumulation.is_in_place(self.args, self.kwargs, made)

@@ -12,7 +12,7 @@ from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import find_expansion, find_python_body
 from memprof.virtual.kernels.inplace_backward_formulas import CANDIDATES
 from memprof.virtual.operator_call import OpInfo, OpKind
-from memprof.watch.caches import WRITES
+from memprof.watch.caches import WRITE_OPERATORS
 
 _aten = torch.ops.aten
 _ALIASES = frozenset({_aten._unsafe_view, _aten.lift_fresh, _aten.detach, _aten.alias})
@@ -53,5 +53,5 @@ def describe_operator(func: Any) -> OpInfo:
         makes_sparse=packet in _MAKES_SPARSE,
         is_cat=packet is _aten.cat,
         maybe_in_place=func in CANDIDATES or func in FILLS_ZEROS,
-        is_partial_write=packet in WRITES,
+        is_partial_write=packet in WRITE_OPERATORS,
     )

@@ -118,7 +118,7 @@ class OperatorCall:
             elif arg.is_meta:
                 self.key.append((arg.size(), arg.stride(), arg.dtype))
                 recorder = devices.recorder
-                index = recorder.storages.live.get(arg.untyped_storage()._cdata)
+                index = recorder.storages.index_by_address.get(arg.untyped_storage()._cdata)
                 if index is None:  # an empty tensor, or the program's own meta tensor
                     self._note_device(devices.device_of(arg), True)
                 elif recorder.trace.storages[index].device == HOST:

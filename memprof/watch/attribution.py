@@ -17,7 +17,7 @@ _new_tuple: Any = tuple.__new__  # Makes a named tuple without its class's Pytho
 
 
 class Attribution:
-    """Finds the place in the program at which an operator runs.
+    """Finder of the call site of each operator: module, source line and forward operator.
 
     A backward operator is attributed to the forward operator that it differentiates, found by the sequence number that
     autograd gives to both.
@@ -26,58 +26,62 @@ class Attribution:
     def __init__(self, trace: Trace, modules: ModuleTracker) -> None:
         self._trace = trace
         self._modules = modules
-        self._running = modules.thread
+        self._running_modules = modules.thread
         self._forward = ForwardOperators()
         self._line_index: dict[str, int] = {}
         self._source_index: dict[tuple[CodeType, int], int] = {}
         # Source index by the code's `id` and the instruction offset: a code object's hash reads all its contents.
         self._source_by_instruction: dict[tuple[int, int], int] = {}
-        self._codes: dict[int, tuple[CodeType, bool]] = {}  # Code objects by `id`, and whether they are the program's.
+        self._code_by_id: dict[
+            int, tuple[CodeType, bool]
+        ] = {}  # Code objects by `id`, and whether they are the program's.
 
-    def place(self, frame: FrameType | None) -> CallSite:
+    def find_call_site(self, frame: FrameType | None) -> CallSite:
         """Return the module, source line and forward operator of the operator that runs; `frame` is the innermost frame
         to consider.
 
         Modules that run inside a backward pass (recomputation) count as themselves.
         """
-        module = self._running.module
+        module = self._running_modules.module
         if module == NONE and autograd.current_graph_task_id() != -1:
             node = autograd.current_autograd_node()
             if node is not None:
-                return self._find_node_place(node, frame)
+                return self._find_node_call_site(node, frame)
         return _new_tuple(CallSite, (module, self._find_source_index(frame), NONE))  # type: ignore[no-any-return]
 
-    def _find_node_place(self, node: Any, frame: FrameType | None) -> CallSite:
+    def _find_node_call_site(self, node: Any, frame: FrameType | None) -> CallSite:
         number, forward = node._sequence_nr(), self._forward
-        if number != forward.node:
-            forward.node = number
-            forward.node_start = len(self._trace.storages)
-        position = bisect.bisect_right(forward.sequence, number)
-        if position < len(forward.places):
-            return forward.places[position]
+        if number != forward.backward_node:
+            forward.backward_node = number
+            forward.num_storages_before_node = len(self._trace.storages)
+        position = bisect.bisect_right(forward.sequence_numbers, number)
+        if position < len(forward.call_sites):
+            return forward.call_sites[position]
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return CallSite(self._modules.module_of(variable), NONE, NONE)
+            return CallSite(self._modules.find_parameter_module(variable), NONE, NONE)
         return CallSite(NONE, self._find_source_index(frame), NONE)
 
-    def note_forward(self, place: CallSite) -> None:
-        """Attribute to `place` the backward operators with autograd's current sequence number."""
+    def record_forward_operator(self, call_site: CallSite) -> None:
+        """Attribute to `call_site` the backward operators with autograd's current sequence number."""
         number, forward = autograd.get_sequence_nr(), self._forward
-        sequence = forward.sequence
+        sequence = forward.sequence_numbers
         if not sequence or sequence[-1] < number:
             sequence.append(number)
-            forward.places.append(_new_tuple(CallSite, (place.module, place.source, len(self._trace.events))))
+            forward.call_sites.append(
+                _new_tuple(CallSite, (call_site.module, call_site.source, len(self._trace.events)))
+            )
 
     def is_made_by_node(self, index: int) -> bool:
         """Return whether the autograd node that runs now made the storage with this index."""
-        return index >= self._forward.node_start
+        return index >= self._forward.num_storages_before_node
 
-    def caller(self) -> int:
+    def find_caller_line(self) -> int:
         """Return the index of the source line outside torch and memprof that runs now."""
         return self._find_source_index(sys._getframe(1))
 
-    def line(self, text: str) -> int:
-        """Return the trace's index of the line `text` (`file:number function`), after adding a new line."""
+    def index_source_line(self, text: str) -> int:
+        """Return the index in the trace of the line `text` (`file:number function`); add a new line to the trace."""
         index = self._line_index.get(text)
         if index is None:
             index = self._line_index[text] = len(self._trace.sources)
@@ -85,17 +89,17 @@ class Attribution:
         return index
 
     def _find_source_index(self, frame: FrameType | None) -> int:
-        codes = self._codes
+        codes = self._code_by_id
         while frame is not None:
             code = frame.f_code
             known = codes.get(id(code))
             if known is None:
                 known = codes[id(code)] = (code, is_program(code))
             if known[1]:
-                at = (id(code), frame.f_lasti)
-                index = self._source_by_instruction.get(at)
+                key = (id(code), frame.f_lasti)
+                index = self._source_by_instruction.get(key)
                 if index is None:
-                    index = self._source_by_instruction[at] = self._find_line_index(code, frame.f_lineno)
+                    index = self._source_by_instruction[key] = self._find_line_index(code, frame.f_lineno)
                 return index
             frame = frame.f_back
         return NONE
@@ -103,9 +107,11 @@ class Attribution:
     def _find_line_index(self, code: CodeType, number: int) -> int:
         index = self._source_index.get((code, number))
         if index is None:
-            index = self._source_index[code, number] = self.line(f"{code.co_filename}:{number} {code.co_name}")
+            index = self._source_index[code, number] = self.index_source_line(
+                f"{code.co_filename}:{number} {code.co_name}"
+            )
         return index
 
     def clear(self) -> None:
-        """Forget which operators ran forward."""
+        """Remove the record of operators that ran forward."""
         self._forward = ForwardOperators()

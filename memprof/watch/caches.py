@@ -4,7 +4,7 @@ Each sign counts only within a submodule of a model that is called without gradi
 
 | kind of cache | sign in the operators |
 |---|---|
-| preallocated buffers, a pool of pages | the call writes a part of a storage older than the call |
+| preallocated buffers, a pool of pages | the call writes a part of a storage that is older than the call |
 | a state that is overwritten | two calls write the whole of an older storage |
 | tensors that grow | a tensor of an earlier call is concatenated, and the result is live after the call |
 | lists that the caller passes back | a container argument has a tensor that an earlier call returned |
@@ -24,9 +24,9 @@ from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
 # Operators that write a part of their first argument.
-WRITES = frozenset({_aten.copy_, _aten.index_copy_, _aten.index_put_, _aten._index_put_impl_, _aten.scatter_})
+WRITE_OPERATORS = frozenset({_aten.copy_, _aten.index_copy_, _aten.index_put_, _aten._index_put_impl_, _aten.scatter_})
 _MAX_DEPTH = 4  # depth to which containers in a module's arguments and results are searched
-_Key = tuple[int, int, int]
+_AllocationKey = tuple[int, int, int]
 
 
 class KVCacheDetector:
@@ -39,98 +39,102 @@ class KVCacheDetector:
         self._roots: list[int] = []
         self._runs_without_gradients = False
         # In the running call: index of the older part, and the number of storages before the concatenation.
-        self._joined: list[tuple[int, int]] = []
-        self._overwritten: dict[int, int] = {}  # storages, and the number of the first call that overwrote them
-        self._returned: defaultdict[int, set[int]] = defaultdict(set)  # results of each module's last call
-        self._lines: set[_Key] = set()  # operators, lines and modules that make cache storages
+        self._concatenations: list[tuple[int, int]] = []
+        self._first_overwrites: dict[int, int] = {}  # storages, and the number of the first call that overwrote them
+        self._last_results: defaultdict[int, set[int]] = defaultdict(set)  # results of each module's last call
+        self._cache_allocation_keys: set[_AllocationKey] = (
+            set()
+        )  # operators, lines and modules that make cache storages
 
-    def call_begins(self, module: int, given: Any) -> None:
-        """Record that module `module` is called from outside all other modules, with the arguments `given`."""
+    def record_call(self, module: int, arguments: Any) -> None:
+        """Record that module `module` is called from outside all other modules, with `arguments`."""
         self._runs_without_gradients = not torch.is_grad_enabled()
-        self._joined.clear()  # the call before may have raised
+        self._concatenations.clear()  # the call before may have raised
         self._call_starts.append(len(self._recorder.trace.storages))
         self._roots.append(module)
         if self._runs_without_gradients:
-            again = self._find_number_storages([one for one in given if not isinstance(one, torch.Tensor)])
-            for index in again & self._returned[module]:
+            passed_back = self._find_numeric_storages([one for one in arguments if not isinstance(one, torch.Tensor)])
+            for index in passed_back & self._last_results[module]:
                 self._mark_as_cache(index)
 
-    def call_returned(self, result: Any) -> None:
+    def record_call_result(self, result: Any) -> None:
         """Record that the outermost module call returned `result`."""
         if not self._runs_without_gradients:
             return
         self._runs_without_gradients = False
         trace = self._recorder.trace
-        for old, before in self._joined:
+        for old, before in self._concatenations:
             new = next(
                 (i for i in range(before, len(trace.storages)) if trace.op(trace.storages[i]) == "aten.cat"), NONE
             )
-            if self._recorder.storages.is_alive(new):
+            if self._recorder.storages.is_live(new):
                 self._mark_as_cache(old)
                 self._mark_as_cache(new)
-        returned = self._find_number_storages([result])
-        self._returned[self._roots[-1]] = returned
+        returned = self._find_numeric_storages([result])
+        self._last_results[self._roots[-1]] = returned
         for index in returned:
-            if _storage_line(trace.storages[index]) in self._lines:
+            if _make_allocation_key(trace.storages[index]) in self._cache_allocation_keys:
                 self._mark_as_cache(index)
 
     @property
-    def looks(self) -> bool:
+    def is_watching(self) -> bool:
         """Return whether a submodule runs without gradients, so that operators may write a cache."""
-        return self._runs_without_gradients and self._recorder.modules.current not in (NONE, self._roots[-1])
+        return self._runs_without_gradients and self._recorder.modules.current_index not in (NONE, self._roots[-1])
 
-    def written(self, target: torch.Tensor) -> None:
-        """Record that an operator of WRITES writes into `target`."""
-        index = self._recorder.storages.index_of(target)
-        if not NONE < index < self._call_starts[-1] or not _holds_numbers(target):
+    def record_write(self, target: torch.Tensor) -> None:
+        """Record that an operator of WRITE_OPERATORS writes into `target`."""
+        index = self._recorder.storages.get_index(target)
+        if not NONE < index < self._call_starts[-1] or not _is_numeric(target):
             return
-        whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize
-        if not whole or self._overwritten.setdefault(index, len(self._call_starts)) < len(self._call_starts):
+        is_full_write = target.untyped_storage().nbytes() == target.numel() * target.itemsize
+        if not is_full_write or self._first_overwrites.setdefault(index, len(self._call_starts)) < len(
+            self._call_starts
+        ):
             self._mark_as_cache(index)
 
-    def joins(self, parts: list[torch.Tensor]) -> None:
+    def record_concatenation(self, parts: list[torch.Tensor]) -> None:
         """Record that `parts` are about to be concatenated."""
         for part in parts:
-            index = self._recorder.storages.index_of(part)
-            if self.is_older(index) and _holds_numbers(part):
-                self._joined.append((index, len(self._recorder.trace.storages)))
+            index = self._recorder.storages.get_index(part)
+            if self.is_from_earlier_call(index) and _is_numeric(part):
+                self._concatenations.append((index, len(self._recorder.trace.storages)))
 
-    def is_older(self, index: int) -> bool:
+    def is_from_earlier_call(self, index: int) -> bool:
         """Return whether an earlier call of the outermost module made the storage with this index."""
         if not self._call_starts or not NONE < index < self._call_starts[-1]:
             return False
-        maker = bisect.bisect_right(self._call_starts, index) - 1
-        made = self._recorder.trace.storages[index]
-        return made.module != NONE and maker >= 0 and self._roots[maker] == self._roots[-1]
+        call_index = bisect.bisect_right(self._call_starts, index) - 1
+        storage = self._recorder.trace.storages[index]
+        return storage.module != NONE and call_index >= 0 and self._roots[call_index] == self._roots[-1]
 
     def _mark_as_cache(self, index: int) -> None:
         self._recorder.owners.mark_kv_cache(index)
         storage = self._recorder.trace.storages[index]
         if storage.module != NONE:
-            self._lines.add(_storage_line(storage))
+            self._cache_allocation_keys.add(_make_allocation_key(storage))
 
-    def _find_number_storages(self, values: Any) -> set[int]:
+    def _find_numeric_storages(self, values: Any) -> set[int]:
         """Return the indices of the tensors with numbers in `values`, also those in containers."""
         with torch.DisableTorchFunction():
             found = {
-                self._recorder.storages.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)
+                self._recorder.storages.get_index(tensor) for tensor in iterate_tensors(values) if _is_numeric(tensor)
             }
         return found - {NONE}
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in `value`, the arguments or the result of a module, containers included."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part, depth + 1)
+            yield from iterate_tensors(part, depth + 1)
 
 
-def _storage_line(storage: Storage) -> _Key:
+def _make_allocation_key(storage: Storage) -> _AllocationKey:
     return storage.op, storage.source, storage.module
 
 
-def _holds_numbers(tensor: torch.Tensor) -> bool:
+def _is_numeric(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` has floating-point or quantized numbers, as tokens, positions and masks do not."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)

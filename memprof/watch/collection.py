@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
+def disable_garbage_collection() -> Iterator[None]:
     """Context manager: switch off the cyclic collector, whose frees depend on other work of the process."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -19,7 +19,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def freeze_libraries() -> None:
+def freeze_existing_objects() -> None:
     """Collect garbage, then exclude all remaining objects from later collections (`gc.freeze`).
 
     Acts only where the collector is off, as in memprof's own commands: torch and the libraries are millions of

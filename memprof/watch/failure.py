@@ -21,8 +21,8 @@ from torch import nn
 
 from memprof.errors import MemprofError, error_text, first_line
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
-from memprof.watch.modules import MODULE_CALL
-from memprof.watch.program_code import OWN_WORKLOADS, is_program
+from memprof.watch.modules import MODULE_CALL_CODE
+from memprof.watch.program_code import WORKLOAD_DIR, is_program
 from memprof.watch.recorder import Recorder
 
 
@@ -38,7 +38,7 @@ class TracingError(RuntimeError):
     """Error: torch.export traces a model on the GPU, with torch's own tensors without data."""
 
 
-_ACTIVITIES = {
+_ACTIVITY_BY_PHASE = {
     PhaseKind.MODEL: "the program's own code, before its first step",
     PhaseKind.OPTIMIZER: "building the optimizer",
     PhaseKind.INPUTS: "making the inputs",
@@ -46,25 +46,25 @@ _ACTIVITIES = {
 }
 # torch's messages for an operator without a kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
 # torch/_library/custom_ops.py).
-_NO_META = (
+_NO_META_KERNEL_PATTERNS = (
     re.compile(r"([\w.]+::[\w.]+): attempted to run this operator with Meta tensors"),
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
 # torch's messages for a missing GPU; only the thread that entered the virtual GPU, and its backward, see that GPU.
-_NO_GPU = re.compile(
+_NO_GPU_PATTERN = re.compile(
     r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
     r"PyTorch is not linked with support for cuda"
 )
 # torch's message where a thread that does not see the virtual GPU copies a tensor of that GPU.
-_NO_DATA = "Cannot copy out of meta tensor"
-_NO_META_ACCESS = re.compile(
+_NO_DATA_MESSAGE = "Cannot copy out of meta tensor"
+_NO_META_ACCESS_PATTERN = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
 # torch's name for the device and types of tensors without data, which a program on a GPU does not meet.
-_META_NAME = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
+_META_NAME_PATTERN = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
 # Messages with which extensions and Triton refuse tensors whose data is not on a real GPU.
-_NEEDS_DATA = re.compile(
+_NEEDS_DATA_PATTERN = re.compile(
     r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
     r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
     r"CUDA_HOME|no CUDA-capable device|cudaError",
@@ -73,51 +73,55 @@ _NEEDS_DATA = re.compile(
 
 
 def describe_failure(
-    error: BaseException, recorder: Recorder, phase: Phase, unknown_read: tuple[int, str] | None, dispatch: CodeType
+    error: BaseException,
+    recorder: Recorder,
+    phase: Phase,
+    unknown_read: tuple[int, str] | None,
+    dispatch_code: CodeType,
 ) -> Failure:
     """Return the failure for `error`, raised in `phase`.
 
-    `unknown_read` is the index of the line that last read an unknown value, and a text about that value; `dispatch` is
-    the code of the dispatch mode's method, whose frames name operators.
+    `unknown_read` is the index of the line that last read an unknown value, and a text about that value;
+    `dispatch_code` is the code of the dispatch mode's method, whose frames name operators.
     """
     op: str | None = None
     module = NONE
-    frames, lines = _frames_and_lines(error)
+    frames, lines = _collect_frames_and_lines(error)
     for frame in frames:
-        if frame.f_code is dispatch:
+        if frame.f_code is dispatch_code:
             func, place = frame.f_locals.get("func"), frame.f_locals.get("place")
             op = None if func is None else func._schema.name.replace("::", ".")
             if place is not None and place.module != NONE:
                 module = place.module
-        elif frame.f_code is MODULE_CALL:
+        elif frame.f_code is MODULE_CALL_CODE:
             index = frame.f_locals.get("index")
             module = module if index is None else index  # None: the call raised before the module was known
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
-        return make_refusal(error.problem, error.hint, source, phase, frames)
-    kind, named = _classify_error(error, error_text(error))
-    read = None
+        return make_refused_failure(error.problem, error.hint, source, phase, frames)
+    kind, named_op = _classify_error(error, error_text(error))
+    unknown_read_text = None
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _depends_on_values(error):
-        where, told = unknown_read
-        line = recorder.trace.sources[where]
-        if any(_split_function(line) == _split_function(other) for other in lines):
-            kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
+        source_index, value_text = unknown_read
+        line = recorder.trace.sources[source_index]
+        if any(_split_location(line) == _split_location(other) for other in lines):
+            kind, unknown_read_text = FailureKind.UNKNOWN_VALUE, f"{line}: {value_text}"
     if kind is FailureKind.ERROR and _mentions_meta_device(error_text(error), frames):
         kind = FailureKind.GAP
     return Failure(
         kind=kind,
-        phase=_activity_text(phase, frames),
+        phase=_describe_activity(phase, frames),
         error=type(error).__name__,
         message=first_line(error),
-        op=named or op,
+        op=named_op or op,
         module=None if module == NONE else recorder.trace.modules[module].path,
         source=source,
-        read=read,
-        hint=registration(named or op) if kind is FailureKind.NO_META_KERNEL else None,
+        read=unknown_read_text,
+        hint=format_fake_registration(named_op or op) if kind is FailureKind.NO_META_KERNEL else None,
     )
 
 
-def empty_frames(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the frames of memprof and torch in the traceback of `error`, below the caller's frame.
 
     The frames replace C++ frames, which release their objects on exit; Python frames would keep them as long as the
@@ -125,13 +129,13 @@ def empty_frames(error: BaseException) -> None:
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if code is MODULE_CALL or code.co_name == "__torch_dispatch__" or is_program(code):
+        if code is MODULE_CALL_CODE or code.co_name == "__torch_dispatch__" or is_program(code):
             continue
         with contextlib.suppress(RuntimeError):  # the caller's frame still runs
             frame.clear()
 
 
-def registration(op: str | None) -> str | None:
+def format_fake_registration(op: str | None) -> str | None:
     """Return the code that registers a kernel without data for the library operator `op`, from the operator's schema.
 
     Return None for torch's own operators and for unknown names.
@@ -143,47 +147,47 @@ def registration(op: str | None) -> str | None:
     overload = name.partition(".")[2] or packet.overloads()[0]
     schema = getattr(packet, overload)._schema
     first = next((one.name for one in schema.arguments if str(one.type) == "Tensor"), None)
-    made = [_RESULT_EXPRESSIONS.get(str(one.type), "...").format(first or "...") for one in schema.returns]
-    return _REGISTRATION.format(
+    results = [_RESULT_EXPRESSIONS.get(str(one.type), "...").format(first or "...") for one in schema.returns]
+    return _FAKE_REGISTRATION.format(
         name=schema.name if overload == "default" else f"{schema.name}.{overload}",
         arguments=", ".join(_format_parameters(schema)),
-        result=", ".join(made) or "None",
+        result=", ".join(results) or "None",
     )
 
 
 def _format_parameters(schema: Any) -> Iterator[str]:
-    stars = False
+    has_star = False
     for one in schema.arguments:
-        if one.kwarg_only and not stars:
-            stars = True
+        if one.kwarg_only and not has_star:
+            has_star = True
             yield "*"
         yield f"{one.name}={one.default_value!r}" if one.has_default_value() else one.name
 
 
 # Type of a result -> an expression that makes such a result.
 _RESULT_EXPRESSIONS = {"Tensor": "torch.empty_like({})", "List[Tensor]": "[torch.empty_like({})]"}
-_REGISTRATION = """say what it allocates, with the shapes, types and strides that its kernel gives its results
+_FAKE_REGISTRATION = """say what it allocates, with the shapes, types and strides that its kernel gives its results
 @torch.library.register_fake("{name}")
 def _({arguments}):
     return {result}
 or choose another implementation of it, or measure the run on a GPU"""
 
 
-def make_refusal(
+def make_refused_failure(
     problem: str, hint: str | None, source: str | None, phase: Phase, frames: Iterable[FrameType] | None = None
 ) -> Failure:
     """Return the failure of a run in which memprof refused an operation, whether or not the program went on.
 
     `frames` are the frames that the error passed through; None means the frames that run now.
     """
-    activity = _activity_text(
+    activity = _describe_activity(
         phase, (frame for frame, _ in traceback.walk_stack(sys._getframe())) if frames is None else frames
     )
     return Failure(FailureKind.REFUSED, activity, MemprofError.__name__, problem, None, None, source, None, hint)
 
 
-def _activity_text(phase: Phase, frames: Iterable[FrameType]) -> str:
-    activity = _ACTIVITIES.get(phase.kind, phase.kind.value)
+def _describe_activity(phase: Phase, frames: Iterable[FrameType]) -> str:
+    activity = _ACTIVITY_BY_PHASE.get(phase.kind, phase.kind.value)
     if phase.kind is PhaseKind.MODEL and any(map(_is_building_model, frames)):
         activity = "building the model"
     return f"{activity} of step {phase.step}" if phase.step else activity
@@ -197,12 +201,12 @@ def _is_building_model(frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_name in ("__init__", "_apply", "to"):
         return isinstance(frame.f_locals.get(next(iter(code.co_varnames), "")), nn.Module)
-    return code.co_filename.startswith(OWN_WORKLOADS)
+    return code.co_filename.startswith(WORKLOAD_DIR)
 
 
 def is_missing_gpu_error(error: BaseException) -> bool:
     """Return whether a thread raised `error` because the thread does not see the virtual GPU."""
-    return bool(_NO_GPU.search(error_text(error))) or _NO_DATA in error_text(error)
+    return bool(_NO_GPU_PATTERN.search(error_text(error))) or _NO_DATA_MESSAGE in error_text(error)
 
 
 def is_caused_by_oom(error: BaseException | None) -> bool:
@@ -216,25 +220,27 @@ def is_caused_by_oom(error: BaseException | None) -> bool:
     return False
 
 
-def measured_failure(error: BaseException, phase: Phase) -> Failure:
+def describe_measured_failure(error: BaseException, phase: Phase) -> Failure:
     """Return the failure for `error`, raised on a real device in `phase`."""
     text = error_text(error)
-    full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
-    frames, lines = _frames_and_lines(error)
+    is_out_of_memory = (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
+    )
+    frames, lines = _collect_frames_and_lines(error)
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
-        return make_refusal(error.problem, error.hint, source, phase, frames)
-    kind = FailureKind.OUT_OF_MEMORY if full else _classify_error(error, "")[0]
+        return make_refused_failure(error.problem, error.hint, source, phase, frames)
+    kind = FailureKind.OUT_OF_MEMORY if is_out_of_memory else _classify_error(error, "")[0]
     return Failure(
-        kind, _activity_text(phase, frames), type(error).__name__, first_line(error), None, None, source, None
+        kind, _describe_activity(phase, frames), type(error).__name__, first_line(error), None, None, source, None
     )
 
 
-def _frames_and_lines(error: BaseException) -> tuple[list[FrameType], list[str]]:
+def _collect_frames_and_lines(error: BaseException) -> tuple[list[FrameType], list[str]]:
     """Return the frames that `error` has passed through, and the program's source lines among them, outermost first."""
-    passed = [(frame, frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-    lines = [f"{code.co_filename}:{number} {code.co_name}" for _, code, number in passed if is_program(code)]
-    return [frame for frame, _, _ in passed], lines
+    entries = [(frame, frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [f"{code.co_filename}:{number} {code.co_name}" for _, code, number in entries if is_program(code)]
+    return [frame for frame, _, _ in entries], lines
 
 
 def _classify_error(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
@@ -245,15 +251,17 @@ def _classify_error(error: BaseException, text: str) -> tuple[FailureKind, str |
         return FailureKind.CUSTOM_KERNEL, error.kernel
     if isinstance(error, TracingError):
         return FailureKind.TRACING, None
-    if _NO_GPU.search(text):
+    if _NO_GPU_PATTERN.search(text):
         return FailureKind.OTHER_THREAD, None
-    for pattern in _NO_META:
+    for pattern in _NO_META_KERNEL_PATTERNS:
         match = pattern.search(text)
         if match:
             return FailureKind.NO_META_KERNEL, match[1].replace("::", ".")
-    if isinstance(error, (NotImplementedError, RuntimeError, BufferError, TypeError)) and _NO_META_ACCESS.search(text):
+    if isinstance(
+        error, (NotImplementedError, RuntimeError, BufferError, TypeError)
+    ) and _NO_META_ACCESS_PATTERN.search(text):
         return FailureKind.NO_META_KERNEL, None
-    if _NEEDS_DATA.search(text):
+    if _NEEDS_DATA_PATTERN.search(text):
         return FailureKind.CUSTOM_KERNEL, None
     return FailureKind.ERROR, None
 
@@ -263,7 +271,7 @@ def _mentions_meta_device(text: str, frames: Iterable[FrameType]) -> bool:
 
     A program that uses the meta device explicitly may cause messages with the word itself.
     """
-    if not _META_NAME.search(text):
+    if not _META_NAME_PATTERN.search(text):
         return False
     programs = {frame.f_code.co_filename for frame in frames if is_program(frame.f_code)}
     return not any("meta" in line for name in programs for line in linecache.getlines(name))
@@ -290,6 +298,6 @@ def _depends_on_values(error: BaseException) -> bool:
     return True
 
 
-def _split_function(line: str) -> tuple[str, str]:
+def _split_location(line: str) -> tuple[str, str]:
     place, _, name = line.rpartition(" ")
     return place.rpartition(":")[0], name

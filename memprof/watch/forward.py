@@ -1,4 +1,4 @@
-"""Places in the program where operators ran forward, to which allocations of a backward pass are attributed."""
+"""Call sites of operators that ran forward, to which allocations of a backward pass are attributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.trace.events import NONE
 
 
 class CallSite(NamedTuple):
-    """Place in the program where an operator runs; the fields are indices as in `Storage`."""
+    """Module, source line and forward operator of an operator call; the fields are indices as in `Storage`."""
 
     module: int
     source: int
@@ -17,12 +17,12 @@ class CallSite(NamedTuple):
 
 
 class ForwardOperators(threading.local):
-    """Places where one thread's operators ran forward, by autograd's sequence numbers in that thread."""
+    """Call sites of the operators that one thread ran forward, by autograd's sequence numbers in that thread."""
 
     def __init__(self) -> None:
         # Number of an operator's node, ascending, and where the operator ran.
-        self.sequence: list[int] = []
-        self.places: list[CallSite] = []
+        self.sequence_numbers: list[int] = []
+        self.call_sites: list[CallSite] = []
         # The node that runs backward, and the number of storages there were when it began.
-        self.node = NONE
-        self.node_start = 0
+        self.backward_node = NONE
+        self.num_storages_before_node = 0

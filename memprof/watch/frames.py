@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 
-def local_variables(frame: FrameType) -> dict[str, Any]:
+def read_local_variables(frame: FrameType) -> dict[str, Any]:
     """Return the local variables of `frame` by name, without keeping the values live. Before Python 3.13 a frame keeps
     the dict that `f_locals` returns; that dict is cleared, unless the program refers to the dict too."""
     frame_locals = frame.f_locals

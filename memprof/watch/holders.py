@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader
 
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Holder
-from memprof.watch.frames import local_variables
+from memprof.watch.frames import read_local_variables
 from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
-from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
+from memprof.watch.source_lines import find_class_line, find_fill_line, format_code_line
 
 MAX_DEPTH = 10  # nested containers up to a name: a list of models has parameters at depth 6
 
-MOST = 0.9  # fraction of an object's bytes from which a part of the object is named in the object's place
+MIN_PART_FRACTION = 0.9  # fraction of an object's bytes from which a part of the object is named in the object's place
 
 MAX_OBJECTS = 50_000  # objects per depth; more is a sign that the search has left the program
 
@@ -42,11 +42,11 @@ _MAX_SUM_NODES = 2_000  # nearest nodes of a sum's graph that are checked; they 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IGNORED_TYPES = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 # Nodes that accumulate gradients have a sequence number beyond all others, for they run first.
-_FIRST_ACCUMULATE_NUMBER = 1 << 62
+_FIRST_ACCUMULATE_GRAD_NUMBER = 1 << 62
 
 
 @dataclass(slots=True)
-class _Name:
+class _HolderName:
     """Program's name for an object: a variable, an attribute or an item."""
 
     text: str
@@ -63,7 +63,7 @@ class _NamedHolder:
     # Distance to the tensors: 1 for a container of tensors; where more tensors are found later, the larger distance.
     depth: int
     tensors: set[int]
-    names: list[_Name] = field(default_factory=list)
+    names: list[_HolderName] = field(default_factory=list)
     keys: tuple[str, ...] = ()  # keys through nested dicts to the container that has all the tensors
 
 
@@ -78,17 +78,17 @@ class HolderSearch:
         self._step_begins: list[int] = []
         self._step_ends: list[int] = []
 
-    def step_began(self) -> None:
+    def record_step_begin(self) -> None:
         """Record that a step begins."""
         self._step_begins.append(autograd.get_sequence_nr())
-        self._step_ends.append(_FIRST_ACCUMULATE_NUMBER)
+        self._step_ends.append(_FIRST_ACCUMULATE_GRAD_NUMBER)
 
-    def step_ended(self) -> None:
+    def record_step_end(self) -> None:
         """Record that an optimizer step ends: the step's last one, as far as is known."""
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
-    def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
+    def find_holders(self, targets: Mapping[int, object]) -> list[Holder]:
         """Return the holders of the storages `targets` (index -> key that counterparts share), largest first.
 
         One holder is named for all counterparts: it must have most of the older ones, because the newest counterparts
@@ -96,28 +96,30 @@ class HolderSearch:
         """
         with torch.DisableTorchFunction():
             tensors = self._find_tensors(targets)
-            variables = _Variables(self._recorder)
+            variables = _ProgramVariables(self._recorder)
             found = _find_named_holders(tensors, variables)
-            sizes = self._recorder.trace.storages
+            all_storages = self._recorder.trace.storages
             num_bytes = {
-                id(one): sum(sizes[i].num_bytes for i in {tensors[t][1] for t in one.tensors}) for one in found
+                id(one): sum(all_storages[i].num_bytes for i in {tensors[t][1] for t in one.tensors}) for one in found
             }
             # Among holders of equally many bytes, the nearest first.
             order = sorted(found, key=lambda one: (-num_bytes[id(one)], one.depth))
-            kinds: dict[object, list[int]] = defaultdict(list)
+            indices_by_key: dict[object, list[int]] = defaultdict(list)
             for index, key in sorted(targets.items()):
-                kinds[key].append(index)
+                indices_by_key[key].append(index)
             explained: set[object] = set()
             result = []
             for outer in order:
                 # If an object has little more than a list in the object, the list is the container that grows.
-                least = MOST * num_bytes[id(outer)]
-                inner = [o for o in order if num_bytes[id(o)] >= least and o.tensors <= outer.tensors]
+                min_bytes = MIN_PART_FRACTION * num_bytes[id(outer)]
+                inner = [o for o in order if num_bytes[id(o)] >= min_bytes and o.tensors <= outer.tensors]
                 one = min(inner, key=lambda o: o.depth)
                 storages = {tensors[t][1] for t in one.tensors}
                 is_tensor = issubclass(type(one.held), torch.Tensor)
                 keys = {
-                    key for key, members in kinds.items() if _includes_counterparts(storages, members, every=is_tensor)
+                    key
+                    for key, members in indices_by_key.items()
+                    if _includes_counterparts(storages, members, all_required=is_tensor)
                 }
                 if keys - explained:
                     explained |= keys
@@ -125,10 +127,10 @@ class HolderSearch:
                     result.append(self._make_holder(one, storages, roots, variables))
             return result
 
-    def running_sums(self) -> list[Holder]:
+    def find_running_sums(self) -> list[Holder]:
         """Return variables and attributes whose autograd graph spans several steps, such as `total = total + loss`."""
         with torch.DisableTorchFunction():
-            variables = _Variables(self._recorder)
+            variables = _ProgramVariables(self._recorder)
             sums: dict[Any, tuple[_NamedHolder, list[Any]]] = {}
             for name, value in variables.tensors:
                 if value.grad_fn is None or value.grad_fn in sums:
@@ -139,12 +141,12 @@ class HolderSearch:
                 if min(steps, default=2) == 1 and len(steps) >= max(len(self._step_begins) - 1, 2):
                     sums[value.grad_fn] = _NamedHolder(value, 0, set(), [name]), nodes
             # Values computed from a sum span as many steps, and do not keep the graph.
-            own = [found for found, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
+            independent_sums = [found for found, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
             return [
                 self._make_holder(
-                    found, {self._recorder.storages.index_of(found.held)} - {NONE}, [found.held], variables
+                    found, {self._recorder.storages.get_index(found.held)} - {NONE}, [found.held], variables
                 )
-                for found in own
+                for found in independent_sums
             ]
 
     def _find_tensors(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
@@ -152,7 +154,7 @@ class HolderSearch:
         result = {}
         for value in gc.get_objects():
             if issubclass(type(value), torch.Tensor):
-                index = self._recorder.storages.index_of(value)
+                index = self._recorder.storages.get_index(value)
                 if index in targets:
                     result[id(value)] = (value, index)
         return result
@@ -162,12 +164,12 @@ class HolderSearch:
         found = set()
         for number in (node._sequence_nr() for node in nodes):
             step = bisect.bisect_right(self._step_begins, number)
-            if step and number < min(self._step_ends[step - 1], _FIRST_ACCUMULATE_NUMBER):
+            if step and number < min(self._step_ends[step - 1], _FIRST_ACCUMULATE_GRAD_NUMBER):
                 found.add(step)
         return found
 
     def _make_holder(
-        self, found: _NamedHolder, storages: set[int], roots: list[torch.Tensor], variables: _Variables
+        self, found: _NamedHolder, storages: set[int], roots: list[torch.Tensor], variables: _ProgramVariables
     ) -> Holder:
         held = found.held
         keys = "".join(f"[{key!r}]" for key in found.keys)
@@ -176,44 +178,44 @@ class HolderSearch:
             held = held[key]
         lines = [(name, _find_filling_line(name, variables.codes)) for name in names]
         name, line = next(((name, line) for name, line in lines if line is not None), (names[0], None))
-        where = line
-        if cached := isinstance(held, functools._lru_cache_wrapper):
-            where, name = line_of_code(inspect.unwrap(held).__code__), _Name(held.__name__, None)
-        elif where is None and name.code is not None:
-            where = line_of_code(name.code)
-        elif where is None and name.owner is not None:
-            where = line_of_class(name.owner)
+        holder_source = line
+        if is_cached := isinstance(held, functools._lru_cache_wrapper):
+            holder_source, name = format_code_line(inspect.unwrap(held).__code__), _HolderName(held.__name__, None)
+        elif holder_source is None and name.code is not None:
+            holder_source = format_code_line(name.code)
+        elif holder_source is None and name.owner is not None:
+            holder_source = find_class_line(name.owner)
         nodes = _collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
-            kind="" if isinstance(held, torch.Tensor) else "lru_cache" if cached else type(held).__name__,
+            kind="" if isinstance(held, torch.Tensor) else "lru_cache" if is_cached else type(held).__name__,
             name=name.text,
-            source=where,
-            fills=cached or line is not None,
-            limit=held.cache_parameters()["maxsize"] if cached else getattr(held, "maxlen", None),
+            source=holder_source,
+            fills=is_cached or line is not None,
+            limit=held.cache_parameters()["maxsize"] if is_cached else getattr(held, "maxlen", None),
             storages=tuple(sorted(storages)),
             nodes=len(nodes),
             node_steps=len(self._find_steps(nodes)),
-            batches=variables.batches,
+            batches=variables.num_loader_batches,
         )
 
 
-def _includes_counterparts(storages: set[int], members: list[int], *, every: bool) -> bool:
-    """Return whether `storages` include all `members` (if `every`), or most of the older half (listed first)."""
-    if every:
+def _includes_counterparts(storages: set[int], members: list[int], *, all_required: bool) -> bool:
+    """Return whether `storages` include all `members` (if `all_required`), or most of the older half (listed first)."""
+    if all_required:
         return storages.issuperset(members)
     older = members[: (len(members) + 1) // 2]
     return 2 * len(storages.intersection(older)) > len(older)
 
 
-class _Variables:
+class _ProgramVariables:
     """Variables of the functions that are running, innermost first, and the globals of the functions' modules."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.names: dict[int, list[_Name]] = {}  # by the id of the value
-        self.batches: int | None = None
+        self.names: dict[int, list[_HolderName]] = {}  # by the id of the value
+        self.num_loader_batches: int | None = None
         # Variables that are tensors, and tensors in attributes and containers of the program.
-        self.tensors: list[tuple[_Name, torch.Tensor]] = []
+        self.tensors: list[tuple[_HolderName, torch.Tensor]] = []
         self.codes: list[CodeType] = []
         loaders: dict[int, DataLoader[Any]] = {}
         seen_globals: set[int] = set()
@@ -222,7 +224,7 @@ class _Variables:
             code = frame.f_code
             if is_program(code):
                 self.codes.append(code)
-                values = local_variables(frame)
+                values = read_local_variables(frame)
                 self._add_variables(values, code)
                 if not loaders:
                     loaders = {id(v): v for v in values.values() if _is_loader(v)}
@@ -232,29 +234,29 @@ class _Variables:
             frame = frame.f_back
         if len(loaders) == 1:
             try:
-                self.batches = len(next(iter(loaders.values())))
+                self.num_loader_batches = len(next(iter(loaders.values())))
             except (TypeError, NotImplementedError):  # a data set without length
-                self.batches = None
+                self.num_loader_batches = None
 
     def _add_variables(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
         for name, value in values.items():
             kind = type(value)
             if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
                 continue
-            self.names.setdefault(id(value), []).append(_Name(name, code, is_global=is_global))
+            self.names.setdefault(id(value), []).append(_HolderName(name, code, is_global=is_global))
             if issubclass(kind, torch.Tensor):
-                self.tensors.append((_Name(name, code), value))
+                self.tensors.append((_HolderName(name, code), value))
             elif issubclass(kind, (dict, list)):
                 parts = list(value.items() if issubclass(kind, dict) else enumerate(value))[:_MAX_PARTS]
                 self.tensors += [
-                    (_Name(f"{name}[{key!r}]", code), part)
+                    (_HolderName(f"{name}[{key!r}]", code), part)
                     for key, part in parts
                     if issubclass(type(part), torch.Tensor)
                 ]
             elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
-                for attribute, part in _instance_attributes(value).items():
+                for attribute, part in _read_instance_attributes(value).items():
                     if issubclass(type(part), torch.Tensor):
-                        self.tensors.append((_Name(f"{kind.__name__}.{attribute}", None, kind), part))
+                        self.tensors.append((_HolderName(f"{kind.__name__}.{attribute}", None, kind), part))
 
 
 def _is_loader(value: Any) -> bool:
@@ -263,18 +265,18 @@ def _is_loader(value: Any) -> bool:
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
-def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_NamedHolder]:
+def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables) -> list[_NamedHolder]:
     """Return every named object from which `tensors` are reachable within MAX_DEPTH references."""
     own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     own.update(id(pair) for pair in tensors.values())
     own.update(id(pair) for pair in variables.tensors)
-    own |= _running_frames()
+    own |= _find_running_frame_ids()
     level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
     tensors_below: dict[int, set[int]] = {key: {key} for key in level}
     depth_of_last_tensor = dict.fromkeys(level, 0)
     found: dict[int, _NamedHolder] = {}
 
-    def add_name(value: Any, holder_name: _Name) -> None:
+    def add_name(value: Any, holder_name: _HolderName) -> None:
         one = found.setdefault(id(value), _NamedHolder(value, 0, tensors_below[id(value)]))
         one.names.append(holder_name)
 
@@ -289,12 +291,17 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Vari
         own.add(id(next_level))
         for referrer in referrers:
             kind = type(referrer)
-            if id(referrer) in own or issubclass(kind, _IGNORED_TYPES) or kind is _NamedHolder or kind is _Variables:
+            if (
+                id(referrer) in own
+                or issubclass(kind, _IGNORED_TYPES)
+                or kind is _NamedHolder
+                or kind is _ProgramVariables
+            ):
                 continue
             if issubclass(kind, type):
                 for attribute, value in list(vars(referrer).items()):
                     if id(value) in tensors_below and not attribute.startswith("__"):
-                        add_name(value, _Name(f"{referrer.__name__}.{attribute}", None, referrer))
+                        add_name(value, _HolderName(f"{referrer.__name__}.{attribute}", None, referrer))
                 continue
             if kind is types.FunctionType:
                 for variable, cell in zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=True):
@@ -303,17 +310,17 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Vari
                         and (held := _read_cell(cell)) is not None
                         and id(held) in tensors_below
                     ):
-                        add_name(held, _Name(variable, referrer.__code__))
+                        add_name(held, _HolderName(variable, referrer.__code__))
             if kind is dict and (module := _find_module_name(referrer)) is not None:
                 for variable, value in list(referrer.items()):
                     if id(value) in level:
-                        add_name(value, _Name(f"{module}.{variable}", None))
+                        add_name(value, _HolderName(f"{module}.{variable}", None))
                 continue
             if kind is types.GeneratorType:
                 if referrer.gi_frame is not None:
-                    for variable, value in local_variables(referrer.gi_frame).items():
+                    for variable, value in read_local_variables(referrer.gi_frame).items():
                         if id(value) in level:
-                            add_name(value, _Name(variable, referrer.gi_code))
+                            add_name(value, _HolderName(variable, referrer.gi_code))
                 continue
             parts: set[int] = set()
             for child in gc.get_referents(referrer):
@@ -327,9 +334,9 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Vari
                     held |= parts
                     depth_of_last_tensor[id(referrer)] = depth + 1
             if not issubclass(kind, _CONTAINERS):
-                for attribute, value in _instance_attributes(referrer).items():
+                for attribute, value in _read_instance_attributes(referrer).items():
                     if id(value) in tensors_below and not attribute.startswith("__"):
-                        add_name(value, _Name(f"{kind.__name__}.{attribute}", None, kind))
+                        add_name(value, _HolderName(f"{kind.__name__}.{attribute}", None, kind))
         del referrers
         level = next_level
         if not level or len(level) > MAX_OBJECTS:
@@ -353,7 +360,7 @@ def _find_inner_keys(held: Any, tensors_below: Mapping[int, set[int]]) -> Iterat
         yield key
 
 
-def _instance_attributes(value: Any) -> dict[str, Any]:
+def _read_instance_attributes(value: Any) -> dict[str, Any]:
     """Return an object's instance attributes, without evaluating properties."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -377,7 +384,7 @@ def _read_cell(cell: Any) -> Any:
         return None
 
 
-def _running_frames() -> set[int]:
+def _find_running_frame_ids() -> set[int]:
     """Return the ids of the running frames of all threads, whose contents are variables. A frame that only an exception
     keeps is a container like any other."""
     running = set()
@@ -391,11 +398,11 @@ def _running_frames() -> set[int]:
     return running
 
 
-def _find_filling_line(name: _Name, running: list[CodeType]) -> str | None:
+def _find_filling_line(name: _HolderName, running: list[CodeType]) -> str | None:
     """Return `file:line function` of the source line that fills the holder: in the function of a variable, in the class
     of an attribute; for globals, and attributes that the class does not fill, in the `running` code too."""
-    whole, bracket, keys = name.text.partition("[")
-    variable = whole.rpartition(".")[2]
+    qualified_name, bracket, keys = name.text.partition("[")
+    variable = qualified_name.rpartition(".")[2]
     codes = [] if name.code is None else [name.code]
     if name.owner is not None:
         methods = [inspect.unwrap(part) for part in vars(name.owner).values() if isinstance(part, types.FunctionType)]
@@ -404,7 +411,7 @@ def _find_filling_line(name: _Name, running: list[CodeType]) -> str | None:
         codes += running
     # Without the keys too: the program may have a key in a variable.
     lines = (
-        line_that_fills(code, variable, attribute=name.owner is not None, keys=named)
+        find_fill_line(code, variable, attribute=name.owner is not None, keys=named)
         for named in dict.fromkeys((bracket + keys, ""))
         for code in codes
     )

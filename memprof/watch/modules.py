@@ -17,7 +17,7 @@ from torch import nn
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # containers that are not called; their members are
+_LIST_TYPES = (nn.ModuleList, nn.ModuleDict)  # containers that are not called; their members are
 
 
 class _ThreadModules(threading.local):
@@ -35,39 +35,39 @@ class ModuleTracker:
         self._indices_by_path: dict[str, list[int]] = {}
         self._num_indexed = 0
         self.thread = _ThreadModules()  # Module that the current thread runs.
-        self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
+        self.on_enter_or_exit: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
         # Called before a module is called from outside all others: module, index, args, kwargs.
-        self.on_outermost: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
+        self.on_outermost_call: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
         # Called with the result of such a call; not called if the module raises.
         self.on_outermost_return: Callable[[Any], None] = lambda result: None
         # Called with the error of such a call.
         self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None
-        self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._parameter_module: dict[int, int] = {}
+        self._index_by_module: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._module_by_parameter: dict[int, int] = {}
 
     @property
-    def current(self) -> int:
+    def current_index(self) -> int:
         """Return the index of the innermost module that this thread runs, NONE outside all modules."""
         return self.thread.module
 
     # Frames of the wrapper name the module that was running when an error was raised: see failure.py.
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement for `nn.Module.__call__`."""
-        tracker, here = self, self.thread
+        tracker, thread_modules = self, self.thread
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            index = tracker._known.get(self)
+            index = tracker._index_by_module.get(self)
             if index is None:
                 index = tracker._register(self, args, kwargs)
-            outer = here.module
+            outer = thread_modules.module
             if outer == index:  # a compiler's wrapper calls the same module
                 return original(self, *args, **kwargs)
             if outer == NONE:
-                here.root = weakref.ref(self)
-                tracker.on_outermost(self, index, args, kwargs)
-            here.module = index
-            tracker.listener(EventKind.ENTER, index)
+                thread_modules.root = weakref.ref(self)
+                tracker.on_outermost_call(self, index, args, kwargs)
+            thread_modules.module = index
+            tracker.on_enter_or_exit(EventKind.ENTER, index)
             try:
                 result = original(self, *args, **kwargs)
             except BaseException as error:
@@ -75,8 +75,8 @@ class ModuleTracker:
                     tracker.on_outermost_raise(error)
                 raise
             finally:
-                here.module = outer
-                tracker.listener(EventKind.EXIT, index)
+                thread_modules.module = outer
+                tracker.on_enter_or_exit(EventKind.EXIT, index)
             if outer == NONE:
                 tracker.on_outermost_return(result)
             return result
@@ -86,54 +86,61 @@ class ModuleTracker:
     def _get_root(self) -> nn.Module | None:
         return None if self.thread.root is None else self.thread.root()
 
-    def module_of(self, parameter: torch.Tensor) -> int:
+    def find_parameter_module(self, parameter: torch.Tensor) -> int:
         """Return the index of the module that owns `parameter`, NONE if the module is not known."""
-        return self._parameter_module.get(id(parameter), NONE)
+        return self._module_by_parameter.get(id(parameter), NONE)
 
-    def below(self, index: int, path: str) -> int:
+    def find_innermost_module(self, index: int, path: str) -> int:
         """Return the index of the innermost known module at or around `path`, relative to module `index`."""
         root = self.table[index].path if index != NONE else ""
-        for place in range(self._num_indexed, len(self.table)):
-            self._indices_by_path.setdefault(self.table[place].path, []).append(place)
+        for index_in_table in range(self._num_indexed, len(self.table)):
+            self._indices_by_path.setdefault(self.table[index_in_table].path, []).append(index_in_table)
         self._num_indexed = len(self.table)
         parts = path.split(".") if path else []
-        ends = (".".join([root, *parts[:end]]).lstrip(".") for end in range(len(parts), 0, -1))
+        candidate_paths = (".".join([root, *parts[:end]]).lstrip(".") for end in range(len(parts), 0, -1))
         # A model's modules stand in the table after it.
-        places = (place for end in ends for place in self._indices_by_path.get(end, ()) if place >= index)
-        return next(places, index)
+        indices = (
+            index_in_table
+            for end in candidate_paths
+            for index_in_table in self._indices_by_path.get(end, ())
+            if index_in_table >= index
+        )
+        return next(indices, index)
 
-    def known(self) -> Iterator[tuple[nn.Module, int]]:
+    def iterate_live_modules(self) -> Iterator[tuple[nn.Module, int]]:
         """Yield every live module of the table, with the module's index."""
-        yield from self._known.items()
+        yield from self._index_by_module.items()
 
     def add_root(self, root: nn.Module) -> None:
         """Name all modules below `root`, a model that was just built, before the first call of `root`."""
-        if root not in self._known:
+        if root not in self._index_by_module:
             self._add_tree(root, reads_tokens=True)
 
     def _register(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        if self.current == NONE:
-            self._add_tree(module, reads_tokens=_are_tokens(args, kwargs))
+        if self.current_index == NONE:
+            self._add_tree(module, reads_tokens=_has_token_ids(args, kwargs))
             self.on_root(module)
         elif isinstance(module, torch.fx.GraphModule) or type(module).__module__.startswith("torch._dynamo"):
-            self._known[module] = self.current
+            self._index_by_module[module] = self.current_index
         elif (root := self._get_root()) is not None and any(module is one for one in root.modules()):
             # The model was called while being built, to find the shape of its output.
             self._add_tree(root, reads_tokens=True)
             self.on_root(root)
         else:
             # Created during the forward, or not a child of its caller: named after the calling module.
-            parent = self.table[self.current]
+            parent = self.table[self.current_index]
             path = f"{parent.path}.{type(module).__name__}".lstrip(".")
             self._add(module, path, ModuleRole.OTHER, parent.stack)
-        return self._known[module]
+        return self._index_by_module[module]
 
     def _add(self, module: nn.Module, path: str, role: ModuleRole, stack: str) -> None:
-        index = self._known[module] = len(self.table)
-        self.table.append(Module(own_name(path), type(module).__name__, role, own_name(stack)))
+        index = self._index_by_module[module] = len(self.table)
+        self.table.append(
+            Module(strip_compile_wrapper(path), type(module).__name__, role, strip_compile_wrapper(stack))
+        )
         for parameter in module._parameters.values():
             if parameter is not None:
-                self._parameter_module.setdefault(id(parameter), index)
+                self._module_by_parameter.setdefault(id(parameter), index)
 
     def _add_tree(self, root: nn.Module, *, reads_tokens: bool) -> None:
         stacks = dict(_find_stacks(root))
@@ -151,11 +158,13 @@ class ModuleTracker:
         called_before = {
             below
             for module in root.modules()
-            if module is not root and module in self._known and self.table[self._known[module]].role is ModuleRole.ROOT
+            if module is not root
+            and module in self._index_by_module
+            and self.table[self._index_by_module[module]].role is ModuleRole.ROOT
             for below in module.modules()
         }
         for path, module in root.named_modules():
-            if module in self._known and module not in called_before:
+            if module in self._index_by_module and module not in called_before:
                 continue
             role = ModuleRole.OTHER
             if module is root:
@@ -168,7 +177,7 @@ class ModuleTracker:
                 path.rpartition(".")[0] in wrapper_paths and path not in wrapper_paths and not (stacks and reads_tokens)
             ):
                 role = ModuleRole.CHILD
-                if isinstance(module, _LISTS):
+                if isinstance(module, _LIST_TYPES):
                     in_lists |= dict.fromkeys(_find_layer_paths(path, module), path)
             elif path in in_lists and not isinstance(module, nn.Embedding):
                 role = ModuleRole.CHILD
@@ -180,7 +189,7 @@ class ModuleTracker:
             self._add(module, path, role, stack)
 
 
-def own_name(path: str) -> str:
+def strip_compile_wrapper(path: str) -> str:
     """Return the path of a module or parameter without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
@@ -191,10 +200,10 @@ def _find_stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
         path = f"{prefix}{name}"
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         has_one_type = len({type(member) for member in members}) == 1
-        parameterised = all(next(member.parameters(), None) is not None for member in members)
+        have_parameters = all(next(member.parameters(), None) is not None for member in members)
         # A Sequential of bare Linear layers is a network, not a stack of layers.
         is_layer_list = isinstance(child, nn.ModuleList) or (members and next(members[0].children(), None) is not None)
-        if len(members) > 1 and has_one_type and parameterised and is_layer_list:
+        if len(members) > 1 and has_one_type and have_parameters and is_layer_list:
             yield path, child
             continue
         yield from _find_stacks(child, f"{path}.")
@@ -209,19 +218,23 @@ def _find_wrapped_paths(root: nn.Module) -> Iterator[str]:
         yield path
 
 
-def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_token_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether arguments have token ids: integer tensors, alone or with more than one value a sample."""
     values = [*args, *kwargs.values()]
     values += [value for part in values if isinstance(part, Mapping) for value in part.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    whole = [tensor for tensor in tensors if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool]
-    return bool(whole) and (len(whole) == len(tensors) or any(tensor.dim() > 1 for tensor in whole))
+    integer_tensors = [
+        tensor for tensor in tensors if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool
+    ]
+    return bool(integer_tensors) and (
+        len(integer_tensors) == len(tensors) or any(tensor.dim() > 1 for tensor in integer_tensors)
+    )
 
 
 def _find_layer_paths(path: str, stack: nn.Module) -> Iterator[str]:
     """Yield the paths of the callable members of `stack`, including the members of bare lists in `stack`."""
     for name, member in stack.named_children():
-        if isinstance(member, _LISTS):
+        if isinstance(member, _LIST_TYPES):
             yield from _find_layer_paths(f"{path}.{name}", member)
         else:
             yield f"{path}.{name}"
@@ -241,23 +254,23 @@ def _find_head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: b
             return head
     if not reads_tokens:
         return None
-    words = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
+    vocabulary_sizes = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
     # Of a model as wide as it has positions, a pooler's outputs are no words.
-    words -= {module.in_features for module in root.modules() if isinstance(module, nn.Linear)}
-    found: dict[bool, nn.Module] = {}
+    vocabulary_sizes -= {module.in_features for module in root.modules() if isinstance(module, nn.Linear)}
+    head_by_is_vocabulary: dict[bool, nn.Module] = {}
     for path, module in root.named_modules():
         inside = any(path == stack or path.startswith(stack + ".") for stack in stacks)
         if (
             isinstance(module, nn.Linear)
             and not inside
-            and (module.out_features in words or (stacks and "." not in path))
+            and (module.out_features in vocabulary_sizes or (stacks and "." not in path))
         ):
-            found[module.out_features in words] = module
-    return found.get(True, found.get(False))
+            head_by_is_vocabulary[module.out_features in vocabulary_sizes] = module
+    return head_by_is_vocabulary.get(True, head_by_is_vocabulary.get(False))
 
 
 # Code of the wrapped `nn.Module.__call__`; the local `index` of its frames is the module's.
-MODULE_CALL: CodeType = next(
+MODULE_CALL_CODE: CodeType = next(
     constant
     for constant in ModuleTracker.wrap_call.__code__.co_consts
     if isinstance(constant, CodeType) and constant.co_name == "__call__"

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import torch
 
 from memprof.trace.events import NONE, Owner, PhaseKind, Role
-from memprof.watch.sharding import communication
+from memprof.watch.sharding import find_communication_owner
 from memprof.watch.storage_table import StorageTable
 from memprof.watch.trace_writer import TraceWriter
-from memprof.watch.wrappers import parts_of_sparse
+from memprof.watch.wrappers import get_sparse_parts
 
 _PROVISIONAL_ROLES = (Role.INPUT, Role.COMMUNICATION)
-_COPIES = ("aten._to_copy", "aten.cat")
+_COPY_OPERATORS = ("aten._to_copy", "aten.cat")
 
 
 class OwnerTable:
@@ -26,17 +26,17 @@ class OwnerTable:
         self._storages = storages
 
     @property
-    def names_communication(self) -> bool:
+    def is_naming_communication(self) -> bool:
         """Return whether the program has joined a process group, so that memory for communication is identified."""
         return self._storages.on_allocate is not None
 
-    def name_communication(self) -> None:
+    def start_naming_communication(self) -> None:
         """Identify torch's memory for communication between processes from now on."""
         self._storages.on_allocate = self._name_if_communication
 
     def _name_if_communication(self, index: int) -> None:
         if self._trace.storages[index].device != "cpu":
-            owner = communication(sys._getframe(1), self._get_name)
+            owner = find_communication_owner(sys._getframe(1), self._get_name)
             if owner is not None:
                 self._trace.owners[index] = owner
 
@@ -45,14 +45,14 @@ class OwnerTable:
         return "" if owner is None else owner.name
 
     def _get_owner(self, tensor: torch.Tensor) -> Owner | None:
-        return self._trace.owners.get(self._storages.index_of(tensor))
+        return self._trace.owners.get(self._storages.get_index(tensor))
 
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Set the role and name of `tensor`'s storage. The first name stays, so that a tied weight keeps its name; a
         storage without name may get one, and an input or a collective's output may become a parameter."""
         with torch.DisableTorchFunction():  # each attribute read would pass through the program's modes
-            for part in parts_of_sparse(tensor) or [tensor]:
-                index = self._storages.index_of(part)
+            for part in get_sparse_parts(tensor) or [tensor]:
+                index = self._storages.get_index(part)
                 if index != NONE:
                     known = self._trace.owners.setdefault(index, owner)
                     if known.role in _PROVISIONAL_ROLES or (owner.name and not known.name):
@@ -66,26 +66,27 @@ class OwnerTable:
         if known is None or known.role in (Role.BUFFER, Role.INPUT):
             self._trace.owners[index] = Owner(Role.KV_CACHE, known.name if known else "")
 
-    def mark_gathered(self, made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
-        """Record that a collective has gathered `made` from the tensors `given` of all ranks. Gathered parts of a
-        parameter are the whole parameter: a program may shard as FSDP does."""
-        known = [owner for one in given if (owner := self._get_owner(one)) is not None]
-        parts = [owner for owner in known if owner.role is Role.PARAMETER]
-        for index in map(self._storages.index_of, made if parts else ()):
+    def mark_gathered(self, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+        """Record that a collective has gathered `outputs` from the `inputs` of all ranks. Gathered shards of a
+        parameter are the unsharded parameter: a program may shard as FSDP does."""
+        owners = [owner for one in inputs if (owner := self._get_owner(one)) is not None]
+        parts = [owner for owner in owners if owner.role is Role.PARAMETER]
+        for index in map(self._storages.get_index, outputs if parts else ()):
             if index != NONE:
                 self._trace.owners.setdefault(index, Owner(Role.UNSHARDED, parts[0].name or "a parameter"))
 
-    def mark_reduced(self, given: Iterable[torch.Tensor]) -> None:
-        """Record that a collective reduces `given` over the ranks; copies made for it are communication memory."""
+    def mark_reduced(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record that a collective reduces `tensors` over the ranks; copies made for the collective are communication
+        memory."""
         if self._writer.phase.kind in (PhaseKind.FORWARD, PhaseKind.BACKWARD):
             return
-        for tensor in given:
-            index = self._storages.index_of(tensor)
+        for tensor in tensors:
+            index = self._storages.get_index(tensor)
             op = None if index == NONE or index in self._trace.owners else self._trace.storages[index].op
-            if op is not None and self._trace.ops[op] in _COPIES:
+            if op is not None and self._trace.ops[op] in _COPY_OPERATORS:
                 self._trace.owners[index] = Owner(Role.COMMUNICATION, "reduce-scatter")
 
-    def is_made_outside_modules(self, tensor: torch.Tensor) -> bool:
+    def is_allocated_outside_modules(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is in memory of this run that no module's code allocated."""
-        index = self._storages.index_of(next(iter(parts_of_sparse(tensor)), tensor))
+        index = self._storages.get_index(next(iter(get_sparse_parts(tensor)), tensor))
         return index != NONE and self._trace.storages[index].module == NONE

@@ -39,17 +39,20 @@ _MICRO_BATCH_KINDS = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATIO
 
 
 class Phases:
-    """Recognizer of phases: calls `begin` with kind, step and micro-batch; `now` returns the running phase.
+    """Recognizer of phases: calls `begin_phase` with kind, step and micro-batch; `get_current_phase` returns the
+    running phase.
 
     The meaning of each event depends on all events before: hence more methods and attributes than in other classes.
     """
 
-    def __init__(self, begin: Callable[[PhaseKind, int, int], None], now: Callable[[], Phase]) -> None:
-        self._begin_phase = begin
-        self._now = now
-        self.recognizes = True  # whether phases are recognised: not while the workload names them itself
+    def __init__(
+        self, begin_phase: Callable[[PhaseKind, int, int], None], get_current_phase: Callable[[], Phase]
+    ) -> None:
+        self._begin_phase = begin_phase
+        self._get_current_phase = get_current_phase
+        self.is_recognizing = True  # whether phases are recognised: not while the workload names them itself
         self.step = 0  # the training step that is running or has just ended, from 1; 0 before the first
-        self._ended = True  # whether step `step` has ended
+        self._has_step_ended = True  # whether step `step` has ended
         # Called with the outermost optimizer that has stepped, or None after the program's own update of parameters.
         self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
         self.trains = False  # whether a model was called with gradients
@@ -58,163 +61,171 @@ class Phases:
         )
         # Called before a module with parameters is called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
-        self.forwards = 0  # calls of models so far, from outside all others
-        self.backwards = 0  # backward passes that have begun so far
+        self.num_forwards = 0  # calls of models so far, from outside all others
+        self.num_backwards = 0  # backward passes that have begun so far
         self._micro_batch = 1
-        self._ran_backward = False
-        self._updated = False  # whether the program itself has updated parameters in this step
-        self._generating = 0  # calls of the model within `generate()`; 0 outside
+        self._has_run_backward = False
+        self._has_manual_update = False  # whether the program itself has updated parameters in this step
+        self._num_generate_calls = 0  # calls of the model within `generate()`; 0 outside
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that the program has made
         # Returns the outermost optimizer that is stepping, or None. A weak reference: the program can free an optimizer
         # whose step was not seen to end.
-        self._outermost: Callable[[], Any] = _no_optimizer
+        self._get_stepping_optimizer: Callable[[], Any] = _return_no_optimizer
         # Called with the exception that is about to leave the running phase.
-        self.on_raise: Callable[[BaseException], None] = lambda error: None
+        self.on_error: Callable[[BaseException], None] = lambda error: None
         # Called with an optimizer that raised in its step; its state may be incomplete.
-        self.on_step_raise: Callable[[Optimizer], None] = lambda optimizer: None
+        self.on_step_error: Callable[[Optimizer], None] = lambda optimizer: None
         # Called to replace an attribute (owner, name, value) until the end of the run.
-        self.patch: Callable[[Any, str, Any], None] = lambda owner, name, value: None
+        self.set_patch: Callable[[Any, str, Any], None] = lambda owner, name, value: None
         # Classes of optimizers whose `step` was replaced.
         self._patched_step_classes: weakref.WeakSet[type] = weakref.WeakSet()
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that have stepped in this step
+        self._stepped_optimizers: weakref.WeakSet[Optimizer] = (
+            weakref.WeakSet()
+        )  # optimizers that have stepped in this step
         # Whether a library steps optimizers only to allocate their state, before training.
         self._is_preparing_state = False
 
     def _begin(self, kind: PhaseKind) -> None:
-        if self.recognizes:
-            between = self._ended and kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
-            in_step = self.step and not between
+        if self.is_recognizing:
+            is_between_steps = self._has_step_ended and kind in (
+                PhaseKind.FORWARD,
+                PhaseKind.EVALUATION,
+                PhaseKind.DECODE,
+            )
+            in_step = self.step and not is_between_steps
             self._begin_phase(
                 kind, self.step if in_step else 0, self._micro_batch if in_step and kind in _MICRO_BATCH_KINDS else 0
             )
 
     def _begin_step(self) -> None:
         self.step += 1
-        self._ended = False
+        self._has_step_ended = False
         self._micro_batch = 1
-        self._ran_backward = self._updated = False
+        self._has_run_backward = self._has_manual_update = False
 
-    def building(self) -> None:
+    def begin_model_building(self) -> None:
         """Begin the phase in which the program builds its model."""
         self._begin(PhaseKind.MODEL)
 
-    def built(self) -> None:
+    def end_model_building(self) -> None:
         """End the phase in which the program builds its model, if that phase is running."""
-        if self._now().kind is PhaseKind.MODEL:
+        if self._get_current_phase().kind is PhaseKind.MODEL:
             self._begin(PhaseKind.OTHER)
 
-    def forward(self, module: nn.Module) -> None:
+    def record_forward_call(self, module: nn.Module) -> None:
         """Record that `module` is called from outside all other modules."""
-        if not self.recognizes or autograd.current_graph_task_id() != -1:
+        if not self.is_recognizing or autograd.current_graph_task_id() != -1:
             return
         if next(module.parameters(), None) is None:  # a loss, an activation: part of the running phase
-            self.built()
+            self.end_model_building()
             return
-        self.forwards += 1
+        self.num_forwards += 1
         self.before_forward(module)
         trains = torch.is_grad_enabled()
-        self.trains = self.trains or (trains and _is_trained(module))
-        if trains and self._ran_backward and not self.optimizers and not self._ended:
+        self.trains = self.trains or (trains and _has_trainable_parameters(module))
+        if trains and self._has_run_backward and not self.optimizers and not self._has_step_ended:
             self._end_step(None)
-        if self._ended and (trains or (self.step == 0 and not self.optimizers)):
+        if self._has_step_ended and (trains or (self.step == 0 and not self.optimizers)):
             self._begin_step()
-        if self._generating:
-            kind = PhaseKind.FORWARD if self._generating == 1 else PhaseKind.DECODE
-            self._generating += 1
-            if self._now().kind is PhaseKind.DECODE:
+        if self._num_generate_calls:
+            kind = PhaseKind.FORWARD if self._num_generate_calls == 1 else PhaseKind.DECODE
+            self._num_generate_calls += 1
+            if self._get_current_phase().kind is PhaseKind.DECODE:
                 return
         elif not trains and not module.training and self._has_trained_parameters(module):
             kind = PhaseKind.EVALUATION
         else:
             kind = PhaseKind.FORWARD
-            if trains and self._ran_backward:  # in the same step: gradients are accumulated
-                self._ran_backward = False
+            if trains and self._has_run_backward:  # in the same step: gradients are accumulated
+                self._has_run_backward = False
                 self._micro_batch += 1
         self._begin(kind)
 
     def _has_trained_parameters(self, module: nn.Module) -> bool:
         """Return whether optimizers, or else the program, update parameters of `module`; false for a teacher."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        steps_on = {id(one) for group in groups for one in group["params"]}
-        if not steps_on:
-            return bool(self.backwards and _is_trained(module))
-        return any(id(one) in steps_on for one in module.parameters())
+        stepped_parameter_ids = {id(one) for group in groups for one in group["params"]}
+        if not stepped_parameter_ids:
+            return bool(self.num_backwards and _has_trainable_parameters(module))
+        return any(id(one) in stepped_parameter_ids for one in module.parameters())
 
-    def backward(self) -> None:
+    def record_backward_begin(self) -> None:
         """Record that a backward pass begins."""
-        self.backwards += 1
-        if self.recognizes and not self.forwards and self._updated and not self._ended:
+        self.num_backwards += 1
+        if self.is_recognizing and not self.num_forwards and self._has_manual_update and not self._has_step_ended:
             self._end_step(None)
-        if self._ended and (self.optimizers or not self.forwards):  # no model: parameters without a module
+        if self._has_step_ended and (self.optimizers or not self.num_forwards):  # no model: parameters without a module
             self._begin_step()
         self._begin(PhaseKind.BACKWARD)
 
-    def after_backward(self, *, accumulates: bool) -> None:
+    def record_backward_end(self, *, accumulates: bool) -> None:
         """Record the end of a backward pass; `accumulates`: into `.grad`, unlike torch.autograd.grad."""
-        self._ran_backward = self._ran_backward or accumulates or not self.optimizers
-        self.go_on()
+        self._has_run_backward = self._has_run_backward or accumulates or not self.optimizers
+        self.resume_phase()
 
-    def go_on(self) -> None:
+    def resume_phase(self) -> None:
         """Resume the optimizer's step if one is running, else the program's own code."""
         self._begin(PhaseKind.OPTIMIZER_STEP if self.is_stepping else PhaseKind.OTHER)
 
     @property
     def is_stepping(self) -> bool:
         """Return whether an optimizer's step is running, its closure included."""
-        return self._outermost() is not None
+        return self._get_stepping_optimizer() is not None
 
-    def forward_raised(self, error: BaseException) -> None:
+    def record_forward_error(self, error: BaseException) -> None:
         """Record that a module called from outside all others raised `error`."""
-        if self.recognizes and autograd.current_graph_task_id() == -1:
-            self.on_raise(error)
-            self.go_on()
+        if self.is_recognizing and autograd.current_graph_task_id() == -1:
+            self.on_error(error)
+            self.resume_phase()
 
     @property
-    def awaits_update(self) -> bool:
+    def is_awaiting_update(self) -> bool:
         """Return whether the program may update parameters itself: after a backward pass, outside optimizer steps."""
-        return self.recognizes and self._ran_backward and not self._ended and not self.is_stepping
+        return self.is_recognizing and self._has_run_backward and not self._has_step_ended and not self.is_stepping
 
-    def updated(self) -> None:
+    def record_manual_update(self) -> None:
         """Record that the program itself has updated parameters, in a phase renamed to an optimizer step."""
-        self._updated = self.updates_parameters_manually = True
+        self._has_manual_update = self.updates_parameters_manually = True
 
-    def after_update(self) -> None:
+    def end_update(self) -> None:
         """End a step that updates parameters."""
         self._begin(PhaseKind.OTHER)
 
     @contextlib.contextmanager
-    def inside(self, kind: PhaseKind) -> Iterator[None]:
+    def run_in_phase(self, kind: PhaseKind) -> Iterator[None]:
         """Context manager: run the body as phase `kind`, then resume the phase before."""
-        before = self._now()
-        if not self.recognizes or before.kind is kind:
+        before = self._get_current_phase()
+        if not self.is_recognizing or before.kind is kind:
             yield
             return
         self._begin_phase(kind, before.step, before.micro_batch)
         try:
             yield
         except BaseException as error:
-            self.on_raise(error)
+            self.on_error(error)
             raise
         finally:
             self._begin_phase(before.kind, before.step, before.micro_batch)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_preparing_state or self._outermost() not in (None, optimizer):
+    def _handle_step_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_preparing_state or self._get_stepping_optimizer() not in (None, optimizer):
             return
-        self._outermost = weakref.ref(optimizer)
-        if optimizer in self._stepped:
+        self._get_stepping_optimizer = weakref.ref(optimizer)
+        if optimizer in self._stepped_optimizers:
             self.step += 1
-            self._stepped.clear()
-        elif self._ended and any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
+            self._stepped_optimizers.clear()
+        elif self._has_step_ended and any(
+            one.grad is not None for group in optimizer.param_groups for one in group["params"]
+        ):
             self._begin_step()  # gradients that the program has made itself, without a backward pass
         self._begin(PhaseKind.OPTIMIZER_STEP)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._outermost() is not optimizer:
+    def _handle_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._get_stepping_optimizer() is not optimizer:
             return
-        self._outermost = _no_optimizer
-        self._stepped.add(optimizer)
-        self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
+        self._get_stepping_optimizer = _return_no_optimizer
+        self._stepped_optimizers.add(optimizer)
+        self._end_step(optimizer, last=len(self._stepped_optimizers) >= len(self.optimizers))
 
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement for `original`, which allocates optimizer state by a step without training."""
@@ -222,21 +233,21 @@ class Phases:
         def prepare(*args: Any, **kwargs: Any) -> Any:
             self._is_preparing_state = True
             try:
-                with self.inside(PhaseKind.OPTIMIZER):
+                with self.run_in_phase(PhaseKind.OPTIMIZER):
                     return original(*args, **kwargs)
             finally:
                 self._is_preparing_state = False
 
         return prepare
 
-    def wrap_whole_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_composite_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement for the `step` of a class that is not a torch Optimizer but steps torch Optimizers."""
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._before_step(optimizer, args, kwargs)
+            self._handle_step_begin(optimizer, args, kwargs)
             result = original(optimizer, *args, **kwargs)
-            if self._outermost() is optimizer:
-                self._outermost = _no_optimizer
+            if self._get_stepping_optimizer() is optimizer:
+                self._get_stepping_optimizer = _return_no_optimizer
                 self._end_step(optimizer)
             return result
 
@@ -247,18 +258,18 @@ class Phases:
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
-            is_outermost = self._outermost() is None
+            is_outermost = self._get_stepping_optimizer() is None
             try:
                 return original(*args, **kwargs)
             except BaseException as error:
-                self.on_raise(error)
-                optimizer = self._outermost()
+                self.on_error(error)
+                optimizer = self._get_stepping_optimizer()
                 if is_outermost and optimizer is not None:
                     if isinstance(optimizer, Optimizer):
-                        self.on_step_raise(optimizer)
-                    self._outermost = _no_optimizer
-                    self._micro_batch, self._ran_backward = 1, False
-                    self.go_on()
+                        self.on_step_error(optimizer)
+                    self._get_stepping_optimizer = _return_no_optimizer
+                    self._micro_batch, self._has_run_backward = 1, False
+                    self.resume_phase()
                 raise
 
         return step
@@ -268,24 +279,24 @@ class Phases:
         owner: Any = next(base for base in kind.__mro__ if "step" in vars(base))
         if owner not in self._patched_step_classes:
             self._patched_step_classes.add(owner)
-            self.patch(owner, "step", self._wrap_step(owner.step))
+            self.set_patch(owner, "step", self._wrap_step(owner.step))
 
     def _end_step(self, optimizer: Optimizer | None, *, last: bool = True) -> None:
         if last:
-            self._ended = True
-            self._stepped.clear()
+            self._has_step_ended = True
+            self._stepped_optimizers.clear()
         self._begin(PhaseKind.OTHER)
         self.on_step(optimizer)
 
     @property
-    def completed(self) -> int:
+    def num_completed_steps(self) -> int:
         """Return the number of training steps that have ended."""
-        return self.step if self._ended else max(self.step - 1, 0)
+        return self.step if self._has_step_ended else max(self.step - 1, 0)
 
-    def hooks(self) -> Iterator[Any]:
+    def register_optimizer_hooks(self) -> Iterator[Any]:
         """Yield handles (with `remove`) of torch's global optimizer hooks, which run for every optimizer class."""
-        yield register_optimizer_step_pre_hook(self._before_step)
-        yield register_optimizer_step_post_hook(self._after_step)
+        yield register_optimizer_step_pre_hook(self._handle_step_begin)
+        yield register_optimizer_step_post_hook(self._handle_step_end)
 
     def patches(self) -> Iterator[Patch]:
         """Yield patches (owner, name, replacement) for events without a hook; the caller patches backward passes."""
@@ -296,7 +307,7 @@ class Phases:
             if getattr(vars(kind).get("step"), "hooked", False):  # torch has hooked the class: it has instances
                 self._patch_step(kind)
 
-    def of_imports(self) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
+    def make_import_patches(self) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
         """Return the patches of libraries, by the name of the module whose import they follow."""
 
         def generation_patches(module: ModuleType) -> Iterator[Patch]:
@@ -310,7 +321,7 @@ class Phases:
 
     def _wrap_in_phase(self, original: Callable[..., Any], kind: PhaseKind) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.inside(kind):
+            with self.run_in_phase(kind):
                 return original(*args, **kwargs)
 
         call.__name__ = call.__qualname__ = original.__name__
@@ -318,13 +329,13 @@ class Phases:
 
     def _wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
-            if self._generating:
+            if self._num_generate_calls:
                 return original(*args, **kwargs)
-            self._generating = 1
+            self._num_generate_calls = 1
             try:
                 return original(*args, **kwargs)
             finally:
-                self._generating = 0
+                self._num_generate_calls = 0
                 self._begin(PhaseKind.OTHER)
 
         return generate
@@ -334,12 +345,12 @@ class Phases:
             original(optimizer, *args, **kwargs)
             self.optimizers.add(optimizer)
             self._patch_step(type(optimizer))
-            self.built()
+            self.end_model_building()
 
         return __init__
 
 
-def _no_optimizer() -> None:
+def _return_no_optimizer() -> None:
     """Return None: no optimizer is stepping."""
 
 
@@ -350,5 +361,5 @@ def _iterate_subclasses(kind: type) -> Iterator[type]:
         yield from _iterate_subclasses(one)
 
 
-def _is_trained(module: nn.Module) -> bool:
+def _has_trainable_parameters(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())

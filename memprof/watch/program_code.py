@@ -9,10 +9,10 @@ import torch
 import typing_extensions
 
 TORCH_DIR = str(torch.__path__[0])
-_DEPRECATIONS = typing_extensions.__file__  # torch wraps functions in it that have another name now.
+_DEPRECATIONS_FILE = typing_extensions.__file__  # torch wraps functions in it that have another name now.
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
-OWN_WORKLOADS = MEMPROF_DIR + "/workload/"  # memprof's own code that builds a model and steps
+WORKLOAD_DIR = MEMPROF_DIR + "/workload/"  # memprof's own code that builds a model and steps
 GENERATED_CODE_FOLDERS: list[str] = []  # folders that a compiler writes code into, while there are any
 
 
@@ -26,6 +26,8 @@ def is_program_file(name: str) -> bool:
     if name.startswith(_PYTHON_DIR) and "-packages" not in name:
         return False
     return not (
-        name.startswith((TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", "<eval_with_key>", *GENERATED_CODE_FOLDERS))
-        or (name.startswith(MEMPROF_DIR) and not name.startswith(OWN_WORKLOADS))
+        name.startswith(
+            (TORCH_DIR, _DEPRECATIONS_FILE, "<frozen", "<string>", "<eval_with_key>", *GENERATED_CODE_FOLDERS)
+        )
+        or (name.startswith(MEMPROF_DIR) and not name.startswith(WORKLOAD_DIR))
     )

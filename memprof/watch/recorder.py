@@ -29,23 +29,23 @@ class Recorder:
         self.storages = StorageTable(self.writer)
         self.attribution = Attribution(self.trace, modules)
         self.owners = OwnerTable(self.writer, self.storages)
-        modules.listener = self.writer.append_module_call
+        modules.on_enter_or_exit = self.writer.append_module_call
 
     def record_stream_use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record that a backward node uses `tensors` on a stream other than the stream on which they were made."""
         if autograd.current_graph_task_id() == -1:
             return
         for tensor in tensors:
-            index = self.storages.live.get(tensor.untyped_storage()._cdata, NONE)
+            index = self.storages.index_by_address.get(tensor.untyped_storage()._cdata, NONE)
             if index != NONE and self.trace.storages[index].phase == self.writer.phase_index:
-                self.streams.lend_to_node(index)
+                self.streams.record_node_use(index)
 
-    def stop(self) -> None:
+    def stop_recording(self) -> None:
         """Stop recording; which storages are live remains known."""
         self.writer.close()
 
     def close(self) -> None:
         """Stop recording and watching storages: later frees (the caller's own clean-up) are not part of the run."""
-        self.stop()
-        self.storages.clear()
+        self.stop_recording()
+        self.storages.stop_watching()
         self.attribution.clear()

@@ -13,16 +13,16 @@ from memprof.trace.events import Owner, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.watch.program_code import MEMPROF_DIR, TORCH_DIR
 
-_TRANSPARENT = (
+_TRANSPARENT_PATHS = (
     MEMPROF_DIR,
     *(f"{TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
 )
-_COMMUNICATION = (TORCH_DIR + "/distributed/", TORCH_DIR + "/nn/parallel/distributed.py")
-_DTENSOR = TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's shards
+_COMMUNICATION_PATHS = (TORCH_DIR + "/distributed/", TORCH_DIR + "/nn/parallel/distributed.py")
+_DTENSOR_PATH = TORCH_DIR + "/distributed/tensor/"  # runs the program's operators on this rank's shards
 # Functions of torch.distributed that move or cast a model's inputs.
 _INPUT_FUNCTIONS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
 # Function of torch -> purpose of the memory that the function allocates.
-_PURPOSES = {
+_PURPOSE_BY_FUNCTION = {
     "_ddp_init_helper": "gradient bucket",
     "_pre_forward": "gradient bucket",
     "foreach_all_gather": "all-gather",
@@ -37,45 +37,45 @@ _GATHER_FUNCTIONS = frozenset({
 _MAX_FRAMES = 12
 
 
-def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str]) -> Owner | None:
+def find_communication_owner(frame: FrameType | None, get_name: Callable[[torch.Tensor], str]) -> Owner | None:
     """Return the owner of memory that torch's code for several processes allocates; None for other code.
 
-    `frame` is the innermost frame. `name_of` returns the name of a known parameter.
+    `frame` is the innermost frame. `get_name` returns the name of a known parameter.
     """
-    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
+    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT_PATHS):
         frame = frame.f_back
     if frame is None or frame.f_code.co_name in _INPUT_FUNCTIONS:
         return None
     file = frame.f_code.co_filename
-    if not file.startswith(_COMMUNICATION) or file.startswith(_DTENSOR):
+    if not file.startswith(_COMMUNICATION_PATHS) or file.startswith(_DTENSOR_PATH):
         return None
     for _ in range(_MAX_FRAMES):
         name = frame.f_code.co_name
         if name in _GATHER_FUNCTIONS:
-            whole = frame.f_locals["self"]  # an FSDPParam or a FlatParamHandle
-            flat = getattr(whole, "flat_param", None)
-            name = whole._param_fqn if flat is None else name_of(flat._local_shard)
-            return Owner(Role.UNSHARDED, clean(name or "") or "a parameter")
-        if name in _PURPOSES:
-            return Owner(Role.COMMUNICATION, _PURPOSES[name])
+            parameter_handle = frame.f_locals["self"]  # an FSDPParam or a FlatParamHandle
+            flat = getattr(parameter_handle, "flat_param", None)
+            name = parameter_handle._param_fqn if flat is None else get_name(flat._local_shard)
+            return Owner(Role.UNSHARDED, strip_wrapper_names(name or "") or "a parameter")
+        if name in _PURPOSE_BY_FUNCTION:
+            return Owner(Role.COMMUNICATION, _PURPOSE_BY_FUNCTION[name])
         if frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(TORCH_DIR):
             break
         frame = frame.f_back
     return Owner(Role.COMMUNICATION, "")
 
 
-def clean(path: str) -> str:
+def strip_wrapper_names(path: str) -> str:
     """Return the path of a module or parameter without the names that wrappers insert."""
     for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         path = path.replace(f"{wrapper}.", "").removesuffix(wrapper)
     return path.rstrip(".")
 
 
-def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
+def describe_sharded_groups(root: nn.Module) -> Iterator[ShardedGroup]:
     """Yield the sharded groups of `root` after the first forward pass; nothing for a model that is not distributed."""
     seen = set()
     for path, module in root.named_modules():
-        path = clean(path)
+        path = strip_wrapper_names(path)
         if type(module).__name__ == "DistributedDataParallel":
             yield _describe_ddp(path, module)
         elif type(module).__name__ == "FullyShardedDataParallel":
@@ -88,32 +88,32 @@ def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
                 yield from _describe_fsdp2(path, state)
 
 
-def unreduced(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_unreduced_gradients(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, gradient) that fully_shard reduces later (`set_requires_gradient_sync(False)`)."""
     for module in root.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            for one in (one for group in _param_groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
+            for one in (one for group in _get_param_groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
                 unsharded = getattr(one, "_unsharded_param", None)
                 for kept_gradient in (one.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
                     if kept_gradient is not None:
-                        yield clean(one._param_fqn or ""), kept_gradient
+                        yield strip_wrapper_names(one._param_fqn or ""), kept_gradient
 
 
-def _param_groups(state: Any) -> list[Any]:
+def _get_param_groups(state: Any) -> list[Any]:
     """Return the FSDP parameter groups of `state`: at most one before torch 2.11."""
     param_groups = getattr(state, "_fsdp_param_groups", None)
     return [one for one in (param_groups if param_groups is not None else [state._fsdp_param_group]) if one is not None]
 
 
 def _describe_ddp(path: str, wrapper: Any) -> ShardedGroup:
-    named = [(clean(name), one) for name, one in wrapper.module.named_parameters() if one.requires_grad]
+    named = [(strip_wrapper_names(name), one) for name, one in wrapper.module.named_parameters() if one.requires_grad]
     return ShardedGroup(
         api="DistributedDataParallel",
         module=path,
         ranks=wrapper.process_group.size(),
         parameters=tuple(name for name, _ in named),
         shapes=tuple(tuple(one.shape) for _, one in named),
-        dtype=_dtype_name(named[0][1].dtype) if named else "",
+        dtype=_get_dtype_name(named[0][1].dtype) if named else "",
         views=bool(wrapper.gradient_as_bucket_view),
     )
 
@@ -127,9 +127,9 @@ def _describe_fsdp1(path: str, wrapper: Any) -> ShardedGroup:
         api="FullyShardedDataParallel",
         module=path,
         ranks=handle.world_size if handle.uses_sharded_strategy else 1,
-        parameters=tuple(before + clean(name) for name in flat._fqns),
+        parameters=tuple(before + strip_wrapper_names(name) for name in flat._fqns),
         shapes=tuple(tuple(shape) for shape in flat._shapes),
-        dtype=_dtype_name(handle._fwd_bwd_param_dtype if handle._uses_param_mixed_precision else flat.dtype),
+        dtype=_get_dtype_name(handle._fwd_bwd_param_dtype if handle._uses_param_mixed_precision else flat.dtype),
         kept=strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"),
         unlimited=not wrapper.limit_all_gathers,
     )
@@ -137,7 +137,7 @@ def _describe_fsdp1(path: str, wrapper: Any) -> ShardedGroup:
 
 def _describe_fsdp2(path: str, state: Any) -> Iterator[ShardedGroup]:
     before = f"{path}." if path else ""
-    for group in _param_groups(state):
+    for group in _get_param_groups(state):
         if not group.fsdp_params:
             continue
         first = group.fsdp_params[0]
@@ -148,14 +148,14 @@ def _describe_fsdp2(path: str, state: Any) -> Iterator[ShardedGroup]:
             api="fully_shard",
             module=path,
             ranks=1 if dim is None else mesh.size(dim),
-            parameters=tuple(map(clean, names)),
+            parameters=tuple(map(strip_wrapper_names, names)),
             shapes=tuple(tuple(one._orig_size) for one in group.fsdp_params),
-            dtype=_dtype_name(first.param_dtype or first.orig_dtype),
+            dtype=_get_dtype_name(first.param_dtype or first.orig_dtype),
             # By default the root stays unsharded: the backward needs the root's parameters first.
             kept=group.post_forward_mesh_info is None and not (state._is_root and state._auto_reshard_after_forward),
             ahead=max(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)),
         )
 
 
-def _dtype_name(dtype: Any) -> str:
+def _get_dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

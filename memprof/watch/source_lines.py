@@ -9,7 +9,7 @@ import linecache
 import re
 from types import CodeType
 
-_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
+_FILLING_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
 
 # Functions and methods that display numbers: of loggers, tensorboard, wandb, progress bars.
 _DISPLAY_FUNCTIONS = {
@@ -19,7 +19,7 @@ _DISPLAY_FUNCTIONS = {
 }
 
 
-def only_shows(source: str) -> bool:
+def is_display_statement(source: str) -> bool:
     """Return whether `source` (`file:line function`) is in a statement that only displays values.
 
     A value read in such a statement decides nothing.
@@ -45,7 +45,7 @@ def _find_display_lines(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str = "") -> str | None:
+def find_fill_line(code: CodeType, variable: str, *, attribute: bool, keys: str = "") -> str | None:
     """Return the `file:line function` where `code` puts something into `variable`; None if there is no such line.
 
     `code` is of a function or a whole module. `attribute` means an attribute of an object (`self.losses`). The line
@@ -53,12 +53,12 @@ def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str
     """
     name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
     name += re.escape(keys).replace("'", "[\"']")
-    whole = rf"{name}(?!\w)"
+    name_pattern = rf"{name}(?!\w)"
     patterns = (
-        rf"{name}(?:\[[^\]]*\])*\.(?:{_METHODS})\(",
+        rf"{name}(?:\[[^\]]*\])*\.(?:{_FILLING_METHODS})\(",
         rf"{name}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",
         rf"{name}\s*(?:\+|\|)=",
-        rf"{name}\s*(?::[^=]+)?=(?!=).*{whole}",
+        rf"{name}\s*(?::[^=]+)?=(?!=).*{name_pattern}",
     )
     lines = linecache.getlines(code.co_filename)
     first, last = code.co_firstlineno, _find_last_line(code)
@@ -69,12 +69,12 @@ def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str
     return None
 
 
-def line_of_code(code: CodeType) -> str:
+def format_code_line(code: CodeType) -> str:
     """Return `file:line function` of the first line of a function."""
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
 
 
-def line_of_class(kind: type) -> str | None:
+def find_class_line(kind: type) -> str | None:
     """Return `file:line class` of the first line of a class; None if the source code is not available."""
     try:
         file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)

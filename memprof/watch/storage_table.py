@@ -16,10 +16,10 @@ from memprof.torch_private import tensors
 from memprof.trace.events import GPU, HOST, NONE, is_gpu
 from memprof.watch.forward import CallSite
 from memprof.watch.trace_writer import TraceWriter
-from memprof.watch.wrappers import unwrapped
+from memprof.watch.wrappers import unwrap
 
 # An extension that reads the data pointer in C++ gets an error; a null pointer would end the process.
-_forbid_data = tensors.set_throw_on_mutable_data_ptr
+_forbid_data_access = tensors.set_throw_on_mutable_data_ptr
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -36,50 +36,50 @@ class StorageTable:
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
-        self.live: dict[int, int] = {}  # Address of a living storage -> its index in the trace.
-        self._refs: dict[int, _StorageRef] = {}
+        self.index_by_address: dict[int, int] = {}  # Address of a living storage -> its index in the trace.
+        self._ref_by_index: dict[int, _StorageRef] = {}
         # Storages without memory on torch's meta device -> their device: empty storages that are on the meta device
         # for the program too, on the host, or on a later GPU, and virtual copies of real host tensors.
-        self.uncounted: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
+        self.device_by_empty_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.counts_hidden = True  # Whether memory without a tensor is recorded.
+        self.records_tensorless_memory = True  # Whether memory without a tensor is recorded.
         # Called after each allocation on a GPU, with the device: the message of torch.OutOfMemoryError, or None.
-        self.refusal: Callable[[str], str | None] | None = None
+        self.find_oom_message: Callable[[str], str | None] | None = None
         # Called with the index of each new storage with a tensor.
         self.on_allocate: Callable[[int], None] | None = None
-        self.on_death: Callable[[int], None] = lambda address: None  # Called with a freed storage's address.
+        self.on_free: Callable[[int], None] = lambda address: None  # Called with a freed storage's address.
         self._freed_with_process: set[int] = set()  # Live storages of processes that have ended.
 
-    def index_of(self, tensor: torch.Tensor) -> int:
+    def get_index(self, tensor: torch.Tensor) -> int:
         """Return the trace's index of the live storage of `tensor`, wrapped or not; NONE if unknown."""
         try:
-            return self.live.get(unwrapped(tensor).untyped_storage()._cdata, NONE)
+            return self.index_by_address.get(unwrap(tensor).untyped_storage()._cdata, NONE)
         except (NotImplementedError, RuntimeError):  # a tensor without storage: sparse, or a subclass that wraps others
             return NONE
 
-    def device_of(self, storage: torch.UntypedStorage) -> str:
+    def get_device(self, storage: torch.UntypedStorage) -> str:
         """Return the device that the program sees for a storage of torch's meta device."""
-        index = self.live.get(storage._cdata)
+        index = self.index_by_address.get(storage._cdata)
         if index is None:
             # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
             # itself, they are taken for the program's own.
-            return self.uncounted.get(storage, "meta" if storage.nbytes() else GPU)
+            return self.device_by_empty_storage.get(storage, "meta" if storage.nbytes() else GPU)
         return self._writer.trace.storages[index].device
 
-    def is_alive(self, index: int) -> bool:
+    def is_live(self, index: int) -> bool:
         """Return whether a storage with a tensor is not yet freed."""
-        return index in self._refs
+        return index in self._ref_by_index
 
-    def record(self, tensors: Iterable[torch.Tensor], op: str, place: CallSite, device: str) -> None:
+    def record_allocations(self, tensors: Iterable[torch.Tensor], op: str, place: CallSite, device: str) -> None:
         """Record allocations on `device` for the new storages of `tensors` on torch's meta device."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.live and tensor.is_meta and storage.nbytes():
-                _forbid_data(tensor)
+            if storage._cdata not in self.index_by_address and tensor.is_meta and storage.nbytes():
+                _forbid_data_access(tensor)
                 self.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
             elif device != GPU and tensor.is_meta and not storage.nbytes() and (device == HOST or is_gpu(device)):
-                self.uncounted[storage] = device
+                self.device_by_empty_storage[storage] = device
 
     def allocate(
         self,
@@ -101,16 +101,17 @@ class StorageTable:
         ref = _StorageRef(storage, self._on_storage_free)
         ref.address = address = storage._cdata
         ref.index = index
-        self._refs[index] = ref
-        self.live[address] = index
+        self._ref_by_index[index] = ref
+        self.index_by_address[address] = index
         return index
 
-    def allocate_hidden(self, num_bytes: int, op: str, place: CallSite, device: str) -> int:
+    def allocate_without_tensor(self, num_bytes: int, op: str, place: CallSite, device: str) -> int:
         """Record memory that a library allocates without a tensor; return its index, NONE if not counted.
 
-        The caller frees the memory with `free_hidden`, also where the operator raises. Raises torch.OutOfMemoryError.
+        The caller frees the memory with `free_without_tensor`, also where the operator raises. Raises
+        torch.OutOfMemoryError.
         """
-        if not self.counts_hidden:
+        if not self.records_tensorless_memory:
             return NONE
         return self._append_allocation(num_bytes, (num_bytes,), torch.uint8, device, op, place, True)
 
@@ -125,55 +126,55 @@ class StorageTable:
         hidden: bool,
     ) -> int:
         with self._writer.lock:
-            index = self._writer.allocate(num_bytes, shape, dtype, device, op, place, hidden)
+            index = self._writer.append_allocation(num_bytes, shape, dtype, device, op, place, hidden)
             if device != "cpu":
                 self.live_bytes += num_bytes
                 if self.live_bytes > self.peak_bytes:
                     self.peak_bytes = self.live_bytes
-                if self.refusal is not None and (message := self.refusal(device)) is not None:
+                if self.find_oom_message is not None and (message := self.find_oom_message(device)) is not None:
                     self._writer.trace.refused.append(index)
                     self._append_free(index)
                     raise torch.OutOfMemoryError(message)
             return index
 
-    def free_hidden(self, index: int) -> None:
-        """Record that the library has released the memory with the `index` that `allocate_hidden` returned."""
+    def free_without_tensor(self, index: int) -> None:
+        """Record that the library has released the memory with the `index` that `allocate_without_tensor` returned."""
         if index != NONE:
             self._append_free(index)
 
     def free(self, index: int) -> None:
         """Record that the memory of a storage was freed although the storage is live: a resize."""
-        ref = self._refs.pop(index)
-        self.live.pop(ref.address, None)
+        ref = self._ref_by_index.pop(index)
+        self.index_by_address.pop(ref.address, None)
         self._append_free(index)
 
-    def end_process(self, first: int) -> None:
+    def free_process_storages(self, first: int) -> None:
         """Record that an ended process of the program frees its memory: all storages with index `first` or later.
 
         A storage may stay live here (a hook that its own tensor holds), but would not outlive a real process.
         """
-        for index in self._refs:
+        for index in self._ref_by_index:
             if index >= first:
                 self._append_free(index)
                 self._freed_with_process.add(index)
 
     def _on_storage_free(self, ref: Any) -> None:
-        if self._writer.closed or self._refs.pop(ref.index, None) is None:
+        if self._writer.is_closed or self._ref_by_index.pop(ref.index, None) is None:
             return
-        if self.live.get(ref.address) == ref.index:
-            del self.live[ref.address]
-            self.on_death(ref.address)
+        if self.index_by_address.get(ref.address) == ref.index:
+            del self.index_by_address[ref.address]
+            self.on_free(ref.address)
         self._append_free(ref.index)
 
     def _append_free(self, index: int) -> None:
         if index in self._freed_with_process:
             return
         with self._writer.lock:
-            storage = self._writer.free(index)
+            storage = self._writer.append_free(index)
             if storage.device != "cpu":
                 self.live_bytes -= storage.num_bytes
 
-    def clear(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching all storages."""
-        self._refs.clear()
-        self.live.clear()
+        self._ref_by_index.clear()
+        self.index_by_address.clear()

@@ -14,7 +14,7 @@ from collections import defaultdict
 from memprof.torch_private import autograd
 from memprof.trace.events import Event, EventKind, StreamEvent, Trace, Use, Wait
 
-_NO_NUMBER = (1 << 64) - 1  # sequence number of an AccumulateGrad node
+_ACCUMULATE_GRAD_NUMBER = (1 << 64) - 1  # sequence number of an AccumulateGrad node
 
 # (GPU, stream) -> event of the trace before which all work of the stream is known to be done.
 Clock = dict[tuple[str, int], int]
@@ -29,7 +29,7 @@ class _NodeStreams:
         self.numbers = [0]
         self.streams = [0]
 
-    def note(self, stream: int) -> None:
+    def record_stream(self, stream: int) -> None:
         """Record that nodes are made on `stream` from now on."""
         if stream != self.streams[-1]:
             number = autograd.get_sequence_nr()
@@ -39,7 +39,7 @@ class _NodeStreams:
                 self.numbers.append(number)
                 self.streams.append(stream)
 
-    def of(self, number: int) -> int:
+    def find_stream(self, number: int) -> int:
         """Return the stream on which the node with sequence number `number` was made."""
         return self.streams[bisect_right(self.numbers, number) - 1]
 
@@ -49,9 +49,9 @@ class _ThreadStreams(threading.local):
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
-        self.node = -1
-        self.in_node: dict[str, int] = {}  # streams that the program selects in the running backward node
-        self.made: defaultdict[str, _NodeStreams] = defaultdict(_NodeStreams)
+        self.running_node = -1
+        self.selected_in_node: dict[str, int] = {}  # streams that the program selects in the running backward node
+        self.node_streams: defaultdict[str, _NodeStreams] = defaultdict(_NodeStreams)
 
 
 class Streams:
@@ -68,21 +68,21 @@ class Streams:
         self._stream_by_storage: dict[int, int] = {}
         self._recorded_uses: set[tuple[int, int]] = set()  # (storage, stream) recorded as used by a node.
 
-    def current(self, gpu: str) -> int:
+    def get_current_stream(self, gpu: str) -> int:
         """Return the current stream of `gpu`; 0 is the default stream."""
         if not self.uses_other_streams:
             return 0
         here, node = self._thread, autograd.current_autograd_node()
-        made = here.made[gpu]
+        made = here.node_streams[gpu]
         if node is None:
             stream = here.current.get(gpu, 0)
         else:
             self._enter_node(node._sequence_nr())
-            stream = here.in_node.get(gpu, made.of(here.node))
-        made.note(stream)
+            stream = here.selected_in_node.get(gpu, made.find_stream(here.running_node))
+        made.record_stream(stream)
         return stream
 
-    def stream_of_node(self, gpu: str) -> int | None:
+    def find_node_stream(self, gpu: str) -> int | None:
         """Return the stream of `gpu` on which the engine runs the current backward node; None outside backward nodes,
         or if the node's own code has chosen another stream."""
         node = autograd.current_autograd_node()
@@ -90,28 +90,28 @@ class Streams:
             return None
         self._enter_node(node._sequence_nr())
         here = self._thread
-        return None if gpu in here.in_node else here.made[gpu].of(here.node)
+        return None if gpu in here.selected_in_node else here.node_streams[gpu].find_stream(here.running_node)
 
-    def note_allocation(self, index: int, gpu: str) -> None:
+    def record_allocation_stream(self, index: int, gpu: str) -> None:
         """Append a change of stream if the next allocation, of storage `index`, is on another stream than the last."""
-        stream = self.current(gpu)
+        stream = self.get_current_stream(gpu)
         if stream:
             self._stream_by_storage[index] = stream
         if stream != self._last_stream:
             self._last_stream = stream
             self._append_event(EventKind.STREAM, stream)
 
-    def lend_to_node(self, index: int) -> None:
+    def record_node_use(self, index: int) -> None:
         """Append that the running autograd node uses a storage, if the storage was made on another stream: the engine
         has made the node's stream wait (`InputBuffer::add` of autograd/input_buffer.cpp)."""
         gpu, made_on = self._trace.storages[index].device, self._stream_by_storage.get(index, 0)
-        stream = None if gpu == "cpu" else self.stream_of_node(gpu)
+        stream = None if gpu == "cpu" else self.find_node_stream(gpu)
         if stream is not None and stream != made_on and (index, stream) not in self._recorded_uses:
             self._recorded_uses.add((index, stream))
-            self.use(index, stream)
-            self.wait(self.now(gpu, made_on), (gpu, stream))
+            self.record_use(index, stream)
+            self.record_wait(self.get_clock(gpu, made_on), (gpu, stream))
 
-    def select(self, gpu: str, stream: int) -> None:
+    def select_stream(self, gpu: str, stream: int) -> None:
         """Make `stream` the current stream of `gpu`."""
         self.uses_other_streams = self.uses_other_streams or stream != 0
         here, node = self._thread, autograd.current_autograd_node()
@@ -119,29 +119,29 @@ class Streams:
             here.current[gpu] = stream
         else:
             self._enter_node(node._sequence_nr())
-            here.in_node[gpu] = stream
-        here.made[gpu].note(stream)
+            here.selected_in_node[gpu] = stream
+        here.node_streams[gpu].record_stream(stream)
 
     def _enter_node(self, number: int) -> None:
         here = self._thread
-        if number not in (here.node, _NO_NUMBER):
-            here.node = number
-            here.in_node = {}
+        if number not in (here.running_node, _ACCUMULATE_GRAD_NUMBER):
+            here.running_node = number
+            here.selected_in_node = {}
 
-    def use(self, storage: int, stream: int) -> None:
+    def record_use(self, storage: int, stream: int) -> None:
         """Append that `stream` uses a storage of another stream (Tensor.record_stream)."""
         if not self._closed:
             self._append_event(EventKind.USE, len(self._trace.uses))
             self._trace.uses.append(Use(storage, stream))
 
-    def now(self, gpu: str, stream: int) -> Clock:
+    def get_clock(self, gpu: str, stream: int) -> Clock:
         """Return the clock at which the work given to `stream` until now is done. The clock is empty before the trace's
         first `use`: until then no free waits for a stream."""
         if not self._trace.uses:
             return {}
         return {**self._clocks[gpu, stream], (gpu, stream): len(self._trace.events)}
 
-    def wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
+    def record_wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
         """Append that a stream of a GPU, or the host (None), waits for the work `done`."""
         if not done or self._closed:
             return
@@ -154,15 +154,15 @@ class Streams:
             for stream, time in done.items():
                 known[stream] = max(time, known.get(stream, 0))
 
-    def wait_for_current(self, gpu: str) -> None:
+    def record_host_wait(self, gpu: str) -> None:
         """Make the host wait for the current stream of `gpu`, as reading a value or copying does."""
         if self._trace.uses:
-            self.wait(self.now(gpu, self.current(gpu)), None)
+            self.record_wait(self.get_clock(gpu, self.get_current_stream(gpu)), None)
 
-    def wait_for_all(self, gpu: str) -> None:
+    def record_host_wait_for_all(self, gpu: str) -> None:
         """Make the host wait for all streams of `gpu`."""
         streams = sorted({use.stream for use in self._trace.uses})
-        self.wait({(gpu, stream): len(self._trace.events) for stream in streams}, None)
+        self.record_wait({(gpu, stream): len(self._trace.events) for stream in streams}, None)
 
     def close(self) -> None:
         """Record nothing from now on."""

@@ -34,30 +34,30 @@ class ActivePool:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.used = False  # Whether the program has ever used a private pool.
+        self.has_been_used = False  # Whether the program has ever used a private pool.
         self._closed = False
         # The active pool (0: the default pool), and whether only the activating thread uses the pool.
-        self._active, self._is_thread_local = 0, False
+        self._active_pool, self._is_thread_local = 0, False
         self._last_pool = 0  # The pool of the last allocation in the trace.
 
-    def select(self, pool: int, *, of_thread: bool) -> tuple[int, bool]:
+    def select_pool(self, pool: int, *, is_thread_local: bool) -> tuple[int, bool]:
         """Allocate GPU memory from `pool` (0: the default pool) from now on; return the setting before.
 
-        `of_thread`: backward passes, which run in threads of their own, do not allocate from the pool.
+        `is_thread_local`: backward passes, which run in threads of their own, do not allocate from the pool.
         """
-        before = self._active, self._is_thread_local
-        self._active, self._is_thread_local = pool, of_thread
-        self.used = self.used or pool != 0
+        before = self._active_pool, self._is_thread_local
+        self._active_pool, self._is_thread_local = pool, is_thread_local
+        self.has_been_used = self.has_been_used or pool != 0
         return before
 
-    def note_allocation(self) -> None:
+    def record_allocation_pool(self) -> None:
         """Append a change of pool if the next allocation is from another pool than the last allocation."""
-        pool = 0 if self._is_thread_local and autograd.current_graph_task_id() != -1 else self._active
+        pool = 0 if self._is_thread_local and autograd.current_graph_task_id() != -1 else self._active_pool
         if pool != self._last_pool:
             self._last_pool = pool
             self._trace.events.append(Event(EventKind.POOL, pool))
 
-    def append_release(self, pool: int) -> None:
+    def append_pool_free(self, pool: int) -> None:
         """Append that the last reference to `pool` is gone."""
         if not self._closed:
             self._trace.events.append(Event(EventKind.POOL_FREE, pool))
@@ -77,9 +77,11 @@ class TraceWriter:
         self.trace = Trace(modules=modules)
         self.streams = Streams(self.trace)
         self.active_pool = ActivePool(self.trace)
-        self.closed = False  # Whether nothing is recorded any more.
+        self.is_closed = False  # Whether nothing is recorded any more.
         self.lock = threading.RLock()
-        self.threads = False  # Whether several threads run operators; each then holds the lock for the length of one.
+        self.has_worker_threads = (
+            False  # Whether several threads run operators; each then holds the lock for the length of one.
+        )
         self._worker_phase = NONE
         self._thread = _ThreadState()
         self._op_index: dict[str, int] = {}
@@ -105,22 +107,22 @@ class TraceWriter:
     def mark_worker_thread(self) -> None:
         """Count this thread's allocations as inputs of the first thread, until this thread begins a phase."""
         with self.lock:
-            if not self.threads:
-                self.threads, self._worker_phase = True, len(self.trace.phases)
+            if not self.has_worker_threads:
+                self.has_worker_threads, self._worker_phase = True, len(self.trace.phases)
                 self.trace.phases.append(Phase(PhaseKind.INPUTS, 0, 0))
             self._thread.is_worker = True
 
     def append_module_call(self, kind: EventKind, module: int) -> None:
         """Append that the module of this index is entered (`EventKind.ENTER`) or left (`EventKind.EXIT`)."""
-        if not self.closed:
+        if not self.is_closed:
             self.trace.events.append(_new_tuple(Event, (kind, module)))
 
     def append_empty_cache(self) -> None:
         """Append that the program called `torch.cuda.empty_cache()`."""
-        if not self.closed:
+        if not self.is_closed:
             self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
 
-    def allocate(
+    def append_allocation(
         self,
         num_bytes: int,
         shape: tuple[int, ...],
@@ -145,10 +147,10 @@ class TraceWriter:
                     tuple(shape),
                     _DTYPE_NAMES[dtype],
                     device,
-                    self.op_index(op) if op_index is None else op_index,
+                    self.get_op_index(op) if op_index is None else op_index,
                     place.module,
                     place.source,
-                    self._worker_phase if self.threads and self._thread.is_worker else self.phase_index,
+                    self._worker_phase if self.has_worker_threads and self._thread.is_worker else self.phase_index,
                     place.forward_event,
                     hidden,
                 ),
@@ -156,18 +158,18 @@ class TraceWriter:
         )
         if device != "cpu":
             if self.streams.uses_other_streams:
-                self.streams.note_allocation(index, device)
-            if self.active_pool.used:
-                self.active_pool.note_allocation()
+                self.streams.record_allocation_stream(index, device)
+            if self.active_pool.has_been_used:
+                self.active_pool.record_allocation_pool()
         trace.events.append(_new_tuple(Event, (_ALLOC, index)))
         return index
 
-    def free(self, index: int) -> Storage:
+    def append_free(self, index: int) -> Storage:
         """Append that the storage of this index is freed; return the storage."""
         self.trace.events.append(_new_tuple(Event, (_FREE, index)))
         return self.trace.storages[index]
 
-    def op_index(self, op: str) -> int:
+    def get_op_index(self, op: str) -> int:
         """Return the trace's index of an operator's name; add a new name to the trace."""
         index = self._op_index.get(op)
         if index is None:
@@ -177,6 +179,6 @@ class TraceWriter:
 
     def close(self) -> None:
         """Append no module calls, streams, pools or (storage_table.py) frees by garbage collection from now on."""
-        self.closed = True
+        self.is_closed = True
         self.streams.close()
         self.active_pool.close()

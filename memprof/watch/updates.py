@@ -24,11 +24,13 @@ from memprof.watch.recorder import Recorder
 
 _STRETCH_KINDS = (PhaseKind.OTHER, PhaseKind.OPTIMIZER_STEP)
 # Operator, line and shape: equal for one kind of optimizer state in each step.
-_Kind = tuple[int, int, tuple[int, ...]]
+_StateKind = tuple[int, int, tuple[int, ...]]
 
 
-class Updates:
-    """Watcher of operators between a backward and the next forward; `name_parameters` claims parameters.
+class UpdateDetector:
+    """Detector of optimizer steps by the operators between a backward and the next forward.
+
+    `name_parameters` assigns their roles to parameters.
 
     Each attribute is a set of storages with one property: hence more attributes than in other classes.
     """
@@ -39,59 +41,62 @@ class Updates:
         self._name_parameters = name_parameters
         # Called when the running phase is recognized as an optimizer step.
         self.on_step: Callable[[], None] = lambda: None
-        self.looks = False  # whether operators are to be reported
-        self._begin = NONE  # number of storages before the watched stretch; NONE outside stretches
+        self.is_watching = False  # whether operators are to be reported
+        self._stretch_first_storage = NONE  # number of storages before the watched stretch; NONE outside stretches
         self._torch_parameters: set[int] | None = None  # parameters of torch's optimizers, once computed
         # Storages with values computed from gradients, in earlier stretches too.
         self._computed_from_gradients: set[int] = set()
         # Storage written or made in this stretch -> older storages from which the value was computed.
         self._sources: dict[int, frozenset[int]] = {}
-        self._written: set[int] = set()  # older storages that this stretch has written
-        self._cleared: set[int] = set()  # storages last written with a value of no tensor, such as zero
-        self._shapes: set[tuple[int, ...]] = set()  # of parameters
+        self._written_storages: set[int] = set()  # older storages that this stretch has written
+        self._cleared_storages: set[int] = set()  # storages last written with a value of no tensor, such as zero
+        self._parameter_shapes: set[tuple[int, ...]] = set()  # of parameters
         self._update_sources: set[int] = set()  # storages from which an update was computed
         self._live_results: set[int] = set()  # computed from gradients in an earlier stretch, live at its end
-        self._renewed_kinds: set[_Kind] = set()  # kinds of state that each step makes anew
+        self._renewed_kinds: set[_StateKind] = set()  # kinds of state that each step makes anew
 
-    def phase_begins(self, kind: PhaseKind) -> None:
+    def record_phase_begin(self, kind: PhaseKind) -> None:
         """Record that a phase is about to begin; checkpoints do not end a watched stretch."""
-        awaits_update = self._phases.awaits_update
-        self.looks = awaits_update and kind in _STRETCH_KINDS
-        if self._begin != NONE and not awaits_update:
+        awaits_update = self._phases.is_awaiting_update
+        self.is_watching = awaits_update and kind in _STRETCH_KINDS
+        if self._stretch_first_storage != NONE and not awaits_update:
             self._look_for_new_parameters()
             self._end_stretch()
-        if self.looks and self._begin == NONE:
-            self._begin = len(self._recorder.trace.storages)
+        if self.is_watching and self._stretch_first_storage == NONE:
+            self._stretch_first_storage = len(self._recorder.trace.storages)
 
-    def run_ends(self) -> None:
+    def record_run_end(self) -> None:
         """Record the end of the program."""
-        if self._begin != NONE:
+        if self._stretch_first_storage != NONE:
             self._end_stretch()
 
-    def operator_runs(self, read: Sequence[torch.Tensor]) -> None:
-        """Record that an operator on the GPU is about to read `read`. An operator that uses no tensor of the update, or
-        makes an autograd graph, ends the step."""
+    def record_operator_begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Record that an operator on the GPU is about to read `inputs`. An operator that uses no tensor of the update,
+        or makes an autograd graph, ends the step."""
         if self._recorder.writer.phase.kind is not PhaseKind.OPTIMIZER_STEP:
             return
-        builds_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
-        if builds_graph or not any(map(self._belongs_to_step, self._known_indices(read))):
-            self._phases.after_update()
+        builds_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        if builds_graph or not any(map(self._belongs_to_step, self._find_known_indices(inputs))):
+            self._phases.end_update()
 
-    def operator_ran(
-        self, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
+    def record_operator_end(
+        self,
+        inputs: Iterable[torch.Tensor],
+        mutated_tensors: Iterable[torch.Tensor],
+        new_tensors: Iterable[torch.Tensor],
     ) -> None:
-        """Record that an operator has read `read`, written into `written`, and made `made`."""
+        """Record that an operator has read `inputs`, written into `mutated_tensors`, and made `new_tensors`."""
         sources: set[int] = set()
         reads_gradients = False
-        for index in self._known_indices(read):
+        for index in self._find_known_indices(inputs):
             role = self._get_role(index)
             if role is Role.PARAMETER:
                 continue  # values computed from a weight are not computed from gradients
             reads_gradients |= (
                 role is Role.GRADIENT or index in self._computed_from_gradients or self._is_new_gradient(index)
             )
-            sources |= self._sources.get(index, {index} if index < self._begin else set())
-        for index in {*self._known_indices(written), *self._known_indices(made)}:
+            sources |= self._sources.get(index, {index} if index < self._stretch_first_storage else set())
+        for index in {*self._find_known_indices(mutated_tensors), *self._find_known_indices(new_tensors)}:
             role = self._get_role(index)
             if role is Role.PARAMETER:
                 if reads_gradients and index not in self._find_torch_parameters():
@@ -100,17 +105,19 @@ class Updates:
             elif role is not Role.GRADIENT:
                 self._sources[index] = frozenset(sources)
                 (self._computed_from_gradients.add if reads_gradients else self._computed_from_gradients.discard)(index)
-                (self._cleared.discard if sources or reads_gradients else self._cleared.add)(index)
-                if index < self._begin:
-                    self._written.add(index)
+                (self._cleared_storages.discard if sources or reads_gradients else self._cleared_storages.add)(index)
+                if index < self._stretch_first_storage:
+                    self._written_storages.add(index)
 
     def _begin_optimizer_step(self) -> None:
         if self._recorder.writer.phase.kind is PhaseKind.OTHER:
             self._recorder.writer.rename_phase(PhaseKind.OPTIMIZER_STEP)
             trace = self._recorder.trace
             owners = trace.owners.items()
-            self._shapes = {trace.storages[index].shape for index, owner in owners if owner.role is Role.PARAMETER}
-            self._phases.updated()
+            self._parameter_shapes = {
+                trace.storages[index].shape for index, owner in owners if owner.role is Role.PARAMETER
+            }
+            self._phases.record_manual_update()
             self.on_step()
 
     def _look_for_new_parameters(self) -> None:
@@ -120,7 +127,7 @@ class Updates:
         made = {
             index
             for index in self._computed_from_gradients
-            if index >= self._begin and self._recorder.storages.is_alive(index)
+            if index >= self._stretch_first_storage and self._recorder.storages.is_live(index)
         }
         if made:
             self._name_parameters()
@@ -129,24 +136,26 @@ class Updates:
 
     def _end_stretch(self) -> None:
         """End a watched stretch; storages read by updates, with values for the next step, are optimizer state."""
-        trace, begin = self._recorder.trace, self._begin
-        renewed = (self._update_sources & self._live_results) - self._cleared
-        self._renewed_kinds |= {self._state_kind(index) for index in renewed}
-        live_results = {index for index in self._computed_from_gradients if self._recorder.storages.is_alive(index)}
-        state = (self._update_sources & self._written - self._cleared) | renewed
-        state |= {index for index in live_results if index >= begin and self._state_kind(index) in self._renewed_kinds}
+        trace, begin = self._recorder.trace, self._stretch_first_storage
+        renewed = (self._update_sources & self._live_results) - self._cleared_storages
+        self._renewed_kinds |= {self._make_state_kind(index) for index in renewed}
+        live_results = {index for index in self._computed_from_gradients if self._recorder.storages.is_live(index)}
+        state = (self._update_sources & self._written_storages - self._cleared_storages) | renewed
+        state |= {
+            index for index in live_results if index >= begin and self._make_state_kind(index) in self._renewed_kinds
+        }
         for index in state:
             trace.owners.setdefault(index, Owner(Role.OPTIMIZER_STATE, ""))
         self._computed_from_gradients = live_results
         self._live_results |= {index for index in live_results if index >= begin}
         self._live_results &= live_results
-        self._begin, self._torch_parameters = NONE, None
+        self._stretch_first_storage, self._torch_parameters = NONE, None
         self._sources.clear()
-        self._written.clear()
-        self._cleared.clear()
+        self._written_storages.clear()
+        self._cleared_storages.clear()
         self._update_sources.clear()
 
-    def _state_kind(self, index: int) -> _Kind:
+    def _make_state_kind(self, index: int) -> _StateKind:
         storage = self._recorder.trace.storages[index]
         return storage.op, storage.source, storage.shape
 
@@ -154,7 +163,8 @@ class Updates:
         return (
             index in self._sources
             or self._get_role(index) in (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
-            or self._recorder.trace.storages[index].shape in self._shapes  # a mask, a state before its first use
+            or self._recorder.trace.storages[index].shape
+            in self._parameter_shapes  # a mask, a state before its first use
         )
 
     def _is_new_gradient(self, index: int) -> bool:
@@ -169,8 +179,8 @@ class Updates:
     def _find_torch_parameters(self) -> set[int]:
         if self._torch_parameters is None:
             groups = (group for optimizer in self._phases.optimizers for group in optimizer.param_groups)
-            self._torch_parameters = set(self._known_indices(one for group in groups for one in group["params"]))
+            self._torch_parameters = set(self._find_known_indices(one for group in groups for one in group["params"]))
         return self._torch_parameters
 
-    def _known_indices(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        return [index for index in map(self._recorder.storages.index_of, tensors) if index != NONE]
+    def _find_known_indices(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        return [index for index in map(self._recorder.storages.get_index, tensors) if index != NONE]

@@ -21,14 +21,14 @@ from memprof.patching import PatchSet
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
-from memprof.watch.modules import ModuleTracker, own_name
+from memprof.watch.modules import ModuleTracker, strip_compile_wrapper
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
 
 # Phases in which a program may build a model.
 _BUILDING_PHASES = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
 # Attribute of an exception: the phase in which it was raised. A table of exceptions would keep their tensors live.
-_PHASE = "_memprof_phase"
+_PHASE_ATTRIBUTE = "_memprof_phase"
 
 
 class Watch(ABC):
@@ -41,19 +41,19 @@ class Watch(ABC):
     def __init__(self) -> None:
         self.modules = ModuleTracker()
         self.modules.on_root = self.adopt
-        self.modules.on_outermost = self._outermost_call
+        self.modules.on_outermost_call = self._handle_outermost_call
         # Phases of a program that does not name its phases.
-        self.phases = Phases(self._phase_recognised, lambda: self.current_phase)
+        self.phases = Phases(self._begin_recognized_phase, lambda: self.current_phase)
         self._patches = PatchSet()
-        self.phases.on_raise = self._note_failed
-        self.phases.on_step_raise = self._name_optimizer_state
-        self.phases.patch = self._patches.set
-        self.modules.on_outermost_raise = self.phases.forward_raised
+        self.phases.on_error = self._record_failed_phase
+        self.phases.on_step_error = self._name_optimizer_state
+        self.phases.set_patch = self._patches.set
+        self.modules.on_outermost_raise = self.phases.record_forward_error
         self._stack = contextlib.ExitStack()
         self._assumptions: dict[str, None] = {}
         self._roots: list[weakref.ref[nn.Module]] = []  # the run's models, weakly referenced
         # Modules with a registered weight, by the module's `id` and the weight's name.
-        self._registered: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
+        self._registered_weights: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
 
     @property
     @abstractmethod
@@ -72,7 +72,7 @@ class Watch(ABC):
     def claim_input(self, tensor: torch.Tensor) -> None:
         """Record that `tensor` was given to a model: an input, unless a model's own code made the tensor."""
 
-    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def get_quantized_parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that a quantized `tensor` has besides its own data, or instead of its own data."""
         return []
 
@@ -83,16 +83,16 @@ class Watch(ABC):
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
         """Context manager: run the body as this phase, without recognition of phases."""
-        recognised, self.phases.recognizes = self.phases.recognizes, False
+        recognised, self.phases.is_recognizing = self.phases.is_recognizing, False
         before = self.current_phase
         self.begin_phase(kind, step, micro_batch)
         try:
             yield
         except BaseException as error:
-            self._note_failed(error)
+            self._record_failed_phase(error)
             raise
         finally:
-            self.phases.recognizes = recognised
+            self.phases.is_recognizing = recognised
             self.begin_phase(*before)
 
     def adopt(self, root: nn.Module) -> None:
@@ -106,12 +106,12 @@ class Watch(ABC):
         """Add `sentence` to the run's assumptions, once."""
         self._assumptions.setdefault(sentence)
 
-    def phase_of(self, error: BaseException) -> Phase:
+    def find_error_phase(self, error: BaseException) -> Phase:
         """Return the phase in which `error` was raised; the running phase if the error has left no phase."""
-        found: Phase = vars(error).get(_PHASE, self.current_phase)
+        found: Phase = vars(error).get(_PHASE_ATTRIBUTE, self.current_phase)
         return found
 
-    def _tell(self, trace: Trace) -> None:
+    def _write_facts(self, trace: Trace) -> None:
         """Write the run's assumptions, and whether the program trained, into `trace`."""
         trace.assumptions = list(self._assumptions)
         trace.trains = self.phases.trains
@@ -120,7 +120,10 @@ class Watch(ABC):
     def _watch_program(self) -> None:
         """Install the patches and hooks that observe the program."""
         self._patches.set_all(self.phases.patches())
-        for name, patches in {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}.items():
+        for name, patches in {
+            **self.phases.make_import_patches(),
+            **zero.make_import_patches(self.phases, self.claim),
+        }.items():
             self._patches.on_import(name, patches)
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
@@ -128,25 +131,25 @@ class Watch(ABC):
             (register_module_parameter_registration_hook, Role.PARAMETER),
             (register_module_buffer_registration_hook, Role.BUFFER),
         ):
-            self._stack.callback(register(functools.partial(self._note_registered, role)).remove)
+            self._stack.callback(register(functools.partial(self._record_registered_weight, role)).remove)
         self._patch_backward()
         # Before the hooks of `phases`: a listener of a step's end may end the run.
         self._stack.callback(register_optimizer_step_post_hook(self._name_optimizer_state).remove)
-        for handle in self.phases.hooks():
+        for handle in self.phases.register_optimizer_hooks():
             self._stack.callback(handle.remove)
 
-    def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+    def _begin_recognized_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         """Begin a recognized phase of a program that does not name its phases."""
         self.begin_phase(kind, step, micro_batch)
 
     @property
-    def _recognizes_calls(self) -> bool:
+    def _is_recognizing_calls(self) -> bool:
         """Return whether the program names no phases itself, and no backward pass is running."""
-        return self.phases.recognizes and autograd.current_graph_task_id() == -1
+        return self.phases.is_recognizing and autograd.current_graph_task_id() == -1
 
-    def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
-        self.phases.forward(module)
-        if self._recognizes_calls and next(module.parameters(), None) is not None:  # a loss has none
+    def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
+        self.phases.record_forward_call(module)
+        if self._is_recognizing_calls and next(module.parameters(), None) is not None:  # a loss has none
             with torch.DisableTorchFunction():
                 self._claim_inputs((*args, *kwargs.values()))
 
@@ -162,8 +165,8 @@ class Watch(ABC):
                 if not is_made_of_weight:
                     self.claim_input(value)
 
-    def _note_failed(self, error: BaseException) -> None:
-        vars(error).setdefault(_PHASE, self.current_phase)  # the innermost phase knows best
+    def _record_failed_phase(self, error: BaseException) -> None:
+        vars(error).setdefault(_PHASE_ATTRIBUTE, self.current_phase)  # the innermost phase knows best
 
     def _patch_moves(self) -> None:
         """Patch `nn.Module._apply` to claim the weights of moved modules, also of modules that are never called."""
@@ -184,15 +187,15 @@ class Watch(ABC):
 
         self._patches.set(*tensors.apply_of_module.patch(_apply))
 
-    def _note_registered(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    def _record_registered_weight(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         """Note a registered weight, which gets its role if the run ends before a call of `module`."""
         if tensor is not None and self.current_phase.kind in _BUILDING_PHASES:
             # Not the tensor: torch does not swap a weight with weak references, as sharding over ranks must.
-            self._registered[id(module), name] = weakref.ref(module), role
+            self._registered_weights[id(module), name] = weakref.ref(module), role
 
     def _claim_registered(self) -> None:
         """Claim the registered weights of modules, called or not, when the run may end."""
-        for (_, name), (known, role) in list(self._registered.items()):
+        for (_, name), (known, role) in list(self._registered_weights.items()):
             module = known()
             weights = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
             tensor = weights[name] if name in weights else None  # noqa: SIM401, a ScriptModule's are no dictionary
@@ -206,17 +209,17 @@ class Watch(ABC):
             nested = autograd.current_graph_task_id() != -1
             leaves: list[torch.Tensor] = []
             if not nested:
-                self.phases.backward()
+                self.phases.record_backward_begin()
                 if not self._roots and not self.phases.optimizers and kwargs.get("accumulate_grad"):
-                    leaves = _leaves(args[0])
-            ended = self.phases.go_on
+                    leaves = _find_leaf_tensors(args[0])
+            ended = self.phases.resume_phase
             try:
                 result = original(*args, **kwargs)
                 accumulates = kwargs.get("accumulate_grad", False)
-                ended = functools.partial(self.phases.after_backward, accumulates=accumulates)
+                ended = functools.partial(self.phases.record_backward_end, accumulates=accumulates)
                 return result
             except BaseException as error:
-                self._note_failed(error)
+                self._record_failed_phase(error)
                 raise
             finally:
                 if not nested:
@@ -230,7 +233,7 @@ class Watch(ABC):
     def _claim_unnamed(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
         """Claim tensors whose role is known, without a name."""
         for tensor in tensors:
-            for part in (tensor, *self.parts(tensor)):
+            for part in (tensor, *self.get_quantized_parts(tensor)):
                 self.claim(part, Owner(role, ""))
 
     def _name_parameters(self) -> None:
@@ -242,15 +245,15 @@ class Watch(ABC):
                     self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
             for root in [root for known in self._roots if (root := known()) is not None]:
                 for full_name, parameter in root.named_parameters():
-                    name = own_name(full_name)
-                    for part in (parameter, *self.parts(parameter)):
+                    name = strip_compile_wrapper(full_name)
+                    for part in (parameter, *self.get_quantized_parts(parameter)):
                         self.claim(part, Owner(Role.PARAMETER, name))
                     if (own := getattr(parameter, "ds_tensor", None)) is not None:  # a rank's part (zero.py)
                         self.claim(own, Owner(Role.PARAMETER, ""))
                     if parameter.grad is not None:
                         self.claim(parameter.grad, Owner(Role.GRADIENT, name))
                 for name, buffer in root.named_buffers():
-                    self.claim(buffer, Owner(Role.BUFFER, own_name(name)))
+                    self.claim(buffer, Owner(Role.BUFFER, strip_compile_wrapper(name)))
 
     def _name_optimizer_state(self, optimizer: Optimizer, *of_step: Any) -> None:
         """Claim the state, parameters and gradients of `optimizer` after a step, complete or not.
@@ -264,10 +267,10 @@ class Watch(ABC):
             for key, value in state.items():
                 for tensor in value if isinstance(value, list) else [value]:  # LBFGS keeps lists of directions
                     if isinstance(tensor, torch.Tensor):
-                        for part in self.parts(tensor) or [tensor]:
+                        for part in self.get_quantized_parts(tensor) or [tensor]:
                             self.claim(part, Owner(Role.OPTIMIZER_STATE, str(key)))
 
-    def _unwatch(self) -> None:
+    def _stop_watching(self) -> None:
         try:
             self._stack.close()
         finally:
@@ -275,7 +278,7 @@ class Watch(ABC):
             self._roots.clear()
 
 
-def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _find_leaf_tensors(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaf tensors that get gradients in a backward of `results`."""
     pending: list[Any] = [result.grad_fn for result in results]
     seen: set[Any] = {None}

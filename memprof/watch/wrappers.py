@@ -21,16 +21,16 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     return bool(autograd.is_functorch_wrapped_tensor(tensor))
 
 
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside the wrappers of torch.func (one for each transformation) and of torch.distributed;
     `tensor` itself if there are no wrappers."""
     while autograd.is_functorch_wrapped_tensor(tensor):
         tensor = autograd.get_unwrapped(tensor)
     part = _LOCAL_ATTRIBUTES.get(type(tensor).__name__)
-    return tensor if part is None else unwrapped(getattr(tensor, part))
+    return tensor if part is None else unwrap(getattr(tensor, part))
 
 
-def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+def get_sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the indices and values of a sparse tensor of any layout; an empty list for a dense tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -41,7 +41,7 @@ def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def parts_of_quantized(tensor: torch.Tensor) -> list[torch.Tensor]:
+def get_quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of a quantized tensor besides its own data; an empty list for an ordinary tensor.
 
     A parameter of bitsandbytes has the scales as attributes (`quant_state`, with an inner `state2` where the scales are

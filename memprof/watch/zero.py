@@ -21,11 +21,14 @@ from memprof.patching import Patch
 from memprof.trace.events import Owner, Role
 from memprof.watch.phases import Phases
 
-_ZERO = "deepspeed.runtime.zero."
-_STEPS = {f"{_ZERO}stage3": "DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}stage_1_and_2": "DeepSpeedZeroOptimizer"}
+_ZERO_PACKAGE = "deepspeed.runtime.zero."
+_STAGE_OPTIMIZERS = {
+    f"{_ZERO_PACKAGE}stage3": "DeepSpeedZeroOptimizer_Stage3",
+    f"{_ZERO_PACKAGE}stage_1_and_2": "DeepSpeedZeroOptimizer",
+}
 # Optimizers that DeepSpeed steps once with zero gradients, when they are made.
 _PREPARING_OPTIMIZERS = {
-    **_STEPS,
+    **_STAGE_OPTIMIZERS,
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
 }
@@ -33,7 +36,7 @@ _PREPARING_OPTIMIZERS = {
 _PARAMETER_ATTRIBUTES = {"AllGatherHandle": "_AllGatherHandle__param", "AllGatherCoalescedHandle": "params"}
 
 
-def of_imports(
+def make_import_patches(
     phases: Phases, claim: Callable[[torch.Tensor, Owner], None]
 ) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
     """Return the patches by the name of the module whose import they follow. `claim` gets tensors and their owners."""
@@ -42,19 +45,22 @@ def of_imports(
         kind = getattr(module, _PREPARING_OPTIMIZERS[module.__name__])
         if hasattr(kind, "initialize_optimizer_states"):
             yield kind, "initialize_optimizer_states", phases.wrap_preparation(kind.initialize_optimizer_states)
-        if module.__name__ in _STEPS:
-            yield kind, "step", phases.wrap_whole_step(kind.step)
-            yield kind, "__init__", _call_after(kind.__init__, functools.partial(_claim_gradients, claim))
+        if module.__name__ in _STAGE_OPTIMIZERS:
+            yield kind, "step", phases.wrap_composite_step(kind.step)
+            yield kind, "__init__", _wrap_with_callback(kind.__init__, functools.partial(_claim_gradients, claim))
 
     def gather_patches(module: ModuleType) -> Iterator[Patch]:
         for name, where in _PARAMETER_ATTRIBUTES.items():
             kind = getattr(module, name)
-            yield kind, "wait", _call_after(kind.wait, functools.partial(_claim_gathered, claim, where))
+            yield kind, "wait", _wrap_with_callback(kind.wait, functools.partial(_claim_gathered, claim, where))
 
-    return {**dict.fromkeys(_PREPARING_OPTIMIZERS, step_patches), f"{_ZERO}partition_parameters": gather_patches}
+    return {
+        **dict.fromkeys(_PREPARING_OPTIMIZERS, step_patches),
+        f"{_ZERO_PACKAGE}partition_parameters": gather_patches,
+    }
 
 
-def _call_after(original: Callable[..., Any], after: Callable[[Any], None]) -> Callable[..., Any]:
+def _wrap_with_callback(original: Callable[..., Any], after: Callable[[Any], None]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         after(self)
@@ -69,8 +75,8 @@ def _claim_gradients(claim: Callable[[torch.Tensor, Owner], None], optimizer: An
         claim(buffer, Owner(Role.GRADIENT, ""))
 
 
-def _claim_gathered(claim: Callable[[torch.Tensor, Owner], None], where: str, handle: Any) -> None:
-    parameters = getattr(handle, where)
+def _claim_gathered(claim: Callable[[torch.Tensor, Owner], None], attribute: str, handle: Any) -> None:
+    parameters = getattr(handle, attribute)
     gathered: Iterable[torch.Tensor] = parameters if isinstance(parameters, (list, tuple)) else [parameters]
     for parameter in gathered:
         claim(parameter.data, Owner(Role.UNSHARDED, "a parameter"))

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from memprof.device.catalog import find_gpu
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
-from memprof.watch.collection import no_collection
+from memprof.watch.collection import disable_garbage_collection
 
 BEFORE = -1  # The block of a free whose allocation came before the recording.
 OF_A_THREAD = "another thread"
@@ -57,7 +57,7 @@ def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list
     last tensor made before it.
     """
     gc.collect()
-    with no_collection(), VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+    with disable_garbage_collection(), VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         step = program("cuda")
         begin = len(gpu.trace.events)
         step()
@@ -98,7 +98,7 @@ def on_cpu(program: Program) -> list[Change]:
     torch.set_num_threads(1)  # kernels keep scratch memory per thread
     gc.collect()
     try:
-        with no_collection(), torch.backends.mkldnn.flags(enabled=False):
+        with disable_garbage_collection(), torch.backends.mkldnn.flags(enabled=False):
             step = program("cpu")
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as recorded:
                 step()

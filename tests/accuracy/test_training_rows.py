@@ -24,7 +24,7 @@ from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
 from memprof.stubs.extension import extensions
 from memprof.virtual import VirtualGpu
-from memprof.watch.collection import no_collection
+from memprof.watch.collection import disable_garbage_collection
 from tests.accuracy import adapter_bench, torchtune_recipe
 from tests.accuracy.adapter_bench import ATTENTION, QLORA, QLORA_1B, QLORA_7B, QWEN, TINY, Bench, causal_lm
 from tests.accuracy.torchtune_recipe import LAYERS, Recipe
@@ -128,7 +128,7 @@ def _simulate(run: Recipe | Bench, name: str) -> Simulated:
     readings: dict[str, int] = {}
     settings = allocator_settings("")
     with (
-        no_collection(),
+        disable_garbage_collection(),
         VirtualGpu(
             find_gpu(name),
             memory=lambda trace: RunAllocator(trace, find_gpu(name), settings),
@@ -216,7 +216,10 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     peft = pytest.importorskip("peft")
     gpu, settings = find_gpu("rtx-4080"), allocator_settings("")
     parts = extensions(stubs=False)
-    with no_collection(), VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), extensions=parts):
+    with (
+        disable_garbage_collection(),
+        VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), extensions=parts),
+    ):
         peft.prepare_model_for_kbit_training(causal_lm(key, "nf4"))
         assert round(torch.cuda.max_memory_allocated() / GIB, 4) == LOADING[key]
 

@@ -20,7 +20,7 @@ import transformers
 
 from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-from memprof.watch.collection import no_collection
+from memprof.watch.collection import disable_garbage_collection
 
 BAR = 1.03
 CONFIG = transformers.LlamaConfig(
@@ -44,7 +44,9 @@ def _seconds(*, compiles: bool, before: Callable[[], object] = lambda: None) -> 
     with VirtualGpu(find_gpu("h100-80gb"), compiles=compiles):
         before()
         gc.collect()
-        with no_collection():  # one falls into one way or another by chance, and takes half as long as a run
+        with (
+            disable_garbage_collection()
+        ):  # one falls into one way or another by chance, and takes half as long as a run
             begin = time.process_time()
             _train()
             return time.process_time() - begin

@@ -148,17 +148,17 @@ def measure(repeat: int) -> None:
     """Print operators, seconds on meta and seconds on the virtual GPU, of the first and of later steps, as JSON."""
     from memprof.device.catalog import find_gpu
     from memprof.virtual import VirtualGpu
-    from memprof.watch.collection import no_collection
+    from memprof.watch.collection import disable_garbage_collection
 
     first, later = _operators()
     plain: list[list[float]] = []
     virtual: list[list[float]] = []
     for _ in range(repeat):
         gc.collect()
-        with no_collection():
+        with disable_garbage_collection():
             plain.append(_steps("meta", STEPS))
         gc.collect()
-        with no_collection(), VirtualGpu(find_gpu("h100-80gb")):
+        with disable_garbage_collection(), VirtualGpu(find_gpu("h100-80gb")):
             virtual.append(_steps("cuda", STEPS))
 
     def medians(steps: slice) -> list[float]:

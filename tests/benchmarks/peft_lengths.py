@@ -36,7 +36,7 @@ from memprof.device.catalog import find_gpu
 from memprof.spec import TargetSpec
 from memprof.trace.events import GPU, EventKind
 from memprof.virtual import VirtualGpu
-from memprof.watch.collection import no_collection
+from memprof.watch.collection import disable_garbage_collection
 from memprof.workload.lengths import parse_lengths
 from memprof.workload.models import find_source
 
@@ -73,7 +73,7 @@ class Method:
         self, published: dict[str, Any], model: str = "llama-3.2-3b", lengths: Sequence[int] = SIMULATED
     ) -> None:
         self.published, self.lengths = published, lengths
-        with no_collection(), VirtualGpu(find_gpu("l40s")) as gpu:
+        with disable_garbage_collection(), VirtualGpu(find_gpu("l40s")) as gpu:
             self.begins = _loop(published["run_info"], model, lengths, gpu)
         self.trace = gpu.trace
         steps = list(self.steps())

@@ -14,7 +14,7 @@ from memprof.flows.recommend.bisection import counted_bytes, find_limit
 from memprof.flows.recommend.outcome import SimulatedRun, outcome_of
 from memprof.report.documents.recommendation import LargestFit
 from memprof.spec import TargetSpec
-from memprof.watch.collection import freeze_libraries
+from memprof.watch.collection import freeze_existing_objects
 
 Answer = TypeVar("Answer")
 _Runs = dict[tuple[TargetSpec, int], SimulatedRun]
@@ -78,7 +78,7 @@ class Simulator:
             )  # fmt: skip
             with contextlib.suppress(MemprofError):  # the runs themselves raise it again
                 profile(small, explained=False)
-            freeze_libraries()
+            freeze_existing_objects()
 
     def make(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:
         """Run pairs of a spec and micro-batches in parallel, on all cores; `run` returns and counts the outcomes."""
@@ -135,7 +135,7 @@ class Simulator:
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
         outcome = self._outcome_of(capture_trace(spec), spec, micro_batches)
-        freeze_libraries()  # collects reference cycles of the run
+        freeze_existing_objects()  # collects reference cycles of the run
         return outcome
 
 

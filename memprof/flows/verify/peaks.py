@@ -24,7 +24,7 @@ from memprof.fixes.micro_batch import MicroBatches
 from memprof.flows.verify.specimens import Specimen
 from memprof.measured.operators import quiet_profiler
 from memprof.torch_private import cuda
-from memprof.watch.collection import no_collection
+from memprof.watch.collection import disable_garbage_collection
 
 STEPS = 2  # the second step begins with the optimizer's state
 
@@ -74,7 +74,7 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
 def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool = False) -> int:
     """Return the peak of allocated (on CUDA, or reserved) bytes while `program` runs on "cuda" or "cpu"."""
     gc.collect()  # no garbage is left when the program begins
-    with no_collection():
+    with disable_garbage_collection():
         if device == "cuda":
             torch.cuda.synchronize()
             # cuBLAS handles keep their workspaces: cleared, so that each program allocates them.

@@ -48,7 +48,7 @@ class Graphs:
 
     def note_sizes(self) -> None:
         """Count a graph for the program's current line: a function is called with new sizes."""
-        line = self._recorder.attribution.place(sys._getframe(1)).source
+        line = self._recorder.attribution.find_call_site(sys._getframe(1)).source
         trace = self._recorder.trace
         if line != NONE:
             self._sizes[trace.sources[line]] += 1
@@ -60,7 +60,7 @@ class Graphs:
         """Return the result of `compiled` in memory of the pool, and copies of the inputs at the indices `copied`."""
         if not self._pool:
             self._pool = torch.cuda.graph_pool_handle()[0]
-        before = self._recorder.active_pool.select(self._pool, of_thread=False)
+        before = self._recorder.active_pool.select_pool(self._pool, is_thread_local=False)
         try:
             copies = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -68,7 +68,7 @@ class Graphs:
             ]
             return compiled(inputs), copies
         finally:
-            self._recorder.active_pool.select(before[0], of_thread=before[1])
+            self._recorder.active_pool.select_pool(before[0], is_thread_local=before[1])
 
 
 class _Graph:

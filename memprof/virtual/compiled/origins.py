@@ -57,8 +57,8 @@ class Origins:
         place = self._places.get(key)
         if place is None:
             recorder = self._recorder
-            source = recorder.attribution.line(origin.source) if origin.source else call_site.source
-            place = CallSite(recorder.modules.below(call_site.module, origin.module), source, NONE)
+            source = recorder.attribution.index_source_line(origin.source) if origin.source else call_site.source
+            place = CallSite(recorder.modules.find_innermost_module(call_site.module, origin.module), source, NONE)
             self._places[key] = place
         return origin.op, CallSite(place.module, place.source, call_site.forward_event)
 

@@ -56,7 +56,7 @@ def patches(machine: DeviceState, origins: Origins, on_kernel: Callable[[str], N
         with torch.DisableTorchFunction(), dispatch.DisableTorchDispatch():
             buffer = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
-            op, place = origins.find_place(frame, machine.recorder.attribution.place(frame))
+            op, place = origins.find_place(frame, machine.recorder.attribution.find_call_site(frame))
             machine.record([buffer], op, place, machine.gpus.named())
         return buffer
 

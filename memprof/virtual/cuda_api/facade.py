@@ -29,7 +29,7 @@ from memprof.virtual.device_properties import cuda_version, cudnn_version, max_t
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
 from memprof.virtual.limits import unsupported_error
-from memprof.watch.wrappers import parts_of_sparse
+from memprof.watch.wrappers import get_sparse_parts
 
 # Functions of `torch.cuda` that come from torch.cuda.random.
 _RANDOM_NAMES = (
@@ -255,7 +255,7 @@ class _Answers:
         self._gpus.select(device)
 
     def synchronize(self, device: Any = None) -> None:
-        self._streams.wait_for_all(self._gpus.devices[self._gpus.use(device)])
+        self._streams.record_host_wait_for_all(self._gpus.devices[self._gpus.use(device)])
 
     def of_any_device(self, value: Any) -> Callable[..., Any]:
         """Return a function that returns `value` for every existing GPU: all GPUs are equal."""
@@ -332,21 +332,21 @@ class _Answers:
 
     def set_stream(self, stream: Any) -> None:
         if stream is not None:
-            self._streams.select(self._gpus.named(stream.device), stream.stream_id)
+            self._streams.select_stream(self._gpus.named(stream.device), stream.stream_id)
             self._gpus.select(stream.device)
 
     def current_stream(self, device: Any = None) -> streams.CudaStream:
         named = self._gpus.named(device)
-        return streams.CudaStream(named, stream_id=self._streams.current(named))
+        return streams.CudaStream(named, stream_id=self._streams.get_current_stream(named))
 
     def default_stream(self, device: Any = None) -> streams.CudaStream:
         return streams.CudaStream(self._gpus.named(device), stream_id=0)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        for part in parts_of_sparse(tensor) or [tensor]:
-            index = self._context.recorder.storages.index_of(part)
+        for part in get_sparse_parts(tensor) or [tensor]:
+            index = self._context.recorder.storages.get_index(part)
             if index != NONE:
-                self._streams.use(index, stream.stream_id)
+                self._streams.record_use(index, stream.stream_id)
 
 
 def _refuser(what: str, hint: str) -> Callable[..., Any]:

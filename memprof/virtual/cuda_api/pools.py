@@ -45,15 +45,15 @@ class _PrivatePools:
         """Remove one user of a pool; without users, the pool's free memory may be released."""
         self._users[pool[0]] -= 1
         if not self._users[pool[0]]:
-            self._recorder.active_pool.append_release(pool[0])
+            self._recorder.active_pool.append_pool_free(pool[0])
 
     def begin(self, pool: Handle, *, of_thread: bool) -> None:
         """Begin to allocate from a pool; with `of_thread`, not in backward passes, which run in other threads."""
-        self._outer.append(self._recorder.active_pool.select(pool[0], of_thread=of_thread))
+        self._outer.append(self._recorder.active_pool.select_pool(pool[0], is_thread_local=of_thread))
 
     def end(self) -> None:
         number, of_thread = self._outer.pop()
-        self._recorder.active_pool.select(number, of_thread=of_thread)
+        self._recorder.active_pool.select_pool(number, is_thread_local=of_thread)
 
 
 class _CudaGraph:

@@ -45,11 +45,11 @@ class _FinishedWork:
         return True
 
     def synchronize(self) -> None:
-        _log.wait(self._clock_of_work(), None)
+        _log.record_wait(self._clock_of_work(), None)
 
     def wait(self, stream: Any = None) -> None:
         waiter = torch.cuda.current_stream(self.device) if stream is None else stream
-        _log.wait(self._clock_of_work(), _key(waiter))
+        _log.record_wait(self._clock_of_work(), _key(waiter))
 
 
 class TorchStream(_FinishedWork):
@@ -91,7 +91,7 @@ class TorchStream(_FinishedWork):
         return False
 
     def _clock_of_work(self) -> Clock:
-        return _log.now(*_key(self))
+        return _log.get_clock(*_key(self))
 
     def record_event(self, event: Any = None) -> Any:
         """Record `event`, or a new event, on this stream; return the event."""

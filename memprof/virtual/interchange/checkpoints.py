@@ -145,7 +145,7 @@ class Checkpoints:
     def _location(self, storage: torch.UntypedStorage) -> str:
         if storage.device.type != "meta":
             return str(_FORM.location_tag(storage))
-        device = self._tracker.recorder.storages.device_of(storage)
+        device = self._tracker.recorder.storages.get_device(storage)
         return device if is_gpu(device) else "cpu"
 
     def _load(
@@ -221,7 +221,7 @@ class Checkpoints:
             return made.untyped_storage()
 
     def _place(self) -> Any:
-        return self._tracker.recorder.attribution.place(sys._getframe(1))
+        return self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
 
     @contextlib.contextmanager
     def _of(self, dtype: torch.dtype) -> Iterator[None]:

@@ -147,7 +147,7 @@ class Interchange:
 
     def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
         """Unique per storage and aligned: code compares addresses (tied weights) and checks alignment."""
-        if storage._cdata not in self._tracker.recorder.storages.live:
+        if storage._cdata not in self._tracker.recorder.storages.index_by_address:
             return _storage_data_ptr(storage)
         known = self._pages.get(storage)
         if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
@@ -234,7 +234,7 @@ class Interchange:
             *stride, device = stride
         with torch.DisableTorchFunction(), disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
-        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
         self._tracker.record([tensor], "pickle.loads", place, device)
         return tensor
 

@@ -109,7 +109,7 @@ class SafetensorsFiles:
         self.assume(SHELLS)
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         data: list[bytes] = []
-        place = self._tracker.recorder.attribution.place(sys._getframe(1))
+        place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
         at = 0
         with torch.DisableTorchFunction():
             # All are copied to the host before the first is written.
@@ -144,7 +144,7 @@ class SafetensorsFiles:
             with disable_current_modes():
                 made = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
-                place = self._tracker.recorder.attribution.place(sys._getframe(1))
+                place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
                 on = self._tracker.gpus.named(device) if device.type == "cuda" else HOST
                 self._tracker.record([made], _OP, place, on)
         return made
@@ -152,7 +152,7 @@ class SafetensorsFiles:
     def place(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor that was read, where it is wanted."""
         with torch.DisableTorchFunction():
-            self._tracker.record_real(tensor, _OP, self._tracker.recorder.attribution.place(sys._getframe(1)))
+            self._tracker.record_real(tensor, _OP, self._tracker.recorder.attribution.find_call_site(sys._getframe(1)))
         return tensor if device.type == "cpu" else tensor.to(device)
 
 

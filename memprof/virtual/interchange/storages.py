@@ -52,18 +52,18 @@ def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         """Resize as on CUDA: the old block is released, and another one taken (native/cuda/Resize.cpp)."""
         with torch.DisableTorchFunction():
-            device = tracker.recorder.storages.device_of(storage) if storage.device.type == "meta" else "meta"
+            device = tracker.recorder.storages.get_device(storage) if storage.device.type == "meta" else "meta"
             before = storage.nbytes()
             result: torch.UntypedStorage = _resize(storage, size)
             if device != "meta" and storage.nbytes() != before:
-                tracker.resized(storage, device, tracker.recorder.attribution.place(sys._getframe(1)))
+                tracker.resized(storage, device, tracker.recorder.attribution.find_call_site(sys._getframe(1)))
             return result
 
     def getitem(storage: torch.UntypedStorage, index: Any) -> Any:
         """A slice of a storage is memory of it, which a storage without data has no pointer into."""
         if not isinstance(index, slice) or storage.device.type != "meta":
             return _getitem(storage, index)
-        device = tracker.recorder.storages.device_of(storage)
+        device = tracker.recorder.storages.get_device(storage)
         start, stop, step = index.indices(storage.nbytes())
         if device == "meta" or step != 1:
             return _getitem(storage, index)

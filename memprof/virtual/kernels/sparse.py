@@ -21,7 +21,7 @@ from memprof.virtual.kernels.indexing import make_embedding_bag_gradient
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
 from memprof.virtual.kernels.sorting import radix_sort_scratch
 from memprof.virtual.kernels.transfers import copies_gradient_of_real_tensor
-from memprof.watch.wrappers import parts_of_sparse
+from memprof.watch.wrappers import get_sparse_parts
 
 # Function of (launch), called where an operand is sparse and virtual, or a sparse result is to be made of one.
 of_sparse = Table("kernel for sparse tensors")
@@ -48,7 +48,7 @@ def _sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], s
 def copy(launch: KernelContext) -> Any:
     """A copy of the indices and of the values; of these alone the dtype changes."""
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
-    *indices, values = parts_of_sparse(sparse)
+    *indices, values = get_sparse_parts(sparse)
     of_indices = {k: v for k, v in kwargs.items() if k == "device"}
     coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
     if values.is_meta and kwargs.get("device") == torch.device("cpu"):
@@ -83,7 +83,7 @@ def coalesce(launch: KernelContext) -> Any:
     _coalesce_sparse_cuda takes flat indices, where each was, which are the first of their kind; new values, indices.
     """
     sparse = launch.args[0]
-    indices, values = parts_of_sparse(sparse)
+    indices, values = get_sparse_parts(sparse)
     count = indices.shape[1]
     different = min(count, math.prod(sparse.shape[: len(indices)]))
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
@@ -116,7 +116,7 @@ def to_sparse_csr(launch: KernelContext) -> Any:
         return NotImplemented
     with launch.inside():
         if source.layout is torch.sparse_coo:
-            indices, values = parts_of_sparse(source.coalesce())
+            indices, values = get_sparse_parts(source.coalesce())
             rows, columns = indices
         else:
             mask = aten.ne.Scalar(source, 0)
@@ -130,7 +130,7 @@ def to_sparse_csr(launch: KernelContext) -> Any:
 def sparse_sum(launch: KernelContext) -> Any:
     """Values, and the indices that are left, are copied and coalesced (native/sparse/SparseTensorMath.cpp)."""
     sparse, dims = launch.args[0], {dim % launch.args[0].dim() for dim in launch.args[1]}
-    indices, values = parts_of_sparse(sparse)
+    indices, values = get_sparse_parts(sparse)
     left = [dim for dim in range(len(indices)) if dim not in dims]
     of_values = [dim - len(indices) + 1 for dim in dims if dim >= len(indices)]
     with launch.inside():
@@ -177,7 +177,7 @@ def embedding_bag_backward(launch: KernelContext) -> Any:
 def sparse_mask(launch: KernelContext) -> Any:
     """The dense tensor's values at the mask's indices."""
     dense, mask = launch.args[:2]
-    *indices, values = parts_of_sparse(mask)
+    *indices, values = get_sparse_parts(mask)
     with launch.inside():
         copies = [aten.clone.default(index) for index in indices]
     return _with_parts(mask, [*copies, launch.new(values.shape, dense.dtype)])
@@ -191,7 +191,7 @@ def add(launch: KernelContext) -> Any:
     if not isinstance(second, torch.Tensor) or second.layout is torch.strided:
         return NotImplemented
     if first.layout is torch.strided:
-        indices, values = parts_of_sparse(second)
+        indices, values = get_sparse_parts(second)
         with launch.inside():
             result = first if launch.operator.name.endswith("_") else aten.clone.default(first)
         if not second.is_coalesced():
@@ -199,7 +199,7 @@ def add(launch: KernelContext) -> Any:
             launch.transients(8 * indices.shape[1], values.numel() * values.element_size() * scaled)
         launch.values.store.drop(result.untyped_storage()._cdata)
         return result
-    both = zip(parts_of_sparse(first), parts_of_sparse(second), (1, 0), strict=True)
+    both = zip(get_sparse_parts(first), get_sparse_parts(second), (1, 0), strict=True)
     with launch.inside():
         added = _with_parts(first, [aten.cat.default([one, other], dim) for one, other, dim in both])
         if added._nnz() > added.numel():  # so that sums of sums do not grow without bound (add_out_sparse_cuda)
@@ -216,7 +216,7 @@ def map_values(launch: KernelContext) -> Any:
     sparse, *rest = launch.args
     if rest and isinstance(rest[0], torch.Tensor) and rest[0].dim():
         return NotImplemented
-    *indices, values = parts_of_sparse(sparse)
+    *indices, values = get_sparse_parts(sparse)
     with launch.inside():
         result = launch.func(values, *rest, **launch.kwargs)
         if result is values:
@@ -232,7 +232,7 @@ def transpose(launch: KernelContext) -> Any:
     if sparse.layout is not torch.sparse_coo or sparse.sparse_dim() != 2 or sparse.dim() != 2:
         return NotImplemented
     with launch.inside():
-        parts = [aten.clone.default(part) for part in reversed(parts_of_sparse(sparse))][::-1]
+        parts = [aten.clone.default(part) for part in reversed(get_sparse_parts(sparse))][::-1]
     launch.transients(8 * sparse._nnz())
     return _with_parts(sparse, parts, sparse.shape[::-1])
 

@@ -15,7 +15,7 @@ from memprof.flows.gpus import RunAllocator, allocator_settings
 from memprof.stubs.extension import extensions
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
-from memprof.watch.collection import no_collection
+from memprof.watch.collection import disable_garbage_collection
 from tests.accuracy.published.rows import UNITS, Row
 from tests.unit.allocator.replaying import replay_trace
 
@@ -140,7 +140,7 @@ def run(
     """`program` on the virtual `gpu`; it may return the number of events before those that count."""
     gpu, settings = find_gpu(name), allocator_settings(alloc_conf)
     with (
-        no_collection(),
+        disable_garbage_collection(),
         warnings.catch_warnings(),
         VirtualGpu(
             gpu,

@@ -26,7 +26,7 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.trace.io import save_trace
-from memprof.watch.collection import no_collection
+from memprof.watch.collection import disable_garbage_collection
 from memprof.workload.models import find_source
 from memprof.workload.rng import NormalsInSinglePrecision
 from memprof.workload.step import Workload
@@ -53,7 +53,7 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     settings = allocator_settings(spec.alloc_conf)
     measured_on = measured_device_facts("cuda")
     device = MeasuredDevice("cuda", NvmlUse())
-    with no_collection(), device:
+    with disable_garbage_collection(), device:
         workload.run(device, building=NormalsInSinglePrecision)
     trace = device.trace
     trace.facts = dataclasses.replace(

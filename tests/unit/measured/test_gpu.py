@@ -81,7 +81,7 @@ def test_an_error_that_only_reading_the_gpu_shows_ends_the_run(gpu, on_stub, tmp
     """A kernel fails after its call has returned; the script ends before it asks the GPU again."""
     script = tmp_path / "script.py"
     script.write_text("import torch\nweight = torch.ones(1000)\n")
-    on_stub.phases.building = lambda: setattr(gpu, "error", RuntimeError(ASSERT))
+    on_stub.phases.begin_model_building = lambda: setattr(gpu, "error", RuntimeError(ASSERT))
     trace, outcome = capture_script(Program(str(script), ()), on_stub, StopRule(2))
     assert (outcome.ended, outcome.exit_code, str(outcome.error)) == (EndReason.ERROR, 1, ASSERT)
     assert trace.failure.kind is FailureKind.ERROR

@@ -55,6 +55,6 @@ def test_a_product_passes_few_files_and_calls_up_to_its_event(gpu: VirtualGpu, t
     calls = calls_until_event(gpu, run)
     assert kept and calls[0] == ("virtual/function_mode.py", "__torch_function__")
     assert ("virtual/dispatch_mode.py", "__torch_dispatch__") in calls
-    assert calls[-1] == ("watch/trace_writer.py", "allocate")
+    assert calls[-1] == ("watch/trace_writer.py", "append_allocation")
     assert len({file for file, _ in calls}) <= MOST_FILES, calls
     assert len(calls) <= MOST_CALLS, calls

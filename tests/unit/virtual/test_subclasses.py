@@ -99,11 +99,11 @@ def test_a_model_is_trained_on_it(kind: type, gpu: VirtualGpu) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert gpu.phases.completed == 2
+    assert gpu.phases.num_completed_steps == 2
     outside = F.dropout(images, 0.1)
     model(outside)
     with torch._C.DisableTorchFunction():
-        assert gpu.trace.owners[gpu.recorder.storages.index_of(outside)].role is Role.INPUT
+        assert gpu.trace.owners[gpu.recorder.storages.get_index(outside)].role is Role.INPUT
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -434,7 +434,7 @@ def test_enters_and_exits_nest_even_when_forward_raises(gpu: VirtualGpu) -> None
             stack.append(event.ref)
         elif event.kind is EventKind.EXIT:
             assert stack.pop() == event.ref
-    assert stack == [] and gpu.modules.current == NONE
+    assert stack == [] and gpu.modules.current_index == NONE
 
 
 def test_backward_belongs_to_the_forward_module(gpu: VirtualGpu) -> None:

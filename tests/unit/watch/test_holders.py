@@ -198,7 +198,7 @@ def test_what_each_step_lets_go_of_is_not_searched_for(monkeypatch: pytest.Monke
     def fail(*args: object) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(holders.HolderSearch, "holders_of", fail)
+    monkeypatch.setattr(holders.HolderSearch, "find_holders", fail)
 
     def clean() -> None:
         model, optimizer = parts()
@@ -241,8 +241,8 @@ def test_looking_keeps_nothing_alive() -> None:
     assert watched.holders
     patched = pytest.MonkeyPatch()
     with patched.context() as patch:
-        patch.setattr(holders.HolderSearch, "holders_of", lambda self, targets: [])
-        patch.setattr(holders.HolderSearch, "running_sums", lambda self: [])
+        patch.setattr(holders.HolderSearch, "find_holders", lambda self, targets: [])
+        patch.setattr(holders.HolderSearch, "find_running_sums", lambda self: [])
         unwatched = run(lambda: program(True))
     assert not unwatched.holders
     assert frees(watched) == frees(unwatched)

@@ -245,7 +245,7 @@ def test_the_phase_of_an_error_is_where_it_was_raised() -> None:
         }.items():
             with pytest.raises(RuntimeError) as caught:
                 run()
-            assert gpu.phase_of(caught.value).kind is kind
+            assert gpu.find_error_phase(caught.value).kind is kind
             assert gpu.current_phase.kind is PhaseKind.OTHER
 
 
@@ -261,7 +261,7 @@ def test_a_backward_that_raised_makes_no_micro_batch() -> None:
         model(torch.zeros(2, 64, device="cuda")).sum().backward()
         optimizer.step()
     assert {(one.step, one.micro_batch) for one in gpu.trace.phases if one.kind is PhaseKind.BACKWARD} == {(1, 1)}
-    assert gpu.phases.completed == 1
+    assert gpu.phases.num_completed_steps == 1
 
 
 class TestMemory:
@@ -286,7 +286,9 @@ class TestMemory:
     ], ids=["cat", "matmul", "getitem", "refused"])  # fmt: skip
     def test_what_a_function_of_torch_was_given_is_not_held_while_the_error_is(self, run) -> None:
         gpu = VirtualGpu(GPU)
-        gpu.recorder.storages.refusal = lambda device: "full" if gpu.recorder.storages.live_bytes > 4 << 30 else None
+        gpu.recorder.storages.find_oom_message = lambda device: (
+            "full" if gpu.recorder.storages.live_bytes > 4 << 30 else None
+        )
         with gpu:
             x = torch.zeros(4, 64, 64, device="cuda")
             before = torch.cuda.memory_allocated()
@@ -331,7 +333,7 @@ class TestMemory:
             model(x)
             with pytest.raises(RuntimeError):
                 model(x)
-            old = gpu.recorder.storages.index_of(model.kept)
+            old = gpu.recorder.storages.get_index(model.kept)
             model(x)
             assert gpu.trace.owners.get(old) is None
 

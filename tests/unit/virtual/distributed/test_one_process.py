@@ -199,7 +199,7 @@ def test_buckets_of_ddp(gpu: VirtualGpu, views: bool) -> None:
 def roles_of(gpu: VirtualGpu, since: int) -> dict[Role | None, int]:
     """Bytes of what is live on the GPU and was made since, by role."""
     found: dict[Role | None, int] = {}
-    for index in gpu.recorder.storages.live.values():
+    for index in gpu.recorder.storages.index_by_address.values():
         if index >= since and gpu.trace.storages[index].num_bytes >= MIB:
             owner = gpu.trace.owners.get(index)
             role = None if owner is None else owner.role
@@ -239,7 +239,7 @@ def test_what_a_collective_lays_flat_and_what_a_hook_sends_is_communication(gpu:
 def test_without_a_group_nothing_is_communication() -> None:
     with VirtualGpu(GPU_MODEL) as gpu:
         dist.utils._recursive_to(torch.ones(1 << 20), CUDA, False)
-    assert not gpu.recorder.owners.names_communication and Role.COMMUNICATION not in {
+    assert not gpu.recorder.owners.is_naming_communication and Role.COMMUNICATION not in {
         o.role for o in gpu.trace.owners.values()
     }
 

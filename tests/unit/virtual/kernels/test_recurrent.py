@@ -33,7 +33,11 @@ def test_parameters_share_one_buffer_with_room_for_both_biases(gpu, kind, option
     layer = kind(INPUT, HIDDEN, **options).cuda()
     parameters = list(layer.parameters())
     (buffer,) = storages(parameters)
-    live = [gpu.trace.storages[index] for address, index in gpu.recorder.storages.live.items() if address == buffer]
+    live = [
+        gpu.trace.storages[index]
+        for address, index in gpu.recorder.storages.index_by_address.items()
+        if address == buffer
+    ]
     gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
     biases = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1) * 2 * gates * HIDDEN
     matrices = sum(parameter.numel() for parameter in parameters if parameter.dim() == 2)
