@@ -12,7 +12,6 @@ import resource
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 
 from memprof.device.processes import own_peak_bytes
@@ -48,7 +47,7 @@ class Signals:
         self._signals = {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
         self._signals.add(signal.SIGCHLD)
         self._previous_handlers: dict[int, object] = {}
-        self._previous_mask: set[int | signal.Signals] | None = None  # signals that were blocked before `hold`
+        self._previous_mask: set[int | signal.Signals] | None = None  # signals that were blocked before `block`
 
     def __enter__(self) -> Signals:
         # A started program inherits blocked signals but not handlers: signals are blocked only once the command runs.
@@ -56,7 +55,7 @@ class Signals:
             self._previous_handlers[number] = signal.signal(number, lambda *_: None)
         return self
 
-    def hold(self) -> None:
+    def block(self) -> None:
         """Block the signals from now on; `wait` receives them."""
         self._previous_mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, self._signals))
 
@@ -95,7 +94,7 @@ class RunningCommand:
         code = self._process.poll()
         return 128 - code if code is not None and code < 0 else code
 
-    def ending(self) -> str:
+    def describe_end(self) -> str:
         """Return how the command ended, in a few words."""
         code = self._process.poll()
         if code is None or code >= 0:
@@ -107,7 +106,7 @@ class RunningCommand:
         note = "; if nobody did, the kernel may have run out of memory (see dmesg)" if -code == signal.SIGKILL else ""
         return f"was killed by {name}{note}"
 
-    def peak_resident_bytes(self) -> int:
+    def read_peak_resident_bytes(self) -> int:
         """Return the peak resident bytes of the command's largest process, after its end; 0 where the peak is not
         known."""
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
@@ -116,11 +115,8 @@ class RunningCommand:
         own_peak = own_peak_bytes()
         return peak if own_peak is not None and peak > own_peak else 0
 
-    def pass_on(self, information: signal.struct_siginfo) -> None:
+    def forward_signal(self, signal_info: signal.struct_siginfo) -> None:
         """Forward a signal that a process sent to memprof; the command itself receives the terminal's signals."""
-        number = information.si_signo
-        if information.si_code <= _MAX_PROCESS_SI_CODE and number not in (signal.SIGCHLD, signal.SIGTSTP):
+        number = signal_info.si_signo
+        if signal_info.si_code <= _MAX_PROCESS_SI_CODE and number not in (signal.SIGCHLD, signal.SIGTSTP):
             self._process.send_signal(number)
-
-
-now = time.monotonic

@@ -22,39 +22,38 @@ class Log:
         self._descriptor = -1
         self._num_missing_lines = 0
         self._error = ""
+        self._unwritten_header = [header]
         if file is not None:
             try:
                 self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-                self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+                self._is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
             except OSError as error:
                 self._error = error.strerror or str(error)
-            self._header: Sequence[str] | None = header
 
     def write(self, row: Sequence[object]) -> None:
         """Append a line; after an error (disk full), the next line is tried again."""
         if self._descriptor < 0:
             return
-        lines = [row] if self._header is None else [self._header, row]
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(lines)
+        csv.writer(text, lineterminator="\n").writerows([*self._unwritten_header, row])
         try:
             self._write_all(text.getvalue().encode())
         except OSError as error:
             self._num_missing_lines += 1
             self._error = error.strerror or str(error)
         else:
-            self._header = None
+            self._unwritten_header = []
 
     def _write_all(self, data: bytes) -> None:
-        before = os.lseek(self._descriptor, 0, os.SEEK_CUR) if self._regular else 0
-        written = 0
+        begin = os.lseek(self._descriptor, 0, os.SEEK_CUR) if self._is_regular else 0
+        num_bytes = 0
         try:
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
+            while num_bytes < len(data):
+                num_bytes += os.write(self._descriptor, data[num_bytes:])
         except OSError:
-            if self._regular and written:  # remove a partly written line
-                os.ftruncate(self._descriptor, before)
-                os.lseek(self._descriptor, before, os.SEEK_SET)
+            if self._is_regular and num_bytes:  # remove a partly written line
+                os.ftruncate(self._descriptor, begin)
+                os.lseek(self._descriptor, begin, os.SEEK_SET)
             raise
 
     def close(self) -> None:

@@ -38,86 +38,84 @@ class _Counter:
         self.highest = max(self.highest, current, cumulative_peak)
         self.current, self.cumulative_peak = current, cumulative_peak
 
-    def next_interval(self) -> None:
+    def begin_interval(self) -> None:
         """Begin the next interval, whose peak starts at the current value."""
         self.interval_peak = self.current
 
 
 @dataclass(slots=True)
 class _Device:
+    """One GPU as a process has reported it."""
+
     gpu: dict[str, Any]
     allocated: _Counter = field(default_factory=_Counter)
     reserved: _Counter = field(default_factory=_Counter)
-    requested: int | None = None
+    requested_bytes: int | None = None
     num_alloc_retries: int = 0
     num_ooms: int = 0
+
+    def add(self, counters: dict[str, Any]) -> None:
+        """Add the counters of one report."""
+        self.allocated.add(*counters["allocated_bytes"])
+        self.reserved.add(*counters["reserved_bytes"])
+        if "requested_bytes" in counters:
+            self.requested_bytes = counters["requested_bytes"][0]
+        self.num_alloc_retries, self.num_ooms = counters["num_alloc_retries"], counters["num_ooms"]
+
+    def make_allocator(self, index: int) -> Allocator:
+        """Return the allocator as of the last report."""
+        allocated, reserved = self.allocated, self.reserved
+        return Allocator(
+            device=index, name=str(self.gpu.get("name", "")), uuid=str(self.gpu.get("uuid", "")),
+            total_bytes=int(self.gpu.get("total_bytes", 0)), requested_bytes=self.requested_bytes,
+            allocated_bytes=allocated.current, reserved_bytes=reserved.current,
+            interval_peak_allocated_bytes=allocated.interval_peak, interval_peak_reserved_bytes=reserved.interval_peak,
+            max_allocated_bytes=allocated.highest, max_reserved_bytes=reserved.highest,
+            num_alloc_retries=self.num_alloc_retries, num_ooms=self.num_ooms,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Reporter:
     """One process that has initialized CUDA."""
 
-    started: float
+    start_time: float
     rank: int | None
     devices: dict[int, _Device] = field(default_factory=dict)
-    heard: bool = True  # whether a message came since the last sample
+    has_reported: bool = True  # since the last sample
     error: str = ""  # why the allocator cannot be read any more
-
-    def allocators(self) -> tuple[Allocator, ...]:
-        """Return the allocators as of the last message."""
-        return tuple(
-            Allocator(
-                device=index,
-                name=str(device.gpu.get("name", "")),
-                uuid=str(device.gpu.get("uuid", "")),
-                total_bytes=int(device.gpu.get("total_bytes", 0)),
-                requested_bytes=device.requested,
-                allocated_bytes=device.allocated.current,
-                reserved_bytes=device.reserved.current,
-                interval_peak_allocated_bytes=device.allocated.interval_peak,
-                interval_peak_reserved_bytes=device.reserved.interval_peak,
-                max_allocated_bytes=device.allocated.highest,
-                max_reserved_bytes=device.reserved.highest,
-                num_alloc_retries=device.num_alloc_retries,
-                num_ooms=device.num_ooms,
-            )
-            for index, device in sorted(self.devices.items())
-        )
 
     def add(self, message: dict[str, Any]) -> None:
         """Add a message of the probe."""
-        self.heard = True
+        self.has_reported = True
         self.error = str(message.get("error", ""))
         for index, counters in message["devices"].items():
-            device = self.devices.setdefault(int(index), _Device(message["gpus"].get(index, {})))
-            device.allocated.add(*counters["allocated_bytes"])
-            device.reserved.add(*counters["reserved_bytes"])
-            if "requested_bytes" in counters:
-                device.requested = counters["requested_bytes"][0]
-            device.num_alloc_retries = counters["num_alloc_retries"]
-            device.num_ooms = counters["num_ooms"]
+            self.devices.setdefault(int(index), _Device(message["gpus"].get(index, {}))).add(counters)
 
-    def next_interval(self) -> None:
-        """Begin the next interval, after a sample."""
-        self.heard = False
+    def sample(self) -> tuple[bool, int | None, tuple[Allocator, ...]]:
+        """Return whether a message came since the last sample, the rank, and the allocators; begin a new interval."""
+        allocators = tuple(device.make_allocator(index) for index, device in sorted(self.devices.items()))
+        sample = (self.has_reported, self.rank, allocators)
+        self.has_reported = False
         for device in self.devices.values():
-            device.allocated.next_interval()
-            device.reserved.next_interval()
+            device.allocated.begin_interval()
+            device.reserved.begin_interval()
+        return sample
 
 
 class Reports:
     """Context manager: receive the reports of one command's probes."""
 
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._reporters: dict[int, Reporter] = {}
+    def __init__(self, interval_seconds: float) -> None:
+        self._interval_seconds = interval_seconds
+        self._reporter_by_pid: dict[int, Reporter] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._note = ""
-
-    def __enter__(self) -> Reports:
         self._folder = ""
         self._socket: socket.socket | None = None
+
+    def __enter__(self) -> Reports:
         try:
             # A Unix socket's address has at most 107 bytes.
             is_short = len(os.fsencode(tempfile.gettempdir())) < _MAX_FOLDER_BYTES
@@ -148,34 +146,30 @@ class Reports:
     def notes(self) -> list[str]:
         """Return errors that prevent reports, or reads of an allocator, one line each; empty without errors."""
         with self._lock:
-            errors = sorted({reporter.error for reporter in self._reporters.values() if reporter.error})
-        found = [f"the command's allocator cannot be read: {error}" for error in errors]
-        return [self._note, *found] if self._note else found
+            errors = sorted({reporter.error for reporter in self._reporter_by_pid.values()} - {""})
+        notes = [self._note, *(f"the command's allocator cannot be read: {error}" for error in errors)]
+        return list(filter(None, notes))
 
     def environment(self) -> dict[str, str]:
         """Return the variables that the command's environment needs for the probe."""
         if self._socket is None:
             return {}
         path = python_path(os.environ.get("PYTHONPATH"))
-        return {"PYTHONPATH": path, SOCKET: self._address, INTERVAL: str(self._interval)}
+        return {"PYTHONPATH": path, SOCKET: self._address, INTERVAL: str(self._interval_seconds)}
 
     def drain(self) -> None:
         """Wait until all messages sent so far are received, and stop listening."""
         if self._socket is None or self._thread is None or not self._thread.is_alive():
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-            own.sendto(_END, self._address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(_END, self._address)
         self._thread.join()
 
     def collect(self) -> dict[int, tuple[bool, int | None, tuple[Allocator, ...]]]:
         """Return by pid: whether a report came since the last call, the rank, and the allocators; begin
         a new interval."""
-        found = {}
         with self._lock:
-            for pid, reporter in self._reporters.items():
-                found[pid] = (reporter.heard, reporter.rank, reporter.allocators())
-                reporter.next_interval()
-        return found
+            return {pid: reporter.sample() for pid, reporter in self._reporter_by_pid.items()}
 
     def _receive_messages(self, receiver: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -184,11 +178,11 @@ class Reports:
                     self._add_message(json.loads(data))
 
     def _add_message(self, message: dict[str, Any]) -> None:
-        pid, started = int(message["pid"]), float(message["started"])
+        pid, start_time = int(message["pid"]), float(message["started"])
         rank = message.get("rank")
         with self._lock:
-            reporter = self._reporters.get(pid)
-            if reporter is None or reporter.started != started:  # a reused pid, or a new program after exec
-                reporter = Reporter(started, int(rank) if rank and rank.isdecimal() else None)
-                self._reporters[pid] = reporter
+            reporter = self._reporter_by_pid.get(pid)
+            if reporter is None or reporter.start_time != start_time:  # a reused pid, or a new program after exec
+                reporter = Reporter(start_time, int(rank) if rank and rank.isdecimal() else None)
+                self._reporter_by_pid[pid] = reporter
             reporter.add(message)

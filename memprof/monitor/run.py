@@ -13,7 +13,7 @@ from typing import Protocol
 
 from memprof.device.nvml import Nvml
 from memprof.device.processes import ProcessTree
-from memprof.monitor.command import RunningCommand, Signals, now
+from memprof.monitor.command import RunningCommand, Signals
 from memprof.monitor.log import Log
 from memprof.monitor.reports import Reports
 from memprof.monitor.sample import MonitorSample, Peaks, WatchedProcess, csv_header, csv_row
@@ -65,80 +65,78 @@ def monitor(
         command = RunningCommand(arguments, reports.environment()) if reports is not None else None
         # A started program inherits blocked signals, and a thread that does not block them takes them away from `wait`:
         # so the command comes before this, and whatever may begin a thread after it.
-        signals.hold()
+        signals.block()
         if reports is not None:
             reports.listen()
-        watch = _Sampler(stack.enter_context(open_nvml()), reports, command)
-        first = watch.sample()
-        gpus = [gpu.index for gpu in first.gpus]
+        sampler = _Sampler(stack.enter_context(open_nvml()), reports, command)
+        sample = sampler.sample()
+        gpu_indices = [gpu.index for gpu in sample.gpus]
         peaks = Peaks()
-        file = Log(log, csv_header(gpus))
+        file = Log(log, csv_header(gpu_indices))
         stack.callback(file.close)
         stack.callback(view.pause)  # whatever happens, the terminal is released
 
         def record(sample: MonitorSample) -> None:
             peaks.add(sample)
-            file.write(csv_row(sample, peaks, gpus))
+            file.write(csv_row(sample, peaks, gpu_indices))
             view.show(replace(sample, notes=tuple(filter(None, (*sample.notes, file.note)))), peaks)
 
-        record(first)
-        stopped_by = 0
-        if not once and (command is not None or first.gpus):
-            stopped_by = _record_until_end(watch, command, signals, view, interval, record)
+        record(sample)
+        end_signal = 0
+        if not once and (command is not None or gpu_indices):
+            end_signal = _record_until_end(
+                command, signals, view, interval, record_sample=lambda: record(sampler.sample())
+            )
         if reports is not None:
             reports.drain()
             # A last sample with the peaks in the command's last messages; the command has ended.
-            record(watch.sample())
-            peaks.resident_bytes = max(peaks.resident_bytes, command.peak_resident_bytes() if command else 0)
+            record(sampler.sample())
+            peaks.resident_bytes = max(peaks.resident_bytes, command.read_peak_resident_bytes() if command else 0)
         file.close()
-        code = command.exit_code if command is not None else int(not first.gpus)
-        if command is None and stopped_by and stopped_by != signal.SIGINT:
-            code = 128 + stopped_by
-        text, ending = (command.text, command.ending()) if command is not None else ("", "")
-        outcome = MonitorOutcome(code or 0, text, ending, watch.elapsed, peaks, (file.note,) if file.note else ())
+        code = command.exit_code if command is not None else int(not gpu_indices)
+        if end_signal not in (0, signal.SIGINT):
+            code = 128 + end_signal
+        text, ending = (command.text, command.describe_end()) if command is not None else ("", "")
+        outcome = MonitorOutcome(code or 0, text, ending, sampler.elapsed, peaks, (file.note,) if file.note else ())
         view.close(outcome)
     return outcome
 
 
 def _record_until_end(
-    watch: _Sampler,
-    command: RunningCommand | None,
-    signals: Signals,
-    view: View,
-    interval: float,
-    record: Callable[..., None],
+    command: RunningCommand | None, signals: Signals, view: View, interval: float, record_sample: Callable[[], None]
 ) -> int:
     """Record samples until the command ends, or without a command until a signal; return that signal, or 0."""
-    received = 0
+    end_signal = 0
 
     def handle(signal_info: signal.struct_siginfo) -> bool:
-        nonlocal received
+        """Handle a signal; return whether the wait for the next sample ends."""
+        nonlocal end_signal
         if signal_info.si_signo == signal.SIGTSTP:
             view.pause()
             os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
             return True
         if command is not None:
-            command.pass_on(signal_info)
+            command.forward_signal(signal_info)
             return command.exit_code is not None
         if signal_info.si_signo != signal.SIGCHLD:
-            received = signal_info.si_signo
-        return bool(received)
+            end_signal = signal_info.si_signo
+        return bool(end_signal)
 
-    due = now() + interval
+    due = time.monotonic() + interval
     while True:
         # Checked before each wait: a command that ended before signals were blocked sends no SIGCHLD.
         if command is None or command.exit_code is None:
-            while (remaining := due - now()) > 0:
+            while (remaining := due - time.monotonic()) > 0:
                 signal_info = signals.wait(remaining)
                 if signal_info is not None and handle(signal_info):
                     break
-        if received or (command is not None and command.exit_code is not None):
-            return received
-        record(watch.sample())
+        if end_signal or (command is not None and command.exit_code is not None):
+            return end_signal
+        record_sample()
         # Samples are at multiples of the interval from the first sample; a missed time is skipped.
         due += interval
-        if due < now():
-            due = now() + interval
+        if due < time.monotonic():
+            due = time.monotonic() + interval
 
 
 class _Sampler:
@@ -148,33 +146,34 @@ class _Sampler:
         self._nvml = nvml
         self._reports = reports
         self._tree = ProcessTree(command.pid) if command is not None else None
-        self._start_time = now()
-        self._names: dict[int, str] = {}
+        self._start_time = time.monotonic()
+        self._process_names: dict[int, str] = {}
 
     @property
     def elapsed(self) -> float:
         """Return the seconds since the start."""
-        return now() - self._start_time
+        return time.monotonic() - self._start_time
 
     def sample(self) -> MonitorSample:
         """Return a sample as of now."""
-        reading = self._nvml.read()
-        notes = [*reading.notes, *(note for gpu in reading.gpus for note in gpu.notes)]
+        nvml_sample = self._nvml.read()
+        notes = [*nvml_sample.notes, *(note for gpu in nvml_sample.gpus for note in gpu.notes)]
         if self._reports is not None:
             notes += self._reports.notes()
-        return MonitorSample(time.time(), self.elapsed, reading.gpus, self._processes(), tuple(notes))
+        return MonitorSample(time.time(), self.elapsed, nvml_sample.gpus, self._sample_processes(), tuple(notes))
 
-    def _processes(self) -> tuple[WatchedProcess, ...]:
+    def _sample_processes(self) -> tuple[WatchedProcess, ...]:
         if self._tree is None or self._reports is None:
             return ()
         reports_by_pid = self._reports.collect()
         running = {process.pid: process for process in self._tree.read()}
-        self._names |= {process.pid: process.name for process in running.values()}
+        self._process_names |= {process.pid: process.name for process in running.values()}
         watched = []
         # Processes that sent a report and ended since the last sample count once more.
-        for pid in sorted(running.keys() | {pid for pid, (heard, *_) in reports_by_pid.items() if heard}):
+        reporting = {pid for pid, (has_reported, *_) in reports_by_pid.items() if has_reported}
+        for pid in sorted(running.keys() | reporting):
             process = running.get(pid)
-            name, resident = self._names.get(pid, f"process {pid}"), process.resident_bytes if process else 0
+            name, resident = self._process_names.get(pid, f"process {pid}"), process.resident_bytes if process else 0
             _, rank, allocators = reports_by_pid.get(pid, (False, None, ()))
             peak = process.peak_resident_bytes if process else None
             watched.append(WatchedProcess(pid, name, resident, peak, rank, allocators))

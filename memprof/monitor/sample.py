@@ -70,11 +70,12 @@ class MonitorSample(JsonValue):
         """Return the sum of the field `name` of `Allocator` over all allocators; None if there is no allocator."""
         return sum(getattr(allocator, name) for allocator in self.allocators) if self.allocators else None
 
-    def by_command(self, gpu: NvmlGpu) -> int | None:
-        """Return the bytes of a GPU that NVML attributes to the command's processes, their contexts included."""
+    def command_bytes(self, gpu: NvmlGpu) -> int | None:
+        """Return the bytes of a GPU that NVML attributes to the command's processes, their contexts included; None if
+        NVML does not know them."""
         pids = {process.pid for process in self.processes}
         used = [process.used_bytes for process in gpu.processes if process.pid in pids]
-        return sum(amount or 0 for amount in used) if used and None not in used else None
+        return sum(num_bytes or 0 for num_bytes in used) if used and None not in used else None
 
 
 @dataclass(slots=True)
@@ -93,16 +94,15 @@ class Peaks:
         """Update the peaks from a sample."""
         self.allocated_bytes = _max_known(self.allocated_bytes, sample.total("interval_peak_allocated_bytes"))
         self.reserved_bytes = _max_known(self.reserved_bytes, sample.total("interval_peak_reserved_bytes"))
-        if len(sample.processes) == 1:
-            self.resident_bytes = max(self.resident_bytes, sample.processes[0].peak_resident_bytes or 0)
-        self.resident_bytes = max(self.resident_bytes, sample.resident_bytes)
+        process_peak = sample.processes[0].peak_resident_bytes if len(sample.processes) == 1 else None
+        self.resident_bytes = max(self.resident_bytes, sample.resident_bytes, process_peak or 0)
         for gpu in sample.gpus:
             if gpu.used_bytes is not None:
                 self.gpus[gpu.index] = max(self.gpus.get(gpu.index, 0), gpu.used_bytes)
 
 
-def _max_known(one: int | None, other: int | None) -> int | None:
-    return max((amount for amount in (one, other) if amount is not None), default=None)
+def _max_known(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def csv_header(gpu_indices: Iterable[int]) -> list[str]:
@@ -135,7 +135,7 @@ def _columns(sample: MonitorSample, peaks: Peaks, gpu_indices: Iterable[int]) ->
         columns |= {
             f"gpu{index}_used_bytes": gpu.used_bytes,
             f"gpu{index}_total_bytes": gpu.total_bytes,
-            f"gpu{index}_command_bytes": sample.by_command(gpu),
+            f"gpu{index}_command_bytes": sample.command_bytes(gpu),
             f"gpu{index}_utilisation_percent": gpu.utilisation_percent,
             f"gpu{index}_temperature_celsius": gpu.temperature_celsius,
             f"gpu{index}_power_watts": gpu.power_watts,

@@ -43,7 +43,7 @@ _NOT_LOADED = (
 
 
 @functools.cache
-def _define() -> tuple[torch.library.Library, torch.library.Library]:
+def _define_operators() -> tuple[torch.library.Library, torch.library.Library]:
     """Define the operators for the lifetime of the process; their only kernels are memprof's."""
     library, own = (torch.library.Library(name, "FRAGMENT") for name in ("torchaudio", "_torchaudio"))
     for name, schema in SCHEMAS.items():
@@ -56,16 +56,16 @@ def _define() -> tuple[torch.library.Library, torch.library.Library]:
 
 def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
     """Yield patches of the functions in `module`, torchaudio._extension.utils, that load missing libraries."""
-    real = module._load_lib
+    original = module._load_lib
 
     def load(lib: str) -> bool:
         try:
-            return bool(real(lib))
+            return bool(original(lib))
         except OSError:
             if lib not in _LIBRARIES:
                 raise
         assume(_NOT_LOADED)
-        _define()
+        _define_operators()
         registry.register_library("torchaudio")
         return True
 

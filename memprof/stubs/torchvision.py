@@ -18,10 +18,9 @@ import torch
 from memprof.patching import Patch
 from memprof.stubs.packages import NO_STUBS_HINT
 
-_NAMESPACE = "torchvision"
 _BOXES = "Tensor dets, Tensor scores, float iou_threshold"
-_POOL = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
-_INPUT = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
+_POOLING = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
+_INPUT_SIZE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
 _CONVOLUTION = (
     "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, SymInt stride_w, "
     "SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, SymInt offset_groups, "
@@ -31,22 +30,22 @@ SCHEMAS = {
     "nms": f"({_BOXES}) -> Tensor",
     "box_iou_rotated": "(Tensor boxes1, Tensor boxes2) -> Tensor",
     "qnms": f"({_BOXES}) -> Tensor",
-    "roi_align": f"(Tensor input, Tensor rois, {_POOL}, int sampling_ratio, bool aligned) -> Tensor",
+    "roi_align": f"(Tensor input, Tensor rois, {_POOLING}, int sampling_ratio, bool aligned) -> Tensor",
     "_roi_align_backward": (
-        f"(Tensor grad, Tensor rois, {_POOL}, {_INPUT}, int sampling_ratio, bool aligned) -> Tensor"
+        f"(Tensor grad, Tensor rois, {_POOLING}, {_INPUT_SIZE}, int sampling_ratio, bool aligned) -> Tensor"
     ),
     "qroi_align": (
         "(Tensor input, Tensor rois, float input_scale, int input_zero_point, float rois_scale, int rois_zero_point, "
-        f"{_POOL}, int sampling_ratio, bool aligned) -> Tensor"
+        f"{_POOLING}, int sampling_ratio, bool aligned) -> Tensor"
     ),
-    "roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
-    "_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor argmax, {_POOL}, {_INPUT}) -> Tensor",
-    "ps_roi_align": f"(Tensor input, Tensor rois, {_POOL}, int sampling_ratio) -> (Tensor, Tensor)",
+    "roi_pool": f"(Tensor input, Tensor rois, {_POOLING}) -> (Tensor, Tensor)",
+    "_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor argmax, {_POOLING}, {_INPUT_SIZE}) -> Tensor",
+    "ps_roi_align": f"(Tensor input, Tensor rois, {_POOLING}, int sampling_ratio) -> (Tensor, Tensor)",
     "_ps_roi_align_backward": (
-        f"(Tensor grad, Tensor rois, Tensor channel_mapping, {_POOL}, int sampling_ratio, {_INPUT}) -> Tensor"
+        f"(Tensor grad, Tensor rois, Tensor channel_mapping, {_POOLING}, int sampling_ratio, {_INPUT_SIZE}) -> Tensor"
     ),
-    "ps_roi_pool": f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
-    "_ps_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor channel_mapping, {_POOL}, {_INPUT}) -> Tensor",
+    "ps_roi_pool": f"(Tensor input, Tensor rois, {_POOLING}) -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor channel_mapping, {_POOLING}, {_INPUT_SIZE}) -> Tensor",
     "deform_conv2d": f"({_CONVOLUTION}) -> Tensor",
     "_deform_conv2d_backward": f"(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
@@ -57,9 +56,9 @@ _NOT_LOADED = (
 
 
 @functools.cache
-def define() -> torch.library.Library:
+def define_operators() -> torch.library.Library:
     """Define the operators for the lifetime of the process; their only kernels are memprof's."""
-    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    library = torch.library.Library("torchvision", "FRAGMENT")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
     return library
@@ -69,6 +68,6 @@ def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
     """Yield patches of `module`, torchvision.extension, for a library that cannot be loaded."""
     if not module._has_ops():
         assume(_NOT_LOADED)
-        define()
+        define_operators()
         yield module, "_has_ops", lambda: True
         yield module, "_check_cuda_version", lambda: -1  # as in a build without CUDA

@@ -77,7 +77,7 @@ def _format_gpu(sample: MonitorSample, gpu: NvmlGpu) -> str:
     if gpu.used_bytes is None or gpu.total_bytes is None:
         return f"GPU {gpu.index} {gpu.name}: memory not known"
     parts = [f"GPU {gpu.index} {gpu.name}: {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} GiB"]
-    if (command := sample.by_command(gpu)) is not None:
+    if (command := sample.command_bytes(gpu)) is not None:
         parts.append(f"{gib(command)} by the command")
     parts += _format_gpu_state(gpu)
     watched = {process.pid for process in sample.processes}

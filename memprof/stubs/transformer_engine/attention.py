@@ -17,50 +17,56 @@ from torch import nn
 
 from memprof.stubs.tools import HALF, check_on_gpu, keep_for_run, kernel, refuse
 from memprof.stubs.transformer_engine.linear import LayerNormLinear, Linear
-from memprof.stubs.transformer_engine.precision import te
+from memprof.stubs.transformer_engine.precision import register
 
-_DOT = "transformer_engine.pytorch.DotProductAttention"
+_NAME = "transformer_engine.pytorch.DotProductAttention"
 _MASKS = ("causal", "causal_bottom_right", "no_mask")
-_MOST_HEAD = 256
+_MAX_HEAD = 256
 
 
-def _interleaved_dim(tensors: tuple[torch.Tensor, ...]) -> int | None:
+def _find_interleaving_dim(tensors: tuple[torch.Tensor, ...]) -> int | None:
     """Return the dimension that interleaves the tensors in one (-3: all heads of each, -2: head by head)."""
     first = tensors[0]
-    for other in tensors[1:]:
-        one_memory = other.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if not one_memory or other.shape != first.shape or other.stride() != first.stride():
-            return None
+    if not all(_has_same_layout(tensor, first) for tensor in tensors):
+        return None
     for dim, step in ((-3, first.shape[-1] * first.shape[-2]), (-2, first.shape[-1])):
-        if all(one.storage_offset() == number * step for number, one in enumerate(tensors)):
+        if all(tensor.storage_offset() == index * step for index, tensor in enumerate(tensors)):
             return dim
     return None
 
 
-def _qkv_layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], int, int | None]:
-    """Return get_qkv_layout: the tensors, the number of interleaved ones, and the dimension."""
-    query, key, value = tensors
-    if (dim := _interleaved_dim(tensors)) is not None:
+def _has_same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both tensors have one storage, one shape and the same strides."""
+    has_same_storage = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return has_same_storage and tensor.shape == other.shape and tensor.stride() == other.stride()
+
+
+def _get_qkv_layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], int, int | None]:
+    """Return the tensors, the number of interleaved ones, and the dimension (get_qkv_layout)."""
+    _, key, value = tensors
+    if (dim := _find_interleaving_dim(tensors)) is not None:
         return tensors, 3, dim
-    if (dim := _interleaved_dim((key, value))) is not None:
+    if (dim := _find_interleaving_dim((key, value))) is not None:
         return tensors, 2, dim
-    apart = all(one.storage_offset() == 0 for one in tensors)
-    if key.stride() == value.stride() and key.shape[:-1] == value.shape[:-1] and apart:
+    are_separate = all(tensor.storage_offset() == 0 for tensor in tensors)
+    if key.stride() == value.stride() and key.shape[:-1] == value.shape[:-1] and are_separate:
         return tensors, 1, None
-    return (query.contiguous(), key.contiguous(), value.contiguous()), 1, None
+    return tuple(tensor.contiguous() for tensor in tensors), 1, None
 
 
-def _gradients(saved: tuple[torch.Tensor, ...], number: int, dim: int | None) -> tuple[torch.Tensor, ...]:
+def _allocate_gradients(
+    saved: tuple[torch.Tensor, ...], num_interleaved: int, dim: int | None
+) -> tuple[torch.Tensor, ...]:
     """Return the gradients of fused_attn_bwd: interleaved tensors get one gradient tensor."""
     if dim is None:
-        return tuple(torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in saved)
+        return tuple(tensor.new_empty(tensor.shape) for tensor in saved)
     shape = list(saved[-1].shape)
-    shape.insert(len(shape) + dim + 1, number)
-    made = saved[-1].new_empty(shape).unbind(dim)
-    return made if number == 3 else (saved[0].new_empty(saved[0].shape), *made)
+    shape.insert(len(shape) + dim + 1, num_interleaved)
+    gradients = saved[-1].new_empty(shape).unbind(dim)
+    return gradients if num_interleaved == 3 else (saved[0].new_empty(saved[0].shape), *gradients)
 
 
-@te("attention.dot_product_attention.dot_product_attention", "attention")
+@register("attention.dot_product_attention.dot_product_attention", "attention")
 class DotProductAttention(nn.Module):
     """cuDNN's attention: saves queries, keys, values, the output, a sum for each row and the random state."""
 
@@ -72,11 +78,10 @@ class DotProductAttention(nn.Module):
         return_max_logit=False, name=None,
     ):  # fmt: skip
         super().__init__()
-        others = {
+        refuse(_NAME, {
             f"tp_size={tp_size}": tp_size != 1, "cp_group": cp_group is not None,
             f"softmax_type={softmax_type!r}": softmax_type != "vanilla", "return_max_logit": return_max_logit,
-        }  # fmt: skip
-        refuse(_DOT, others)
+        })  # fmt: skip
         self.qkv_format, self.attn_mask_type, self.attention_dropout = qkv_format, attn_mask_type, attention_dropout
         self.attention_type = attention_type
 
@@ -89,52 +94,51 @@ class DotProductAttention(nn.Module):
         score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None,
     ):  # fmt: skip
         """Attend: saves queries, keys and values, the output, a sum for each row and the random state."""
-        check_on_gpu(_DOT, query_layer, key_layer, value_layer)
-        form = qkv_format or self.qkv_format
+        check_on_gpu(_NAME, query_layer, key_layer, value_layer)
+        layout = qkv_format or self.qkv_format
         mask = (attn_mask_type or self.attn_mask_type).replace(",", "_")
-        flash = "flash_attn" in sys.modules and os.environ.get("NVTE_FLASH_ATTN", "1") != "0"
-        half = query_layer.dtype in HALF
+        uses_flash = "flash_attn" in sys.modules and os.environ.get("NVTE_FLASH_ATTN", "1") != "0"
         capability = torch.cuda.get_device_capability()
-        others = {
-            f"qkv_format={form!r}": form not in ("sbhd", "bshd"), f"attn_mask_type={mask!r}": mask not in _MASKS,
+        dtype, head = query_layer.dtype, query_layer.shape[-1]
+        refuse(_NAME, {
+            f"qkv_format={layout!r}": layout not in ("sbhd", "bshd"), f"attn_mask_type={mask!r}": mask not in _MASKS,
             "checkpoint_core_attention": checkpoint_core_attention, "inference_params": inference_params is not None,
             f"core_attention_bias_type={core_attention_bias_type!r}": core_attention_bias_type != "no_bias",
             "fp8_output": fp8_output, "score_mod": score_mod is not None,
             "flash-attn imported on a GPU before Hopper (NVTE_FLASH_ATTN=0 takes cuDNN's)": (
-                flash and capability < (9, 0)
+                uses_flash and capability < (9, 0)
             ),
-            f"tensors of {query_layer.dtype}, which take its attention without a fused kernel": not half,
-            f"heads of {query_layer.shape[-1]}": query_layer.shape[-1] % 8 or query_layer.shape[-1] > _MOST_HEAD,
+            f"tensors of {dtype}, which take its attention without a fused kernel": dtype not in HALF,
+            f"heads of {head}": head % 8 or head > _MAX_HEAD,
             f"a GPU of compute capability {'.'.join(map(str, capability))}": capability < (8, 0),
-        }  # fmt: skip
-        refuse(_DOT, others)
-        given, number, dim = _qkv_layout((query_layer, key_layer, value_layer))
-        batch_at = form.index("b")
-        query, _, value = given
-        batch, heads, tokens = query.shape[batch_at], query.shape[-2], query.shape[1 - batch_at]
+        })  # fmt: skip
+        inputs, num_interleaved, dim = _get_qkv_layout((query_layer, key_layer, value_layer))
+        batch_dim = layout.index("b")
+        query, _, value = inputs
+        batch, heads, tokens = query.shape[batch_dim], query.shape[-2], query.shape[1 - batch_dim]
 
-        def lengths() -> torch.Tensor:
+        def make_bounds() -> torch.Tensor:
             return torch.empty(batch + 1, dtype=torch.int32, device=query.device)
 
-        for length in {tokens, value.shape[1 - batch_at]}:
-            keep_for_run(("transformer_engine.cu_seqlens", batch, length, str(query.device)), lengths)
-        grads = torch.is_grad_enabled()
+        for length in {tokens, value.shape[1 - batch_dim]}:
+            keep_for_run(("transformer_engine.cu_seqlens", batch, length, str(query.device)), make_bounds)
+        has_grad = torch.is_grad_enabled()
 
         def forward_kernel(*tensors: torch.Tensor):
             out = query.new_empty((*query.shape[:-1], value.shape[-1]))
             state = torch.empty(2, dtype=torch.int64, device=query.device)
-            sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if grads else None
+            sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if has_grad else None
             return out, (*tensors, out, sums, state)
 
         def backward_kernel(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous()
-            made = _gradients(saved[:3], number, dim)
+            gradients = _allocate_gradients(saved[:3], num_interleaved, dim)
             size = batch * heads * tokens * (saved[0].shape[-1] + 1)
             accumulated = saved[0].new_empty(size, dtype=torch.float32)
             del accumulated
-            return made
+            return gradients
 
-        out = kernel(forward_kernel, backward_kernel, *given)
+        out = kernel(forward_kernel, backward_kernel, *inputs)
         return out.view(*out.shape[:2], -1)
 
 
@@ -152,16 +156,16 @@ class _Split(torch.autograd.Function):
         dim = ctx.dim % first.dim()
         after = first.shape[dim + 1 :].numel()
         offset = 0
-        for one, size in zip(gradients, ctx.sizes, strict=True):
-            same = one.untyped_storage()._cdata == first.untyped_storage()._cdata
-            if not same or one.stride() != first.stride() or one.storage_offset() != offset:
+        for gradient, size in zip(gradients, ctx.sizes, strict=True):
+            has_same_storage = gradient.untyped_storage()._cdata == first.untyped_storage()._cdata
+            if not has_same_storage or gradient.stride() != first.stride() or gradient.storage_offset() != offset:
                 return torch.cat(gradients, dim=dim), None, None
             offset += size * after
         shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
         return first.as_strided(shape, first.stride()), None, None
 
 
-@te("attention.rope", "attention")
+@register("attention.rope", "attention")
 class RotaryPositionEmbedding(nn.Module):
     """Rotary angles for each position, in float32."""
 
@@ -191,19 +195,16 @@ class RotaryPositionEmbedding(nn.Module):
         return both.reshape(both.size(0), 1, 1, both.size(1))
 
 
-def rotated(tensor: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return a rotated copy of `tensor`; saves the angles (FusedRoPEFunc)."""
+def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Return a rotated copy of `x`; saves the angles (FusedRoPEFunc)."""
 
-    def backward_kernel(saved, gradient: torch.Tensor):
-        return (torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device),)
+    def forward_kernel(x: torch.Tensor):
+        return x.new_empty(x.shape), (angles.float(),)
 
-    def forward_kernel(given: torch.Tensor):
-        return given.new_empty(given.shape), (angles.float(),)
-
-    return kernel(forward_kernel, backward_kernel, tensor)
+    return kernel(forward_kernel, lambda saved, gradient: (gradient.new_empty(gradient.shape),), x)
 
 
-@te("attention.multi_head_attention", "attention")
+@register("attention.multi_head_attention", "attention")
 class MultiheadAttention(nn.Module):
     """Multi-head attention: a product for queries, keys and values, attention, a product of its output."""
 
@@ -219,18 +220,17 @@ class MultiheadAttention(nn.Module):
         qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla",
     ):  # fmt: skip
         super().__init__()
-        others = {
+        refuse("transformer_engine.pytorch.MultiheadAttention", {
             f"attention_type={attention_type!r}": attention_type != "self",
             f"qk_norm_type={qk_norm_type!r}": qk_norm_type is not None, "tensor parallelism": tp_group or tp_size != 1,
             f"qkv_format={qkv_format!r}": qkv_format not in ("sbhd", "bshd"),
-        }  # fmt: skip
-        refuse("transformer_engine.pytorch.MultiheadAttention", others)
+        })  # fmt: skip
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output
         self.size = kv_channels or hidden_size // num_attention_heads
         self.groups = num_gqa_groups or num_attention_heads
-        self.each = num_attention_heads // self.groups
+        self.group_size = num_attention_heads // self.groups
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         query, key = self.size * num_attention_heads, self.size * self.groups
         split = None if fuse_qkv_params else {"query": query, "key": key, "value": key}
@@ -274,20 +274,19 @@ class MultiheadAttention(nn.Module):
                 mixed, normed = mixed
         else:
             mixed = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
-        inner = (self.groups, self.each + 2) if self.interleaved else (self.each + 2, self.groups)
+        inner = (self.groups, self.group_size + 2) if self.interleaved else (self.group_size + 2, self.groups)
         mixed = mixed.view(*mixed.shape[:-1], *inner, self.size)
-        parts = _Split.apply(mixed, -2 if self.interleaved else -3, (self.each, 1, 1))
+        parts = _Split.apply(mixed, -2 if self.interleaved else -3, (self.group_size, 1, 1))
         query, key, value = (part.reshape(*part.shape[:2], -1, self.size) for part in parts)
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            query, key = rotated(query, angles[0]), rotated(key, angles[1])
+            query, key = apply_rotary(query, angles[0]), apply_rotary(key, angles[1])
         context = self.core_attention(
             query, key, value, attention_mask=attention_mask, attn_mask_type=attn_mask_type or self.attn_mask_type,
             window_size=window_size or self.window_size, checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes, inference_params=inference_params,
         )  # fmt: skip
-        made = self.proj(context, is_first_microbatch=is_first_microbatch)
-        outputs = made if self.return_bias else (made,)
-        outputs += (normed,) if normed is not None else ()
+        out = self.proj(context, is_first_microbatch=is_first_microbatch)
+        outputs = (*(out if self.return_bias else (out,)), *(() if normed is None else (normed,)))
         return outputs if len(outputs) > 1 else outputs[0]

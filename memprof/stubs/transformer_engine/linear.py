@@ -15,7 +15,7 @@ from torch import nn
 
 from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse, reserve_workspace
 from memprof.stubs.transformer_engine import norms, precision
-from memprof.stubs.transformer_engine.precision import Quantized, Recipe, quantized, te, turned
+from memprof.stubs.transformer_engine.precision import Quantized, Recipe, quantize, register, transpose
 
 _WORKSPACE = 4 * 1024 * 1024
 _WORKSPACE_HOPPER = 32 * 1024 * 1024 + 1024
@@ -24,7 +24,7 @@ _PARTS_ROWS = {True: 128, False: 256}
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def product(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+def multiply(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Return the result of a matrix product (general_gemm); its workspace is allocated once and kept."""
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
@@ -36,51 +36,49 @@ def cast(tensor, dtype: torch.dtype):
     return None if tensor is None else tensor.to(dtype)
 
 
-def free(tensor: torch.Tensor | None) -> None:
-    """Free the tensor's memory before the function ends, as clear_tensor_data does."""
-    if tensor is not None:
-        tensor.untyped_storage().resize_(0)
+def free(*tensors: torch.Tensor | None) -> None:
+    """Free the tensors' memory before the function ends, as clear_tensor_data does."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.untyped_storage().resize_(0)
 
 
-def from_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype):
+def quantize_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype):
     """Return the output's gradient, in float8 with a recipe, and then the bias gradient (grad_output_preprocess)."""
-    if recipe is None:
-        return Quantized(gradient), None
-    if not has_bias:
-        return quantized(gradient, columns=True, current_scaling=recipe.float8_current_scaling()), None
-    of_bias = gradient.new_empty(gradient.shape[-1], dtype=dtype)
-    made = quantized(gradient, columns=True, current_scaling=recipe.float8_current_scaling())
-    if recipe.delayed():
-        rows = -(-gradient.shape[0] // _PARTS_ROWS[precision.takes_any_layout()])
+    has_bias = has_bias and recipe is not None
+    bias_gradient = gradient.new_empty(gradient.shape[-1], dtype=dtype) if has_bias else None
+    result = quantize(gradient, recipe, transposes=True)
+    if has_bias and isinstance(recipe, precision.DelayedScaling):
+        rows = -(-gradient.shape[0] // _PARTS_ROWS[precision.supports_any_layout()])
         parts = gradient.new_empty((rows, gradient.shape[-1]), dtype=torch.float32)
         del parts
-    return made, of_bias
+    return result, bias_gradient
 
 
 class Base(nn.Module):
     """The base of layers (TransformerEngineBaseModule): compute dtype, scales of its tensors, and float8 weights."""
 
-    gemms = 1
+    num_gemms = 1
     is_rms: bool
     normalization: str
 
-    def _begin(self, name: str | None, tp_size: int, tp_group, **refused: Any) -> None:
+    def _begin(self, name: str | None, tp_size: int, tp_group, **refused_options: Any) -> None:
         super().__init__()
         self.name = name
         self._scales: Any = None
         self._weights: dict[str, Quantized] = {}
-        reasons = {"tensor parallelism": tp_size != 1 or tp_group is not None}
-        refuse(self._real_name, reasons | {f"{option}={value}": value for option, value in refused.items()})
+        options = {f"{option}={value}": value for option, value in refused_options.items()}
+        refuse(self._real_name, {"tensor parallelism": tp_size != 1 or tp_group is not None, **options})
 
     @property
     def _real_name(self) -> str:
         return f"transformer_engine.pytorch.{type(self).__name__}"
 
-    def _prepare(self, given: torch.Tensor, **refused: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
+    def _prepare(self, x: torch.Tensor, **refused_options: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
         """Return the input, the dtype of products, and the float8 recipe, as prepare_forward does."""
-        refuse(self._real_name, refused)
-        check_on_gpu(self._real_name, given)
-        dtype = autocast_dtype(given.dtype)
+        refuse(self._real_name, refused_options)
+        check_on_gpu(self._real_name, x)
+        dtype = autocast_dtype(x.dtype)
         if not torch.is_autocast_enabled():
             for name, parameter in self.named_parameters():
                 if parameter.dtype != dtype:
@@ -88,49 +86,45 @@ class Base(nn.Module):
                         "Data types for parameters must match when outside of autocasted region. Found input dtype: "
                         f"{dtype} and {name!r} dtype: {parameter.dtype}"
                     )
-        recipe = precision.in_force()
+        recipe = precision.get_active_recipe()
         if isinstance(recipe, precision.DelayedScaling) and self._scales is None:
-            numbers = (3 * self.gemms, 2 * self.gemms)
             self._scales = [
-                (torch.ones(n, device=given.device), torch.zeros(recipe.amax_history_len, n, device=given.device))
-                for n in numbers
+                (torch.ones(n, device=x.device), torch.zeros(recipe.amax_history_len, n, device=x.device))
+                for n in (3 * self.num_gemms, 2 * self.num_gemms)
             ]
-        if recipe is not None and (given[..., 0].numel() % 8 or given.shape[-1] % 16):
+        if recipe is not None and (x[..., 0].numel() % 8 or x.shape[-1] % 16):
             raise AssertionError(
                 "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the "
-                f"last dimension to be divisible by 16, but got tensor with dims={list(given.shape)}"
+                f"last dimension to be divisible by 16, but got tensor with dims={list(x.shape)}"
             )
-        return given.contiguous(), dtype, recipe
+        return x.contiguous(), dtype, recipe
 
-    def _weight_for_products(
-        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, first, columns: bool
+    def _quantize_weight(
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, first, transposes: bool
     ) -> Quantized:
-        """Return a weight as products need it (quantize_weight), cast in each forward or once per micro-batches."""
-        if recipe is None:
-            return Quantized(weight.to(dtype))
-        found = self._weights.get(name) if first is not None else None
-        if found is None:
-            found = quantized(weight, columns=columns, current_scaling=recipe.float8_current_scaling())
-            if first is not None:
-                self._weights[name] = found
-        return found
+        """Return a weight as products need it (quantize_weight): cast in each forward, or once for all micro-batches if
+        the program names the first."""
+        if recipe is None or first is None:
+            return quantize(weight, recipe, transposes=transposes, dtype=dtype)
+        if name not in self._weights:
+            self._weights[name] = quantize(weight, recipe, transposes=transposes)
+        return self._weights[name]
 
 
-def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+def join(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return one tensor for adjacent parts, else a copy of them, as noop_cat does."""
     if len(tensors) == 1:
         return tensors[0]
     sizes = [tensor.shape[0] for tensor in tensors]
 
     def forward(*parts: torch.Tensor):
-        whole = [sum(part.shape[0] for part in parts), *parts[0].shape[1:]]
-        end = parts[0].storage_offset()
+        first, end = parts[0], parts[0].storage_offset()
         for part in parts:
-            same = part.untyped_storage()._cdata == parts[0].untyped_storage()._cdata
-            if not same or part.storage_offset() != end or not part.is_contiguous() or part.dtype != parts[0].dtype:
+            is_adjacent = part.storage_offset() == end and part.is_contiguous() and part.dtype == first.dtype
+            if not is_adjacent or part.untyped_storage()._cdata != first.untyped_storage()._cdata:
                 return torch.cat(parts), ()
             end += part.numel()
-        return parts[0].as_strided(whole, parts[0].stride()), ()
+        return first.as_strided([sum(sizes), *first.shape[1:]], first.stride()), ()
 
     def backward(saved, gradient: torch.Tensor):
         return gradient.split(sizes)
@@ -154,33 +148,33 @@ class _Weights(Base):
             sizes = {f"{name.rstrip('_')}_": self.out_features // len(split) for name in split}
         if sum(sizes.values()) != self.out_features:
             raise ValueError(f"Trying to split weight buffer (out_features={self.out_features}) with {sizes}")
-        of: dict[str, Any] = {"device": device, "dtype": dtype}
-        weights = torch.empty(self.out_features, self.in_features, **of).split(list(sizes.values()))
-        biases = torch.empty(self.out_features, **of).split(list(sizes.values())) if bias else ()
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        weights = torch.empty(self.out_features, self.in_features, **options).split(list(sizes.values()))
+        biases = torch.empty(self.out_features, **options).split(list(sizes.values())) if bias else ()
         self.weight_names = [f"{name}weight" for name in sizes]
         self.bias_names = [f"{name}bias" for name in sizes]
         self.use_bias = bias
-        for name, weight in zip(self.weight_names, weights, strict=True):
-            self.register_parameter(name, nn.Parameter(weight))
-        for name, one in zip(self.bias_names, biases, strict=False):
-            self.register_parameter(name, nn.Parameter(one))
+        for name, tensor in zip(self.weight_names + self.bias_names, (*weights, *biases), strict=False):
+            self.register_parameter(name, nn.Parameter(tensor))
         if torch.device(device).type == "meta":
             return
         for name in self.weight_names:
-            (init_method or _initialize_normal)(getattr(self, name))
+            (init_method or initialize_normal)(getattr(self, name))
         for name in self.bias_names if bias else ():
             nn.init.zeros_(getattr(self, name))
 
-    def _weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = joined([getattr(self, name) for name in self.weight_names])
-        return weight, joined([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
+    def _join_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight and the bias, if any, each in one tensor."""
+        weight = join([getattr(self, name) for name in self.weight_names])
+        return weight, join([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
 
-def _initialize_normal(weight: torch.Tensor):
+def initialize_normal(weight: torch.Tensor):
+    """Fill a weight from the default distribution."""
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-@te("module.linear", "module")
+@register("module.linear", "module")
 class Linear(_Weights):
     """A linear layer: saves its input (in float8 transposed) and both forms of the weight."""
 
@@ -202,44 +196,40 @@ class Linear(_Weights):
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         """Run the layer: saves the input (in float8 transposed) and the weight in the dtype of products."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        weight, bias = self._weight_and_bias()
+        weight, bias = self._join_weights()
         if inp.shape[-1] != weight.shape[1]:
             raise AssertionError(f"GEMM not possible: an input of {inp.shape[-1]}, weights of {weight.shape[1]}")
-        inside = bias is not None and not self.return_bias and self.parallel_mode != "row"
-        to_input, to_weight, grads = inp.requires_grad, weight.requires_grad, torch.is_grad_enabled()
-        shape, (wide, narrow) = inp.shape, weight.shape
+        adds_bias = bias is not None and not self.return_bias and self.parallel_mode != "row"
+        needs_d_input, needs_d_weight, has_grad = inp.requires_grad, weight.requires_grad, torch.is_grad_enabled()
+        shape, (rows, columns) = inp.shape, weight.shape
 
-        def forward_kernel(x: torch.Tensor, w: torch.Tensor, b):
-            if recipe is None:
-                given = Quantized(cast(x, dtype))
-            else:
-                given = quantized(x, columns=grads and to_weight, current_scaling=recipe.float8_current_scaling())
-            matrix = self._weight_for_products("weight", w, dtype, recipe, is_first_microbatch, grads and to_input)
-            shift = cast(b, dtype)
-            out = product(x.shape[:-1], w.shape[0], dtype, x)
-            kept_input = given.for_backward() if to_weight else Quantized()
-            return out, (*kept_input, *matrix, shift)
+        def forward_kernel(x, w, b):
+            x = quantize(x, recipe, transposes=has_grad and needs_d_weight, dtype=dtype)
+            w = self._quantize_weight("weight", w, dtype, recipe, is_first_microbatch, has_grad and needs_d_input)
+            b = cast(b, dtype)
+            out = multiply(shape[:-1], rows, dtype, inp)
+            return out, (*(x.select_for_backward() if needs_d_weight else Quantized()), *w, b)
 
         def backward_kernel(saved, gradient: torch.Tensor):
-            given = Quantized(*saved[:3])
+            x = Quantized(*saved[:3])
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
-            got, of_bias = from_gradient(gradient, recipe, inside, dtype)
-            of_input = product(shape[:-1], shape[-1], dtype, gradient) if to_input else None
-            if not to_weight:
-                return of_input, None, of_bias
-            given, got = turned(recipe, given, got)
-            of_weight = product((wide,), narrow, dtype, gradient)
-            if inside and of_bias is None:
-                of_bias = gradient.new_empty(wide, dtype=dtype)
-            return of_input, of_weight, of_bias
+            d_out, d_bias = quantize_gradient(gradient, recipe, adds_bias, dtype)
+            d_input = multiply(shape[:-1], shape[-1], dtype, gradient) if needs_d_input else None
+            if not needs_d_weight:
+                return d_input, None, d_bias
+            x, d_out = transpose(recipe, x, d_out)
+            d_weight = multiply((rows,), columns, dtype, gradient)
+            if adds_bias and d_bias is None:
+                d_bias = gradient.new_empty(rows, dtype=dtype)
+            return d_input, d_weight, d_bias
 
-        out = kernel(forward_kernel, backward_kernel, inp, weight, bias if inside else None)
+        out = kernel(forward_kernel, backward_kernel, inp, weight, bias if adds_bias else None)
         if bias is not None and self.parallel_mode == "row" and not self.return_bias:
             out = out + cast(bias, dtype)
         return (out, cast(bias, dtype)) if self.return_bias else out
 
 
-@te("module.layernorm_linear", "module")
+@register("module.layernorm_linear", "module")
 class LayerNormLinear(_Weights):
     """A norm and a linear layer: saves the input, the norm's statistics and its output."""
 
@@ -259,61 +249,60 @@ class LayerNormLinear(_Weights):
         self.return_bias, self.parallel_mode = return_bias, parallel_mode
         self.return_layernorm_output = return_layernorm_output
         dtype = params_dtype or torch.get_default_dtype()
-        norm_parameters(self, in_features, normalization, zero_centered_gamma, dtype, device)
+        create_norm_parameters(self, in_features, normalization, zero_centered_gamma, dtype, device)
         self._make_weights(bias, parameters_split, dtype, device, init_method)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         """Run the layer: saves the input, the norm's output (in float8 transposed) and statistics, and the weight."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        weight, bias = self._weight_and_bias()
-        inside = bias is not None and not self.return_bias
-        to_weight, grads, is_rms = weight.requires_grad, torch.is_grad_enabled(), self.is_rms
-        gives_both = self.return_layernorm_output
-        shape, (wide, narrow) = inp.shape, weight.shape
+        weight, bias = self._join_weights()
+        adds_bias = bias is not None and not self.return_bias
+        needs_d_weight, has_grad, is_rms = weight.requires_grad, torch.is_grad_enabled(), self.is_rms
+        returns_normed = self.return_layernorm_output
+        shape, (rows, columns) = inp.shape, weight.shape
 
-        def forward_kernel(x: torch.Tensor, w: torch.Tensor, b, *of_norm: torch.Tensor):
+        def forward_kernel(x: torch.Tensor, w, b, *norm_parameters: torch.Tensor):
             x = cast(x.view(-1, x.shape[-1]), dtype)
-            scales = [cast(one, dtype) for one in of_norm]
-            columns = grads and to_weight
-            made, statistics = norms.forward(x, is_rms, None if gives_both else recipe, columns=columns)
-            normed = made if isinstance(made, torch.Tensor) else None
-            if recipe is None:
-                given = Quantized(made)
-            else:
-                current_scaling = recipe.float8_current_scaling()
-                given = made if normed is None else quantized(made, columns=columns, current_scaling=current_scaling)
-            matrix = self._weight_for_products("weight", w, dtype, recipe, is_first_microbatch, grads)
-            shift = cast(b, dtype)
-            out = product(inp.shape[:-1], w.shape[0], dtype, x)
-            saved = given.for_backward() if to_weight else Quantized()
-            outputs = (out, normed.view(inp.shape)) if gives_both and normed is not None else out
-            return outputs, (x, *saved, *matrix, *statistics, shift, scales[0])
+            norm_weight, *_norm_bias = [cast(one, dtype) for one in norm_parameters]
+            transposes = has_grad and needs_d_weight
+            norm_recipe = None if returns_normed else recipe
+            normed, statistics = norms.run_forward(x, is_rms, norm_recipe, transposes=transposes)
+            given = quantize(normed, recipe, transposes=transposes) if norm_recipe is None else normed
+            w = self._quantize_weight("weight", w, dtype, recipe, is_first_microbatch, has_grad)
+            b = cast(b, dtype)
+            out = multiply(shape[:-1], rows, dtype, x)
+            saved = given.select_for_backward() if needs_d_weight else Quantized()
+            outputs = (out, normed.view(shape)) if returns_normed else out
+            return outputs, (x, *saved, *w, *statistics, b, norm_weight)
 
-        def backward_kernel(saved, gradient: torch.Tensor, *of_normed: torch.Tensor):
-            x, given, scale = saved[0], Quantized(*saved[1:4]), saved[-1]
+        def backward_kernel(saved, gradient: torch.Tensor, *normed_gradient: torch.Tensor):
+            x, given, norm_weight = saved[0], Quantized(*saved[1:4]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
-            got, of_bias = from_gradient(gradient, recipe, inside, dtype)
-            through = product(x.shape[:-1], x.shape[-1], dtype, gradient)
-            of_weight = None
-            if to_weight:
-                given, got = turned(recipe, given, got)
-                of_weight = product((wide,), narrow, dtype, gradient)
-                if inside and of_bias is None:
-                    of_bias = gradient.new_empty(wide, dtype=dtype)
-                if not gives_both:
-                    free(given.rows if given.columns is None else given.columns)
-            if of_normed:
-                through = through + of_normed[0].view_as(through)
-            made, *of_norm = norms.backward(x, scale, is_rms)
-            return (made.view(shape), of_weight, of_bias, *of_norm)
+            d_out, d_bias = quantize_gradient(gradient, recipe, adds_bias, dtype)
+            d_normed = multiply(x.shape[:-1], x.shape[-1], dtype, gradient)
+            d_weight = None
+            if needs_d_weight:
+                given, d_out = transpose(recipe, given, d_out)
+                d_weight = multiply((rows,), columns, dtype, gradient)
+                if adds_bias and d_bias is None:
+                    d_bias = gradient.new_empty(rows, dtype=dtype)
+                if not returns_normed:
+                    free(given.data if given.transposed is None else given.transposed)
+            if normed_gradient:
+                d_normed = d_normed + normed_gradient[0].view_as(d_normed)
+            d_x, *norm_gradients = norms.run_backward(x, norm_weight, is_rms)
+            return (d_x.view(shape), d_weight, d_bias, *norm_gradients)
 
-        made = kernel(forward_kernel, backward_kernel, inp, weight, bias if inside else None, *norm_tensors(self))
-        out, normed = made if gives_both else (made, None)
-        results = (out, *((cast(bias, dtype),) if self.return_bias else ()), *((normed,) if gives_both else ()))
+        inputs = (inp, weight, bias if adds_bias else None, *get_norm_parameters(self))
+        outputs = kernel(forward_kernel, backward_kernel, *inputs)
+        out, normed = outputs if returns_normed else (outputs, None)
+        results = (out, *((cast(bias, dtype),) if self.return_bias else ()), *((normed,) if returns_normed else ()))
         return results if len(results) > 1 else out
 
 
-def norm_parameters(module, size: int, normalization: str, zero_centered: bool, dtype: torch.dtype, device) -> None:
+def create_norm_parameters(
+    module, size: int, normalization: str, is_zero_centered: bool, dtype: torch.dtype, device
+) -> None:
     """Create the parameters of the norm at the beginning of a layer."""
     assert normalization in _NORMALIZATIONS, "Unsupported normalization type!"
     module.normalization, module.is_rms = normalization, normalization == "RMSNorm"
@@ -322,12 +311,11 @@ def norm_parameters(module, size: int, normalization: str, zero_centered: bool, 
     if not module.is_rms:
         module.layer_norm_bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
     if torch.device(device).type != "meta":
-        (nn.init.zeros_ if zero_centered else nn.init.ones_)(module.layer_norm_weight)
+        (nn.init.zeros_ if is_zero_centered else nn.init.ones_)(module.layer_norm_weight)
         if module.layer_norm_bias is not None:
             nn.init.zeros_(module.layer_norm_bias)
 
 
-def norm_tensors(module) -> list[torch.Tensor]:
+def get_norm_parameters(module) -> list[torch.Tensor]:
     """Return the norm's weight, and its bias if it has one."""
-    both = (module.layer_norm_weight, module.layer_norm_bias)
-    return [one for one in both if one is not None]
+    return [one for one in (module.layer_norm_weight, module.layer_norm_bias) if one is not None]

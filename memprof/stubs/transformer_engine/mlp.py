@@ -15,26 +15,26 @@ from memprof.stubs.tools import kernel, refuse
 from memprof.stubs.transformer_engine import norms
 from memprof.stubs.transformer_engine.linear import (
     Base,
-    _initialize_normal,
     cast,
+    create_norm_parameters,
     free,
-    from_gradient,
-    norm_parameters,
-    norm_tensors,
-    product,
+    get_norm_parameters,
+    initialize_normal,
+    multiply,
+    quantize_gradient,
 )
-from memprof.stubs.transformer_engine.precision import Quantized, quantized, te, turned
+from memprof.stubs.transformer_engine.precision import Quantized, quantize_output, register, transpose
 
 # Activations whose backward under delayed scaling is one kernel with the bias gradient and the cast.
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 _GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
 
-@te("module.layernorm_mlp", "module")
+@register("module.layernorm_mlp", "module")
 class LayerNormMLP(Base):
     """An MLP with a norm: saves the input, the outputs of the norm, first product and activation, and both weights."""
 
-    gemms = 2
+    num_gemms = 2
 
     def __init__(
         self, hidden_size, ffn_hidden_size, eps=1e-5, sequence_parallel=False, return_bias=False,
@@ -54,15 +54,15 @@ class LayerNormMLP(Base):
             raise NotImplementedError(f"Activation type {activation} is not supported!")
         self.activation, self.eps, self.use_bias, self.return_bias = activation, eps, bias, return_bias
         of: dict[str, Any] = {"device": device, "dtype": params_dtype or torch.get_default_dtype()}
-        norm_parameters(self, hidden_size, normalization, zero_centered_gamma, of["dtype"], device)
+        create_norm_parameters(self, hidden_size, normalization, zero_centered_gamma, of["dtype"], device)
         wide = ffn_hidden_size * (2 if activation in _GATED else 1)
         self.fc1_weight = nn.Parameter(torch.empty(wide, hidden_size, **of))
         self.fc1_bias = nn.Parameter(torch.empty(wide, **of)) if bias else None
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **of))
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **of)) if bias else None
         if torch.device(device).type != "meta":
-            (init_method or _initialize_normal)(self.fc1_weight)
-            (output_layer_init_method or _initialize_normal)(self.fc2_weight)
+            (init_method or initialize_normal)(self.fc1_weight)
+            (output_layer_init_method or initialize_normal)(self.fc2_weight)
             for one in (self.fc1_bias, self.fc2_bias) if bias else ():
                 nn.init.zeros_(one)  # type: ignore[arg-type]
 
@@ -72,70 +72,61 @@ class LayerNormMLP(Base):
         weights = (self.fc1_weight, self.fc2_weight)
         frozen = not all(weight.requires_grad for weight in weights) and torch.is_grad_enabled()
         refuse("transformer_engine.pytorch.LayerNormMLP", {"frozen weights": frozen})
-        grads, is_rms, activation = torch.is_grad_enabled(), self.is_rms, self.activation
-        adds_second = self.use_bias and not self.return_bias
-        fuses = activation == "gelu" and recipe is None
-        with_bias = fuses and os.environ.get("NVTE_BIAS_GELU_NVFUSION", "1") == "1"
-        current_scaling = recipe is not None and recipe.float8_current_scaling()
-        given_shape = inp.shape
-        (wide, size), (rows, narrow) = (weight.shape for weight in weights)
+        has_grad, is_rms, activation = torch.is_grad_enabled(), self.is_rms, self.activation
+        adds_bias2 = self.use_bias and not self.return_bias
+        fuses_gelu = activation == "gelu" and recipe is None
+        fuses_bias = fuses_gelu and os.environ.get("NVTE_BIAS_GELU_NVFUSION", "1") == "1"
+        shape = inp.shape
+        (inner_size, size), (out_size, active_size) = (weight.shape for weight in weights)
 
-        def forward_kernel(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1, b2, *of_norm: torch.Tensor):
-            x = cast(x.view(-1, x.shape[-1]), dtype)
-            scales = [cast(one, dtype) for one in of_norm]
-            made, statistics = norms.forward(x, is_rms, recipe, columns=grads)
-            given = Quantized(made) if recipe is None else made
-            first = self._weight_for_products("fc1_weight", w1, dtype, recipe, is_first_microbatch, grads)
-            second = self._weight_for_products("fc2_weight", w2, dtype, recipe, is_first_microbatch, grads)
-            shifts = [cast(one, dtype) for one in (b1, b2)]
-            inner = product((x.shape[0],), w1.shape[0], dtype, x)
+        def forward_kernel(x: torch.Tensor, w1, w2, b1, b2, *norm_parameters: torch.Tensor):
+            x = cast(x.view(-1, size), dtype)
+            norm_weight, *_norm_bias = [cast(one, dtype) for one in norm_parameters]
+            normed, statistics = norms.run_forward(x, is_rms, recipe, transposes=has_grad)
+            normed = Quantized(normed) if recipe is None else normed
+            w1 = self._quantize_weight("fc1_weight", w1, dtype, recipe, is_first_microbatch, has_grad)
+            w2 = self._quantize_weight("fc2_weight", w2, dtype, recipe, is_first_microbatch, has_grad)
+            biases = [cast(one, dtype) for one in (b1, b2)]
+            inner = multiply((x.shape[0],), inner_size, dtype, x)
             if recipe is None:
-                active = Quantized(inner.new_empty((x.shape[0], w2.shape[1])))
+                active = Quantized(inner.new_empty((x.shape[0], active_size)))
             else:
-                shape = inner[:, : w2.shape[1]]
-                active = quantized(shape, columns=False, current_scaling=False)
-                if current_scaling:
-                    whole, found = inner.new_empty((x.shape[0], w2.shape[1])), x.new_empty(2, dtype=torch.float32)
-                    del whole, found
-            out = product(inp.shape[:-1], w2.shape[0], dtype, x)
-            return out, (x, *given, inner, *active, *first, *second, *statistics, *shifts, scales[0])
+                active = quantize_output(inner[:, :active_size], recipe, transposes=False)
+            out = multiply(shape[:-1], out_size, dtype, x)
+            return out, (x, *normed, inner, *active, *w1, *w2, *statistics, *biases, norm_weight)
 
         def backward_kernel(saved, gradient: torch.Tensor):
-            x, given, inner = saved[0], Quantized(*saved[1:4]), saved[4]
-            active, scale = Quantized(*saved[5:8]), saved[-1]
+            x, normed, inner = saved[0], Quantized(*saved[1:4]), saved[4]
+            active, norm_weight = Quantized(*saved[5:8]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
-            got, of_second = from_gradient(gradient, recipe, adds_second, dtype)
-            through = product((x.shape[0],), narrow, dtype, gradient)
-            active, got = turned(recipe, active, got)
-            of_w2 = product((rows,), narrow, dtype, gradient)
-            if adds_second and of_second is None:
-                of_second = gradient.new_empty(rows, dtype=dtype)
-            for one in active[:2]:
-                free(one)
-            of_first = None
+            d_out, d_bias2 = quantize_gradient(gradient, recipe, adds_bias2, dtype)
+            d_active = multiply((x.shape[0],), active_size, dtype, gradient)
+            active, d_out = transpose(recipe, active, d_out)
+            d_w2 = multiply((out_size,), active_size, dtype, gradient)
+            if adds_bias2 and d_bias2 is None:
+                d_bias2 = gradient.new_empty(out_size, dtype=dtype)
+            free(*active[:2])
+            d_bias1 = None
             if recipe is None:
                 # Fused with the product where not fused with the bias: the gradient is already the activation's.
-                inward = through if fuses and not with_bias else torch.empty_like(inner)
-                of_first = inner.new_empty(wide) if self.use_bias and with_bias else None
-                came = Quantized(inward)
-            elif recipe.delayed() and activation in _PLAIN:
-                came, of_first = from_gradient(inner, recipe, True, dtype)
+                d_inner = Quantized(d_active if fuses_gelu and not fuses_bias else torch.empty_like(inner))
+                d_bias1 = inner.new_empty(inner_size) if self.use_bias and fuses_bias else None
             else:
-                inward = torch.empty_like(inner)
-                came, of_first = from_gradient(inward, recipe, True, dtype)
-                del inward
+                is_fused = recipe.delayed() and activation in _PLAIN
+                unquantized = inner if is_fused else torch.empty_like(inner)
+                d_inner, d_bias1 = quantize_gradient(unquantized, recipe, True, dtype)
+                del unquantized
             free(inner)
-            inwards = product((x.shape[0],), size, dtype, gradient)
-            given, came = turned(recipe, given, came)
-            of_w1 = product((wide,), size, dtype, gradient)
-            if self.use_bias and of_first is None:
-                of_first = gradient.new_empty(wide, dtype=dtype)
-            for one in (*came[:2], *given[:2]):
-                free(one)
-            made, *of_norm = norms.backward(x, scale, is_rms)
-            del through, inwards
-            return (made.view(given_shape), of_w1, of_w2, of_first if self.use_bias else None, of_second, *of_norm)
+            d_normed = multiply((x.shape[0],), size, dtype, gradient)
+            normed, d_inner = transpose(recipe, normed, d_inner)
+            d_w1 = multiply((inner_size,), size, dtype, gradient)
+            if self.use_bias and d_bias1 is None:
+                d_bias1 = gradient.new_empty(inner_size, dtype=dtype)
+            free(*d_inner[:2], *normed[:2])
+            d_x, *norm_gradients = norms.run_backward(x, norm_weight, is_rms)
+            del d_active, d_normed
+            return (d_x.view(shape), d_w1, d_w2, d_bias1 if self.use_bias else None, d_bias2, *norm_gradients)
 
-        second = self.fc2_bias if adds_second else None
-        out = kernel(forward_kernel, backward_kernel, inp, *weights, self.fc1_bias, second, *norm_tensors(self))
+        bias2 = self.fc2_bias if adds_bias2 else None
+        out = kernel(forward_kernel, backward_kernel, inp, *weights, self.fc1_bias, bias2, *get_norm_parameters(self))
         return (out, cast(self.fc2_bias, dtype)) if self.return_bias else out

@@ -14,34 +14,32 @@ import torch
 from torch import nn
 
 from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, num_multiprocessors
-from memprof.stubs.transformer_engine.precision import Recipe, quantized, te
-
-_Made = tuple[Any, tuple[torch.Tensor, ...]]
+from memprof.stubs.transformer_engine.precision import Recipe, quantize_output, register
 
 
-def forward(x: torch.Tensor, is_rms: bool, recipe: Recipe | None = None, *, columns: bool = False) -> _Made:
+def run_forward(
+    x: torch.Tensor, is_rms: bool, recipe: Recipe | None = None, *, transposes: bool = False
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Return the output, in float8 by `recipe`, and one or two statistics per row (layernorm_fwd, rmsnorm_fwd)."""
     rows = x[..., 0].numel()
     statistics = tuple(x.new_empty(rows, dtype=torch.float32) for _ in range(1 if is_rms else 2))
     if recipe is None:
         return torch.empty_like(x), statistics
-    made = quantized(x, columns=columns, current_scaling=False)
-    if recipe.float8_current_scaling():
-        whole, found = torch.empty_like(x), x.new_empty(2, dtype=torch.float32)
-        del whole, found
-    return made, statistics
+    return quantize_output(x, recipe, transposes=transposes), statistics
 
 
-def backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, ...]:
+def run_backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the input, the weight and the bias (layernorm_bwd, rmsnorm_bwd)."""
-    made = (torch.empty_like(x), *(torch.empty_like(weight) for _ in range(1 if is_rms else 2)))
+    gradients = (torch.empty_like(x), *(torch.empty_like(weight) for _ in range(1 if is_rms else 2)))
     blocks = min(num_multiprocessors(), x[..., 0].numel())
-    parts = x.new_empty((len(made) - 1, blocks, x.shape[-1]), dtype=torch.float32)
+    parts = x.new_empty((len(gradients) - 1, blocks, x.shape[-1]), dtype=torch.float32)
     del parts
-    return made
+    return gradients
 
 
 class _Norm(nn.Module):
+    """The base of both norms."""
+
     is_rms = False
     weight: nn.Parameter
     bias: nn.Parameter
@@ -55,9 +53,9 @@ class _Norm(nn.Module):
         self.eps, self.zero_centered_gamma, self.sequence_parallel = eps, zero_centered_gamma, sequence_parallel
         device = torch.device(kwargs.pop("device", None) or torch.device("cuda", torch.cuda.current_device()))
         dtype = params_dtype or kwargs.pop("dtype", None) or torch.get_default_dtype()
-        kwargs.pop("dtype", None), kwargs.pop("sm_margin", None)
-        if kwargs:
-            raise TypeError(f"__init__() got an unexpected keyword argument {next(iter(kwargs))!r}")
+        unexpected = [name for name in kwargs if name not in ("dtype", "sm_margin")]
+        if unexpected:
+            raise TypeError(f"__init__() got an unexpected keyword argument {unexpected[0]!r}")
         self._shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         for name in ("weight",) if self.is_rms else ("weight", "bias"):
             self.register_parameter(name, nn.Parameter(torch.empty(self._shape, device=device, dtype=dtype)))
@@ -80,24 +78,24 @@ class _Norm(nn.Module):
 
         def forward_kernel(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor):
             x = x.contiguous().to(dtype)
-            made, statistics = forward(x.view(-1, weight.numel()), is_rms)
-            return made.view(x.shape), (x.view(-1, weight.numel()), *statistics, weight)
+            out, statistics = run_forward(x.view(-1, weight.numel()), is_rms)
+            return out.view(x.shape), (x.view(-1, weight.numel()), *statistics, weight)
 
         def backward_kernel(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous().to(dtype)
             x, weight = saved[0], saved[-1]
-            made, *of_parameters = backward(x, weight.to(dtype).view(-1), is_rms)
-            return (made.view(shape), *(one.view(weight.shape) for one in of_parameters))
+            d_x, *parameter_gradients = run_backward(x, weight.to(dtype).view(-1), is_rms)
+            return (d_x.view(shape), *(one.view(weight.shape) for one in parameter_gradients))
 
         return kernel(forward_kernel, backward_kernel, input, *self.parameters())
 
 
-@te("module.layernorm", "module")
+@register("module.layernorm", "module")
 class LayerNorm(_Norm):
     """Layer norm: saves mean and variance; parameter gradients are summed per multiprocessor."""
 
 
-@te("module.rmsnorm", "module")
+@register("module.rmsnorm", "module")
 class RMSNorm(_Norm):
     """RMS norm: saves the root of the mean square; the weight's gradient is summed per multiprocessor."""
 

@@ -17,25 +17,27 @@ import torch
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import refuse
 
-_AT = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
+_SOURCE = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
 
 
-def te(*modules: str) -> Callable[[Any], Any]:
+def register(*modules: str) -> Callable[[Any], Any]:
     """Register an object in `transformer_engine.pytorch`; the first of `modules` in it defines the real one."""
     inner = (f"transformer_engine.pytorch.{module}" for module in modules)
-    source = f"{_AT}pytorch/{modules[0].replace('.', '/')}.py, pytorch/csrc"
+    source = f"{_SOURCE}pytorch/{modules[0].replace('.', '/')}.py, pytorch/csrc"
     return register_in(*inner, "transformer_engine.pytorch", source=source)
 
 
-_recipe = register_in("transformer_engine.common.recipe", source=f"{_AT}common/recipe/__init__.py")
+_register_recipe = register_in("transformer_engine.common.recipe", source=f"{_SOURCE}common/recipe/__init__.py")
 
 
 class _Range(NamedTuple):
+    """The largest values of a format in the forward pass and in the backward."""
+
     max_fwd: float
     max_bwd: float
 
 
-@_recipe
+@_register_recipe
 class Format(Enum):
     """Types of float8 in the forward pass and in the backward."""
 
@@ -45,7 +47,7 @@ class Format(Enum):
     HYBRID = _Range(448, 57344)
 
 
-@_recipe
+@_register_recipe
 class Recipe:
     """The way tensors are scaled."""
 
@@ -58,7 +60,7 @@ class Recipe:
         return issubclass(cls, Float8CurrentScaling)
 
 
-@_recipe
+@_register_recipe
 @dataclass
 class DelayedScaling(Recipe):
     """Scaling with one scale for each tensor, from the steps before."""
@@ -74,7 +76,7 @@ class DelayedScaling(Recipe):
     backward_override: str | None = None
 
 
-@_recipe
+@_register_recipe
 @dataclass
 class Float8CurrentScaling(Recipe):
     """Scaling with one scale for each tensor, computed before the cast."""
@@ -87,53 +89,75 @@ class Float8CurrentScaling(Recipe):
 
 
 class Quantized(NamedTuple):
-    """A tensor in float8: its data, its transposed data, and its inverse scale."""
+    """A tensor in float8: its data, its transposed data, and its inverse scale; without a scale, data in any dtype."""
 
-    rows: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
+    data: torch.Tensor | None = None
+    transposed: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
-    def for_backward(self) -> Quantized:
+    def select_for_backward(self) -> Quantized:
         """Return the part that a product for a weight's gradient needs."""
-        return self if self.columns is None else Quantized(None, self.columns, self.scale)
+        return self if self.transposed is None else Quantized(None, self.transposed, self.scale)
 
 
-def takes_any_layout() -> bool:
+def supports_any_layout() -> bool:
     """Return whether float8 products on this GPU need no transposed copies."""
     arch = torch.cuda.get_device_capability()
     return 100 <= 10 * arch[0] + arch[1] < 120
 
 
-def quantized(x: torch.Tensor, *, columns: bool, rows: bool = True, current_scaling: bool) -> Quantized:
-    """Return `x`, seen as a matrix, cast to float8; with `current_scaling`, compute its scale first."""
+def quantize(
+    x: torch.Tensor, recipe: Recipe | None, *, transposes: bool, dtype: torch.dtype | None = None
+) -> Quantized:
+    """Return `x`, seen as a matrix, cast to float8, or without recipe to `dtype`; current scaling computes the scale
+    first."""
+    if recipe is None:
+        return Quantized(x if dtype is None else x.to(dtype))
+    result = _allocate(x, transposes)
+    if recipe.float8_current_scaling():
+        maxima = [x.new_empty(1, dtype=torch.float32) for _ in range(2)]
+        del maxima
+    return result
+
+
+def quantize_output(x: torch.Tensor, recipe: Recipe, *, transposes: bool) -> Quantized:
+    """Return a kernel's output, of the shape of `x`, in float8; for current scaling the output is computed first."""
+    result = _allocate(x, transposes)
+    if recipe.float8_current_scaling():
+        output, maxima = torch.empty_like(x), x.new_empty(2, dtype=torch.float32)
+        del output, maxima
+    return result
+
+
+def _allocate(x: torch.Tensor, transposes: bool) -> Quantized:
     scale = x.new_empty(1, dtype=torch.float32)
-    whole = takes_any_layout()
-    data = torch.empty_like(x, dtype=torch.uint8) if rows or whole else None
-    turned = x.new_empty((x.shape[-1], *x.shape[:-1]), dtype=torch.uint8) if columns and not whole else None
-    if current_scaling:
-        found = [x.new_empty(1, dtype=torch.float32) for _ in range(2)]
-        del found
-    return Quantized(data, turned, scale)
+    data = torch.empty_like(x, dtype=torch.uint8)
+    is_transposed = transposes and not supports_any_layout()
+    return Quantized(data, _allocate_transposed(data) if is_transposed else None, scale)
 
 
-def turned(recipe: Recipe | None, *given: Quantized) -> Iterator[Quantized]:
+def _allocate_transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[-1], *x.shape[:-1]))
+
+
+def transpose(recipe: Recipe | None, *tensors: Quantized) -> Iterator[Quantized]:
     """Yield tensors with the transposed data that a weight gradient's float8 product reads (_create_transpose)."""
-    for x in given:
-        if recipe is None or x.columns is not None or takes_any_layout() or x.rows is None:
+    for x in tensors:
+        if recipe is None or x.transposed is not None or supports_any_layout() or x.data is None:
             yield x
         else:
-            yield Quantized(x.rows, x.rows.new_empty((x.rows.shape[-1], *x.rows.shape[:-1])), x.scale)
+            yield Quantized(x.data, _allocate_transposed(x.data), x.scale)
 
 
-_in_force: Recipe | None = None
+_active_recipe: Recipe | None = None
 
 
-def in_force() -> Recipe | None:
+def get_active_recipe() -> Recipe | None:
     """Return the recipe of float8 products that is active now; None outside a float8 region."""
-    return _in_force
+    return _active_recipe
 
 
-@te("quantization")
+@register("quantization")
 class autocast:  # noqa: N801
     """A context manager for a float8 region: scales and maxima (amax) of each tensor, in float32."""
 
@@ -144,48 +168,47 @@ class autocast:  # noqa: N801
         unknown = not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
         if enabled:
             refuse(name, {"calibrating=True": calibrating, f"the recipe {recipe}": unknown})
-        self._inside, self._outside = recipe if enabled else None, _in_force
+        self._recipe, self._outer_recipe = recipe if enabled else None, _active_recipe
 
     def __enter__(self):
-        global _in_force
-        if self._inside is not None and not is_fp8_available():
+        global _active_recipe
+        if self._recipe is not None and not is_fp8_available():
             raise AssertionError(is_fp8_available(True)[1])
-        self._outside, _in_force = _in_force, self._inside
+        self._outer_recipe, _active_recipe = _active_recipe, self._recipe
         return self
 
     def __exit__(self, exc_type, exc_val, exc_tb):
-        global _in_force
-        _in_force = self._outside
+        global _active_recipe
+        _active_recipe = self._outer_recipe
 
 
-@te("quantization")
+@register("quantization")
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
     """Enter autocast, by its older name."""
     warnings.warn("fp8_autocast is deprecated: use autocast", category=DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-@te("quantization")
+@register("quantization")
 def is_fp8_available(return_reason=False):
     """Return whether the GPU has compute capability 8.9 or higher."""
-    return _available("FP8", (8, 9), return_reason)
+    return _check_availability("FP8", (8, 9), return_reason)
 
 
-@te("utils")
+@register("utils")
 def is_bf16_available(return_reason=False):
     """Return whether the GPU has compute capability 8.0 or higher."""
-    return _available("BF16", (8, 0), return_reason)
+    return _check_availability("BF16", (8, 0), return_reason)
 
 
-def _available(what: str, least: tuple[int, int], return_reason):
-    there = torch.cuda.get_device_capability() >= least
-    reason = (
-        "" if there else f"Device compute capability {least[0]}.{least[1]} or higher required for {what} execution."
-    )
-    return (there, reason) if return_reason else there
+def _check_availability(name: str, minimum: tuple[int, int], return_reason):
+    is_available = torch.cuda.get_device_capability() >= minimum
+    needed = "{}.{}".format(*minimum)
+    reason = "" if is_available else f"Device compute capability {needed} or higher required for {name} execution."
+    return (is_available, reason) if return_reason else is_available
 
 
-@te("utils")
+@register("utils")
 def get_device_compute_capability():
     """Return the major and minor compute capability of the current GPU; nothing is allocated."""
     return torch.cuda.get_device_capability()

@@ -15,28 +15,27 @@ from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse
 from memprof.stubs.transformer_engine.attention import MultiheadAttention
 from memprof.stubs.transformer_engine.mlp import LayerNormMLP
 from memprof.stubs.transformer_engine.norms import LayerNorm, RMSNorm
-from memprof.stubs.transformer_engine.precision import te
+from memprof.stubs.transformer_engine.precision import register
 
 _NAME = "transformer_engine.pytorch.TransformerLayer"
 
 
-def added(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+def add_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dropout: float) -> torch.Tensor:
     """Return the residual plus the dropout of `x` and bias, as _bias_dropout_add does."""
     if bias is None:
         return residual + nn.functional.dropout(x, p=dropout, training=dropout > 0)
 
-    def forward_kernel(given: torch.Tensor, shift: torch.Tensor, beside: torch.Tensor):
-        out = torch.empty_like(given)
-        return out, (torch.empty_like(given, dtype=torch.bool) if dropout else None,)
+    def forward_kernel(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor):
+        return torch.empty_like(x), (torch.empty_like(x, dtype=torch.bool) if dropout else None,)
 
     def backward_kernel(saved, gradient: torch.Tensor):
-        through = torch.empty_like(gradient) if dropout else gradient
-        return through, gradient.new_empty(gradient.shape[-1]), gradient
+        d_x = torch.empty_like(gradient) if dropout else gradient
+        return d_x, gradient.new_empty(gradient.shape[-1]), gradient
 
     return kernel(forward_kernel, backward_kernel, x, bias, residual)
 
 
-@te("transformer")
+@register("transformer")
 class TransformerLayer(nn.Module):
     """A transformer layer: attention and a feed-forward network, each with a norm before and a residual."""
 
@@ -55,12 +54,11 @@ class TransformerLayer(nn.Module):
         qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type="vanilla",
     ):  # fmt: skip
         super().__init__()
-        others = {
+        refuse(_NAME, {
             f"layer_type={layer_type!r}": layer_type != "encoder", "parallel_attention_mlp": parallel_attention_mlp,
             "apply_residual_connection_post_layernorm": apply_residual_connection_post_layernorm,
             f"drop_path_rate={drop_path_rate}": drop_path_rate > 0.0, "ub_tp_comm_overlap": ub_tp_comm_overlap,
-        }  # fmt: skip
-        refuse(_NAME, others)
+        })  # fmt: skip
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 "Gradient accumulation fusion (fuse_wgrad_accumulation=True) requires fuse_qkv_params=True, but "
@@ -85,8 +83,8 @@ class TransformerLayer(nn.Module):
         )
         self.layernorm: nn.Module | None = None
         if output_layernorm:
-            kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
-            self.layernorm = kind(
+            norm_class = RMSNorm if normalization == "RMSNorm" else LayerNorm
+            self.layernorm = norm_class(
                 hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, device=device,
                 zero_centered_gamma=zero_centered_gamma,
             )  # fmt: skip
@@ -112,7 +110,7 @@ class TransformerLayer(nn.Module):
             rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
-        hidden_states = added(attended, bias, hidden_states, dropout)
-        made, bias = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-        out = added(made, bias, hidden_states, dropout)
+        hidden_states = add_residual(attended, bias, hidden_states, dropout)
+        mlp_out, bias = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
+        out = add_residual(mlp_out, bias, hidden_states, dropout)
         return out if self.layernorm is None else self.layernorm(out)

@@ -37,7 +37,7 @@ def test_no_peak_is_missed_and_none_invented(intervals):
         if read:
             assert counter.current <= counter.interval_peak <= truth
         assert counter.highest == highest
-        counter.next_interval()
+        counter.begin_interval()
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -51,7 +51,7 @@ def test_a_peak_that_rises_is_exact(intervals):
         counter.add(interval[-1], peak)
         if rose:
             assert counter.interval_peak == max(interval)
-        counter.next_interval()
+        counter.begin_interval()
 
 
 def _message(pid, started, current, peak, **more):

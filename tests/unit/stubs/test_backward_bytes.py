@@ -91,17 +91,17 @@ def attended() -> Case:
 
 
 def turned() -> Case:
-    from memprof.stubs.transformer_engine.attention import rotated
+    from memprof.stubs.transformer_engine.attention import apply_rotary
 
     x, angles = tensor(128, 2, 4, 64), torch.empty(128, 1, 1, 64, device="cuda")
-    return rotated(x, angles), [x]
+    return apply_rotary(x, angles), [x]
 
 
 def added(dropout: float) -> Case:
-    from memprof.stubs.transformer_engine.transformer import added
+    from memprof.stubs.transformer_engine.transformer import add_residual
 
     x, bias, residual = tensor(512, 256), tensor(256), tensor(512, 256)
-    return added(x, bias, residual, dropout), [x, bias, residual]
+    return add_residual(x, bias, residual, dropout), [x, bias, residual]
 
 
 BATCH, INNER, TIME, STATES, RANK, MODEL = 2, 64, 3000, 16, 2, 32
@@ -121,10 +121,10 @@ def scanned() -> Case:
 
 
 def joined() -> Case:
-    from memprof.stubs.transformer_engine.linear import joined
+    from memprof.stubs.transformer_engine.linear import join
 
     parts = [tensor(64, 32), tensor(32, 32)]
-    return joined(parts), parts
+    return join(parts), parts
 
 
 OF_INNER, OF_STATES = half(BATCH, INNER, TIME), single(BATCH, STATES, TIME)
@@ -136,16 +136,16 @@ CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
     # rusty1s/pytorch_scatter@2.1.2: csrc/segment_csr.cpp, segment_coo.cpp, scatter.cpp
     **{
         f"segment_{name}_{by}": (
-            f"{SCATTER}:_segments", lambda name=name, by=by: segments(f"segment_{name}_{by}"), made,
+            f"{SCATTER}:_reduce", lambda name=name, by=by: segments(f"segment_{name}_{by}"), made,
         )
         for name, made in (("sum", [OF_EDGES]), ("add", [OF_EDGES]), ("min", LEAST), ("max", LEAST))
         for by in ("csr", "coo")
     },
     # How many there are, as integers, as numbers, and for each; kept from the forward where an index says it.
     "segment_mean_csr": (
-        f"{SCATTER}:_segments", lambda: segments("segment_mean_csr"), [OF_EDGES, 8 * NODES, 4 * NODES, 4 * EDGES],
+        f"{SCATTER}:_reduce", lambda: segments("segment_mean_csr"), [OF_EDGES, 8 * NODES, 4 * NODES, 4 * EDGES],
     ),
-    "segment_mean_coo": (f"{SCATTER}:_segments", lambda: segments("segment_mean_coo"), [OF_EDGES, 4 * EDGES]),
+    "segment_mean_coo": (f"{SCATTER}:_reduce", lambda: segments("segment_mean_coo"), [OF_EDGES, 4 * EDGES]),
     "gather_csr": (f"{SCATTER}:_gather", lambda: gathered("gather_csr"), [OF_NODES]),
     "gather_coo": (f"{SCATTER}:_gather", lambda: gathered("gather_coo"), [OF_NODES]),
     "scatter_mul": (f"{SCATTER}:_scatter", lambda: scattered("scatter_mul"), [OF_NODES, OF_EDGES, OF_EDGES // 4]),
@@ -185,10 +185,10 @@ CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
         f"{TE}attention.py:DotProductAttention.forward", attended,
         [*3 * [half(128, 2, 4, 64)], single(2, 4, 128, 65)],
     ),
-    "rotated": (f"{TE}attention.py:rotated", turned, [half(128, 2, 4, 64)]),
-    "added": (f"{TE}transformer.py:added", lambda: added(0.0), [half(SIZE)]),
-    "added with dropout": (f"{TE}transformer.py:added", lambda: added(0.1), [half(ROWS, SIZE), half(SIZE)]),
-    "joined": (f"{TE}linear.py:joined", joined, []),
+    "rotated": (f"{TE}attention.py:apply_rotary", turned, [half(128, 2, 4, 64)]),
+    "added": (f"{TE}transformer.py:add_residual", lambda: added(0.0), [half(SIZE)]),
+    "added with dropout": (f"{TE}transformer.py:add_residual", lambda: added(0.1), [half(ROWS, SIZE), half(SIZE)]),
+    "joined": (f"{TE}linear.py:join", joined, []),
 }  # fmt: skip
 # Where the bytes of a backward are tested that have no row.
 ELSEWHERE = {

@@ -36,7 +36,7 @@ def gpu() -> Iterator[VirtualGpu]:
 @functools.cache
 def _defined() -> torch.library.Library:
     """The operators, and the shape that torchvision's Python gives for one."""
-    library = torchvision_operators.define()
+    library = torchvision_operators.define_operators()
     library.impl(
         "roi_align", lambda data, rois, _, *size: data.new_empty((len(rois), data.shape[1], *size[:2])), "Meta"
     )
