@@ -100,11 +100,11 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
 
     if options.largest is not None:
         from memprof.flows.ladder.runs import SpecRuns
-        from memprof.flows.limit import largest_of_spec
+        from memprof.flows.limit import find_largest_for_spec
 
         if options.fix is not None:
             spec = SpecRuns(spec, progress).in_force(parse_fixes(options.fix, STEPS))
-        return largest_of_spec(spec, options.largest, progress)
+        return find_largest_for_spec(spec, options.largest, progress)
     simulated: Trace | None = None
     if options.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
         spec, simulated = flow.resolve_device(spec, progress)

@@ -179,15 +179,15 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
 
     hide_gpus()
     if request.goal is None:
-        from memprof.flows.recommend.largest import recommend_models
+        from memprof.flows.recommend.largest_models import recommend_largest_models
 
-        return recommend_models(spec, progress)
-    from memprof.flows.recommend.answer import recommend as search
-    from memprof.flows.recommend.for_data import recommend_for_data
+        return recommend_largest_models(spec, progress)
+    from memprof.flows.recommend.dataset import recommend_for_dataset
     from memprof.flows.recommend.plans import Goal
-    from memprof.flows.recommend.search import Question
+    from memprof.flows.recommend.recommendation import recommend as search
+    from memprof.flows.recommend.search import SearchRequest
 
-    question = Question(
+    question = SearchRequest(
         Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half
     )
     if spec.gpus > 1 and request.goal == "infer":
@@ -195,11 +195,11 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
 
         return recommend_serving(spec, question, progress)
     if spec.gpus > 1:
-        from memprof.flows.recommend.over_gpus import recommend_over_gpus
+        from memprof.flows.recommend.multi_gpu_search import recommend_multi_gpu
 
-        return recommend_over_gpus(spec, question, progress)
+        return recommend_multi_gpu(spec, question, progress)
     if request.lengths is not None:
-        return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column, request.batches)
+        return recommend_for_dataset(spec, question, progress, request.lengths, request.lengths_column, request.batches)
     return search(spec, question, progress)[0]
 
 

@@ -252,9 +252,9 @@ def _run_ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
         spec = spec.edit(host_memory_bytes=HOST_BYTES)
     with Progress(quiet=request.quiet) as progress:
         if request.largest is not None:
-            from memprof.flows.limit import largest_of_script
+            from memprof.flows.limit import find_largest_for_script
 
-            trace, document = largest_of_script(program, spec, request.largest, progress)
+            trace, document = find_largest_for_script(program, spec, request.largest, progress)
         else:
             search = scripts.script_search if request.searches else scripts.script_ladder
             trace, document = search(program, spec, progress)

@@ -12,7 +12,7 @@ from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.gpus import find_gpu_of
 from memprof.flows.ladder.scripts import run_alone
 from memprof.flows.profile import profile
-from memprof.flows.recommend.bisection import counted_bytes, find_limit
+from memprof.flows.recommend.bisection import clamp_to_verdict, find_limit
 from memprof.report.documents.limit import LargestSearch, LargestSearchRun
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -20,33 +20,38 @@ from memprof.script import Program
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 
-LARGEST = {"batch-size": "batch_size", "context-length": "context_length"}  # argument of --largest -> field of the spec
-PLACE = "{}"  # placeholder of the number in the arguments of a script
-MOST = 1 << 16  # upper end of a search; for a context length, the model's maximum
-BEYOND = 2  # further numbers run past the first that does not fit: by the allocator's rounding one may fit
+FIELD_BY_QUANTITY = {
+    "batch-size": "batch_size",
+    "context-length": "context_length",
+}  # argument of --largest -> field of the spec
+PLACEHOLDER = "{}"  # placeholder of the number in the arguments of a script
+MAX_NUMBER = 1 << 16  # upper end of a search; for a context length, the model's maximum
+NUM_EXTRA_TRIES = 2  # further numbers run past the first that does not fit: by the allocator's rounding one may fit
 
 Run = Callable[[int], tuple[Trace, Report]]
 Progress = Callable[[str], None]
 
 
-def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doing: None) -> tuple[Trace, Report]:
-    """Return the run of `spec` at the largest `what` that fits the GPU, and its report with all numbers tried.
+def find_largest_for_spec(
+    spec: TargetSpec, quantity: str, progress: Progress = lambda doing: None
+) -> tuple[Trace, Report]:
+    """Return the run of `spec` at the largest `quantity` that fits the GPU, and a report with all numbers tried.
 
-    The search begins at the batch size or context length of `spec`. Raises UsageError if `what` is the context length
-    and the model takes no tokens.
+    The search begins at the batch size or context length of `spec`. Raises UsageError for the context length of a model
+    that takes no tokens.
     """
     from memprof.workload.models import find_source  # needs torch, which --help does not
 
-    field, most, begin = LARGEST[what], MOST, spec.batch_size
-    if what == "context-length":
-        most = max((find_source(spec).max_positions or MOST) - (spec.new_tokens or 0), 1)
-        begin = spec.context_length or min(2048, most)
+    field, high, start = FIELD_BY_QUANTITY[quantity], MAX_NUMBER, spec.batch_size
+    if quantity == "context-length":
+        high = max((find_source(spec).max_positions or MAX_NUMBER) - (spec.new_tokens or 0), 1)
+        start = spec.context_length or min(2048, high)
 
     def run(number: int) -> tuple[Trace, Report]:
         one = spec.edit(**{field: number})
-        trace, document = profile(one, lambda doing: progress(f"{what} {number:,}: {doing}"))
+        trace, document = profile(one, lambda doing: progress(f"{quantity} {number:,}: {doing}"))
         target = document.target
-        if what == "context-length" and target is not None and target.context_length is None:
+        if quantity == "context-length" and target is not None and target.context_length is None:
             problem = "the model takes no tokens, and so has no context length"
             raise UsageError(problem, value=target.model, hint="ask for --largest batch-size")
         return trace, document
@@ -54,46 +59,47 @@ def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doi
     def command(number: int, *, fits: bool) -> str:
         return profile_command(spec.edit(**{field: number}))
 
-    return _search(run, find_gpu_of(spec), what, command, begin=begin, most=most)
+    return _search(run, find_gpu_of(spec), quantity, command, start=start, high=high)
 
 
-def largest_of_script(
-    program: Program, spec: RunSpec, what: str, progress: Progress = lambda doing: None
+def find_largest_for_script(
+    program: Program, spec: RunSpec, quantity: str, progress: Progress = lambda doing: None
 ) -> tuple[Trace, Report]:
-    """Return the run of a script at the largest `what` that fits; its arguments have `{}` in place of the number.
+    """Return the run of a script at the largest `quantity` that fits; its arguments have `{}` in place of the number.
 
     Each run is a new process. Raises UsageError if no argument has the placeholder.
     """
-    if not any(PLACE in argument for argument in program.arguments):
+    if not any(PLACEHOLDER in argument for argument in program.arguments):
+        example = f"memprof run --largest {quantity} {program.name} --{quantity} {PLACEHOLDER}"
         raise UsageError(
-            f"--largest {what} needs a place for the number in the script's own arguments",
+            f"--largest {quantity} needs a place for the number in the script's own arguments",
             value=shlex.join(program.command),
-            hint=f"write {PLACE} there: memprof run --largest {what} {program.name} --{what} {PLACE}",
+            hint=f"write {PLACEHOLDER} there: {example}",
         )
 
-    def program_at(number: int) -> Program:
-        arguments = tuple(argument.replace(PLACE, str(number)) for argument in program.arguments)
+    def build_program(number: int) -> Program:
+        arguments = tuple(argument.replace(PLACEHOLDER, str(number)) for argument in program.arguments)
         return Program(program.name, arguments, program.is_module)
 
     def run(number: int) -> tuple[Trace, Report]:
-        progress(f"running the script with {what} {number:,}")
-        return run_alone(program_at(number), spec)
+        progress(f"running the script with {quantity} {number:,}")
+        return run_alone(build_program(number), spec)
 
     def command(number: int, *, fits: bool) -> str:
         # After a failed allocation the need is seen only with --beyond.
-        return run_command(spec if fits else spec.edit(beyond=True), program_at(number).command)
+        return run_command(spec if fits else spec.edit(beyond=True), build_program(number).command)
 
-    return _search(run, find_gpu_of(spec), what, command, begin=1, most=MOST)
+    return _search(run, find_gpu_of(spec), quantity, command, start=1, high=MAX_NUMBER)
 
 
 def _search(
-    run: Run, gpu: Gpu, what: str, command: Callable[..., str], *, begin: int, most: int
+    run: Run, gpu: Gpu, quantity: str, command: Callable[..., str], *, start: int, high: int
 ) -> tuple[Trace, Report]:
     runs: dict[int, LargestSearchRun] = {}
     extreme: dict[bool, tuple[int, Trace, Report]] = {}
-    available = gpu.total_bytes
+    available_bytes = gpu.total_bytes
 
-    def needed(number: int) -> int:
+    def compute_bytes(number: int) -> int:
         try:
             trace, document = run(number)
         except MemprofError as error:
@@ -103,7 +109,7 @@ def _search(
             ended = error.document if isinstance(error, RunFailedError) else None
             why = error.line if ended is None or ended.failure is None else ended.failure.error
             runs[number] = LargestSearchRun(number, None, False, why, command(number, fits=False))
-            return available + 1
+            return available_bytes + 1
         verdict = document.verdict
         fits = bool(verdict.fits)
         oom_stage = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
@@ -111,9 +117,9 @@ def _search(
         before = extreme.get(fits)
         if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
             extreme[fits] = number, trace, document
-        return counted_bytes(verdict.required_bytes, available, fits=fits)
+        return clamp_to_verdict(verdict.required_bytes, available_bytes, fits=fits)
 
-    bound = find_limit(needed, available, low=1, high=most, begin=begin, beyond=BEYOND)
-    limit = LargestSearch(what, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs)))
+    bound = find_limit(compute_bytes, available_bytes, low=1, high=high, start=start, num_extra_tries=NUM_EXTRA_TRIES)
+    limit = LargestSearch(quantity, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs)))
     _, trace, document = extreme[bound.largest is not None]
     return trace, dataclasses.replace(document, limit=limit)

@@ -68,8 +68,8 @@ def test_a_failed_run_is_not_kept(memprof, folder, tmp_path):
 
 
 def test_recommend_is_kept_too(memprof, monkeypatch):
-    from memprof.flows.recommend import largest
-    from memprof.report.documents.recommendation import LargestModel, Recommendation
+    from memprof.flows.recommend import largest_models
+    from memprof.report.documents.recommendation import Largest, Recommendation
     from memprof.trace.facts import DeviceFacts
 
     calls = []
@@ -79,7 +79,7 @@ def test_recommend_is_kept_too(memprof, monkeypatch):
         row = LargestModel("inference", "gpt2", 1, 2, 3, 4, 8, "gpt2-medium", 9, "memprof profile --model gpt2")
         return Recommendation(DeviceFacts("GPU", 8 << 30, 7 << 30), context_length=9, largest=(row,), runs=1)
 
-    monkeypatch.setattr(largest, "recommend_models", answer)
+    monkeypatch.setattr(largest_models, "recommend_largest_models", answer)
     first, second = memprof("recommend", "--gpu-vram", "8"), memprof("recommend", "--gpu-vram", "8")
     assert len(calls) == 1 and second.stdout == first.stdout and "from the cache" in second.stderr
     memprof("recommend", "--gpu-vram", "8", "--no-cache")

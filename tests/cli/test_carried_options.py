@@ -205,9 +205,9 @@ def test_both_sides_of_a_limit_have_all_options(spec, monkeypatch, tmp_path):
     monkeypatch.setattr(limit_flow, "run_alone", run)
     monkeypatch.setattr(limit_flow, "profile", run)
     if isinstance(spec, RunSpec):
-        _, found = limit_flow.largest_of_script(Program("a.py", ("{}",)), spec, "batch-size")
+        _, found = limit_flow.find_largest_for_script(Program("a.py", ("{}",)), spec, "batch-size")
     else:
-        _, found = limit_flow.largest_of_spec(spec, "batch-size")
+        _, found = limit_flow.find_largest_for_spec(spec, "batch-size")
     for row in found.limit.runs:
         if isinstance(spec, RunSpec):
             assert row.command == run_command(spec.edit(beyond=not row.fits), ("a.py", str(row.number)))

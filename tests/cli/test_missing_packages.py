@@ -53,7 +53,9 @@ def test_stored_formats_need_no_bitsandbytes(monkeypatch):
 def test_the_table_of_a_gpu_leaves_out_what_cannot_be_run(memprof, monkeypatch):
     """Instead of saying that no model at all fits in that way."""
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr("memprof.flows.recommend.largest._find_largest", lambda runs, spec, task, **rest: _row(task))
+    monkeypatch.setattr(
+        "memprof.flows.recommend.largest_models._find_largest", lambda runs, spec, task, **rest: _row(task)
+    )
     result = memprof("recommend", "--gpu-vram", 8)
     assert "Could not be run: QLoRA: --adapter lora needs peft" in " ".join(result.stdout.split())
     assert "LoRA  none" not in result.stdout

@@ -9,9 +9,9 @@ import pytest
 import memprof as library
 from memprof.errors import UsageError
 from memprof.fixes.chosen import edit_spec, parse_fixes
-from memprof.flows.recommend.answer import recommend
 from memprof.flows.recommend.plans import Goal
-from memprof.flows.recommend.search import Question
+from memprof.flows.recommend.recommendation import recommend
+from memprof.flows.recommend.search import SearchRequest
 from memprof.report.terminal.recommendation import print_recommendation
 from memprof.spec import TargetSpec
 from memprof.units import GIB, MIB
@@ -77,7 +77,7 @@ def test_one_answer(case, tmp_path, spec_of_command, capsys):
     base = TargetSpec(
         model=str(folder), context_length=length, gpu_vram_bytes=capacity, host_memory_bytes=host or 256 * GIB
     )
-    answer, search, found = recommend(base, Question(Goal(goal), sequences, precision), lambda doing: None)
+    answer, search, found = recommend(base, SearchRequest(Goal(goal), sequences, precision), lambda doing: None)
     ran = {profile.outcome.spec for profile in (*found.tried, *([found.chosen] if found.chosen else []))}
     for row in answer.choices:
         target = {"dtype": "bfloat16", "vocab_size": config["vocab_size"], "classes": set()}

@@ -7,43 +7,43 @@ import math
 from memprof.device.catalog import list_gpus
 from memprof.errors import MemprofError
 from memprof.flows.recommend.outcome import HOST_MEMORY, SimulatedRun
-from memprof.flows.recommend.plans import Goal, tiers
-from memprof.flows.recommend.search import Search, Tried
+from memprof.flows.recommend.plans import Goal, list_tiers
+from memprof.flows.recommend.search import PlanRun, Search
 from memprof.flows.recommend.simulator import Simulator
 from memprof.report.documents.recommendation import Alternative
 from memprof.units import gib
 
 MAX_GPUS = 1024
-LESS_TRAINED = {Goal.FULL: (Goal.LORA, Goal.QLORA), Goal.LORA: (Goal.QLORA,), Goal.QLORA: (), Goal.INFER: ()}
+CHEAPER_GOALS = {Goal.FULL: (Goal.LORA, Goal.QLORA), Goal.LORA: (Goal.QLORA,), Goal.QLORA: (), Goal.INFER: ()}
 
 
-def alternatives(search: Search, least: Tried) -> tuple[Alternative, ...]:
-    """Return the alternatives to a search without a fit; `least` is the run with the lowest need."""
-    host_limited = [tried for tried in search.tried.values() if tried.outcome.oom_stage == HOST_MEMORY]
+def find_alternatives(search: Search, leanest: PlanRun) -> tuple[Alternative, ...]:
+    """Return the alternatives to a search without a fit; `leanest` is the run with the lowest need."""
+    host_limited = [run for run in search.run_by_plan.values() if run.outcome.oom_stage == HOST_MEMORY]
     found = [
         *([_find_host_memory(host_limited)] if host_limited else []),
-        *([] if least in host_limited else [_find_smallest_gpu(search, least), _find_num_gpus(search)]),
-        *(_try_goal(search, goal) for goal in LESS_TRAINED[search.goal]),
+        *([] if leanest in host_limited else [_find_smallest_gpu(search, leanest), _find_num_gpus(search)]),
+        *(_try_goal(search, goal) for goal in CHEAPER_GOALS[search.goal]),
     ]
     return tuple(one for one in found if one is not None)
 
 
-def _find_host_memory(tried: list[Tried]) -> Alternative:
+def _find_host_memory(run: list[PlanRun]) -> Alternative:
     """Return the alternative with more host memory: the least need among runs that fit the GPU but not the host."""
-    least = min(tried, key=lambda one: one.outcome.host_bytes)
-    return Alternative("the least host memory that does", least.label, least.outcome.host_bytes, estimate=False)
+    leanest = min(run, key=lambda one: one.outcome.host_bytes)
+    return Alternative("the least host memory that does", leanest.label, leanest.outcome.host_bytes, estimate=False)
 
 
-def _find_smallest_gpu(search: Search, least: Tried) -> Alternative | None:
-    """Return the smallest GPU of the catalog on which the run `least` fits, by a run; None if no GPU is enough."""
-    spec = least.outcome.spec.edit(gpu_vram_bytes=None)
+def _find_smallest_gpu(search: Search, leanest: PlanRun) -> Alternative | None:
+    """Return the smallest GPU of the catalog on which the run `leanest` fits, by a run; None if no GPU is enough."""
+    spec = leanest.outcome.spec.edit(gpu_vram_bytes=None)
     for gpu in sorted(list_gpus(), key=lambda gpu: gpu.total_bytes):
-        if gpu.total_bytes < least.outcome.needed_bytes:
+        if gpu.total_bytes < leanest.outcome.needed_bytes:
             continue
-        runs = Simulator(gpu, search.runs.progress)
-        outcome = runs.try_run(spec.edit(gpu=gpu.key), f"{least.label} on {gpu.key}")
+        simulator = Simulator(gpu, search.simulator.progress)
+        outcome = simulator.try_run(spec.edit(gpu=gpu.key), f"{leanest.label} on {gpu.key}")
         if outcome is not None and outcome.fits:
-            name = f"{gpu.name} ({gib(gpu.total_bytes)} GiB), {least.label}"
+            name = f"{gpu.name} ({gib(gpu.total_bytes)} GiB), {leanest.label}"
             return Alternative("the smallest GPU that does", name, outcome.needed_bytes, estimate=False)
     return None
 
@@ -55,12 +55,12 @@ def _find_num_gpus(search: Search) -> Alternative | None:
     Parameter Models", 2020, section 5.3): each GPU has one N-th of the three, and all other memory as in the run.
     Parameters of two layers are unsharded at a time: the current layer and the prefetched one.
     """
-    gpu = search.runs.gpu
-    best: tuple[int, int, Tried] | None = None
-    for tried in search.tried.values():
-        if tried.plan.optimizer == "adamw-cpu" or tried.plan.precision in ("int8", "nf4"):
+    gpu = search.simulator.gpu
+    best: tuple[int, int, PlanRun] | None = None
+    for run in search.run_by_plan.values():
+        if run.plan.optimizer == "adamw-cpu" or run.plan.precision in ("int8", "nf4"):
             continue
-        outcome = tried.outcome
+        outcome = run.outcome
         state = outcome.state
         sharded_bytes = state.parameters_bytes + state.gradients_bytes + state.optimizer_state_bytes
         unsharded_bytes = outcome.needed_bytes - sharded_bytes + 2 * state.parameters_bytes // _num_layers(outcome)
@@ -68,11 +68,11 @@ def _find_num_gpus(search: Search) -> Alternative | None:
             continue
         number = max(math.ceil(sharded_bytes / (gpu.total_bytes - unsharded_bytes)), 2)
         if number <= MAX_GPUS and (best is None or number < best[0]):
-            best = number, unsharded_bytes + math.ceil(sharded_bytes / number), tried
+            best = number, unsharded_bytes + math.ceil(sharded_bytes / number), run
     if best is None:
         return None
-    number, needed, tried = best
-    name = f"{number} x {gpu.name}, sharded (FSDP, ZeRO-3): {tried.label} each"
+    number, needed, run = best
+    name = f"{number} x {gpu.name}, sharded (FSDP, ZeRO-3): {run.label} each"
     return Alternative("the least number of these GPUs", name, needed, estimate=True)
 
 
@@ -92,14 +92,16 @@ def _num_layers(outcome: SimulatedRun) -> int:
 
 def _try_goal(search: Search, goal: Goal) -> Alternative | None:
     """Return the alternative `goal` on the same GPU, with all exact fixes; None if no run of the goal fits."""
-    micro_batch = search.sizes()[0]
-    for tier in tiers(goal, search.runs.gpu):
-        plan = tier.leanest()
+    micro_batch = search.list_micro_batches()[0]
+    for tier in list_tiers(goal, search.simulator.gpu):
+        plan = tier.minimize_memory()
         try:
-            outcome = search.runs.run(plan.spec(search.base, micro_batch), f"{goal.value}: {plan.label(micro_batch)}")
+            outcome = search.simulator.run(
+                plan.make_spec(search.base_spec, micro_batch), f"{goal.value}: {plan.format_label(micro_batch)}"
+            )
         except MemprofError:
             continue
         if outcome.fits:
-            name = f"{goal.value} ({plan.label(micro_batch)})"
+            name = f"{goal.value} ({plan.format_label(micro_batch)})"
             return Alternative("less that is trained", name, outcome.needed_bytes, estimate=False)
     return None

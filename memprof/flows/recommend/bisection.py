@@ -7,101 +7,106 @@ from collections.abc import Callable
 from memprof.report.documents.recommendation import LargestFit
 
 
-def counted_bytes(needed_bytes: int, available: int, *, fits: bool) -> int:
-    """Return the bytes of a run for the search: at most `available` if it fits (after retries), else more."""
-    return min(needed_bytes, available) if fits else max(needed_bytes, available + 1)
+def clamp_to_verdict(needed_bytes: int, available_bytes: int, *, fits: bool) -> int:
+    """Return the bytes of a run for the search: at most `available_bytes` if it fits (after retries), else more."""
+    return min(needed_bytes, available_bytes) if fits else max(needed_bytes, available_bytes + 1)
 
 
 def find_limit(
-    needed: Callable[[int], int],
-    available: int,
+    compute_bytes: Callable[[int], int],
+    available_bytes: int,
     *,
     low: int,
     high: int,
-    grain: int = 1,
-    begin: int | None = None,
-    likely: int | None = None,
-    beyond: int = 0,
+    step_size: int = 1,
+    start: int | None = None,
+    estimate: int | None = None,
+    num_extra_tries: int = 0,
 ) -> LargestFit:
-    """Return the largest number from `low` to `high` that needs at most `available` bytes, and the next number.
+    """Return the largest number from `low` to `high` that needs at most `available_bytes` bytes, and the next number.
 
-    Both numbers were tried. Numbers are multiples of `grain`, or `low`, `high` or `begin`. For a nearly linear need,
-    as memory is in the batch size, the search takes about three runs; at the worst, twice as many as bisection.
+    Both numbers were tried. Numbers are multiples of `step_size`, or `low`, `high` or `start`. If the bytes grow almost
+    linearly, as with the batch size, the search takes about three runs; at the worst, twice as many as bisection.
 
     Args:
-        needed: returns the bytes at a number; grows with the number, except for the allocator's rounding.
-        begin: number that is tried first.
-        likely: number that is tried next if `begin` fits; from there outward until one fits and one does not.
-        beyond: how many numbers past the first that does not fit are tried too: by rounding one may fit.
+        compute_bytes: returns the bytes at a number; grows with the number, except for the allocator's rounding.
+        start: number that is tried first.
+        estimate: number that is tried next if `start` fits; from there outward until one fits and one does not.
+        num_extra_tries: how many numbers past the first that does not fit are tried too: by rounding one may fit.
     """
     known: dict[int, int] = {}
 
     def fits(number: int) -> bool:
         if number not in known:
-            known[number] = needed(number)
-        return known[number] <= available
+            known[number] = compute_bytes(number)
+        return known[number] <= available_bytes
 
-    begin = min(max(begin or low, low), high)
-    if fits(begin):
-        below, above = begin, high + 1
-    elif begin > low and fits(low):
-        below, above = low, begin
+    start = min(max(start or low, low), high)
+    if fits(start):
+        below, above = start, high + 1
+    elif start > low and fits(low):
+        below, above = low, start
     else:
         return LargestFit(None, low)
-    if likely is not None:
-        below, above = _narrow(likely, fits, below, above, high, grain)
+    if estimate is not None:
+        below, above = _narrow(estimate, fits, below, above, high, step_size)
     tries = 0
     while True:
-        first, last = _numbers_between(below, above, high, grain)
+        first, last = _numbers_between(below, above, high, step_size)
         if below >= last:
-            candidates = [above + grain * place for place in range(1, beyond + 1)]
+            candidates = [above + step_size * place for place in range(1, num_extra_tries + 1)]
             fitting = next((number for number in candidates if number <= high and fits(number)), None)
             if fitting is None:
                 return LargestFit(below, above if above <= high else None)
             # `above` is the next number known not to fit, or the end.
-            below, above = fitting, min((n for n in known if n > fitting and known[n] > available), default=high + 1)
+            below, above = (
+                fitting,
+                min((n for n in known if n > fitting and known[n] > available_bytes), default=high + 1),
+            )
             continue
         tries += 1
-        number = (first + last) // 2 // grain * grain if above <= high else min(2 * below, high)
+        number = (first + last) // 2 // step_size * step_size if above <= high else min(2 * below, high)
         if tries % 3:  # every third try bisects, in case the need is not linear
-            number = _interpolate(known, available, number)
-        number = min(max(number if number >= last else number // grain * grain, first), last)
+            number = _interpolate(known, available_bytes, number)
+        number = min(max(number if number >= last else number // step_size * step_size, first), last)
         if fits(number):
             below = number
         else:
             above = number
 
 
-def _numbers_between(below: int, above: int, high: int, grain: int) -> tuple[int, int]:
+def _numbers_between(below: int, above: int, high: int, step_size: int) -> tuple[int, int]:
     """Return the first and last number to try, where `below` fits and `above` does not (or exceeds `high`)."""
-    first, last = (below // grain + 1) * grain, (above - 1) // grain * grain
+    first, last = (below // step_size + 1) * step_size, (above - 1) // step_size * step_size
     return (min(first, high), high) if above > high else (first, last)
 
 
-def _narrow(likely: int, fits: Callable[[int], bool], below: int, above: int, high: int, grain: int) -> tuple[int, int]:
-    """Return a narrower `below` and `above`: try numbers outward from `likely`, doubling the distance."""
+def _narrow(
+    estimate: int, fits: Callable[[int], bool], below: int, above: int, high: int, step_size: int
+) -> tuple[int, int]:
+    """Return a narrower `below` and `above`: try numbers outward from `estimate`, doubling the distance."""
     fits_last: bool | None = None
     distance = 0
     while True:
-        first, last = _numbers_between(below, above, high, grain)
+        first, last = _numbers_between(below, above, high, step_size)
         if below >= last:
             return below, above
-        number = likely + (distance if fits_last else -distance)
-        number = min(max(number if number >= last else number // grain * grain, first), last)
+        number = estimate + (distance if fits_last else -distance)
+        number = min(max(number if number >= last else number // step_size * step_size, first), last)
         before, fits_last = fits_last, fits(number)
         below, above = (number, above) if fits_last else (below, number)
         if before not in (None, fits_last):
             return below, above
-        distance = 2 * distance or grain
+        distance = 2 * distance or step_size
 
 
-def _interpolate(known: dict[int, int], available: int, default: int) -> int:
-    """Return the number at which the line through the two known points nearest to `available` reaches it."""
-    nearest = sorted(known, key=lambda number: abs(known[number] - available))[:2]
+def _interpolate(known: dict[int, int], available_bytes: int, default: int) -> int:
+    """Return the number at which the line through the two known points nearest to `available_bytes` reaches it."""
+    nearest = sorted(known, key=lambda number: abs(known[number] - available_bytes))[:2]
     if len(nearest) < 2:
         return default
     one, two = sorted(nearest)
     rise = known[two] - known[one]
     if rise <= 0:
         return default
-    return int(one + (available - known[one]) * (two - one) / rise)
+    return int(one + (available_bytes - known[one]) * (two - one) / rise)

@@ -17,27 +17,27 @@ from memprof.workload.lengths import is_distribution, parse_lengths
 # Default columns: the first of these names that the file has.
 _COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_ids", "tokens")
 _MAX_EXAMPLES = 3
-DRAWN = 20_000  # samples of a distribution, as a data set
+NUM_DRAWN = 20_000  # samples of a distribution, as a data set
 
 
 @dataclass
 class _LengthReader:
     values: list[int] = field(default_factory=list)
-    empty: int = 0
-    bad: int = 0
+    num_empty: int = 0
+    num_invalid: int = 0
     examples: list[str] = field(default_factory=list)
 
-    def add(self, value: Any, place: str) -> None:
+    def add(self, value: Any, location: str) -> None:
         """Add a value of the file: a number, or a list of tokens, which are counted."""
         if value is None or (isinstance(value, str) and not value.strip()):
-            self.empty += 1
+            self.num_empty += 1
             return
         length = _parse_length(value)
         if length is None or length < 1:
-            self.bad += 1
+            self.num_invalid += 1
             if len(self.examples) < _MAX_EXAMPLES:
                 shown = repr(value)
-                self.examples.append(f"{place}: {shown if len(shown) < 40 else shown[:37] + '...'}")
+                self.examples.append(f"{location}: {shown if len(shown) < 40 else shown[:37] + '...'}")
             return
         self.values.append(length)
 
@@ -48,50 +48,51 @@ def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[in
     `source` is a file, or a distribution of workload/lengths.py. Raises UsageError if the file or column is missing, or
     has no length.
     """
-    path, read = Path(source), _LengthReader()
+    path, reader = Path(source), _LengthReader()
     if is_distribution(str(source)):
         samples = parse_lengths(str(source)).batches(1, 10**9)
-        read.values = [longest for _, longest in islice(samples, DRAWN)]
+        reader.values = [longest for _, longest in islice(samples, NUM_DRAWN)]
     elif not path.is_file():
         raise UsageError("no such file of lengths", value=path, hint="give a file with one length a line")
     name = str(source)
-    if read.values:
-        name += f", {DRAWN:,} drawn"
+    if reader.values:
+        name += f", {NUM_DRAWN:,} drawn"
     elif path.suffix in (".parquet", ".pq"):
-        column = _read_parquet(path, column, read)
+        column = _read_parquet(path, column, reader)
     elif path.suffix in (".jsonl", ".ndjson"):
-        column = _read_json_lines(path, column, read)
+        column = _read_json_lines(path, column, reader)
     else:
         if column is not None:
             raise UsageError("a column is for JSON lines and Parquet", value=column, hint="leave out --lengths-column")
         for number, line in enumerate(_iter_lines(path), 1):
-            read.add(line, f"line {number}")
-    if not read.values:
+            reader.add(line, f"line {number}")
+    if not reader.values:
         raise UsageError(
             "no length in the file",
-            value=f"{path}: {read.empty} empty, {read.bad} no length" + "".join(f"; {one}" for one in read.examples),
+            value=f"{path}: {reader.num_empty} empty, {reader.num_invalid} no length"
+            + "".join(f"; {one}" for one in reader.examples),
             hint="one whole number a line, the tokens of a sequence",
         )
-    read.values.sort()
-    return read.values, LengthRisk(
+    reader.values.sort()
+    return reader.values, LengthRisk(
         file=name if column is None else f"{name}, column {column}",
-        count=len(read.values),
-        empty=read.empty,
-        bad=read.bad,
-        bad_examples=tuple(read.examples),
+        count=len(reader.values),
+        empty=reader.num_empty,
+        bad=reader.num_invalid,
+        bad_examples=tuple(reader.examples),
         truncated=0,
-        shortest=read.values[0],
-        median=quantile(read.values, 0.5),
-        p99=quantile(read.values, 0.99),
-        longest=read.values[-1],
+        shortest=reader.values[0],
+        median=compute_quantile(reader.values, 0.5),
+        p99=compute_quantile(reader.values, 0.99),
+        longest=reader.values[-1],
         packed_rows=0,
-        context_length=read.values[-1],
+        context_length=reader.values[-1],
     )
 
 
-def quantile(ordered: list[int], share: float) -> int:
-    """Return the least value that the `share` of the `ordered` values does not exceed."""
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+def compute_quantile(sorted_values: list[int], fraction: float) -> int:
+    """Return the least value that the `fraction` of the `sorted_values` values does not exceed."""
+    return sorted_values[max(math.ceil(fraction * len(sorted_values)) - 1, 0)]
 
 
 def _parse_length(value: Any) -> int | None:
@@ -112,30 +113,30 @@ def _iter_lines(path: Path) -> Iterator[str]:
             yield line.rstrip("\r\n")
 
 
-def _read_json_lines(path: Path, column: str | None, read: _LengthReader) -> str | None:
+def _read_json_lines(path: Path, column: str | None, reader: _LengthReader) -> str | None:
     rows = found = 0
     for number, line in enumerate(_iter_lines(path), 1):
         if not line.strip():
-            read.empty += 1
+            reader.num_empty += 1
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            read.add(line, f"line {number}")
+            reader.add(line, f"line {number}")
             continue
         if not isinstance(row, dict):
-            read.add(row, f"line {number}")
+            reader.add(row, f"line {number}")
             continue
         if column is None:
             column = _choose_column(list(row), str(path))
         rows, found = rows + 1, found + (column in row)
-        read.add(row.get(column), f"line {number}")
+        reader.add(row.get(column), f"line {number}")
     if rows and not found:
         raise UsageError("no row has this column", value=column, hint="name one that there is: --lengths-column NAME")
     return column
 
 
-def _read_parquet(path: Path, column: str | None, read: _LengthReader) -> str:
+def _read_parquet(path: Path, column: str | None, reader: _LengthReader) -> str:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -152,7 +153,7 @@ def _read_parquet(path: Path, column: str | None, read: _LengthReader) -> str:
         raise UsageError("no such column", value=column, hint=f"there are {', '.join(names[:12])}")
     values = (value for batch in file.iter_batches(columns=[column]) for value in batch.column(0).to_pylist())
     for row, value in enumerate(values, 1):
-        read.add(value, f"row {row}")
+        reader.add(value, f"row {row}")
     return column
 
 

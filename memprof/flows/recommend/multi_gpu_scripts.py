@@ -8,12 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memprof.flows.gpus import GPUS_PER_MACHINE
-from memprof.flows.recommend import snippet
-from memprof.flows.recommend.parallel_plans import Way
+from memprof.flows.recommend.parallel_plans import Candidate
 from memprof.flows.recommend.plans import Activations, Goal
-from memprof.flows.recommend.search import Tried
+from memprof.flows.recommend.search import PlanRun
 from memprof.flows.recommend.simulator import Simulator
-from memprof.flows.recommend.snippet import LoadedModel, loaded_model
+from memprof.flows.recommend.single_gpu_scripts import (
+    LoadedModel,
+    build_apply_lines,
+    build_environment_lines,
+    build_generate_lines,
+    build_load_arguments,
+    build_lora_lines,
+    build_model_lines,
+    describe_loaded_model,
+)
 from memprof.spec import TargetSpec
 from memprof.units import format_bytes
 from memprof.workload.catalog import find_model, has_model, resolve_size
@@ -22,7 +30,7 @@ from memprof.workload.plan import DEVICE_MAP
 FULLY_SHARD, ACCELERATE, ACCELERATE_YAML, TORCHTITAN = "fully-shard", "accelerate", "accelerate-yaml", "torchtitan"
 TENSOR_PARALLEL = "tensor-parallel"
 
-STYLES = """styles = {
+TENSOR_PARALLEL_STYLES = """styles = {
     "colwise": ColwiseParallel(),
     "rowwise": RowwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
@@ -49,86 +57,94 @@ _TORCHTITAN_MODELS = {
 class Scripts:
     """Scripts by kind: text, launch command, and the configuration, where it is not the chosen one."""
 
-    texts: dict[str, str] = field(default_factory=dict)
-    launch: dict[str, str] = field(default_factory=dict)
-    written_for: dict[str, str] = field(default_factory=dict)
+    text_by_kind: dict[str, str] = field(default_factory=dict)
+    launch_by_kind: dict[str, str] = field(default_factory=dict)
+    configuration_by_kind: dict[str, str] = field(default_factory=dict)
 
 
-def training_scripts(fitting: Sequence[tuple[Way, Tried]], runs: Simulator, spec: TargetSpec) -> Scripts:
+def build_training_scripts(
+    fitting: Sequence[tuple[Candidate, PlanRun]], simulator: Simulator, spec: TargetSpec
+) -> Scripts:
     """Return the script of the chosen configuration, the first of `fitting`, and of each library the first possible.
 
     Models from the user's code get no scripts.
     """
-    found, model = Scripts(), loaded_model(spec)
+    found, model = Scripts(), describe_loaded_model(spec)
     if model is None:
         return found
-    chosen, tried = fitting[0]
-    found.texts[FULLY_SHARD] = fully_shard_script(chosen, tried.outcome.spec, model)
-    found.launch[FULLY_SHARD] = _torchrun_command(chosen.spread.size, "train.py")
+    chosen, run = fitting[0]
+    found.text_by_kind[FULLY_SHARD] = build_fully_shard_script(chosen, run.outcome.spec, model)
+    found.launch_by_kind[FULLY_SHARD] = _build_torchrun_command(chosen.parallel_plan.size, "train.py")
 
-    def note(way: Way, tried: Tried, *kinds: str) -> None:
-        if way != chosen:
-            verdict = "fits" if runs.has_room(tried.outcome) else "fits, with allocator retries"
-            label = f"{way.label()}; needs {format_bytes(tried.outcome.needed_bytes)}, {verdict}"
-            found.written_for.update(dict.fromkeys(kinds, label))
+    def note(candidate: Candidate, run: PlanRun, *kinds: str) -> None:
+        if candidate != chosen:
+            verdict = "fits" if simulator.fits_without_retries(run.outcome) else "fits, with allocator retries"
+            label = f"{candidate.format_label()}; needs {format_bytes(run.outcome.needed_bytes)}, {verdict}"
+            found.configuration_by_kind.update(dict.fromkeys(kinds, label))
 
-    for way, tried in fitting:
+    for candidate, run in fitting:
         # accelerate shards the head separately, which a chunked loss cannot use.
-        if not way.plan.chunked_loss and way.parallel in ("ddp", "fsdp", "fsdp:shard_grad_op"):
-            found.texts[ACCELERATE_YAML] = accelerate_yaml(way)
-            found.texts[ACCELERATE] = accelerate_script(way, tried.outcome.spec, model)
-            found.launch[ACCELERATE] = "accelerate launch --config_file accelerate.yaml train_accelerate.py"
-            note(way, tried, ACCELERATE_YAML, ACCELERATE)
+        if not candidate.plan.chunked_loss and candidate.parallel in ("ddp", "fsdp", "fsdp:shard_grad_op"):
+            found.text_by_kind[ACCELERATE_YAML] = build_accelerate_yaml(candidate)
+            found.text_by_kind[ACCELERATE] = build_accelerate_script(candidate, run.outcome.spec, model)
+            found.launch_by_kind[ACCELERATE] = "accelerate launch --config_file accelerate.yaml train_accelerate.py"
+            note(candidate, run, ACCELERATE_YAML, ACCELERATE)
             break
     name = resolve_size(spec.model).key if spec.model_is_size else spec.model
     name = find_model(name).key if has_model(name) else name
-    for way, tried in fitting if name in _TORCHTITAN_MODELS else ():
-        if way.plan.goal is Goal.FULL and not way.plan.chunked_loss and way.plan.precision != "float32":
-            found.texts[TORCHTITAN] = torchtitan_toml(way, tried.outcome.spec, *_TORCHTITAN_MODELS[name])
+    for candidate, run in fitting if name in _TORCHTITAN_MODELS else ():
+        if (
+            candidate.plan.goal is Goal.FULL
+            and not candidate.plan.chunked_loss
+            and candidate.plan.precision != "float32"
+        ):
+            found.text_by_kind[TORCHTITAN] = build_torchtitan_toml(
+                candidate, run.outcome.spec, *_TORCHTITAN_MODELS[name]
+            )
             start = "-m torchtitan.train --job.config_file train.toml"
-            found.launch[TORCHTITAN] = _torchrun_command(way.spread.size, start)
-            note(way, tried, TORCHTITAN)
+            found.launch_by_kind[TORCHTITAN] = _build_torchrun_command(candidate.parallel_plan.size, start)
+            note(candidate, run, TORCHTITAN)
             break
     return found
 
 
-def serving_scripts(fitting: Sequence[tuple[str, Tried]], spec: TargetSpec) -> Scripts:
+def build_serving_scripts(fitting: Sequence[tuple[str, PlanRun]], spec: TargetSpec) -> Scripts:
     """Return a script for each of `fitting`: pairs of a name of `--parallel` and a run."""
-    found, model = Scripts(), loaded_model(spec)
+    found, model = Scripts(), describe_loaded_model(spec)
     if model is None:
         return found
-    for plan, tried in fitting:
-        made = tried.outcome.spec
+    for plan, run in fitting:
+        made = run.outcome.spec
         if plan == DEVICE_MAP:
-            found.texts[DEVICE_MAP] = _device_map_script(made, model)
-            found.launch[DEVICE_MAP] = "python infer.py"
+            found.text_by_kind[DEVICE_MAP] = _build_device_map_script(made, model)
+            found.launch_by_kind[DEVICE_MAP] = "python infer.py"
         else:
-            found.texts[TENSOR_PARALLEL] = _tensor_parallel_script(made, model)
-            found.launch[TENSOR_PARALLEL] = _torchrun_command(made.gpus, "infer_tp.py")
+            found.text_by_kind[TENSOR_PARALLEL] = _build_tensor_parallel_script(made, model)
+            found.launch_by_kind[TENSOR_PARALLEL] = _build_torchrun_command(made.gpus, "infer_tp.py")
     return found
 
 
-def _torchrun_command(gpus: int, what: str) -> str:
-    machines = -(-gpus // GPUS_PER_MACHINE)
+def _build_torchrun_command(num_gpus: int, program: str) -> str:
+    machines = -(-num_gpus // GPUS_PER_MACHINE)
     nodes = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {gpus // machines} {what}"
+    return f"torchrun {nodes}--nproc-per-node {num_gpus // machines} {program}"
 
 
-def _load_lines(spec: TargetSpec, model: LoadedModel, *more: str) -> list[str]:
-    """Return the lines that load the model into host memory; `more` are further arguments of from_pretrained."""
-    arguments = snippet.load_arguments(spec)
+def _build_load_lines(spec: TargetSpec, model: LoadedModel, *extra_arguments: str) -> list[str]:
+    """Return the lines that load the model into host memory, with `extra_arguments` of from_pretrained."""
+    arguments = build_load_arguments(spec)
     if not model.from_pretrained:
-        return snippet.make_lines(model, arguments)
-    given = ", ".join([repr(model.from_pretrained), *arguments, *more])
+        return build_model_lines(model, arguments)
+    given = ", ".join([repr(model.from_pretrained), *arguments, *extra_arguments])
     return [f"model = transformers.{model.auto_class}.from_pretrained({given})"]
 
 
-def _model_lines(way: Way, spec: TargetSpec, model: LoadedModel) -> list[str]:
-    adapter = snippet.lora_lines(spec) if way.plan.goal is Goal.LORA else []
-    return [*_load_lines(spec, model), "model.config.use_cache = False", *adapter]
+def _build_model_lines(candidate: Candidate, spec: TargetSpec, model: LoadedModel) -> list[str]:
+    adapter = build_lora_lines(spec) if candidate.plan.goal is Goal.LORA else []
+    return [*_build_load_lines(spec, model), "model.config.use_cache = False", *adapter]
 
 
-def _batch_lines() -> list[str]:
+def _build_batch_lines() -> list[str]:
     return [
         "",
         "",
@@ -141,9 +157,9 @@ def _batch_lines() -> list[str]:
     ]
 
 
-def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
+def build_fully_shard_script(candidate: Candidate, spec: TargetSpec, model: LoadedModel) -> str:
     """Return `train.py`, which does the same as the workload of `memprof profile --parallel` (workload/spread.py)."""
-    spread, plan = way.spread, way.plan
+    spread, plan = candidate.parallel_plan, candidate.plan
     meshes = {"replicate": spread.replicate, "shard": spread.shard, "tensor": spread.tensor}
     shape = {name: size for name, size in meshes.items() if size > 1 or (name == "shard" and spread.sharded)}
     imports = ["import torch", "import torch.distributed as dist", "import transformers"]
@@ -161,18 +177,18 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
     standard = ["import fnmatch", "import os"] if spread.tensor > 1 else ["import os"]
     library = ["", "import memprof"] if spec.fixes else []
     lines = [
-        *snippet.environment_lines(spec, *standard), *imports, *tools, *library, "",
+        *build_environment_lines(spec, *standard), *imports, *tools, *library, "",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         'dist.init_process_group("nccl")',
         f'mesh = init_device_mesh("cuda", {tuple(shape.values())}, mesh_dim_names={tuple(shape)})',
-        f"micro_batch, accumulation, length = {spec.batch_size}, {way.accumulation}, {spec.context_length}",
+        f"micro_batch, accumulation, length = {spec.batch_size}, {candidate.accumulation}, {spec.context_length}",
         "",
-        *_model_lines(way, spec, model),
+        *_build_model_lines(candidate, spec, model),
     ]  # fmt: skip
     if spread.tensor > 1:
-        lines.append(STYLES)
+        lines.append(TENSOR_PARALLEL_STYLES)
     if spread.sharded:
-        lines += _sharding_lines(way, spec)
+        lines += _build_sharding_lines(candidate, spec)
     lines.append('model.to("cuda")')
     model_name = "model" if spread.sharded or spread.data == 1 else "wrapped"
     if model_name == "wrapped":
@@ -181,13 +197,13 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
             '    model, device_ids=[torch.cuda.current_device()], process_group=mesh["replicate"].get_group())'
         )
     lines += [
-        *snippet.apply_lines(spec.fixes),
+        *build_apply_lines(spec.fixes),
         "groups = {}  # an optimizer's operators take parameters of one mesh",
         "for parameter in model.parameters():",
         "    if parameter.requires_grad:",
         '        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)',
         'optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, fused=True)',
-        *_batch_lines(),
+        *_build_batch_lines(),
         "model.train()",
         "data = batches()",
         "for step in range(2):",
@@ -212,8 +228,8 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sharding_lines(way: Way, spec: TargetSpec) -> list[str]:
-    spread = way.spread
+def _build_sharding_lines(candidate: Candidate, spec: TargetSpec) -> list[str]:
+    spread = candidate.parallel_plan
     names = '"replicate", "shard"' if spread.replicate > 1 else '"shard"'
     lines = [f"sharding = dict(mesh=mesh[{names}])"]
     if spec.amp:
@@ -231,10 +247,12 @@ def _sharding_lines(way: Way, spec: TargetSpec) -> list[str]:
     ]
 
 
-def accelerate_yaml(way: Way) -> str:
+def build_accelerate_yaml(candidate: Candidate) -> str:
     """Return `accelerate.yaml`, in the format of `accelerate config`."""
-    spread = way.spread
-    mixed = {"bfloat16": "bf16", "float16": "fp16"}[way.plan.half] if way.plan.precision == "amp" else "'no'"
+    spread = candidate.parallel_plan
+    mixed = (
+        {"bfloat16": "bf16", "float16": "fp16"}[candidate.plan.half] if candidate.plan.precision == "amp" else "'no'"
+    )
     lines = ["compute_environment: LOCAL_MACHINE"]
     if spread.sharded:
         lines += [
@@ -252,20 +270,20 @@ def accelerate_yaml(way: Way) -> str:
     return "\n".join(lines) + "\n"
 
 
-def accelerate_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
+def build_accelerate_script(candidate: Candidate, spec: TargetSpec, model: LoadedModel) -> str:
     """Return `train_accelerate.py`, a training script with accelerate."""
     imports = ["import accelerate", "import torch", "import transformers"]
-    if way.plan.goal is Goal.LORA:
+    if candidate.plan.goal is Goal.LORA:
         imports.insert(1, "import peft")
     lines = [
-        *snippet.environment_lines(spec), *imports, *(["", "import memprof"] if spec.fixes else []), "",
-        f"micro_batch, accumulation, length = {spec.batch_size}, {way.accumulation}, {spec.context_length}",
+        *build_environment_lines(spec), *imports, *(["", "import memprof"] if spec.fixes else []), "",
+        f"micro_batch, accumulation, length = {spec.batch_size}, {candidate.accumulation}, {spec.context_length}",
         "accelerator = accelerate.Accelerator(gradient_accumulation_steps=accumulation)",
-        *_model_lines(way, spec, model),
+        *_build_model_lines(candidate, spec, model),
         "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)",
         "model, optimizer = accelerator.prepare(model, optimizer)",
-        *snippet.apply_lines(spec.fixes, "accelerator.unwrap_model(model)"),
-        *_batch_lines(),
+        *build_apply_lines(spec.fixes, "accelerator.unwrap_model(model)"),
+        *_build_batch_lines(),
         "model.train()",
         "data = batches()",
         "for step in range(2 * accumulation):",
@@ -285,11 +303,11 @@ def accelerate_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
     )
 
 
-def torchtitan_toml(way: Way, spec: TargetSpec, name: str, flavor: str) -> str:
+def build_torchtitan_toml(candidate: Candidate, spec: TargetSpec, name: str, flavor: str) -> str:
     """Return `train.toml` of torchtitan 0.2 (torchtitan/config/job_config.py)."""
-    spread = way.spread
-    checkpointed = way.plan.activations is Activations.CHECKPOINTED
-    whole = "bfloat16" if way.plan.precision == "half" else "float32"
+    spread = candidate.parallel_plan
+    checkpointed = candidate.plan.activations is Activations.CHECKPOINTED
+    whole = "bfloat16" if candidate.plan.precision == "half" else "float32"
     return f"""# torchtitan 0.2
 [model]
 name = "{name}"
@@ -303,12 +321,12 @@ implementation = "fused"
 
 [training]
 local_batch_size = {spec.batch_size}
-global_batch_size = {spec.batch_size * way.accumulation * spread.data}
+global_batch_size = {spec.batch_size * candidate.accumulation * spread.data}
 seq_len = {spec.context_length}
 steps = 2
 dataset = "c4"
 dtype = "{whole}"
-mixed_precision_param = "{way.plan.half}"
+mixed_precision_param = "{candidate.plan.half}"
 mixed_precision_reduce = "{whole}"
 
 [parallelism]
@@ -322,7 +340,7 @@ mode = "{"full" if checkpointed else "none"}"
 """
 
 
-def _device_map_script(spec: TargetSpec, model: LoadedModel) -> str:
+def _build_device_map_script(spec: TargetSpec, model: LoadedModel) -> str:
     """Return `infer.py`: inference in one process with some layers on each GPU."""
     imports = ["import torch", "import transformers"]
     placed: list[str] = []
@@ -334,14 +352,17 @@ def _device_map_script(spec: TargetSpec, model: LoadedModel) -> str:
             "GPUs = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)",
             "accelerate.dispatch_model(model, GPUs)",
         ]
-    loading = _load_lines(spec, model, 'device_map="auto"')
-    return "\n".join([*snippet.environment_lines(spec), *imports, "", *loading, *placed, *_infer_lines(spec)]) + "\n"
+    loading = _build_load_lines(spec, model, 'device_map="auto"')
+    return (
+        "\n".join([*build_environment_lines(spec), *imports, "", *loading, *placed, *_build_inference_lines(spec)])
+        + "\n"
+    )
 
 
-def _tensor_parallel_script(spec: TargetSpec, model: LoadedModel) -> str:
+def _build_tensor_parallel_script(spec: TargetSpec, model: LoadedModel) -> str:
     """Return `infer_tp.py`: inference with tensor parallelism, one rank per GPU."""
     lines = [
-        *snippet.environment_lines(spec, "import fnmatch", "import os"),
+        *build_environment_lines(spec, "import fnmatch", "import os"),
         "import torch",
         "import torch.distributed as dist",
         "import transformers",
@@ -352,20 +373,20 @@ def _tensor_parallel_script(spec: TargetSpec, model: LoadedModel) -> str:
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         'dist.init_process_group("nccl")',
         f'mesh = init_device_mesh("cuda", ({spec.gpus},), mesh_dim_names=("tensor",))',
-        *_load_lines(spec, model),
-        STYLES,
+        *_build_load_lines(spec, model),
+        TENSOR_PARALLEL_STYLES,
         'model.to("cuda")',
         "torch.manual_seed(0)  # all ranks are given the same prompt",
-        *_infer_lines(spec),
+        *_build_inference_lines(spec),
         "dist.destroy_process_group()",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _infer_lines(spec: TargetSpec) -> list[str]:
+def _build_inference_lines(spec: TargetSpec) -> list[str]:
     return [
         "model.eval()",
         f"batch, length = {spec.batch_size}, {spec.context_length}",
         'prompt = torch.randint(model.config.vocab_size, (batch, length), device="cuda")  # yours',
-        *snippet.generate_lines(spec),
+        *build_generate_lines(spec),
     ]

@@ -40,17 +40,17 @@ class SimulatedRun:
         return 0.0 if self.step is None else self.step.seconds
 
 
-def outcome_of(
-    trace: Trace, spec: TargetSpec, micro_batches: int, *, gpu: Gpu, seeks_room: bool = False
+def evaluate_run(
+    trace: Trace, spec: TargetSpec, micro_batches: int, *, gpu: Gpu, avoids_retries: bool = False
 ) -> SimulatedRun:
     """Return the outcome of the run of `spec` on `gpu`, with `micro_batches` in a step.
 
-    With `seeks_room`, expandable segments are also tried for runs that fit only with allocator retries.
+    With `avoids_retries`, expandable segments are also tried for runs that fit only with allocator retries.
     """
     document = analyze(trace, explained=False)
     tensors_fit = document.peak.allocated_bytes <= gpu.total_bytes - gpu.context_bytes
     fits, capacity = document.verdict.fits, gpu.total_bytes
-    needs_retries = seeks_room and document.verdict.required_bytes > capacity
+    needs_retries = avoids_retries and document.verdict.required_bytes > capacity
     expanded = _expand_segments(spec, document.target) if (needs_retries or not fits) and tensors_fit else None
     if expanded is not None:
         expanded_report = analyze(trace, expanded.alloc_conf, explained=False)
@@ -58,8 +58,8 @@ def outcome_of(
             spec, document = expanded, expanded_report
     verdict, target, state = document.verdict, document.target, document.model_state
     assert target is not None and state is not None
-    where = verdict.oom_stage or ""
-    oom_stage = f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where
+    stage = verdict.oom_stage or ""
+    oom_stage = f"{stage} of step {verdict.oom_step}" if stage and spec.mode is Mode.TRAIN else stage
     return SimulatedRun(
         spec=spec.edit(context_length=target.context_length, alloc_conf=document.allocator.alloc_conf),
         needed_bytes=verdict.required_bytes,

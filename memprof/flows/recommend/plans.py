@@ -29,10 +29,10 @@ class Goal(StrEnum):
 class Activations(StrEnum):
     """The ways to keep activations between forward and backward, quickest first."""
 
-    KEPT = "kept"
+    ON_GPU = "kept"
     OFFLOADED = "in host memory"
     CHECKPOINTED = "checkpointed"
-    BOTH = "checkpointed, in host memory"
+    CHECKPOINTED_OFFLOADED = "checkpointed, in host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Plan:
     precision: str  # half, amp, float32, int8 or nf4
     half: str  # half precision of the GPU: bfloat16, or float16 before Ampere
     optimizer: str = "none"  # adamw (fused), adamw-8bit, torchao-adamw-8bit, adamw-cpu (states and step on the host)
-    activations: Activations = Activations.KEPT
+    activations: Activations = Activations.ON_GPU
     chunked_loss: bool = False
-    given_up: str = ""  # the loss of precision, in words; empty: none
+    precision_loss: str = ""  # the loss of precision, in words; empty: none
 
-    def spec(self, base: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
+    def make_spec(self, base: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
         """Return `base` edited to run in this way.
 
         `accumulation` above 2 is run as 2: further micro-batches take the same memory as the second.
@@ -71,18 +71,18 @@ class Plan:
         fixes = {
             CPU_OPTIMIZER: self.optimizer == "adamw-cpu",
             CHUNKED_LOSS: self.chunked_loss,
-            CHECKPOINTING: self.activations in (Activations.CHECKPOINTED, Activations.BOTH),
-            OFFLOADED_ACTIVATIONS: self.activations in (Activations.OFFLOADED, Activations.BOTH),
+            CHECKPOINTING: self.activations in (Activations.CHECKPOINTED, Activations.CHECKPOINTED_OFFLOADED),
+            OFFLOADED_ACTIVATIONS: self.activations in (Activations.OFFLOADED, Activations.CHECKPOINTED_OFFLOADED),
         }
         return base.edit(**changes, fixes=tuple(name for name, is_on in fixes.items() if is_on))
 
-    def label(self, micro_batch: int | None = None) -> str:
+    def format_label(self, micro_batch: int | None = None) -> str:
         """Return a short description for a row of a table."""
         half_labels = {"amp": f"float32 weights under {self.half} autocast", "half": f"{self.half} weights"}
         parts = [half_labels.get(self.precision, f"{self.precision} weights")]
         if self.goal is not Goal.INFER:
-            parts.append(OPTIMIZER_NAMES[self.optimizer])
-            if self.activations is not Activations.KEPT:
+            parts.append(OPTIMIZER_TEXTS[self.optimizer])
+            if self.activations is not Activations.ON_GPU:
                 parts.append(f"activations {self.activations.value}")
             if self.chunked_loss:
                 parts.append("chunked loss")
@@ -93,27 +93,27 @@ class Plan:
     @property
     def fixes(self) -> tuple[str, ...]:
         """Return the names of the fixes that `memprof.apply` switches on in the model."""
-        names = self.spec(TargetSpec(model="-"), 1).fixes
+        names = self.make_spec(TargetSpec(model="-"), 1).fixes
         return tuple(name for name in names if name != CPU_OPTIMIZER)
 
-    def leanest(self) -> Plan:
+    def minimize_memory(self) -> Plan:
         """Return the plan with all exact fixes that save GPU memory."""
         if self.goal is Goal.INFER:
             return self
         return replace(self, activations=Activations.CHECKPOINTED, chunked_loss=True)
 
-    def variants(self) -> list[Plan]:
+    def list_variants(self) -> list[Plan]:
         """Return the variants of the plan with the same numerics that trade time for memory, quickest first."""
         if self.goal is Goal.INFER:
             return [self]
         return [
             replace(self, activations=activations, chunked_loss=chunked)
             for activations in Activations
-            for chunked in ((False, True) if activations is not Activations.BOTH else (True,))
+            for chunked in ((False, True) if activations is not Activations.CHECKPOINTED_OFFLOADED else (True,))
         ]
 
 
-OPTIMIZER_NAMES = {
+OPTIMIZER_TEXTS = {
     "adamw": "fused AdamW",
     "adamw-8bit": "8-bit AdamW (bitsandbytes)",
     "torchao-adamw-8bit": "8-bit AdamW (torchao)",
@@ -122,25 +122,25 @@ OPTIMIZER_NAMES = {
 }
 
 
-def half_of(gpu: Gpu) -> str:
+def get_half_precision(gpu: Gpu) -> str:
     """Return the half precision that the GPU computes in at full speed: bfloat16 from compute capability 8.0 on."""
     return "bfloat16" if gpu.compute_capability >= (8, 0) or "bfloat16" in gpu.peak_flops else "float16"
 
 
 # Option of each precision.
-_OPTIONS = {
+_OPTION_BY_PRECISION = {
     "half": "--dtype {half}", "amp": "--amp {half}", "float32": "--dtype float32", "int8": "--quantize int8",
     "nf4": "--quantize nf4",
 }  # fmt: skip
 
 
-def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None = None) -> list[Plan]:
-    """Return the tiers of a goal, as plans to be varied by `variants`; tiers that give up no precision come first.
+def list_tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None = None) -> list[Plan]:
+    """Return the tiers of a goal, as plans to be varied by `list_variants`; tiers that give up no precision come first.
 
     A `precision` keeps only tiers of this precision; `half` defaults to the GPU's. Raises UsageError if the goal
     lacks the precision.
     """
-    half = half or half_of(gpu)
+    half = half or get_half_precision(gpu)
     rounded = f"weights in {half} are updated in {half}: small updates are lost"
     states = "states of the optimizer in 8 bits"
     eight_bit = installed_eight_bit_optimizer()
@@ -148,30 +148,35 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None =
     if goal is Goal.INFER:
         found = [
             Plan(goal, "half", half),
-            Plan(goal, "int8", half, given_up="weights and activations of linear layers in 8 bits"),
-            Plan(goal, "nf4", half, given_up="weights of linear layers in 4 bits"),
+            Plan(goal, "int8", half, precision_loss="weights and activations of linear layers in 8 bits"),
+            Plan(goal, "nf4", half, precision_loss="weights of linear layers in 4 bits"),
         ]
         found += [Plan(goal, "float32", half)] if precision == "float32" else []
     elif goal is Goal.FULL:
         full_weights = [Plan(goal, "amp", half, optimizer) for optimizer in ("adamw", "adamw-cpu")]
-        full_weights += [Plan(goal, "amp", half, eight_bit, given_up=states)] if eight_bit else []
-        half_weights = [Plan(goal, "half", half, optimizer, given_up=rounded) for optimizer in ("adamw", "adamw-cpu")]
-        half_weights += [Plan(goal, "half", half, eight_bit, given_up=f"{rounded}; {states}")] if eight_bit else []
+        full_weights += [Plan(goal, "amp", half, eight_bit, precision_loss=states)] if eight_bit else []
+        half_weights = [
+            Plan(goal, "half", half, optimizer, precision_loss=rounded) for optimizer in ("adamw", "adamw-cpu")
+        ]
+        half_weights += (
+            [Plan(goal, "half", half, eight_bit, precision_loss=f"{rounded}; {states}")] if eight_bit else []
+        )
         found = [*full_weights, *(half_weights if half == "bfloat16" else [])]
         found += [Plan(goal, "float32", half, "adamw")] if precision == "float32" else []
     elif goal is Goal.LORA:
         found = [Plan(goal, "half", half, "adamw")]
         found += [Plan(goal, precision, half, "adamw")] if precision in ("amp", "float32") else []
     else:
-        found = [Plan(goal, "nf4", half, "adamw", given_up="frozen weights in 4 bits")]
+        found = [Plan(goal, "nf4", half, "adamw", precision_loss="frozen weights in 4 bits")]
     if precision is None:
         return found
     kept = [plan for plan in found if plan.precision == precision]
     if not kept:
         raise UsageError(
             f"the goal {goal.value} is not searched with this precision",
-            value=_OPTIONS.get(precision, f"--quantize {precision}").format(half=half),
-            hint="give " + " or ".join(dict.fromkeys(_OPTIONS[plan.precision].format(half=half) for plan in found)),
+            value=_OPTION_BY_PRECISION.get(precision, f"--quantize {precision}").format(half=half),
+            hint="give "
+            + " or ".join(dict.fromkeys(_OPTION_BY_PRECISION[plan.precision].format(half=half) for plan in found)),
         )
     return kept
 
@@ -181,14 +186,14 @@ NEW_TOKENS = 2
 DEFAULT_CONTEXT = 2048  # tokens
 
 
-def base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
+def make_base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
     """Return `spec` with the mode of the goal: two training steps, or a prompt and two new tokens."""
     if goal is Goal.INFER:
         return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
     return spec.edit(mode=Mode.TRAIN, steps=2)
 
 
-def with_context(spec: TargetSpec) -> TargetSpec:
+def set_context_length(spec: TargetSpec) -> TargetSpec:
     """Return `spec` with a context length: its own, else 2,048 tokens or the model's maximum if less."""
     from memprof.workload.models import find_source
 

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from memprof.errors import UsageError
 from memprof.fixes.catalog import check_installed
 from memprof.flows.recommend.outcome import SimulatedRun
-from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
+from memprof.flows.recommend.plans import Activations, Goal, Plan, list_tiers, make_base_spec
 from memprof.flows.recommend.simulator import Simulator
 from memprof.report.documents.recommendation import LargestFit
 from memprof.spec import TargetSpec
 
-GRAIN = 256  # tokens between two context lengths of a search
+CONTEXT_STEP = 256  # tokens between two context lengths of a search
 MAX_CONTEXT = 1 << 20  # tokens, for a model without a maximum
 MAX_BATCH = 1 << 14
-TIE = 0.005  # share of step time below which two runs are equally fast; the run with less memory wins
-SCREENED = 14  # runs of a search, without its limits, confirmation and alternatives
+TIE_TOLERANCE = 0.005  # share of step time below which two runs are equally fast; the run with less memory wins
+MAX_SEARCH_RUNS = 14  # runs of a search, without those for limits, confirmation and alternatives
 DEFAULT_EFFECTIVE_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """The request to a search: goal, batch and precision."""
+class SearchRequest:
+    """The request to a search of configurations: goal, batch and precision."""
 
     goal: Goal
     # Sequences in an optimizer step (inference: at a time). None: `micro_batch` if given, else 8 (inference: 1).
@@ -35,15 +35,15 @@ class Question:
     half: str | None = None  # the half precision; None: the GPU's
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """Return the effective batch or its default."""
         default = 1 if self.goal is Goal.INFER else DEFAULT_EFFECTIVE_BATCH
         return self.effective_batch or self.micro_batch or default
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """A plan at a micro-batch, and the outcome of its run."""
+class PlanRun:
+    """A simulated run of a plan at one micro-batch size, with the outcome."""
 
     plan: Plan
     micro_batch: int
@@ -53,41 +53,41 @@ class Tried:
     @property
     def label(self) -> str:
         """Return a short description for a row of a table."""
-        return self.plan.label(self.micro_batch)
+        return self.plan.format_label(self.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The result of a search: the chosen run (None: nothing fits), the run with the least memory, and all runs."""
 
-    chosen: Tried | None
-    least: Tried | None
-    tried: tuple[Tried, ...]
+    chosen: PlanRun | None
+    leanest: PlanRun | None
+    runs: tuple[PlanRun, ...]
 
 
 class Search:
     """Search over the configurations of a goal; `base` names model, context length and GPU."""
 
-    def __init__(self, runs: Simulator, base: TargetSpec, question: Question) -> None:
-        self.runs = runs
-        self.goal, self.effective_batch, self.micro_batch = question.goal, question.batch, question.micro_batch
-        self.base = base_spec(self.goal, base)
-        self.tiers = self._filter_installed(tiers(self.goal, runs.gpu, question.precision, question.half))
-        self.refused: set[str] = set()  # fixes that do not apply to this model
-        self.tried: dict[tuple[Plan, int], Tried] = {}
+    def __init__(self, simulator: Simulator, base_spec: TargetSpec, request: SearchRequest) -> None:
+        self.simulator = simulator
+        self.goal, self.effective_batch, self.micro_batch = request.goal, request.batch_size, request.micro_batch
+        self.base_spec = make_base_spec(self.goal, base_spec)
+        self.tiers = self._filter_installed(list_tiers(self.goal, simulator.gpu, request.precision, request.half))
+        self.rejected_fixes: set[str] = set()  # fixes that do not apply to this model
+        self.run_by_plan: dict[tuple[Plan, int], PlanRun] = {}
 
     def _filter_installed(self, kinds: list[Plan]) -> list[Plan]:
         """Return the tiers whose packages are installed; raise UsageError if no tier's are."""
         missing: dict[str, UsageError] = {}
         for tier in kinds:
             try:
-                check_installed(tier.spec(self.base, 1))
+                check_installed(tier.make_spec(self.base_spec, 1))
             except UsageError as error:
-                missing[tier.label()] = error
+                missing[tier.format_label()] = error
         if len(missing) == len(kinds):
             raise next(iter(missing.values()))
-        self.runs.failures |= {label: error.line for label, error in missing.items()}
-        return [tier for tier in kinds if tier.label() not in missing]
+        self.simulator.error_by_label |= {label: error.line for label, error in missing.items()}
+        return [tier for tier in kinds if tier.format_label() not in missing]
 
     def search(self) -> SearchResult:
         """Return the quickest configuration that fits, among those that give up the least precision.
@@ -96,38 +96,40 @@ class Search:
         and in others that give up the same, all variants that fit are tried, each up to its largest micro-batch
         that fits.
         """
-        smallest = self.sizes()[0]
+        smallest = self.list_micro_batches()[0]
         given_up: str | None = None
-        best: Tried | None = None
+        best: PlanRun | None = None
         for tier in self.tiers:
-            if given_up is not None and tier.given_up != given_up:
+            if given_up is not None and tier.precision_loss != given_up:
                 break
             lean = self._run_leanest(tier, smallest)
             if lean is not None and not lean.outcome.fits and self.goal is not Goal.INFER:
-                lean = self.try_plan(dataclasses.replace(lean.plan, activations=Activations.BOTH), smallest) or lean
+                leanest_plan = dataclasses.replace(lean.plan, activations=Activations.CHECKPOINTED_OFFLOADED)
+                lean = self.run_plan(leanest_plan, smallest) or lean
             if lean is None or not lean.outcome.fits:
                 continue
-            given_up = tier.given_up
-            self._run_variants(tier.variants(), smallest)
-            fitting = [t for t in (self.try_plan(plan, smallest) for plan in tier.variants()) if t and t.outcome.fits]
-            for one in sorted(fitting, key=lambda one: one.outcome.seconds):
-                best = self._choose_better(best, self._find_micro_batch(one, self._choose_better(best, one)))
-        tried = tuple(self.tried.values())
-        least = min(tried, key=lambda one: one.outcome.needed_bytes, default=None)
-        return SearchResult(best, least, tried)
+            given_up = tier.precision_loss
+            variants = tier.list_variants()
+            self._run_in_parallel(variants, smallest)
+            fitting = [run for plan in variants if (run := self.run_plan(plan, smallest)) and run.outcome.fits]
+            for run in sorted(fitting, key=lambda run: run.outcome.seconds):
+                best = self._choose_better(best, self._find_micro_batch(run, self._choose_better(best, run)))
+        runs = tuple(self.run_by_plan.values())
+        leanest = min(runs, key=lambda one: one.outcome.needed_bytes, default=None)
+        return SearchResult(best, leanest, runs)
 
-    def _run_leanest(self, tier: Plan, micro_batch: int) -> Tried | None:
+    def _run_leanest(self, tier: Plan, micro_batch: int) -> PlanRun | None:
         """Return the run of the tier with as many exact fixes as apply to the model; None if no run succeeds."""
-        lean = tier.leanest()
+        lean = tier.minimize_memory()
         plans = [
             dataclasses.replace(lean, activations=activations, chunked_loss=chunked)
-            for activations in (lean.activations, Activations.KEPT)
+            for activations in (lean.activations, Activations.ON_GPU)
             for chunked in (lean.chunked_loss, False)
         ]
-        attempts = (self.try_plan(plan, micro_batch) for plan in dict.fromkeys(plans))
-        return next((tried for tried in attempts if tried is not None), None)
+        attempts = (self.run_plan(plan, micro_batch) for plan in dict.fromkeys(plans))
+        return next((run for run in attempts if run is not None), None)
 
-    def sizes(self) -> list[int]:
+    def list_micro_batches(self) -> list[int]:
         """Return the micro-batch sizes to try: the divisors of the effective batch."""
         if self.micro_batch is not None:
             return [self.micro_batch]
@@ -135,128 +137,131 @@ class Search:
             return [self.effective_batch]
         return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
 
-    def try_plan(self, plan: Plan, micro_batch: int) -> Tried | None:
+    def run_plan(self, plan: Plan, micro_batch: int) -> PlanRun | None:
         """Return the run of a plan at a micro-batch; None if a fix does not apply (no plan with the fix is run again).
 
         With accumulation, gradients of earlier micro-batches are live in later ones. One micro-batch on gradients that
         zero_grad left as zeros is the same for the allocator, and takes half the time to run.
         """
         key = plan, micro_batch
-        if not self.refused.isdisjoint(plan.fixes):
+        if not self.rejected_fixes.isdisjoint(plan.fixes):
             return None
-        if key not in self.tried:
-            spec, accumulation = self._step_spec(plan, micro_batch)
-            label = plan.label(micro_batch)
-            outcome = self.runs.try_run(spec, label, accumulation)
+        if key not in self.run_by_plan:
+            spec, accumulation = self._make_step_spec(plan, micro_batch)
+            label = plan.format_label(micro_batch)
+            outcome = self.simulator.try_run(spec, label, accumulation)
             if outcome is None:
                 # The message begins with the name of the fix that does not apply to this model.
-                why = self.runs.failures[label]
-                self.refused |= {name for name in plan.fixes if why.startswith(name)}
+                why = self.simulator.error_by_label[label]
+                self.rejected_fixes |= {name for name in plan.fixes if why.startswith(name)}
                 return None
-            self.tried[key] = Tried(plan, micro_batch, accumulation, outcome)
-        return self.tried[key]
+            self.run_by_plan[key] = PlanRun(plan, micro_batch, accumulation, outcome)
+        return self.run_by_plan[key]
 
-    def _step_spec(self, plan: Plan, micro_batch: int) -> tuple[TargetSpec, int]:
+    def _make_step_spec(self, plan: Plan, micro_batch: int) -> tuple[TargetSpec, int]:
         accumulation = 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
-        spec = plan.spec(self.base, micro_batch)
+        spec = plan.make_spec(self.base_spec, micro_batch)
         return spec.edit(zero_grad="zero") if accumulation > 1 else spec, accumulation
 
-    def _run_variants(self, plans: Iterable[Plan], micro_batch: int) -> None:
+    def _run_in_parallel(self, plans: Iterable[Plan], micro_batch: int) -> None:
         """Run `plans` in parallel, without plans whose fixes do not apply."""
-        self.runs.make(self._step_spec(plan, micro_batch) for plan in plans if self.refused.isdisjoint(plan.fixes))
+        self.simulator.run_in_parallel(
+            self._make_step_spec(plan, micro_batch) for plan in plans if self.rejected_fixes.isdisjoint(plan.fixes)
+        )
 
-    def confirm(self, tried: Tried) -> Tried:
-        """Return `tried` with the outcome of a run with its full accumulation."""
-        spec = tried.plan.spec(self.base, tried.micro_batch, tried.accumulation)
-        outcome = self.runs.run(spec, f"check of {tried.label}", tried.accumulation)
-        return dataclasses.replace(tried, outcome=outcome)
+    def confirm_run(self, run: PlanRun) -> PlanRun:
+        """Return `run` with the outcome of a run with its full accumulation."""
+        spec = run.plan.make_spec(self.base_spec, run.micro_batch, run.accumulation)
+        outcome = self.simulator.run(spec, f"check of {run.label}", run.accumulation)
+        return dataclasses.replace(run, outcome=outcome)
 
-    def batch_limit(self, tried: Tried) -> LargestFit:
+    def find_batch_limit(self, run: PlanRun) -> LargestFit:
         """Return the largest micro-batch with which this configuration fits."""
-        accumulation = min(tried.accumulation, 2)
-        return self.runs.limit(
-            lambda size: tried.plan.spec(self.base, size, accumulation),
-            tried.plan.label,
-            tried.accumulation,
-            begin=tried.micro_batch,
+        accumulation = min(run.accumulation, 2)
+        return self.simulator.find_run_limit(
+            lambda size: run.plan.make_spec(self.base_spec, size, accumulation),
+            run.plan.format_label,
+            run.accumulation,
+            start=run.micro_batch,
             high=MAX_BATCH,
         )
 
-    def context_limit(self, tried: Tried, longest: int | None) -> LargestFit:
-        """Return the longest context with which this configuration, which fits, still fits, in steps of GRAIN tokens.
+    def find_context_limit(self, run: PlanRun, longest: int | None) -> LargestFit:
+        """Return the longest context with which this configuration, which fits, still fits, in steps of CONTEXT_STEP.
 
         `longest` is the model's maximum, which does not limit the search if the requested context is longer.
         """
-        current_length = tried.outcome.target.context_length or 0
+        current_length = run.outcome.target.context_length or 0
         high = MAX_CONTEXT
-        if longest is not None and current_length <= longest - (self.base.new_tokens or 0):
-            high = longest - (self.base.new_tokens or 0)
+        if longest is not None and current_length <= longest - (self.base_spec.new_tokens or 0):
+            high = longest - (self.base_spec.new_tokens or 0)
 
-        def spec_of(length: int, accumulation: int) -> TargetSpec:
-            return tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, accumulation)
+        def make_spec(length: int, accumulation: int) -> TargetSpec:
+            return run.plan.make_spec(self.base_spec.edit(context_length=length), run.micro_batch, accumulation)
 
-        def label(length: int) -> str:
-            return f"context {length:,}"
+        format_label = "context {:,}".format
 
-        def limit(accumulation: int) -> LargestFit:
-            make = functools.partial(spec_of, accumulation=accumulation)
-            return self.runs.limit(make, label, tried.accumulation, begin=current_length, high=high, grain=GRAIN)
+        def find_limit(accumulation: int) -> LargestFit:
+            make = functools.partial(make_spec, accumulation=accumulation)
+            return self.simulator.find_run_limit(
+                make, format_label, run.accumulation, start=current_length, high=high, step_size=CONTEXT_STEP
+            )
 
         # The second micro-batch takes as much as later ones: the limit is found with two, and confirmed with all.
-        num_run = min(tried.accumulation, 2)
-        found = limit(num_run)
-        if found.largest and num_run < tried.accumulation:
-            spec = spec_of(found.largest, tried.accumulation)
-            if not self.runs.run(spec, label(found.largest), tried.accumulation).fits:
-                return limit(tried.accumulation)
+        num_run = min(run.accumulation, 2)
+        found = find_limit(num_run)
+        if found.largest and num_run < run.accumulation:
+            spec = make_spec(found.largest, run.accumulation)
+            if not self.simulator.run(spec, format_label(found.largest), run.accumulation).fits:
+                return find_limit(run.accumulation)
         return found
 
-    def _find_micro_batch(self, first: Tried, best: Tried | None) -> Tried:
+    def _find_micro_batch(self, first: PlanRun, best: PlanRun | None) -> PlanRun:
         """Return the best run of a plan up to its largest micro-batch that fits; stop if no size can beat `best`.
 
         `first` is the plan's run at the smallest micro-batch, which fits; `best` is the quickest run so far.
         """
-        sizes, plan, found = self.sizes(), first.plan, first
+        sizes, plan, found = self.list_micro_batches(), first.plan, first
         low, high = 0, len(sizes)
-        while high - low > 1 and len(self.runs) < SCREENED and not self._cannot_be_quicker(found, best):
+        while high - low > 1 and len(self.simulator) < MAX_SEARCH_RUNS and not self._cannot_be_quicker(found, best):
             middle = self._guess_size(plan, sizes, low, high)
-            tried = self.try_plan(plan, sizes[middle])
-            if tried is None:
+            run = self.run_plan(plan, sizes[middle])
+            if run is None:
                 break
-            if tried.outcome.fits:
-                low, found = middle, self._choose_better(found, tried) or found
+            if run.outcome.fits:
+                low, found = middle, self._choose_better(found, run) or found
             else:
                 high = middle
         return found
 
     def _guess_size(self, plan: Plan, sizes: list[int], low: int, high: int) -> int:
         """Return the index of the size to try: the largest that fits by extrapolation of two runs, else the next."""
-        known = sorted((size, one.outcome) for (of, size), one in self.tried.items() if of == plan)[-2:]
+        known = sorted((size, one.outcome) for (of, size), one in self.run_by_plan.items() if of == plan)[-2:]
         if len(known) < 2:
             return low + 1
         (one, before), (two, after) = known
         slope = (after.needed_bytes - before.needed_bytes) / (two - one)
         if slope <= 0:
             return high - 1
-        most = one + (self.runs.gpu.total_bytes - before.needed_bytes) / slope
+        most = one + (self.simulator.gpu.total_bytes - before.needed_bytes) / slope
         fitting = [place for place in range(low + 1, high) if sizes[place] <= most]
         return max(fitting, default=low + 1)
 
-    def _cannot_be_quicker(self, first: Tried, best: Tried | None) -> bool:
+    def _cannot_be_quicker(self, first: PlanRun, best: PlanRun | None) -> bool:
         """Return whether operations and transfers alone, at any micro-batch, take longer than the step of `best`."""
         step = first.outcome.step
         if best is None or step is None:
             return False
-        rate = max(self.runs.gpu.peak_flops.values(), default=0)
-        half = self.runs.gpu.peak_flops.get(first.plan.half, rate)
+        rate = max(self.simulator.gpu.peak_flops.values(), default=0)
+        half = self.simulator.gpu.peak_flops.get(first.plan.half, rate)
         least = (step.operations / half if half else 0.0) + step.bus_seconds
-        return least > best.outcome.seconds * (1 - TIE)
+        return least > best.outcome.seconds * (1 - TIE_TOLERANCE)
 
     @staticmethod
-    def _choose_better(one: Tried | None, other: Tried | None) -> Tried | None:
+    def _choose_better(one: PlanRun | None, other: PlanRun | None) -> PlanRun | None:
         """Return the quicker of two runs that fit; of equally quick runs, the one with less memory."""
         if one is None or other is None:
             return one or other
         quickest = min(one.outcome.seconds, other.outcome.seconds)
-        quickest_runs = [tried for tried in (one, other) if tried.outcome.seconds <= quickest * (1 + TIE)]
-        return min(quickest_runs, key=lambda tried: tried.outcome.needed_bytes)
+        quickest_runs = [run for run in (one, other) if run.outcome.seconds <= quickest * (1 + TIE_TOLERANCE)]
+        return min(quickest_runs, key=lambda run: run.outcome.needed_bytes)

@@ -20,7 +20,7 @@ def test_finds_the_last_that_fits(rises, available, data):
         return needs[number - 1]
 
     likely = data.draw(st.none() | st.integers(-3, len(needs) + 3))
-    limit = find_limit(needed, available, low=1, high=len(needs), begin=begin, likely=likely)
+    limit = find_limit(needed, available, low=1, high=len(needs), start=begin, estimate=likely)
     expected = bisect.bisect_right(needs, available)
     assert limit.largest == (expected or None)
     assert limit.first_too_large == (expected + 1 if expected < len(needs) else None)
@@ -39,7 +39,7 @@ def test_a_straight_line_takes_few_runs(grain):
         asked.append(number)
         return 16_000_000_000 + 450_000 * number
 
-    limit = find_limit(needed, 24_000_000_000, low=grain, high=grain * 4000, grain=grain, begin=8 * grain)
+    limit = find_limit(needed, 24_000_000_000, low=grain, high=grain * 4000, step_size=grain, start=8 * grain)
     exact = (24_000_000_000 - 16_000_000_000) // 450_000 // grain * grain
     assert limit.largest == min(exact, grain * 4000)
     assert limit.first_too_large == (None if exact > grain * 4000 else limit.largest + grain)
@@ -57,7 +57,7 @@ def test_what_is_likely_is_looked_at_next(likely, asked_then):
         asked.append(number)
         return 1_000_000 + 1000 * number
 
-    limit = find_limit(needed, 4_000_000, low=1, high=100_000, begin=8, likely=likely)
+    limit = find_limit(needed, 4_000_000, low=1, high=100_000, start=8, estimate=likely)
     assert (limit.largest, limit.first_too_large) == (3000, 3001)
     assert asked == [8, *asked_then]
 
@@ -76,7 +76,7 @@ def test_looks_beyond_what_rounding_may_hide(rises, available, begin):
         asked[number] = needs[number - 1]
         return asked[number]
 
-    limit = find_limit(needed, available, low=1, high=len(needs), begin=begin, beyond=2)
+    limit = find_limit(needed, available, low=1, high=len(needs), start=begin, num_extra_tries=2)
     if limit.largest is None:
         assert needs[0] > available
         return

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from memprof.errors import UsageError
-from memprof.flows.recommend.lengths import DRAWN, quantile, read_lengths
-from memprof.flows.recommend.odds import cut_lengths
+from memprof.flows.recommend.lengths import NUM_DRAWN, compute_quantile, read_lengths
+from memprof.flows.recommend.oom_probability import cut_lengths
 
 
 def test_one_a_line_with_what_is_none(tmp_path):
@@ -73,10 +73,10 @@ def test_cut(tmp_path):
 
 
 def test_quantile():
-    assert [quantile([1, 2, 3, 4], share) for share in (0.0, 0.25, 0.5, 0.51, 1.0)] == [1, 1, 2, 3, 4]
+    assert [compute_quantile([1, 2, 3, 4], share) for share in (0.0, 0.25, 0.5, 0.51, 1.0)] == [1, 1, 2, 3, 4]
 
 
 def test_a_distribution_is_drawn():
     lengths, read = read_lengths("lognormal:200,0.5")
-    assert (read.file, read.count, len(lengths)) == ("lognormal:200,0.5, 20,000 drawn", DRAWN, DRAWN)
-    assert lengths == sorted(lengths) and sum(lengths) / DRAWN == pytest.approx(200, rel=0.02)
+    assert (read.file, read.count, len(lengths)) == ("lognormal:200,0.5, 20,000 drawn", NUM_DRAWN, NUM_DRAWN)
+    assert lengths == sorted(lengths) and sum(lengths) / NUM_DRAWN == pytest.approx(200, rel=0.02)

@@ -6,7 +6,7 @@ import pytest
 
 from memprof.flows.gpus import device_facts, find_gpu_of
 from memprof.flows.profile import capture_trace
-from memprof.flows.recommend.outcome import HOST_MEMORY, outcome_of
+from memprof.flows.recommend.outcome import HOST_MEMORY, evaluate_run
 from memprof.spec import TargetSpec
 from memprof.units import MIB
 
@@ -14,7 +14,7 @@ from memprof.units import MIB
 def outcome(trace, spec):
     device = dataclasses.replace(device_facts(find_gpu_of(spec)), host_memory_bytes=spec.host_memory_bytes)
     trace = dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, device=device))
-    return outcome_of(trace, spec, 1, gpu=find_gpu_of(spec))
+    return evaluate_run(trace, spec, 1, gpu=find_gpu_of(spec))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import memprof as library
 from memprof.errors import UsageError
 from memprof.flows.recommend.plans import Goal
-from memprof.flows.recommend.search import Question
+from memprof.flows.recommend.search import SearchRequest
 from memprof.flows.recommend.serving import recommend_serving
 from memprof.report.terminal.recommendation import print_recommendation
 from memprof.spec import Mode, TargetSpec
@@ -32,7 +32,7 @@ def spec(tmp_path):
 
 
 def answered(spec: TargetSpec, **question):
-    return recommend_serving(spec, Question(Goal.INFER, **question), lambda doing: None)
+    return recommend_serving(spec, SearchRequest(Goal.INFER, **question), lambda doing: None)
 
 
 def test_an_answer(spec, capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.recommend.largest import recommend_models
+from memprof.flows.recommend.largest_models import recommend_largest_models
 from memprof.flows.recommend.simulator import Simulator
 from memprof.spec import TargetSpec
 
@@ -39,14 +39,16 @@ def spec(batch_size: int) -> TargetSpec:
 
 
 def test_what_is_made_at_once_counts_when_it_is_asked_for(runs):
-    runs.make((spec(size), 1) for size in (1, 2, 7, 2))
-    assert len(runs) == 0 and not runs.failures
+    runs.run_in_parallel((spec(size), 1) for size in (1, 2, 7, 2))
+    assert len(runs) == 0 and not runs.error_by_label
     first = runs.run(spec(1), "one")
     assert (first.process != os.getpid()) is (runs.processes == 2)
     assert len(runs) == 1 and runs.run(spec(1), "again") is first and len(runs) == 1
     with pytest.raises(MemprofError, match="seven"):
         runs.run(spec(7), "seven")
-    assert runs.try_run(spec(7), "seven again") is None and runs.failures == {"seven again": "seven sequences (7)"}
+    assert runs.try_run(spec(7), "seven again") is None and runs.error_by_label == {
+        "seven again": "seven sequences (7)"
+    }
     assert runs.run(spec(3), "not made").process == os.getpid() and len(runs) == 2
 
 
@@ -63,8 +65,8 @@ def test_searches_share_what_is_known_and_what_they_find(runs):
     (one, first), (two, _) = runs.run_searches([search(1, 2, 7), search(2, 3)])
     assert one == [1, 2, None] and two == [2, 3]
     assert (first != os.getpid()) is (runs.processes == 2)
-    assert len(runs) == 3 and runs.failures == {"size 7": "seven sequences (7)"}
-    assert isinstance(runs.refusal, UsageError)
+    assert len(runs) == 3 and runs.error_by_label == {"size 7": "seven sequences (7)"}
+    assert isinstance(runs.last_error, UsageError)
     here = runs.run(spec(3), "known")
     assert here.batch_size == 3 and len(runs) == 3
 
@@ -82,5 +84,7 @@ def test_the_answer_does_not_depend_on_the_number_of_processes(monkeypatch):
     answers = []
     for number in ("1", "3"):
         monkeypatch.setenv("MEMPROF_PROCESSES", number)
-        answers.append(recommend_models(TargetSpec(model="gpt2", gpu_vram_bytes=1 << 30), lambda doing: None).to_json())
+        answers.append(
+            recommend_largest_models(TargetSpec(model="gpt2", gpu_vram_bytes=1 << 30), lambda doing: None).to_json()
+        )
     assert answers[0] == answers[1]

@@ -5,14 +5,16 @@ import warnings
 import pytest
 
 from memprof.flows import profile as flow
-from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec
-from memprof.flows.recommend.snippet import snippets
+from memprof.flows.recommend.plans import Activations, Goal, Plan, make_base_spec
+from memprof.flows.recommend.single_gpu_scripts import build_scripts
 from memprof.spec import TargetSpec
 
 PLANS = {
     "full": Plan(Goal.FULL, "amp", "bfloat16", "adamw"),
     "full-lean": Plan(Goal.FULL, "half", "bfloat16", "adamw", Activations.CHECKPOINTED, chunked_loss=True),
-    "full-cpu": Plan(Goal.FULL, "float32", "bfloat16", "adamw-cpu", Activations.BOTH, chunked_loss=True),
+    "full-cpu": Plan(
+        Goal.FULL, "float32", "bfloat16", "adamw-cpu", Activations.CHECKPOINTED_OFFLOADED, chunked_loss=True
+    ),
     "full-float16": Plan(Goal.FULL, "amp", "float16", "adamw", Activations.OFFLOADED),
     "lora": Plan(Goal.LORA, "half", "bfloat16", "adamw", Activations.CHECKPOINTED, chunked_loss=True),
     "infer": Plan(Goal.INFER, "half", "bfloat16"),
@@ -20,15 +22,15 @@ PLANS = {
 
 
 def _spec(plan, model, **changes):
-    base = base_spec(plan.goal, TargetSpec(model=str(model), context_length=32, **changes))
-    return plan.spec(base, 2, 2)
+    base = make_base_spec(plan.goal, TargetSpec(model=str(model), context_length=32, **changes))
+    return plan.make_spec(base, 2, 2)
 
 
 @pytest.mark.parametrize("kind", ["pytorch", "transformers"])
 @pytest.mark.parametrize("name", PLANS)
 def test_runs(name, kind, tiny, tmp_path, monkeypatch, capsys):
     plan = PLANS[name]
-    scripts = snippets(plan, _spec(plan, tiny), 2)
+    scripts = build_scripts(plan, _spec(plan, tiny), 2)
     if kind not in scripts:
         assert plan.goal is Goal.INFER
         return
@@ -49,7 +51,7 @@ def test_runs(name, kind, tiny, tmp_path, monkeypatch, capsys):
 def test_quantized_scripts_load_with_bitsandbytes():
     plan = Plan(Goal.QLORA, "nf4", "bfloat16", "adamw")
     spec = _spec(plan, "llama-3.1-8b")
-    script = snippets(plan, spec, 4)["transformers"]
+    script = build_scripts(plan, spec, 4)["transformers"]
     assert 'bnb_4bit_quant_type="nf4"' in script
     assert "prepare_model_for_kbit_training" in script
     assert "gradient_accumulation_steps=4" in script
@@ -65,26 +67,26 @@ def test_a_quantized_script_without_weights_loads_what_it_has_made(plan, tiny):
     said = flow.profile(spec)[1].verdict.required_bytes
     with memprof.virtual_gpu(vram=8) as gpu, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries that the script uses
-        exec(compile(snippets(plan, spec, 2)["pytorch"], "script", "exec"), {"__name__": "__main__"})
+        exec(compile(build_scripts(plan, spec, 2)["pytorch"], "script", "exec"), {"__name__": "__main__"})
     assert abs(gpu.report().verdict.required_bytes - said) <= 2 << 20  # a segment
 
 
 def test_model_of_a_size_alone_is_built_from_its_configuration():
     plan = PLANS["full"]
-    spec = plan.spec(TargetSpec(model="3M", model_is_size=True, context_length=16), 1)
-    script = snippets(plan, spec, 1)["pytorch"]
+    spec = plan.make_spec(TargetSpec(model="3M", model_is_size=True, context_length=16), 1)
+    script = build_scripts(plan, spec, 1)["pytorch"]
     assert "AutoConfig.for_model" in script and "from_pretrained" not in script
     compile(script, "script", "exec")
 
 
 def test_a_model_of_the_users_own_has_no_script():
-    assert snippets(PLANS["full"], TargetSpec(model="train.py:build", context_length=8), 1) == {}
+    assert build_scripts(PLANS["full"], TargetSpec(model="train.py:build", context_length=8), 1) == {}
 
 
 def test_what_is_fed_no_tokens_has_no_script(tmp_path):
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "vit", "architectures": ["ViTForImageClassification"]}', encoding="utf-8")
-    assert snippets(PLANS["full"], TargetSpec(model=str(file), context_length=None), 1) == {}
+    assert build_scripts(PLANS["full"], TargetSpec(model=str(file), context_length=None), 1) == {}
 
 
 def test_the_script_takes_what_was_said(tiny):
@@ -95,6 +97,6 @@ def test_the_script_takes_what_was_said(tiny):
     spec = _spec(plan, tiny, gpu_vram_bytes=8 << 30)
     _, document = flow.profile(spec)
     with memprof.virtual_gpu(vram=8) as gpu:
-        exec(compile(snippets(plan, spec, 2)["pytorch"], "script", "exec"), {"__name__": "__main__"})
+        exec(compile(build_scripts(plan, spec, 2)["pytorch"], "script", "exec"), {"__name__": "__main__"})
     said, taken = document.peak.allocated_bytes, gpu.report().peak.allocated_bytes
     assert abs(taken - said) <= 0.01 * said, (said, taken)

@@ -1,4 +1,4 @@
-"""The configuration for a data set: sized for its longest sequences, with the odds that larger batches fail."""
+"""The configuration for a data set: sized for its longest sequences, with the probability that larger batches fail."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ import dataclasses
 import json
 from collections.abc import Callable
 
-from memprof.flows.recommend.answer import recommend
 from memprof.flows.recommend.lengths import read_lengths
-from memprof.flows.recommend.odds import cut_lengths, length_row
-from memprof.flows.recommend.search import Question, Search, Tried
+from memprof.flows.recommend.oom_probability import build_length_row, cut_lengths
+from memprof.flows.recommend.recommendation import recommend
+from memprof.flows.recommend.search import PlanRun, Search, SearchRequest
 from memprof.report.documents.recommendation import DataLoaderRun, Recommendation
 from memprof.spec import TargetSpec
 from memprof.workload.lengths import is_distribution
 
 MAX_ROWS = 4  # micro-batch sizes examined, each by several runs
-MOST_SAMPLES = 10_000  # of a data set, evenly spaced by length, for a run over many batches
+MAX_SAMPLES = 10_000  # of a data set, evenly spaced by length, for a run over many batches
 
 
-def recommend_for_data(
+def recommend_for_dataset(
     spec: TargetSpec,
-    question: Question,
+    request: SearchRequest,
     progress: Callable[[str], None],
     source: str,
     column: str | None = None,
     batches: int | None = None,
 ) -> Recommendation:
-    """Return the configuration for the longest sequence of `source`, and the odds at larger micro-batches.
+    """Return the configuration for the longest sequence of `source`, and how likely larger micro-batches fail.
 
     Sequences are cut to the context length of `spec`, if given. With `batches`, the configuration is then run over this
     number of batches of the data: reserved memory depends on how the batches differ.
     """
     lengths, read = cut_lengths(*read_lengths(source, column), spec.context_length)
     spec = spec.edit(context_length=read.longest)
-    answer, search, found = recommend(spec, question, progress)
-    tried = found.chosen or found.least
-    assert tried is not None
-    if question.micro_batch is not None:
-        sizes = [question.micro_batch]
+    answer, search, found = recommend(spec, request, progress)
+    run = found.chosen or found.leanest
+    assert run is not None
+    if request.micro_batch is not None:
+        sizes = [request.micro_batch]
     else:
-        chosen = tried.micro_batch
+        chosen = run.micro_batch
         sizes = [chosen, *(size for size in (2 * chosen, 4 * chosen, 8 * chosen) if size <= read.count)][:MAX_ROWS]
-    rows = tuple(length_row(search, tried, lengths, size, read.context_length) for size in sizes)
+    rows = tuple(build_length_row(search, run, lengths, size, read.context_length) for size in sizes)
     stream = None
     if batches is not None and found.chosen is not None:
-        longest_first = lengths[::-1][:: -(-len(lengths) // MOST_SAMPLES)]
+        longest_first = lengths[::-1][:: -(-len(lengths) // MAX_SAMPLES)]
         samples = source if is_distribution(source) else json.dumps(longest_first)
         stream = _run_batches(search, found.chosen, samples, batches)
     return dataclasses.replace(
-        answer, lengths=dataclasses.replace(read, rows=rows, stream=stream), runs=len(search.runs)
+        answer, lengths=dataclasses.replace(read, rows=rows, stream=stream), runs=len(search.simulator)
     )
 
 
-def _run_batches(search: Search, tried: Tried, samples: str, batches: int) -> DataLoaderRun:
-    spec = tried.plan.spec(search.base.edit(lengths=samples), tried.micro_batch, tried.accumulation)
+def _run_batches(search: Search, run: PlanRun, samples: str, batches: int) -> DataLoaderRun:
+    spec = run.plan.make_spec(search.base_spec.edit(lengths=samples), run.micro_batch, run.accumulation)
     steps = -(-batches // spec.gradient_accumulation)
-    outcome = search.runs.run(spec.edit(steps=steps), f"{batches:,} batches of the data", tried.accumulation)
+    outcome = search.simulator.run(spec.edit(steps=steps), f"{batches:,} batches of the data", run.accumulation)
     over = outcome.batches
     return DataLoaderRun(
         batches=steps * spec.gradient_accumulation,

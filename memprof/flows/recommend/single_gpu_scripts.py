@@ -1,4 +1,4 @@
-"""Code to paste: a configuration as a script of plain PyTorch, and as a script for transformers' Trainer."""
+"""Scripts to paste for one GPU: with plain PyTorch, and with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
 from memprof.workload.catalog import ModelEntry, find_model, has_model, resolve_size
 
 # Models that take tokens; other models get no script.
-_CLASSES = {
+_AUTO_CLASS_BY_TASK = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
@@ -31,33 +31,33 @@ class LoadedModel:
     from_config: str = ""  # expression of the configuration, without weights
 
 
-def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
-    """Return scripts by kind, "pytorch" and "transformers"; empty for a model that `loaded_model` does not know.
+def build_scripts(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
+    """Return scripts by kind, "pytorch" and "transformers"; empty if `describe_loaded_model` returns None.
 
     `spec` is the run of `plan`; a step has `accumulation` micro-batches.
     """
-    model = loaded_model(spec)
+    model = describe_loaded_model(spec)
     if model is None:
         return {}
     if plan.goal is Goal.INFER:
-        return {"pytorch": _inference_script(plan, spec, model)}
+        return {"pytorch": _build_inference_script(plan, spec, model)}
     return {
-        "pytorch": _pytorch_script(plan, spec, model, accumulation),
-        "transformers": _trainer_script(plan, spec, model, accumulation),
+        "pytorch": _build_pytorch_script(plan, spec, model, accumulation),
+        "transformers": _build_trainer_script(plan, spec, model, accumulation),
     }
 
 
 # -- parts of a script ------------------------------------------------------------------------------------------------
 
 
-def loaded_model(spec: TargetSpec) -> LoadedModel | None:
+def describe_loaded_model(spec: TargetSpec) -> LoadedModel | None:
     """Return the model of `spec` for a script; None for models from the user's code, or that take no tokens."""
     if spec.model_is_size:
         entry = resolve_size(spec.model)
-        return _load_entry(entry, entry.hf_id)
+        return _describe_catalog_model(entry, entry.hf_id)
     if has_model(spec.model):
         entry = find_model(spec.model)
-        return _load_entry(entry, entry.called(spec.model)[1])
+        return _describe_catalog_model(entry, entry.called(spec.model)[1])
     if spec.model.rpartition(":")[2].isidentifier() and ":" in spec.model:
         return None
     path = Path(spec.model).expanduser()
@@ -76,8 +76,8 @@ def loaded_model(spec: TargetSpec) -> LoadedModel | None:
     return LoadedModel(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")
 
 
-def _load_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
-    name = _CLASSES.get(entry.task)
+def _describe_catalog_model(entry: ModelEntry, repository: str) -> LoadedModel | None:
+    name = _AUTO_CLASS_BY_TASK.get(entry.task)
     if name is None:
         return None
     if not entry.synthesized:
@@ -86,7 +86,7 @@ def _load_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
     return LoadedModel(name, "", f"transformers.AutoConfig.for_model(**{config})")
 
 
-def environment_lines(spec: TargetSpec, *imports: str) -> list[str]:
+def build_environment_lines(spec: TargetSpec, *imports: str) -> list[str]:
     """Return the first lines of a script: imports of the standard library, and the allocator's settings."""
     lines = [*imports, *(["import os"] if spec.alloc_conf and "import os" not in imports else [])]
     lines += [""] if lines else []
@@ -95,7 +95,7 @@ def environment_lines(spec: TargetSpec, *imports: str) -> list[str]:
     return lines
 
 
-def load_arguments(spec: TargetSpec) -> list[str]:
+def build_load_arguments(spec: TargetSpec) -> list[str]:
     """Return the arguments of from_pretrained or from_config."""
     arguments = [f"dtype=torch.{spec.dtype or 'float32'}"]
     if spec.attention is not None:
@@ -105,14 +105,14 @@ def load_arguments(spec: TargetSpec) -> list[str]:
     return arguments
 
 
-def make_lines(model: LoadedModel, arguments: list[str]) -> list[str]:
+def build_model_lines(model: LoadedModel, arguments: list[str]) -> list[str]:
     """Return the lines that build a model from its configuration."""
     make = "from_config" if model.auto_class.startswith("Auto") else "_from_config"
     made = f"transformers.{model.auto_class}.{make}({', '.join(['config', *arguments])})"
     return [f"config = {model.from_config}", f"model = {made}"]
 
 
-def lora_lines(spec: TargetSpec) -> list[str]:
+def build_lora_lines(spec: TargetSpec) -> list[str]:
     """Return the lines that add a LoRA adapter to the model."""
     rank = spec.lora_rank or DEFAULT_LORA_RANK
     targets = ""
@@ -126,29 +126,29 @@ def lora_lines(spec: TargetSpec) -> list[str]:
     ]
 
 
-def apply_lines(names: Sequence[str], model: str = "model") -> list[str]:
+def build_apply_lines(names: Sequence[str], model: str = "model") -> list[str]:
     """Return the line that applies the fixes `names` to a model; empty without fixes."""
     listed = ", ".join(f'"{name}"' for name in names)
     assignment = "applied = " if CPU_OPTIMIZER in names else ""
     return [f"{assignment}memprof.apply({model}, [{listed}], undoable=False)"] if names else []
 
 
-def generate_lines(spec: TargetSpec) -> list[str]:
+def build_generate_lines(spec: TargetSpec) -> list[str]:
     """Return the lines that run a prompt through the model."""
     arguments = f"max_new_tokens={spec.new_tokens}, do_sample=False"
     call = f"model.generate(prompt, {arguments})" if spec.new_tokens else "model(prompt).logits"
     return ["with torch.no_grad():", f"    output = {call}", "print(output.shape)"]
 
 
-def _head_lines(spec: TargetSpec, imports: list[str], fixes: Sequence[str]) -> list[str]:
+def _build_head_lines(spec: TargetSpec, imports: list[str], fixes: Sequence[str]) -> list[str]:
     library = ["import memprof", ""] if fixes else []
     device = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
-    return [*environment_lines(spec), *sorted(imports), "", *library, device]
+    return [*build_environment_lines(spec), *sorted(imports), "", *library, device]
 
 
-def _load_lines(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
-    arguments = load_arguments(spec)
-    made = [] if model.from_pretrained else make_lines(model, arguments)
+def _build_load_lines(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
+    arguments = build_load_arguments(spec)
+    made = [] if model.from_pretrained else build_model_lines(model, arguments)
     lines: list[str] = []
     quantized = plan.precision in ("int8", "nf4")
     if quantized:
@@ -170,11 +170,11 @@ def _load_lines(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
     if plan.goal is Goal.QLORA:
         lines.append("model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
     if plan.goal in (Goal.LORA, Goal.QLORA):
-        lines += lora_lines(spec)
+        lines += build_lora_lines(spec)
     return lines if quantized else [*lines, "model.to(device)"]
 
 
-def _import_lines(plan: Plan) -> list[str]:
+def _build_import_lines(plan: Plan) -> list[str]:
     names = ["torch", "transformers"]
     if plan.goal in (Goal.LORA, Goal.QLORA):
         names.append("peft")
@@ -182,7 +182,7 @@ def _import_lines(plan: Plan) -> list[str]:
     return [f"import {name}" for name in (*names, library) if name]
 
 
-def _optimizer_lines(plan: Plan) -> list[str]:
+def _build_optimizer_lines(plan: Plan) -> list[str]:
     if plan.optimizer == "adamw-cpu":
         return [f'optimizer = applied.results["{CPU_OPTIMIZER}"]']
     made = {
@@ -196,15 +196,15 @@ def _optimizer_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _pytorch_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
+def _build_pytorch_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
     scaled = spec.amp == "float16"
     lines = [
-        *_head_lines(spec, _import_lines(plan), spec.fixes),
+        *_build_head_lines(spec, _build_import_lines(plan), spec.fixes),
         f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {spec.context_length}",
         "",
-        *_load_lines(plan, spec, model),
-        *apply_lines(spec.fixes),
-        *_optimizer_lines(plan),
+        *_build_load_lines(plan, spec, model),
+        *build_apply_lines(spec.fixes),
+        *_build_optimizer_lines(plan),
         *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if scaled else []),
         "",
         "",
@@ -234,7 +234,7 @@ def _pytorch_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulati
     return "\n".join(lines) + "\n"
 
 
-def _trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
+def _build_trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
     # Trainer has its own argument for checkpointing.
     trainer_fix = CHECKPOINTING if plan.activations is Activations.CHECKPOINTED else ""
     fixes = [name for name in spec.fixes if name != trainer_fix]
@@ -254,13 +254,13 @@ def _trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulati
         arguments.append("gradient_checkpointing=True")
     if optim is not None:
         arguments.append(f'optim="{optim}"')
-    imports = [line for line in _import_lines(plan) if line != "import bitsandbytes"]
+    imports = [line for line in _build_import_lines(plan) if line != "import bitsandbytes"]
     lines = [
-        *_head_lines(spec, imports, fixes),
+        *_build_head_lines(spec, imports, fixes),
         "",
-        *_load_lines(plan, spec, model),
-        *apply_lines(fixes),
-        *([] if optim is not None else _optimizer_lines(plan)),
+        *_build_load_lines(plan, spec, model),
+        *build_apply_lines(fixes),
+        *([] if optim is not None else _build_optimizer_lines(plan)),
         f"count, length = {2 * spec.batch_size * accumulation}, {spec.context_length}",
         "rows = torch.randint(model.config.vocab_size, (count, length))  # yours",
         'dataset = [{"input_ids": row, "labels": row} for row in rows]',
@@ -275,14 +275,14 @@ def _trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulati
     return "\n".join(lines) + "\n"
 
 
-def _inference_script(plan: Plan, spec: TargetSpec, model: LoadedModel) -> str:
+def _build_inference_script(plan: Plan, spec: TargetSpec, model: LoadedModel) -> str:
     lines = [
-        *_head_lines(spec, _import_lines(plan), spec.fixes),
+        *_build_head_lines(spec, _build_import_lines(plan), spec.fixes),
         f"batch, length = {spec.batch_size}, {spec.context_length}",
         "",
-        *_load_lines(plan, spec, model),
+        *_build_load_lines(plan, spec, model),
         "model.eval()",
         "prompt = torch.randint(model.config.vocab_size, (batch, length), device=device)  # yours",
-        *generate_lines(spec),
+        *build_generate_lines(spec),
     ]
     return "\n".join(lines) + "\n"
