@@ -103,7 +103,7 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
         from memprof.flows.limit import find_largest_for_spec
 
         if options.fix is not None:
-            spec = SpecRuns(spec, progress).in_force(parse_fixes(options.fix, STEPS))
+            spec = SpecRuns(spec, progress).add_fixes(parse_fixes(options.fix, STEPS))
         return find_largest_for_spec(spec, options.largest, progress)
     simulated: Trace | None = None
     if options.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
@@ -114,9 +114,9 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
         spec = spec.edit(device=options.device)
     if options.fix is None and not options.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
-    from memprof.flows.ladder.climb import climb
+    from memprof.flows.ladder.build import build_ladder
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
-    from memprof.flows.ladder.search import search
+    from memprof.flows.ladder.search import search_fixes
 
     if options.searches and spec.gpus > 1 and spec.parallel is None:
         from memprof.flows.ladder.plans import search_plans
@@ -130,5 +130,5 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated)
     if options.fix is None:
-        return climb(runs, ladder(spec.gpus))
-    return search(runs) if options.searches else apply_fixes(runs, fixes, each=options.ladder)
+        return build_ladder(runs, ladder(spec.gpus))
+    return search_fixes(runs) if options.searches else apply_fixes(runs, fixes, each=options.ladder)

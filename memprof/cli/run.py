@@ -102,10 +102,10 @@ def run(
     request.check_largest(request.device)
     ranks = request.ranks is not None or _has_measured_ranks(program, request)
     runner = _run_ladder if is_search else _run_ranks if ranks else _run
-    from memprof.flows.gpus import find_gpu_of
+    from memprof.flows.gpus import find_spec_gpu
 
     rule = request.rule()
-    find_gpu_of(request)  # an unknown GPU is an error before the fork
+    find_spec_gpu(request)  # an unknown GPU is an error before the fork
     continue_in_child(as_json=request.as_json)
     raise typer.Exit(runner(program, rule, request))
 
@@ -256,7 +256,7 @@ def _run_ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
 
             trace, document = find_largest_for_script(program, spec, request.largest, progress)
         else:
-            search = scripts.script_search if request.searches else scripts.script_ladder
+            search = scripts.search_script_fixes if request.searches else scripts.build_script_ladder
             trace, document = search(program, spec, progress)
     request.print_run(trace, document)
     return exit_code(document)

@@ -36,7 +36,7 @@ class StepWork:
         return self.compute_seconds + self.bus_seconds + self.link_seconds
 
 
-def step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
+def compute_step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
     """Return the work of the last step of a run on this GPU; None if the work was not counted.
 
     If fewer than `micro_batches` were run, the last one stands for each that was not: all do the same operations
@@ -76,7 +76,7 @@ def _sum_work(trace: Trace, gpu: Gpu, is_counted: Callable[[Phase], bool]) -> St
 _COST_FIELDS = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_seconds", "link_bytes", "link_seconds")
 
 
-def cost_of(
+def compute_cost(
     work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: CompileStats | None = None
 ) -> FixCost:
     """Return the cost of a run with fixes (`work`) over the run without (`original`)."""
@@ -98,7 +98,7 @@ def cost_of(
     )
 
 
-def bottleneck_of(document: Report) -> Bottleneck:
+def find_bottleneck(document: Report) -> Bottleneck:
     """Return the bottleneck of a run: the stage of its failure or peak, and the largest category of memory there."""
     verdict, peak = document.verdict, document.peak
     largest = next(iter(peak.categories))

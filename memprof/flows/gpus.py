@@ -38,7 +38,7 @@ class RunAllocator(LiveAllocator):
         return convert_snapshot(self._snapshot().snapshot)
 
 
-def find_gpu_of(spec: TargetSpec | RunSpec) -> Gpu:
+def find_spec_gpu(spec: TargetSpec | RunSpec) -> Gpu:
     """Return the GPU that `spec` names; raise UsageError if the catalog does not have this GPU."""
     return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
 

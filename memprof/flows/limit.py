@@ -9,8 +9,8 @@ from collections.abc import Callable
 from memprof.command_line import profile_command, run_command
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.flows.gpus import find_gpu_of
-from memprof.flows.ladder.scripts import run_alone
+from memprof.flows.gpus import find_spec_gpu
+from memprof.flows.ladder.scripts import run_script_process
 from memprof.flows.profile import profile
 from memprof.flows.recommend.bisection import clamp_to_verdict, find_limit
 from memprof.report.documents.limit import LargestSearch, LargestSearchRun
@@ -59,7 +59,7 @@ def find_largest_for_spec(
     def command(number: int, *, fits: bool) -> str:
         return profile_command(spec.edit(**{field: number}))
 
-    return _search(run, find_gpu_of(spec), quantity, command, start=start, high=high)
+    return _search(run, find_spec_gpu(spec), quantity, command, start=start, high=high)
 
 
 def find_largest_for_script(
@@ -83,13 +83,13 @@ def find_largest_for_script(
 
     def run(number: int) -> tuple[Trace, Report]:
         progress(f"running the script with {quantity} {number:,}")
-        return run_alone(build_program(number), spec)
+        return run_script_process(build_program(number), spec)
 
     def command(number: int, *, fits: bool) -> str:
         # After a failed allocation the need is seen only with --beyond.
         return run_command(spec if fits else spec.edit(beyond=True), build_program(number).command)
 
-    return _search(run, find_gpu_of(spec), quantity, command, start=1, high=MAX_NUMBER)
+    return _search(run, find_spec_gpu(spec), quantity, command, start=1, high=MAX_NUMBER)
 
 
 def _search(
@@ -120,6 +120,8 @@ def _search(
         return clamp_to_verdict(verdict.required_bytes, available_bytes, fits=fits)
 
     bound = find_limit(compute_bytes, available_bytes, low=1, high=high, start=start, num_extra_tries=NUM_EXTRA_TRIES)
-    limit = LargestSearch(quantity, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs)))
+    limit = LargestSearch(
+        quantity, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs))
+    )
     _, trace, document = extreme[bound.largest is not None]
     return trace, dataclasses.replace(document, limit=limit)

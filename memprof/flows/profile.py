@@ -18,7 +18,7 @@ from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
 from memprof.fixes.catalog import STEPS
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_gpu_of, measured_device_facts
+from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_spec_gpu, measured_device_facts
 from memprof.flows.local_gpu import gpu_like, present_gpu
 from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
@@ -65,7 +65,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
-    gpu = find_gpu_of(spec)
+    gpu = find_spec_gpu(spec)
     device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
     in_force = CurrentSettings(allocator_settings(spec.alloc_conf))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
-from memprof.flows.gpus import find_gpu_of
+from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
@@ -78,7 +78,7 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
 
     def resolve_start(number: int | None) -> ProcessStart | ScriptOutcome:
         place = ProcessSelection(number, spec.gpus, spec.nodes)
-        return program.start(place) if is_measured else resolve_process(program, place, find_gpu_of(spec))
+        return program.start(place) if is_measured else resolve_process(program, place, find_spec_gpu(spec))
 
     first = resolve_start(None)
     if isinstance(first, ScriptOutcome):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from memprof.allocator import CurrentSettings, Settings
 from memprof.command_line import run_command
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_gpu_of, measured_device_facts
+from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_spec_gpu, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -53,7 +53,7 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     program.check()
     start: ProcessStart | None = None
     if spec.device == "virtual":
-        process = resolve_process(program, ProcessSelection(spec.rank, spec.gpus, spec.nodes), find_gpu_of(spec))
+        process = resolve_process(program, ProcessSelection(spec.rank, spec.gpus, spec.nodes), find_spec_gpu(spec))
         if isinstance(process, ScriptOutcome):
             return DryRun(Trace(), process, None)
         start = process
@@ -81,7 +81,7 @@ def capture_run(
     from memprof.stubs.extension import extensions
     from memprof.virtual import VirtualGpu
 
-    gpu, is_virtual = find_gpu_of(spec), spec.device == "virtual"
+    gpu, is_virtual = find_spec_gpu(spec), spec.device == "virtual"
     device: VirtualGpu | MeasuredDevice
     settings = _LateSettings(spec.alloc_conf)
     switch = ScriptFixes(spec.fixes)

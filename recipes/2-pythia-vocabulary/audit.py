@@ -10,7 +10,7 @@ from specs import AFTER, BATCH_OF_8, BEFORE, EAGER, NOT_CAPPED
 
 from memprof.findings import Finding
 from memprof.findings.lifetimes import Lifetimes
-from memprof.flows.gpus import find_gpu_of
+from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.profile import profile
 from memprof.flows.vocabulary.frequencies import Frequencies
 from memprof.ledger.categories import Category
@@ -95,7 +95,7 @@ def largest_batch(spec: TargetSpec) -> int:
     # Memory grows evenly with the batch, but for rounding: two runs say about where to look.
     (few, _), (more, _) = required(64), required(128)
     each = (more - few) / 64
-    total = find_gpu_of(spec).total_bytes
+    total = find_spec_gpu(spec).total_bytes
     batch_size = 128 + int((total - more) / each)
     while not required(batch_size)[1]:
         batch_size -= 1

@@ -17,8 +17,8 @@ from memprof.errors import MemprofError
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows import limit as limit_flow
 from memprof.flows.ladder.runs import SpecRuns
-from memprof.flows.ladder.scripts import ScriptRuns, run_alone
-from memprof.report.terminal.next_step import choose_next_step
+from memprof.flows.ladder.scripts import ScriptRuns, run_script_process
+from memprof.report.terminal.next_step import next_step
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec, options_of
@@ -142,7 +142,7 @@ def test_a_run_of_a_search_has_all_options(asked, spec, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     fixed = spec.edit(fixes=("chunked-loss", "micro-batch=2"))
     with pytest.raises(MemprofError):
-        run_alone(Program(SCRIPT[0], SCRIPT[1:]), fixed)
+        run_script_process(Program(SCRIPT[0], SCRIPT[1:]), fixed)
     ((again, command, request, environment),) = started
     assert again == fixed.edit(beyond=True) and tuple(command) == SCRIPT and request.save
     assert environment[SETTINGS] == "off"
@@ -202,7 +202,7 @@ def test_both_sides_of_a_limit_have_all_options(spec, monkeypatch, tmp_path):
         verdict = dataclasses.replace(document.verdict, fits=number < 3, required_bytes=number << 30)
         return None, dataclasses.replace(document, verdict=verdict)
 
-    monkeypatch.setattr(limit_flow, "run_alone", run)
+    monkeypatch.setattr(limit_flow, "run_script_process", run)
     monkeypatch.setattr(limit_flow, "profile", run)
     if isinstance(spec, RunSpec):
         _, found = limit_flow.find_largest_for_script(Program("a.py", ("{}",)), spec, "batch-size")

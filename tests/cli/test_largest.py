@@ -55,14 +55,14 @@ def test_the_batch_of_a_script(memprof, script, monkeypatch):
     """Its number stands where the arguments say. In the place of processes, which take long: the same model here."""
     cnn, asked = script(CNN, "cnn.py"), []
 
-    def run_alone(program, spec):
+    def run_script_process(program, spec):
         assert program.arguments[:2] == ("--steps", "5")
         flag, _, number = program.arguments[2].partition("=")
         assert (flag, spec.fixes, spec.worst_batch) == ("--bs", (), True)
         asked.append(int(number))
         return profile(TargetSpec(model=f"{cnn}:build", batch_size=int(number), gpu_vram_bytes=spec.gpu_vram_bytes))
 
-    monkeypatch.setattr(limit_flow, "run_alone", run_alone)
+    monkeypatch.setattr(limit_flow, "run_script_process", run_script_process)
     command = (
         "run",
         "--gpu-vram",

@@ -15,8 +15,8 @@ from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import in_force
 from memprof.fixes.chosen import ChosenFix, combined_numerics, edit_spec
 from memprof.flows.account import analyze, with_settings
-from memprof.flows.cost import StepWork, bottleneck_of, cost_of, step_work
-from memprof.flows.gpus import find_gpu_of
+from memprof.flows.cost import StepWork, compute_cost, compute_step_work, find_bottleneck
+from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.profile import count_parallel_runs, profile
 from memprof.report.documents.ladder import LadderRow
 from memprof.report.documents.report import Report
@@ -28,13 +28,13 @@ from memprof.workload.plan import parse_plan
 
 @dataclass(frozen=True, slots=True)
 class LadderRun:
-    """One run, with fixes or without."""
+    """A run of the program with one set of fixes, or without fixes: trace, report and work of a step."""
 
     trace: Trace
     document: Report
     work: StepWork | None
 
-    def explained(self) -> Report:
+    def complete_report(self) -> Report:
         """Return the report with all findings: during a search a report has only the findings that guide the search."""
         return self.document if self.document.ledger is not None else analyze(self.trace)
 
@@ -46,10 +46,10 @@ class LadderRun:
     @property
     def fits(self) -> bool:
         """Return whether the run fits the GPU (and the host, if judged) and does not mix tensors of two devices."""
-        return bool(self.document.verdict.fits) and not self.is_stopped
+        return bool(self.document.verdict.fits) and not self.has_device_mismatch
 
     @property
-    def is_stopped(self) -> bool:
+    def has_device_mismatch(self) -> bool:
         """Return whether tensors of two devices meet in an operator, where a real run would end."""
         return any(finding.id == "device-mismatch" for finding in self.document.findings)
 
@@ -68,7 +68,7 @@ class Runs(abc.ABC):
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._known: dict[tuple[str, ...], LadderRun] = {}
+        self._run_by_fixes: dict[tuple[str, ...], LadderRun] = {}
         self.original = self._add(())
 
     @abc.abstractmethod
@@ -76,69 +76,69 @@ class Runs(abc.ABC):
         """Run the program with `fixes`."""
 
     @abc.abstractmethod
-    def command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
+    def format_command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
         """Return the command of the run with `fixes`; `fits` is the verdict of this run."""
 
     @abc.abstractmethod
-    def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
+    def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         """Return `trace` as if run with `fixes`, which add only allocator settings to the fixes of `trace`."""
 
-    def _work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
+    def _compute_work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
         """Return the work of a step of the run with `fixes`; None if the work was not counted."""
-        return step_work(trace, self._gpu)
+        return compute_step_work(trace, self._gpu)
 
-    def _plan(self, fixes: Sequence[ChosenFix]) -> str | None:
+    def _get_parallel_plan(self, fixes: Sequence[ChosenFix]) -> str | None:
         """Return the parallel plan of the run with `fixes`; None: one GPU."""
         return None
 
     @abc.abstractmethod
-    def check(self, fixes: Sequence[ChosenFix]) -> None:
+    def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
         """Raise UsageError if `fixes` do not apply, as far as this is known without a run."""
 
     @abc.abstractmethod
-    def active_fixes(self) -> frozenset[str]:
+    def list_active_fixes(self) -> frozenset[str]:
         """Return the names of the fixes that the original run already has."""
 
     @abc.abstractmethod
-    def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Run the program with each set of fixes, in parallel where possible."""
 
     def add_runs(self, rows: Iterable[tuple[Sequence[ChosenFix], LadderRun]]) -> None:
         """Add runs that were made in another process."""
-        self._known |= {_fix_key(fixes): run for fixes, run in rows}
+        self._run_by_fixes |= {_fix_key(fixes): run for fixes, run in rows}
 
     def __len__(self) -> int:
         """Return the number of runs requested so far."""
-        return len(self._known)
+        return len(self._run_by_fixes)
 
-    def with_fixes(self, fixes: Sequence[ChosenFix]) -> LadderRun:
+    def run_with_fixes(self, fixes: Sequence[ChosenFix]) -> LadderRun:
         """Return the run with `fixes`; raise UsageError if a fix does not apply."""
         key = _fix_key(fixes)
-        if key in self._known:
-            return self._known[key]
+        if key in self._run_by_fixes:
+            return self._run_by_fixes[key]
         others = [fix for fix in fixes if not fix.fix.alloc_conf]
         if len(others) == len(fixes):
             return self._add(fixes)
         # The requests are the same in the same order: only the allocator's replay differs.
-        self.check(fixes)
-        before = self.with_fixes(others) if others else self.original
-        trace = self._trace_with(before.trace, fixes)
-        self._known[key] = LadderRun(trace, analyze(trace, explained=False), before.work)
-        return self._known[key]
+        self.check_fixes(fixes)
+        before = self.run_with_fixes(others) if others else self.original
+        trace = self._replay_with_fixes(before.trace, fixes)
+        self._run_by_fixes[key] = LadderRun(trace, analyze(trace, explained=False), before.work)
+        return self._run_by_fixes[key]
 
     def _add(self, fixes: Sequence[ChosenFix]) -> LadderRun:
         trace, document = self._run(fixes)
-        run = self._known[_fix_key(fixes)] = LadderRun(trace, document, self._work(trace, fixes))
+        run = self._run_by_fixes[_fix_key(fixes)] = LadderRun(trace, document, self._compute_work(trace, fixes))
         return run
 
-    def rung(self, fixes: Sequence[ChosenFix], run: LadderRun, before: LadderRun | None) -> LadderRow:
+    def build_row(self, fixes: Sequence[ChosenFix], run: LadderRun, before: LadderRun | None) -> LadderRow:
         """Return the ladder row of `run`; `before` is the run of the row above."""
         document = run.document
         names = tuple(str(fix) for fix in fixes)
         numerics = combined_numerics([fix.fix.name for fix in fixes]).value
         last = fixes[-1].fix if fixes else None
         note = "" if last is None else last.cost
-        cost = cost_of(run.work, self.original.work, numerics, note, run.trace.compiling)
+        cost = compute_cost(run.work, self.original.work, numerics, note, run.trace.compiling)
         if last is not None and last.compiles:
             cost = dataclasses.replace(cost, note=f"{note}: {cost.compile_note}")
         return LadderRow(
@@ -149,11 +149,11 @@ class Runs(abc.ABC):
             device_used_bytes=run.needed_bytes,
             host_peak_bytes=document.host_peak_bytes,
             saved_bytes=before.needed_bytes - run.needed_bytes if before is not None else 0,
-            fits=None if run.is_stopped else document.verdict.fits,
-            next_bottleneck=bottleneck_of(document),
+            fits=None if run.has_device_mismatch else document.verdict.fits,
+            next_bottleneck=find_bottleneck(document),
             cost=cost,
-            parallel=self._plan(fixes),
-            command=self.command(fixes, fits=document.verdict.fits),
+            parallel=self._get_parallel_plan(fixes),
+            command=self.format_command(fixes, fits=document.verdict.fits),
         )
 
 
@@ -165,10 +165,10 @@ class SpecRuns(Runs):
     ) -> None:
         self._spec, self._progress, self._simulated = spec, progress, simulated
         # Runs made in parallel and not yet requested: trace and report without ledger, or the error of the run.
-        self._ready: dict[TargetSpec, tuple[Trace, Report] | MemprofError] = {}
-        super().__init__(find_gpu_of(spec))
+        self._prefetched_runs: dict[TargetSpec, tuple[Trace, Report] | MemprofError] = {}
+        super().__init__(find_spec_gpu(spec))
 
-    def in_force(self, fixes: Sequence[ChosenFix]) -> TargetSpec:
+    def add_fixes(self, fixes: Sequence[ChosenFix]) -> TargetSpec:
         """Return the spec with `fixes`; raise UsageError if a fix does not apply to the spec."""
         if not fixes:  # the original run may not exist yet
             return self._spec
@@ -179,97 +179,97 @@ class SpecRuns(Runs):
             spec = edit_spec(spec, fix, target)
         return spec
 
-    def command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
+    def format_command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
         """Return the command of the run with `fixes`."""
         return profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
 
-    def check(self, fixes: Sequence[ChosenFix]) -> None:
+    def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
         """Raise UsageError if `fixes` do not apply to the spec."""
-        self.in_force(fixes)
+        self.add_fixes(fixes)
 
-    def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Run the spec with each set of fixes, in worker processes."""
         specs: list[TargetSpec] = []
         for fixes in sets:
             made = [fix for fix in fixes if not fix.fix.alloc_conf]
-            if made and _fix_key(made) not in self._known:
+            if made and _fix_key(made) not in self._run_by_fixes:
                 with contextlib.suppress(UsageError):
-                    specs.append(self.in_force(made))
-        left = [spec for spec in dict.fromkeys(specs) if spec not in self._ready]
+                    specs.append(self.add_fixes(made))
+        left = [spec for spec in dict.fromkeys(specs) if spec not in self._prefetched_runs]
         if len(left) < 2 or count_parallel_runs(self._spec) < 2:
             return
         from memprof.workload.pool import run_all  # needs torch
 
         tasks = [functools.partial(profile, spec, explained=False) for spec in left]
-        self._ready |= zip(left, run_all(tasks, self._progress), strict=True)
+        self._prefetched_runs |= zip(left, run_all(tasks, self._progress), strict=True)
 
-    def active_fixes(self) -> frozenset[str]:
+    def list_active_fixes(self) -> frozenset[str]:
         """Return the names of the fixes that the spec already has."""
         return frozenset(in_force(self._spec))
 
-    def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
-        spec = self.in_force(fixes)
+    def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
+        spec = self.add_fixes(fixes)
         trace = trace if spec.alloc_conf is None else with_settings(trace, spec.alloc_conf)
         assert trace.facts.target is not None
         target = dataclasses.replace(trace.facts.target, asked=spec)
         return dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, target=target))
 
-    def _plan(self, fixes: Sequence[ChosenFix]) -> str | None:
-        return self.in_force(fixes).parallel
+    def _get_parallel_plan(self, fixes: Sequence[ChosenFix]) -> str | None:
+        return self.add_fixes(fixes).parallel
 
-    def _work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
+    def _compute_work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
         # For the same number of sequences as the original: GPUs that share a sequence run them one after another.
-        spec = self.in_force(fixes)
-        times = _sequence_ranks(spec) // _sequence_ranks(self._spec)
-        return step_work(trace, self._gpu, spec.gradient_accumulation * times if times > 1 else 0)
+        spec = self.add_fixes(fixes)
+        times = _count_sequence_ranks(spec) // _count_sequence_ranks(self._spec)
+        return compute_step_work(trace, self._gpu, spec.gradient_accumulation * times if times > 1 else 0)
 
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
         if not fixes and self._simulated is not None:
             return self._simulated, analyze(self._simulated, explained=False)
         what = "with " + ", ".join(fix.fix.name for fix in fixes) if fixes else "unchanged"
-        return self.profile(self.in_force(fixes), what)
+        return self.profile(self.add_fixes(fixes), what)
 
     def profile(self, spec: TargetSpec, what: str) -> tuple[Trace, Report]:
         """Return the run of `spec`, described as `what` in progress lines; raise MemprofError if the run fails."""
-        made = self._ready.pop(spec, None)
+        made = self._prefetched_runs.pop(spec, None)
         if isinstance(made, MemprofError):
             raise made
         return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
 
 
-def _sequence_ranks(spec: TargetSpec) -> int:
+def _count_sequence_ranks(spec: TargetSpec) -> int:
     return 1 if spec.parallel is None else parse_plan(spec.parallel, spec.gpus).sharing
 
 
-class RunsWith:
-    """Runs of `runs` with the fixes `always` on top; no set is run twice."""
+class RunsWithFixes:
+    """Runs of `runs` with the fixes `base_fixes` on top; no set is run twice."""
 
-    def __init__(self, runs: Runs, always: Sequence[ChosenFix]) -> None:
-        self._runs, self._always = runs, list(always)
+    def __init__(self, runs: Runs, base_fixes: Sequence[ChosenFix]) -> None:
+        self._runs, self._base_fixes = runs, list(base_fixes)
         self._requested_keys: set[tuple[str, ...]] = set()
-        self.original = self.with_fixes(())
+        self.original = self.run_with_fixes(())
 
     def __len__(self) -> int:
         """Return the number of runs requested through this view: a search has a budget of runs."""
         return len(self._requested_keys)
 
-    def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
-        """Run the program with each set of fixes plus `always`, in parallel where possible."""
-        self._runs.make([*self._always, *fixes] for fixes in sets)
+    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+        """Run the program with each set of fixes plus `base_fixes`, in parallel where possible."""
+        self._runs.run_in_parallel([*self._base_fixes, *fixes] for fixes in sets)
 
-    def with_fixes(self, fixes: Sequence[ChosenFix]) -> LadderRun:
-        """Return the run with `fixes` plus `always`; raise UsageError if a fix does not apply."""
+    def run_with_fixes(self, fixes: Sequence[ChosenFix]) -> LadderRun:
+        """Return the run with `fixes` plus `base_fixes`; raise UsageError if a fix does not apply."""
         self._requested_keys.add(_fix_key(fixes))
-        all_fixes = [*self._always, *fixes]
-        return self._runs.with_fixes(all_fixes) if all_fixes else self._runs.original
+        all_fixes = [*self._base_fixes, *fixes]
+        return self._runs.run_with_fixes(all_fixes) if all_fixes else self._runs.original
 
-    def check(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if `fixes` do not apply together with `always`."""
-        self._runs.check([*self._always, *fixes])
+    def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
+        """Raise UsageError if `fixes` do not apply together with `base_fixes`."""
+        self._runs.check_fixes([*self._base_fixes, *fixes])
 
-    def active_fixes(self) -> frozenset[str]:
+    def list_active_fixes(self) -> frozenset[str]:
         """Return the names of the fixes that are on before a search adds any."""
-        return self._runs.active_fixes() | {fix.fix.name for fix in self._always}
+        return self._runs.list_active_fixes() | {fix.fix.name for fix in self._base_fixes}
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, each: bool = False) -> tuple[Trace, Report]:
@@ -283,11 +283,11 @@ def run_with_ladder(
 ) -> tuple[Trace, Report]:
     """Return the run of the last set of fixes in `steps`; its ladder has the original and a row per set."""
     before = runs.original
-    rungs = [runs.rung((), before, None)]
+    rungs = [runs.build_row((), before, None)]
     for fixes in steps:
-        run = runs.with_fixes(fixes)
-        rungs.append(runs.rung(fixes, run, before))
+        run = runs.run_with_fixes(fixes)
+        rungs.append(runs.build_row(fixes, run, before))
         before = run
     return before.trace, dataclasses.replace(
-        before.explained(), ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
+        before.complete_report(), ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
     )

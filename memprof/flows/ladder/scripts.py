@@ -20,10 +20,10 @@ from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import FIXES, Numerics, script_fix_names
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.account import analyze, with_settings
-from memprof.flows.gpus import find_gpu_of
-from memprof.flows.ladder.climb import climb
+from memprof.flows.gpus import find_spec_gpu
+from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.runs import Runs
-from memprof.flows.ladder.search import search
+from memprof.flows.ladder.search import search_fixes
 from memprof.report.documents.report import Report
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program
@@ -38,26 +38,26 @@ class ScriptRuns(Runs):
 
     def __init__(self, program: Program, spec: RunSpec, progress: Callable[[str], None]) -> None:
         self._program, self._spec, self._progress = program, spec, progress
-        super().__init__(find_gpu_of(spec))
+        super().__init__(find_spec_gpu(spec))
 
-    def command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
+    def format_command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
         """Return the command of the run with `fixes`; unless the run fits, with --beyond, as it was run."""
-        spec = self._spec_with(fixes)
+        spec = self._add_fixes(fixes)
         return run_command(spec if fits else spec.edit(beyond=True), self._program.command)
 
-    def _spec_with(self, fixes: Sequence[ChosenFix]) -> RunSpec:
+    def _add_fixes(self, fixes: Sequence[ChosenFix]) -> RunSpec:
         return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
 
-    def make(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Do nothing: a script may depend on files of its previous run, so runs are made one by one."""
 
-    def check(self, fixes: Sequence[ChosenFix]) -> None:
+    def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
         """Raise UsageError if a fix cannot be switched on from outside."""
         for fix in fixes:
             if fix.fix.name not in script_fix_names():
                 raise UsageError("this fix cannot be switched on from outside a script", value=fix.fix.name)
 
-    def active_fixes(self) -> frozenset[str]:
+    def list_active_fixes(self) -> frozenset[str]:
         """Return the fixes seen in allocator settings and compilation; others that the script has on are unknown."""
         settings = self.original.document.allocator.alloc_conf or ""
         compiles = self.original.trace.compiling is not None
@@ -67,16 +67,16 @@ class ScriptRuns(Runs):
             if (fix.alloc_conf and fix.alloc_conf in settings) or (fix.compiles and compiles)
         )
 
-    def _trace_with(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
+    def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         settings = (self.original.document.allocator.alloc_conf, *(fix.fix.alloc_conf for fix in fixes))
-        return _record_spec(with_settings(trace, ",".join(filter(None, settings))), self._spec_with(fixes))
+        return _record_spec(with_settings(trace, ",".join(filter(None, settings))), self._add_fixes(fixes))
 
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "unchanged"))
-        return run_alone(self._program, self._spec_with(fixes))
+        return run_script_process(self._program, self._add_fixes(fixes))
 
 
-def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Report]:
+def run_script_process(program: Program, spec: RunSpec) -> tuple[Trace, Report]:
     """Run the script in a new process, with --beyond; raise MemprofError if the script fails."""
     with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
         capture_file = Path(folder) / "run.memprof"
@@ -122,14 +122,14 @@ def _build_error(code: int, stderr: str, program: Program, spec: RunSpec) -> Mem
     )
 
 
-def script_ladder(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Report]:
+def build_script_ladder(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Report]:
     """Return the script's run without fixes, with a ladder of fixes; raise MemprofError if the script fails."""
-    return climb(ScriptRuns(program, spec, progress), script_fix_names())
+    return build_ladder(ScriptRuns(program, spec, progress), script_fix_names())
 
 
-def script_search(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Report]:
+def search_script_fixes(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Report]:
     """Return the script's run with the cheapest set of fixes that fits; raise MemprofError if the script fails."""
     names = script_fix_names()
     exact = [name for name in names if FIXES[name].numerics is Numerics.EXACT]
     tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
-    return search(ScriptRuns(program, spec, progress), tiers)
+    return search_fixes(ScriptRuns(program, spec, progress), tiers)

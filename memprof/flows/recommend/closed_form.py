@@ -10,7 +10,7 @@ from memprof.estimate.geometry import EstimatedModel, build_from_model, build_fr
 from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
 from memprof.estimate.state import QUANTIZED_STATES
 from memprof.estimate.table import find_highest_cell
-from memprof.flows.gpus import find_gpu_of
+from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.recommend.plans import NEW_TOKENS, Activations, Goal, Plan
 from memprof.spec import TargetSpec
 
@@ -50,7 +50,7 @@ def estimate_bytes(plan: Plan, spec: TargetSpec) -> int | None:
     if subject is None or spec.context_length is None:
         return None
     cell = find_highest_cell(subject, make_method_plan(plan, spec), 1, spec.context_length, "", 1)
-    return cell.allocated_bytes + find_gpu_of(spec).context_bytes
+    return cell.allocated_bytes + find_spec_gpu(spec).context_bytes
 
 
 def estimate_limit(

@@ -11,7 +11,7 @@ from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import check_installed
 from memprof.fixes.spec_edits import installed_eight_bit_optimizer
-from memprof.flows.gpus import device_facts, find_gpu_of
+from memprof.flows.gpus import device_facts, find_spec_gpu
 from memprof.flows.recommend.closed_form import estimate_bytes, estimate_limit
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import DEFAULT_CONTEXT, Goal, Plan, get_half_precision, make_base_spec
@@ -60,7 +60,7 @@ def recommend_largest_models(spec: TargetSpec, progress: Callable[[str], None]) 
 
     The model of `spec` is ignored.
     """
-    gpu, context_length = find_gpu_of(spec), spec.context_length or DEFAULT_CONTEXT
+    gpu, context_length = find_spec_gpu(spec), spec.context_length or DEFAULT_CONTEXT
     simulator = Simulator(gpu, progress)
     kinds = []
     for task in list_tasks(gpu):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import EstimatedModel
-from memprof.flows.gpus import GPUS_PER_MACHINE, find_gpu_of
+from memprof.flows.gpus import GPUS_PER_MACHINE, find_spec_gpu
 from memprof.flows.profile import count_parallel_runs
 from memprof.flows.recommend.closed_form import find_subject
 from memprof.flows.recommend.multi_gpu_scripts import Scripts, build_training_scripts
@@ -37,7 +37,7 @@ class MultiGpuSearch:
 
     def __init__(self, spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> None:
         self.gpus = spec.gpus
-        self.simulator = Simulator(find_gpu_of(spec), progress, avoids_retries=True)
+        self.simulator = Simulator(find_spec_gpu(spec), progress, avoids_retries=True)
         self.request = request
         # Each process builds the whole model in host memory before its shards. Host memory is judged only with
         # --host-memory.

@@ -8,7 +8,7 @@ from memprof.device.catalog import Gpu
 from memprof.fixes.catalog import find_helpful
 from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.flows.account import analyze
-from memprof.flows.cost import StepWork, step_work
+from memprof.flows.cost import StepWork, compute_step_work
 from memprof.ledger.batches import Batches
 from memprof.ledger.state import ModelState
 from memprof.spec import Mode, TargetSpec
@@ -65,7 +65,7 @@ def evaluate_run(
         needed_bytes=verdict.required_bytes,
         fits=bool(verdict.fits),
         host_bytes=document.host_peak_bytes,
-        step=step_work(trace, gpu, micro_batches),
+        step=compute_step_work(trace, gpu, micro_batches),
         state=state,
         target=target,
         oom_stage=oom_stage or (HOST_MEMORY if verdict.host_over_bytes else ""),

@@ -96,7 +96,9 @@ def _build_candidate(
     if subject is None or subject.geometry is None or base.context_length is None:
         num_savings = (plan.activations is not Activations.ON_GPU) + plan.chunked_loss
         return Candidate(plan, parallel, spread, micro_batch, num_micro_batches, None, num_savings + 1 / micro_batch)
-    cell = find_highest_cell(subject, make_method_plan(plan, base), micro_batch, base.context_length, parallel, spread.size)
+    cell = find_highest_cell(
+        subject, make_method_plan(plan, base), micro_batch, base.context_length, parallel, spread.size
+    )
     seconds = _estimate_step_seconds(
         subject.geometry, plan, spread, micro_batch * base.context_length, num_micro_batches, base.context_length, gpu
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from memprof.command_line import profile_command
 from memprof.errors import MemprofError
-from memprof.flows.gpus import device_facts, find_gpu_of
+from memprof.flows.gpus import device_facts, find_spec_gpu
 from memprof.flows.recommend.alternatives import find_alternatives
 from memprof.flows.recommend.plans import Goal
 from memprof.flows.recommend.search import CONTEXT_STEP, TIE_TOLERANCE, PlanRun, Search, SearchRequest, SearchResult
@@ -25,7 +25,7 @@ def recommend(
     spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, SearchResult]:
     """Return the recommendation for the model, context length and GPU of `spec`, the search, and its result."""
-    simulator = Simulator(find_gpu_of(spec), progress)
+    simulator = Simulator(find_spec_gpu(spec), progress)
     goal = request.goal
     search = Search(simulator, spec, request)
     if goal is Goal.INFER and search.run_plan(search.tiers[0], request.batch_size) is None:

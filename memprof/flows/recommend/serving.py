@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.gpus import find_gpu_of
+from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.recommend.multi_gpu_scripts import build_serving_scripts
 from memprof.flows.recommend.multi_gpu_search import nccl_assumption
 from memprof.flows.recommend.plans import Goal, list_tiers, make_base_spec, set_context_length
@@ -29,7 +29,7 @@ class ServingSearch:
     """The search over ways to run inference on several GPUs."""
 
     def __init__(self, spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> None:
-        gpu = find_gpu_of(spec)
+        gpu = find_spec_gpu(spec)
         self.simulator = Simulator(gpu, progress, avoids_retries=True)
         self.base_spec = make_base_spec(Goal.INFER, spec.edit(gpus=1, batch_size=request.batch_size))
         self.source = find_source(spec)

@@ -13,7 +13,7 @@ from pathlib import Path
 from memprof.errors import UsageError
 from memprof.findings.lifetimes import Lifetimes
 from memprof.fixes.catalog import check_package
-from memprof.flows.gpus import find_gpu_of
+from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.profile import profile
 from memprof.flows.vocabulary.count import WORDS, CorpusCount, count_corpus
 from memprof.flows.vocabulary.frequencies import Frequencies
@@ -110,7 +110,7 @@ def check_model(spec: TargetSpec) -> None:
     """Raise MemprofError if the model or GPU does not exist; called before a corpus is read, which may take minutes."""
     from memprof.workload.models import find_source  # imports torch
 
-    find_gpu_of(spec)
+    find_spec_gpu(spec)
     find_source(spec)
 
 

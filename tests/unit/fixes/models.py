@@ -118,17 +118,17 @@ class MadeUpRuns(Runs):
     def __init__(self) -> None:
         super().__init__(find_gpu("rtx-4090"))
 
-    def command(self, fixes: Any, *, fits: bool | None) -> str:
+    def format_command(self, fixes: Any, *, fits: bool | None) -> str:
         return ""
 
-    def _trace_with(self, trace: Any, fixes: Any) -> Any:
+    def _replay_with_fixes(self, trace: Any, fixes: Any) -> Any:
         return trace
 
-    def make(self, sets: Any) -> None:
+    def run_in_parallel(self, sets: Any) -> None:
         return None
 
-    def check(self, fixes: Any) -> None:
+    def check_fixes(self, fixes: Any) -> None:
         return None
 
-    def active_fixes(self) -> frozenset[str]:
+    def list_active_fixes(self) -> frozenset[str]:
         return frozenset()

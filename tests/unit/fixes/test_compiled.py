@@ -14,7 +14,7 @@ from memprof.errors import UsageError
 from memprof.findings.evidence import suggest_fixes
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
-from memprof.flows.ladder.climb import climb
+from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.runs import SpecRuns, apply_fixes
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.ladder import render_ladder
@@ -103,7 +103,7 @@ class _Runs(MadeUpRuns):
 
 
 def test_a_fix_that_makes_it_worse_is_left_out_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memprof.flows.ladder.climb._order_of_trial", lambda run, left: list(left))
-    _, document = climb(_Runs(), ["compile"])
+    monkeypatch.setattr("memprof.flows.ladder.build._order_candidates", lambda run, left: list(left))
+    _, document = build_ladder(_Runs(), ["compile"])
     assert [rung.added for rung in document.ladder] == [None]
     assert document.ladder_left_out == {"compile": "takes 1.00 GiB more"}

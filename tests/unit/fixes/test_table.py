@@ -24,8 +24,8 @@ from memprof.fixes.script_fixes import ScriptFixes
 from memprof.fixes.spec_fixes import apply_fixes
 from memprof.flows.account import analyze
 from memprof.flows.gpus import allocator_settings, device_facts
-from memprof.flows.ladder.climb import climb
-from memprof.flows.ladder.search import search
+from memprof.flows.ladder.build import build_ladder
+from memprof.flows.ladder.search import search_fixes
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
 from tests.unit.fixes.models import MadeUpRuns
@@ -153,7 +153,7 @@ class _Runs(MadeUpRuns):
         b.trace.facts = Facts(command="profile", device=device, allocator=allocator_settings("").facts)
         return b.trace, analyze(b.trace)
 
-    def check(self, fixes):
+    def check_fixes(self, fixes):
         spec = TargetSpec(model="gpt2")
         for fix in fixes:
             spec = edit_spec(spec, fix, {})
@@ -168,10 +168,10 @@ def test_one_file_is_all_that_a_fix_takes(toy, monkeypatch):
     b.new(1 << 20)
     assert suggest_fixes(b.context(), "fragmentation") == ("toy", "expandable-segments")
     assert suggest_fixes(b.context(spec=spec), "fragmentation") == ("expandable-segments",)
-    _, document = climb(_Runs())
+    _, document = build_ladder(_Runs())
     assert [rung.added for rung in document.ladder] == [None, "toy"] and document.ladder[-1].fits
     monkeypatch.setattr(_Runs, "check", lambda self, fixes: None)
-    _, document = search(_Runs(), [("the same numbers", ["toy"])])
+    _, document = search_fixes(_Runs(), [("the same numbers", ["toy"])])
     assert document.ladder[-1].fixes == ("toy",) and "toy is enough" in document.ladder_reason
 
 

@@ -10,8 +10,8 @@ import memprof
 from memprof.device.catalog import Gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
-from memprof.flows.cost import step_work
-from memprof.flows.ladder.plans import _find_fitting, _min_bytes, plans, search_plans
+from memprof.flows.cost import compute_step_work
+from memprof.flows.ladder.plans import _bound_plan_bytes, _find_fitting_plan, list_plans, search_plans
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.spec import TargetSpec
 from tests.lanes import by_day
@@ -34,9 +34,9 @@ def needs(spec: TargetSpec) -> int:
 
 
 def test_the_plans_of_a_model(spec):
-    assert [*plans(spec, 2)] == ["ddp", "fsdp", "ulysses=2,fsdp"]
-    assert [*plans(spec, 12)] == ["ddp", "fsdp", "ulysses=2,fsdp", "ulysses=4,fsdp"]
-    assert [*plans(spec.edit(lengths="alpaca"), 4)] == ["ddp", "fsdp"]
+    assert [*list_plans(spec, 2)] == ["ddp", "fsdp", "ulysses=2,fsdp"]
+    assert [*list_plans(spec, 12)] == ["ddp", "fsdp", "ulysses=2,fsdp", "ulysses=4,fsdp"]
+    assert [*list_plans(spec.edit(lengths="alpaca"), 4)] == ["ddp", "fsdp"]
 
 
 def test_the_simplest_plan_that_fits_gives_nothing_up(spec):
@@ -80,12 +80,15 @@ def test_one_process_finds_what_several_find(spec, monkeypatch):
 def test_a_plan_that_is_not_run_could_not_fit(spec, length):
     """What is passed over by what a replica holds needs at least that, be it weights or activations that decide."""
     runs = SpecRuns(spec.edit(parallel="ddp", context_length=length))
-    for plan in plans(spec, 2):
-        least, document = _min_bytes(runs, plan, 2), memprof.profile(spec.edit(parallel=plan, context_length=length))[1]
+    for plan in list_plans(spec, 2):
+        least, document = (
+            _bound_plan_bytes(runs, plan, 2),
+            memprof.profile(spec.edit(parallel=plan, context_length=length))[1],
+        )
         assert 0.3 * document.peak.allocated_bytes < least <= document.peak.allocated_bytes, plan
-    usable = _min_bytes(runs, "ulysses=2,fsdp", 2) - 1
+    usable = _bound_plan_bytes(runs, "ulysses=2,fsdp", 2) - 1
     small = spec.edit(context_length=length, gpu_vram_bytes=usable + CONTEXT_BYTES)
-    fits, left_out = _find_fitting(SpecRuns(small.edit(parallel="ddp")), 2, plans(small, 2))
+    fits, left_out = _find_fitting_plan(SpecRuns(small.edit(parallel="ddp")), 2, list_plans(small, 2))
     assert fits is None and left_out["--parallel ulysses=2,fsdp"].startswith("without fixes it needs at least ")
     assert (
         left_out["--parallel ddp"].startswith("without fixes it needs ") and "least" not in left_out["--parallel ddp"]
@@ -98,7 +101,7 @@ def test_gpus_without_a_plan_are_asked_for_one(spec):
 
 
 def sent(spec: TargetSpec, gpu: Gpu) -> tuple[int, float]:
-    work = step_work(memprof.profile(spec)[0], gpu)
+    work = compute_step_work(memprof.profile(spec)[0], gpu)
     assert work is not None
     return work.link_bytes, work.link_seconds
 

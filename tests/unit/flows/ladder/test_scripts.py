@@ -31,11 +31,11 @@ def test_every_fix_in_force_is_named_also_the_allocators(monkeypatch):
     spec = RunSpec(gpu="rtx-4090", steps=5)
     runs = ScriptRuns(Program("a.py"), spec, lambda doing: None)
     for names in (NAMES[:1], NAMES):
-        run = runs.with_fixes(parse_fixes(",".join(names)))
+        run = runs.run_with_fixes(parse_fixes(",".join(names)))
         assert run.document.program.fixes == names
         assert run.document.program.asked == spec.edit(fixes=names)
         # The capture that --save keeps gives the same report.
-        assert analyze(run.trace) == run.explained()
+        assert analyze(run.trace) == run.complete_report()
         assert run.document.allocator.alloc_conf == "expandable_segments:True"
     assert runs.original.document.program.fixes == () and not runs.original.document.allocator.alloc_conf
 

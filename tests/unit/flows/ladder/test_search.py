@@ -9,9 +9,9 @@ import pytest
 from memprof.errors import MemprofError
 from memprof.fixes.catalog import FIXES, tiers
 from memprof.fixes.chosen import ChosenFix
-from memprof.flows.ladder.climb import climb
+from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.runs import SpecRuns
-from memprof.flows.ladder.search import _cannot_fit, _least_bytes, search
+from memprof.flows.ladder.search import _bound_peak_bytes, _cannot_fit, search_fixes
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 
@@ -24,7 +24,7 @@ SETS = (
 
 @pytest.mark.slow
 def test_of_two_that_do_not_go_together_the_second_may_be_the_one_that_fits():
-    _, document = search(SpecRuns(SPEC), SETS)
+    _, document = search_fixes(SpecRuns(SPEC), SETS)
     assert document.verdict.fits and document.ladder[-1].fixes == ("micro-batch",)
     assert document.ladder_reason == "micro-batch is enough (the same numbers)"
     assert document.ladder_left_out["optimizer-in-backward"].startswith("does not go with micro-batch: ")
@@ -38,8 +38,8 @@ def test_what_is_made_at_once_is_what_would_be_made_in_turn(monkeypatch):
         monkeypatch.setenv("MEMPROF_PROCESSES", processes)
         runs = SpecRuns(spec)
         runs.make([[ChosenFix(FIXES["chunked-loss"])], [ChosenFix(FIXES["activation-checkpointing"])]])
-        assert len(runs._ready) == (0 if processes == "1" else 2)
-        _, document = climb(runs, ["activation-checkpointing", "chunked-loss"])
+        assert len(runs._prefetched_runs) == (0 if processes == "1" else 2)
+        _, document = build_ladder(runs, ["activation-checkpointing", "chunked-loss"])
         assert [rung.added for rung in document.ladder] == [None, "chunked-loss", "activation-checkpointing"]
         answers.append(document.to_json())
     assert answers[0] == answers[1]
@@ -57,10 +57,10 @@ def test_what_cannot_be_made_says_so_when_it_is_asked_for(monkeypatch):
     monkeypatch.setattr("memprof.flows.ladder.runs.profile", fails)
     loss, checkpoints = [ChosenFix(FIXES["chunked-loss"])], [ChosenFix(FIXES["activation-checkpointing"])]
     runs.make([loss, checkpoints])
-    assert len(runs._ready) == 2
+    assert len(runs._prefetched_runs) == 2
     with pytest.raises(MemprofError, match="no such loss"):
-        runs.with_fixes(loss)
-    assert runs.with_fixes(checkpoints).trace.events and not runs._ready
+        runs.run_with_fixes(loss)
+    assert runs.run_with_fixes(checkpoints).trace.events and not runs._prefetched_runs
 
 
 def fixes_of(*names: str) -> list[ChosenFix]:
@@ -72,17 +72,17 @@ def test_what_is_not_run_could_not_fit():
     """Activations and logits that no fix of a set frees are there in its run, whatever else it does."""
     runs = SpecRuns(TargetSpec(model="pythia-70m", batch_size=4, context_length=512))
     held = runs.original.document.peak.categories
-    exact = [name for name in tiers()[0][1] if name not in runs.active_fixes()]
+    exact = [name for name in tiers()[0][1] if name not in runs.list_active_fixes()]
     for names in ([name] for name in exact):
         try:
-            run = runs.with_fixes(fixes_of(*names))
+            run = runs.run_with_fixes(fixes_of(*names))
         except MemprofError:
             continue
-        assert _least_bytes(runs, fixes_of(*names)) <= run.document.peak.allocated_bytes, names
-    assert _least_bytes(runs, fixes_of("chunked-loss")) == held["activations"] > 0
-    assert _least_bytes(runs, fixes_of("activation-checkpointing")) == held["logits and loss"] > 0
-    assert _least_bytes(runs, fixes_of("chunked-loss", "activation-checkpointing")) == 0
-    assert _least_bytes(runs, fixes_of("amp-bfloat16")) == 0  # it makes all tensors smaller
+        assert _bound_peak_bytes(runs, fixes_of(*names)) <= run.document.peak.allocated_bytes, names
+    assert _bound_peak_bytes(runs, fixes_of("chunked-loss")) == held["activations"] > 0
+    assert _bound_peak_bytes(runs, fixes_of("activation-checkpointing")) == held["logits and loss"] > 0
+    assert _bound_peak_bytes(runs, fixes_of("chunked-loss", "activation-checkpointing")) == 0
+    assert _bound_peak_bytes(runs, fixes_of("amp-bfloat16")) == 0  # it makes all tensors smaller
 
 
 @pytest.mark.parametrize(("usable", "too_much"), [(1000, False), (999, True), (None, False)])
@@ -100,7 +100,9 @@ def test_only_runs_that_decide_something_are_made():
     usable = runs.original.document.device.usable_bytes
     held = runs.original.document.peak.categories
     assert min(held["activations"], held["logits and loss"]) > usable
-    _, document = search(runs, [("the same numbers", ("chunked-loss", "activation-checkpointing", "fused-optimizer"))])
+    _, document = search_fixes(
+        runs, [("the same numbers", ("chunked-loss", "activation-checkpointing", "fused-optimizer"))]
+    )
     assert document.verdict.fits
     assert sorted(document.ladder[-1].fixes) == ["activation-checkpointing", "chunked-loss"]
     assert document.ladder_reason.startswith("it fits with ")
