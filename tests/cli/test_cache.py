@@ -69,7 +69,7 @@ def test_a_failed_run_is_not_kept(memprof, folder, tmp_path):
 
 def test_recommend_is_kept_too(memprof, monkeypatch):
     from memprof.flows.recommend import largest_models
-    from memprof.report.documents.recommendation import Recommendation
+    from memprof.report.documents.recommendation import LargestModel, Recommendation
     from memprof.trace.facts import DeviceFacts
 
     calls = []

@@ -18,6 +18,7 @@ from memprof.fixes.chosen import parse_fixes
 from memprof.flows import limit as limit_flow
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.scripts import ScriptRuns, run_script_process
+from memprof.report.terminal.next_step import choose_next_step
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec, options_of

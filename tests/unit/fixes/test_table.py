@@ -170,7 +170,7 @@ def test_one_file_is_all_that_a_fix_takes(toy, monkeypatch):
     assert suggest_fixes(b.context(spec=spec), "fragmentation") == ("expandable-segments",)
     _, document = build_ladder(_Runs())
     assert [rung.added for rung in document.ladder] == [None, "toy"] and document.ladder[-1].fits
-    monkeypatch.setattr(_Runs, "check", lambda self, fixes: None)
+    monkeypatch.setattr(_Runs, "check_fixes", lambda self, fixes: None)
     _, document = search_fixes(_Runs(), [("the same numbers", ["toy"])])
     assert document.ladder[-1].fixes == ("toy",) and "toy is enough" in document.ladder_reason
 

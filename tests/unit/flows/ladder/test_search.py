@@ -37,7 +37,7 @@ def test_what_is_made_at_once_is_what_would_be_made_in_turn(monkeypatch):
     for processes in "12":
         monkeypatch.setenv("MEMPROF_PROCESSES", processes)
         runs = SpecRuns(spec)
-        runs.make([[ChosenFix(FIXES["chunked-loss"])], [ChosenFix(FIXES["activation-checkpointing"])]])
+        runs.run_in_parallel([[ChosenFix(FIXES["chunked-loss"])], [ChosenFix(FIXES["activation-checkpointing"])]])
         assert len(runs._prefetched_runs) == (0 if processes == "1" else 2)
         _, document = build_ladder(runs, ["activation-checkpointing", "chunked-loss"])
         assert [rung.added for rung in document.ladder] == [None, "chunked-loss", "activation-checkpointing"]
@@ -56,7 +56,7 @@ def test_what_cannot_be_made_says_so_when_it_is_asked_for(monkeypatch):
 
     monkeypatch.setattr("memprof.flows.ladder.runs.profile", fails)
     loss, checkpoints = [ChosenFix(FIXES["chunked-loss"])], [ChosenFix(FIXES["activation-checkpointing"])]
-    runs.make([loss, checkpoints])
+    runs.run_in_parallel([loss, checkpoints])
     assert len(runs._prefetched_runs) == 2
     with pytest.raises(MemprofError, match="no such loss"):
         runs.run_with_fixes(loss)
