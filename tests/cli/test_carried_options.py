@@ -153,7 +153,7 @@ def test_rows_of_a_script_have_all_options(asked, spec, monkeypatch):
     monkeypatch.setattr(ScriptRuns, "_add", lambda self, fixes: None)
     runs = ScriptRuns(Program(SCRIPT[0], SCRIPT[1:]), spec, lambda doing: None)
     for fits, beyond in ((True, spec.beyond), (False, True), (None, True)):  # as the row itself was run
-        again, _, _ = asked(shlex.split(runs.command(parse_fixes("chunked-loss"), fits=fits))[1:])
+        again, _, _ = asked(shlex.split(runs.format_command(parse_fixes("chunked-loss"), fits=fits))[1:])
         assert again == spec.edit(fixes=("chunked-loss",), beyond=beyond)
 
 
@@ -172,7 +172,7 @@ def assert_same(again: TargetSpec, device: str, spec: TargetSpec) -> None:
 @pytest.mark.parametrize("spec", TARGETS)
 def test_rows_of_a_target_have_all_options(asked, spec, monkeypatch):
     monkeypatch.setattr(SpecRuns, "_add", lambda self, fixes: None)
-    again, device, how = asked(shlex.split(SpecRuns(spec).command(parse_fixes("chunked-loss"), fits=True))[1:])
+    again, device, how = asked(shlex.split(SpecRuns(spec).format_command(parse_fixes("chunked-loss"), fits=True))[1:])
     assert_same(again, device, spec)
     assert how.fix == "chunked-loss"
 
