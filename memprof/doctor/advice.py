@@ -1,4 +1,4 @@
-"""Advice for a cause, each with its command: cheapest first, advice that changes the numbers last."""
+"""Advice for each cause of an error, with commands: cheapest first, advice that changes numerics last."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from memprof.command_line import profile_command
-from memprof.doctor.diagnosis import Advice, Candidate, Cause, Figures
+from memprof.doctor.diagnosis import Advice, Candidate, Cause, MessageSizes
 from memprof.errors import UsageError
 from memprof.fixes.catalog import Fix, find_helpful
 from memprof.fixes.chosen import ChosenFix, edit_spec
@@ -18,7 +18,7 @@ from memprof.workload.catalog import find_model, has_model
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """The user's description of the failed run; the log is searched for fields that are None."""
+    """The options of a failed run as the user gives them; those that are None are searched for in the log."""
 
     model: str | None = None
     batch_size: int | None = None
@@ -39,16 +39,16 @@ class ReportedRun:
             attention=self.attention,
         )
 
-    def command(self, fix: str = "") -> str:
-        """Return the `memprof profile` command for the run."""
+    def build_command(self, fix: str = "") -> str:
+        """Return the `memprof profile` command for the run, with a fix by its name."""
         return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_gpu=False)
 
-    def command_with(self, fix: Fix) -> str | None:
+    def build_command_with_fix(self, fix: Fix) -> str | None:
         """Return the `memprof profile` command with a fix; None if the fix does not apply to the run."""
         dtype = None
         if self.model is not None and has_model(self.model):
             dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
-        # Of a run that is not known the batch may be of any size.
+        # Some fixes need a batch of at least 2; an unknown batch may have it.
         specs = [self.spec] if self.batch_size else [self.spec, self.spec.edit(batch_size=2)]
         for mode, spec in itertools.product(Mode, specs):
             try:
@@ -59,49 +59,49 @@ class ReportedRun:
         return None
 
 
-# Cases that have one fix.
+# The only fix of each of these cases.
 _SEGMENTS, _SPILLED = find_helpful("fragmentation")[0], find_helpful("doctor: spilled")[0]
 _HOST = find_helpful("doctor: host memory")[0]
-_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A path of Windows.
-_WHO = (Advice("see who is on the GPU", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
+_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A Windows path.
+_LIST_PROCESSES = Advice("see who is on the GPU", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv")
 
 
 def _fix_advice(case: str, run: ReportedRun) -> tuple[Advice, ...]:
-    """Return advice for the fixes of a case, in order."""
+    """Return advice for the fixes that the catalog lists for `case`, in order."""
     found = []
     for fix in find_helpful(case):
         cost = "" if fix.cost.startswith("none") else f" (costs: {fix.cost})"
-        if (command := run.command_with(fix)) is not None:
+        if (command := run.build_command_with_fix(fix)) is not None:
             found.append(Advice(fix.words.get(case, fix.changes) + cost, command, fix=fix.name))
     return tuple(found)
 
 
-def steps(
-    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: ReportedRun, source: str, text: str = ""
+def list_advice(
+    cause: Cause, figures: MessageSizes, tensors: tuple[Candidate, ...], run: ReportedRun, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
-    """Return the advice for `cause`, in order; `text` is the message and the log around it."""
+    """Return the advice for `cause`, in order; `text` is the message with the log around it."""
     if figures.total is not None and figures.total.num_bytes >= GIB:
-        run = replace(run, gpu_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
+        run = replace(run, gpu_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as printed
     if tensors and "delta" in tensors[0].role:
         run = replace(run, npt="dense")
     if tensors and tensors[0].role == "attention scores":
-        run = replace(run, attention="eager")  # which alone keeps them
-    if source in _OF_SOURCE:
-        return _OF_SOURCE[source]
-    if cause in _FIXED:
-        return _FIXED[cause]
+        run = replace(run, attention="eager")  # only eager attention stores scores
+    if source in _ADVICE_BY_SOURCE:
+        return _ADVICE_BY_SOURCE[source]
+    if cause in _ADVICE_BY_CAUSE:
+        return _ADVICE_BY_CAUSE[cause]
     if cause is Cause.OTHER_PROCESSES:
         left_over = "end what is left over of an earlier run (a notebook keeps its GPU until its kernel ends)"
         return (
-            *_WHO,
+            _LIST_PROCESSES,
             Advice(left_over, "kill PID"),
             Advice("or take another GPU", "CUDA_VISIBLE_DEVICES=1 python ..."),
-            Advice("how much your own run needs", run.command()),
+            Advice("how much your own run needs", run.build_command()),
         )
     if cause is Cause.MEMORY_LIMIT:
         limit = "raise or remove the limit, set in the program or as per_process_memory_fraction in the allocator's"
         raised = Advice.python(f"{limit} settings", "torch.cuda.set_per_process_memory_fraction(1.0)")
-        return raised, Advice("how much the run needs", run.command())
+        return raised, Advice("how much the run needs", run.build_command())
     if cause is Cause.FREE_REFUSED:
         return (
             Advice(
@@ -143,7 +143,7 @@ def steps(
             Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --alloc-conf {_SEGMENTS.alloc_conf}"),
             *_smaller_run_advice(run, tensors),
         )
-    others = _WHO if cause is Cause.DEVICE_MEMORY and source == "CUDA" else ()
+    others = (_LIST_PROCESSES,) if cause is Cause.DEVICE_MEMORY and source == "CUDA" else ()
     return others + _tensor_advice(tensors, run) + _smaller_run_advice(run, tensors)
 
 
@@ -153,7 +153,7 @@ def _is_before_torch_2_1(text: str) -> bool:
 
 
 def _segments_advice(what: str, text: str) -> tuple[Advice, ...]:
-    """Return advice to use expandable segments; none before torch 2.1 or on Windows, which do not have them."""
+    """Return advice to use expandable segments; none before torch 2.1 or on Windows, which lack them."""
     if _is_before_torch_2_1(text) or _WINDOWS.search(text):
         return ()
     variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
@@ -161,7 +161,7 @@ def _segments_advice(what: str, text: str) -> tuple[Advice, ...]:
 
 
 def _split_size_advice(text: str) -> tuple[Advice, ...]:
-    """Return advice against fragmentation for a torch without expandable segments."""
+    """Return advice against fragmentation for torch without expandable segments."""
     if _is_before_torch_2_1(text) and "max_split_size_mb" not in text:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
     where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
@@ -171,7 +171,7 @@ def _split_size_advice(text: str) -> tuple[Advice, ...]:
 
 
 def _tensor_advice(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Advice, ...]:
-    """Return advice for the likeliest tensor, if a tensor is known."""
+    """Return advice that reduces the likeliest tensor; none if no tensor is known."""
     if not tensors:
         return ()
     role = tensors[0].role
@@ -188,12 +188,12 @@ def _tensor_advice(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Ad
 
 
 def _smaller_run_advice(run: ReportedRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
-    """Return advice for a run that takes less memory, in order, except fixes of `_tensor_advice`."""
+    """Return advice to reduce the memory of the whole run, without fixes that `_tensor_advice` has."""
     said = {step.fix for step in _tensor_advice(tensors, run)}
     search = "let memprof search: the set of fixes whose step takes least among those that fit"
     on_cpu = "in inference that may take many times as long: use the CPU, whose memory is the machine's"
     listed = (
-        Advice(search, run.command("auto")),
+        Advice(search, run.build_command("auto")),
         *_fix_advice("doctor: smaller", run),
         Advice.python(on_cpu, 'model.to("cpu")'),
         Advice("torch.cuda.empty_cache() does not help: torch releases its cache itself before it raises this error"),
@@ -214,8 +214,8 @@ _MPS = (
 )
 _PROFILE = "memprof profile --model MODEL"
 _CACHE_SIZE = Advice("how much weights and cache take", f"{_PROFILE} --mode inference --context-length 8192")
-# What prints an error that torch's fixes do not help against.
-_OF_SOURCE: dict[str, tuple[Advice, ...]] = {
+# Source of an error -> advice, for sources that need other fixes than torch.
+_ADVICE_BY_SOURCE: dict[str, tuple[Advice, ...]] = {
     "torch (MPS)": _MPS,
     "NCCL": (
         Advice("let NCCL say which call failed, and for want of what", "NCCL_DEBUG=WARN torchrun train.py"),
@@ -231,7 +231,7 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         Advice("see what else is on the GPU while it runs", "memprof monitor -- torchrun train.py"),
     ),
     "XLA": (
-        *_WHO,
+        _LIST_PROCESSES,
         Advice("JAX takes three quarters of the GPU at its start: less", "export XLA_PYTHON_CLIENT_MEM_FRACTION=.50"),
         Advice("or as much as is needed, when it is needed", "export XLA_PYTHON_CLIENT_PREALLOCATE=false"),
         Advice("TensorFlow takes all of it: as much as is needed instead", "export TF_FORCE_GPU_ALLOW_GROWTH=true"),
@@ -245,7 +245,7 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
         _CACHE_SIZE,
     ),
     "ggml": (
-        *_WHO,
+        _LIST_PROCESSES,
         Advice("fewer layers on the GPU, the rest on the CPU", "llama-server --model MODEL.gguf --n-gpu-layers 20"),
         Advice("a shorter context: a smaller cache", "llama-server --model MODEL.gguf --ctx-size 4096"),
         Advice("weights of fewer bits"),
@@ -253,10 +253,10 @@ _OF_SOURCE: dict[str, tuple[Advice, ...]] = {
     "bitsandbytes": (
         Advice("paged states lie in memory that GPU and host share: was the host's full?", "free -h"),
         Advice.python("an optimizer whose states are not paged", 'TrainingArguments(optim="adamw_8bit")'),
-        *_WHO,
+        _LIST_PROCESSES,
     ),
 }
-_FIXED: dict[Cause, tuple[Advice, ...]] = {
+_ADVICE_BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
     Cause.NOT_KNOWN: (
         Advice("a smaller batch: if the error goes, memory was the matter"),
         Advice.python("without cuDNN torch's own kernels say what they lack", "torch.backends.cudnn.enabled = False"),
@@ -272,7 +272,7 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         _CACHE_SIZE,
     ),
     Cause.ENGINE_BUDGET: (
-        *_WHO,
+        _LIST_PROCESSES,
         Advice("end what is left over of an earlier engine: its worker processes outlive it", "kill PID"),
         Advice("or ask for no more than is free", f"{_VLLM} --gpu-memory-utilization 0.8"),
     ),

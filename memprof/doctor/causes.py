@@ -1,50 +1,50 @@
-"""The cause of a failed allocation of device memory, from the figures of its message."""
+"""The cause of a failed allocation of device memory, from the sizes in the message."""
 
 from __future__ import annotations
 
 from memprof.allocator.rounding import FRAGMENTED_SHARE
 from memprof.device.context import CONTEXT_BYTES
-from memprof.doctor.diagnosis import Cause, Figures, Size
+from memprof.doctor.diagnosis import Cause, MessageSizes, PrintedSize
 from memprof.units import GIB, format_bytes
 
-_LARGE_SHARE = 0.25  # Of the GPU, from which on one request is the matter rather than all that is there.
-_FREE_SHARE = 0.05  # Of the GPU: with less left it is full, though a request may be smaller than that.
-_UNNAMED = GIB
-# Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small GPU: from
-# this share of the GPU on it is somebody else's.
+_LARGE_SHARE = 0.25  # Fraction of the GPU from which on the request alone is the cause.
+_FREE_SHARE = 0.05  # Fraction of the GPU: with less free memory, the GPU counts as full.
+_MIN_UNNAMED = GIB
+# Memory of unlisted processes may belong to this process's libraries (NCCL, other contexts), or to a desktop on a small
+# GPU; from these fractions of the GPU on it belongs to other processes.
 _UNNAMED_SHARE, _SURE_SHARE, _SMALL_GPU = 0.1, 0.25, 8 * GIB
 
 
-def others_bytes(figures: Figures) -> int | None:
+def sum_other_processes(figures: MessageSizes) -> int | None:
     """Return the bytes of other processes on the GPU; None if the message does not show them."""
-    named = sum(size.num_bytes for _, size in other_processes(figures))
+    named = sum(size.num_bytes for _, size in list_other_processes(figures))
     if named:
         return named
-    total, free, mine = figures.total, figures.free, own_bytes(figures)
+    total, free, mine = figures.total, figures.free, find_own_bytes(figures)
     if total is None or free is None or mine is None:
         return None
     return max(0, total.num_bytes - free.num_bytes - mine)
 
 
-def own_bytes(figures: Figures) -> int | None:
-    """Return the bytes of this process on the GPU, as the driver reports them, else reserved bytes and CUDA context."""
-    if own := figures.process or _own_size(figures):
+def find_own_bytes(figures: MessageSizes) -> int | None:
+    """Return the bytes of this process as the driver reports them, or else reserved bytes and CUDA context."""
+    if own := figures.process or _find_own_size(figures):
         return own.num_bytes
     held = figures.reserved or figures.allocated
     return None if held is None else held.num_bytes + CONTEXT_BYTES
 
 
-def _own_size(figures: Figures) -> Size | None:
-    """Return the size of this process if the message names it as another process."""
-    foreign = other_processes(figures)
+def _find_own_size(figures: MessageSizes) -> PrintedSize | None:
+    """Return the size of this process, if the message lists it as another process."""
+    foreign = list_other_processes(figures)
     return next((size for pid, size in figures.others if (pid, size) not in foreign), None)
 
 
-def other_processes(figures: Figures) -> tuple[tuple[int, Size], ...]:
-    """Return pid and size of the named processes other than this one.
+def list_other_processes(figures: MessageSizes) -> tuple[tuple[int, PrintedSize], ...]:
+    """Return pid and size of the listed processes other than this one.
 
-    In a container NVML reports pids of the host, so that torch's message names its own process as another one. A named
-    process is this one if the GPU could not hold both its memory and this process's reserved memory.
+    In a container, NVML reports pids of the host, so that torch's message lists its own process as another one. One of
+    them is this process if the GPU could not hold both its memory and this process's reserved memory.
     """
     if figures.process is not None or not figures.others or figures.reserved is None or figures.total is None:
         return figures.others
@@ -56,16 +56,16 @@ def other_processes(figures: Figures) -> tuple[tuple[int, Size], ...]:
     return tuple((pid, size) for pid, size in figures.others if pid != own)
 
 
-def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
-    """Return the cause, and sentences that explain the figures."""
+def find_cause(figures: MessageSizes) -> tuple[Cause, tuple[str, ...]]:
+    """Return the cause, and sentences that explain the sizes."""
     if figures.tried is None:
         return Cause.DEVICE_MEMORY, ()
-    cause, why = _cause(figures, figures.tried)
-    return cause, tuple(filter(None, (why, *_figure_sentences(figures))))
+    cause, why = _choose_cause(figures, figures.tried)
+    return cause, tuple(filter(None, (why, *_describe_sizes(figures))))
 
 
-def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
-    """Return the cause of the failed allocation of `tried`, and the evidence for the cause."""
+def _choose_cause(figures: MessageSizes, tried: PrintedSize) -> tuple[Cause, str]:
+    """Return the cause of the failed allocation of `tried`, and a sentence with the evidence."""
     want, total, free = tried.num_bytes, figures.total, figures.free
     reserved, allocated = figures.reserved, figures.allocated
     unused = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
@@ -78,7 +78,7 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
         return Cause.LARGE_TENSOR, f"the request alone is larger than the GPU: {tried.text} of {total.text}"
     if free is not None and free.low >= tried.high and free.num_bytes >= _FREE_SHARE * total.num_bytes:
         return Cause.FREE_REFUSED, f"{free.text} are free, and the driver refused {tried.text}"
-    others = others_bytes(figures) or 0
+    others = sum_other_processes(figures) or 0
     missing = want - (free.num_bytes if free else 0)
     fits = unused >= missing
     fragmented = fits and reserved is not None and unused >= FRAGMENTED_SHARE * reserved.num_bytes
@@ -88,7 +88,7 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
         beside = f", beside {free.text} free on the GPU" if unused < want and free else ""
         why = f"torch holds {format_bytes(unused)} unused{beside}, in pieces too small for {tried.text}"
         return Cause.FRAGMENTATION, why
-    mine = own_bytes(figures)
+    mine = find_own_bytes(figures)
     if free is None and mine is not None and want + mine < (1 - _UNNAMED_SHARE) * total.num_bytes:
         what = "others have it, or the driver refuses a request of this size"
         return Cause.DEVICE_MEMORY, f"{format_bytes(total.num_bytes - mine)} of the GPU are not this process's: {what}"
@@ -101,17 +101,17 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
     return Cause.GPU_FULL, ""
 
 
-def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> bool:
-    """Return whether memory of other processes is certainly theirs, and large enough to matter."""
-    if others < _UNNAMED:
+def _is_foreign(figures: MessageSizes, others: int, total: int, *, fits: bool) -> bool:
+    """Return whether other processes certainly have `others` bytes, and enough to cause the error."""
+    if others < _MIN_UNNAMED:
         return False
-    # What torch says of itself is sure; what is left over is not.
+    # The driver's value for this process is reliable; a difference of other values is not.
     share = _SURE_SHARE if fits or total < _SMALL_GPU else _UNNAMED_SHARE
-    return bool(other_processes(figures)) or figures.process is not None or others >= share * total
+    return bool(list_other_processes(figures)) or figures.process is not None or others >= share * total
 
 
-def _figure_sentences(figures: Figures) -> list[str]:
-    """Return sentences about figures other than those of the cause."""
+def _describe_sizes(figures: MessageSizes) -> list[str]:
+    """Return sentences about sizes that are not part of the cause."""
     said = []
     total, reserved, allocated = figures.total, figures.reserved, figures.allocated
     held = reserved or allocated
@@ -124,13 +124,13 @@ def _figure_sentences(figures: Figures) -> list[str]:
         said.append(f"{held.text} on a GPU of {total.text}: {spills}")
     if figures.private_pools is not None:
         said.append(f"{figures.private_pools.text} are in private pools (CUDA graphs)")
-    own = figures.process or _own_size(figures)
+    own = figures.process or _find_own_size(figures)
     if own is not None and held is not None:
         outside = own.num_bytes - held.num_bytes
         if outside > 0:
-            # Only Apple's messages say what a process has, and not what is reserved.
+            # Only messages of MPS have the process's memory without reserved memory.
             what = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
             said.append(f"{format_bytes(outside)} of this process are outside torch's allocator: {what}")
-    for pid, size in other_processes(figures):
+    for pid, size in list_other_processes(figures):
         said.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
     return said

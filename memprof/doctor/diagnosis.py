@@ -1,4 +1,4 @@
-"""The doctor's answer, as plain data. All amounts are bytes."""
+"""Diagnoses as plain data; sizes are bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.trace.json_values import JsonValue
 
 
 class Cause(StrEnum):
-    """The cause of a failed run, as far as the message shows it; each has a headline."""
+    """The cause of a failed run, as far as the message shows; each cause has a headline."""
 
     headline: str
 
@@ -20,15 +20,15 @@ class Cause(StrEnum):
         return made
 
     GPU_FULL = "gpu-full", "The GPU is full of this process's own tensors"
-    # One request is larger than the GPU, or a quarter of it and more.
+    # One request has a quarter of the GPU or more.
     LARGE_TENSOR = "large-tensor", "One tensor is too large"
     FRAGMENTATION = "fragmentation", "Fragmentation: enough is reserved and unused, in pieces too small"
-    # The request would fit if nobody else were on it.
+    # The request would fit without other processes.
     OTHER_PROCESSES = "other-processes", "Other processes have the GPU"
     MEMORY_LIMIT = "memory-limit", "The program reached a memory limit that it was given"
     FREE_REFUSED = "free-refused", "The driver refused memory that it calls free"
     DEVICE_MEMORY = "device-memory", "Out of device memory; the message says no more"
-    # cuBLAS, cuDNN or NCCL found no room beside the allocator's.
+    # cuBLAS, cuDNN or NCCL found no memory outside the caching allocator.
     LIBRARY_HANDLE = "library-handle", "A CUDA library found no memory for itself"
     KV_CACHE = "kv-cache", "The engine has too little room for its KV cache"
     ENGINE_BUDGET = "engine-budget", "Less of the GPU is free than the engine was told to take"
@@ -37,78 +37,80 @@ class Cause(StrEnum):
     HOST_MEMORY = "host-memory", "A request for host memory was refused"
     SHARED_MEMORY = "shared-memory", "/dev/shm is full"
     NOT_KNOWN = "not-known", "The message does not say whether memory was the matter"
-    DEVICE_MISMATCH = "device-mismatch"  # An operator was given tensors of two devices, which its headline names.
+    DEVICE_MISMATCH = "device-mismatch"  # Tensors of one operator are on two devices.
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """An amount as a message printed it: what was printed, and the bytes that print so."""
+class PrintedSize:
+    """A size in a message: the printed string, and the range of bytes that print as this string."""
 
-    text: str  # as printed, such as "37.09 GiB".
-    num_bytes: int  # the middle of them.
-    low: int  # the smallest.
-    high: int  # the largest.
+    text: str  # As printed, such as "37.09 GiB".
+    num_bytes: int  # Middle of the range.
+    low: int  # Smallest number of bytes that prints as `text`.
+    high: int  # Largest number of bytes that prints as `text`.
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """The amounts of an error message; None where it does not give one."""
+class MessageSizes:
+    """The sizes in an error message; None for those that the message lacks."""
 
-    tried: Size | None = None  # the segment, or the request, that was refused.
-    # whether `tried` is what torch's caching allocator asked of the driver for the request.
+    tried: PrintedSize | None = None  # The segment, or the request, of the failed allocation.
+    # Whether `tried` is the segment that torch's caching allocator requested from the driver.
     tried_is_segment: bool = True
     device: int | None = None
-    total: Size | None = None
-    free: Size | None = None  # free according to the driver, after the allocator released what it could.
-    process: Size | None = None  # all that this process has on the GPU.
-    others: tuple[tuple[int, Size], ...] = ()  # what each other process has, by pid.
-    allowed: Size | None = None  # limit set by a memory fraction.
-    allocated: Size | None = None
-    reserved: Size | None = None  # of the caching allocator; allocated is part of it, and so are private pools.
-    private_pools: Size | None = None
+    total: PrintedSize | None = None
+    free: PrintedSize | None = (
+        None  # Free memory according to the driver, after the allocator released its cached segments.
+    )
+    process: PrintedSize | None = None  # All memory of this process on the GPU.
+    others: tuple[tuple[int, PrintedSize], ...] = ()  # Pid and memory of each other process.
+    allowed: PrintedSize | None = None  # Limit of the process (set_per_process_memory_fraction).
+    allocated: PrintedSize | None = None
+    reserved: PrintedSize | None = None  # Reserved memory, which includes `allocated` and `private_pools`.
+    private_pools: PrintedSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor of which the failed allocation may have been."""
+    """A tensor that the failed allocation may be for."""
 
     shape: tuple[int, ...]
     dtype: str
-    role: str  # what it would be, such as "logits".
+    role: str  # Role of the tensor, such as "logits".
     num_bytes: int
-    model: str = ""  # the catalog's model whose dimensions were taken; empty: none.
-    why: str = ""  # what speaks for it, one line.
-    exact: bool = False  # whether every size was known and the bytes are within what the message can mean.
+    model: str = ""  # Model of the catalog with these dimensions; empty: none.
+    why: str = ""  # The evidence, in one line.
+    exact: bool = False  # Whether all dimensions were known, and the bytes match the message.
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to try: what, why, and the command (shell, unless `code` is "python")."""
+    """One piece of advice, with a command (shell, unless `code` is "python")."""
 
     what: str
     command: str = ""
     code: str = "sh"
-    fix: str = ""  # Its name among memprof's fixes, if it is one.
+    fix: str = ""  # Name of memprof's fix; empty: none.
 
     @classmethod
     def python(cls, what: str, command: str) -> Advice:
-        """Return an advice whose command is Python."""
+        """Return advice whose command is Python code."""
         return cls(what, command, "python")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(JsonValue):
-    """One error, explained."""
+    """The diagnosis of one error in a log."""
 
     cause: Cause
-    title: str  # one line for people.
-    source: str  # what printed it: "torch", "vllm", "the kernel", ...
-    message: str  # the error's own line.
-    line: int  # its number in the log, from 1.
-    count: int = 1  # how often it stands there; of one wording the first 60 places are looked at.
-    figures: Figures = field(default_factory=Figures)
-    explanation: tuple[str, ...] = ()  # one line each.
-    where: tuple[str, ...] = ()  # the frames of the traceback that matter, the guilty one first.
-    tensors: tuple[Candidate, ...] = ()  # candidates for the failed allocation, likeliest first.
-    devices: tuple[str, ...] = ()  # of a device mismatch, those that met.
-    steps: tuple[Advice, ...] = ()  # what to do, in order.
+    title: str  # The diagnosis in one line.
+    source: str  # What printed the error: "torch", "vLLM", "the kernel", ...
+    message: str  # The line of the error.
+    line: int  # Number of the line in the log, from 1.
+    count: int = 1  # Occurrences in the log; at most 60 per wording are searched.
+    figures: MessageSizes = field(default_factory=MessageSizes)
+    explanation: tuple[str, ...] = ()  # Sentences, one per line.
+    where: tuple[str, ...] = ()  # Relevant frames of the traceback, innermost first.
+    tensors: tuple[Candidate, ...] = ()  # Candidates for the failed allocation, likeliest first.
+    devices: tuple[str, ...] = ()  # The devices of a mismatch.
+    steps: tuple[Advice, ...] = ()  # Advice, in order.

@@ -1,4 +1,4 @@
-"""The sizes of the dimensions of a model's tensors, from its configuration."""
+"""The dimensions of a model's tensors, from the model's configuration."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from memprof.workload.catalog import ModelEntry, find_model, has_model, list_mod
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The dimensions of one model; None or 0 for dimensions that the model does not have."""
+    """The dimensions of a model; 0 or None for dimensions that the model lacks."""
 
-    model: str  # the catalog's key.
-    vocabulary: int = 0  # rows of the token embedding.
-    hidden: int = 0  # width of the residual stream.
-    intermediate: int = 0  # width of a feed-forward layer.
-    heads: int = 0  # of attention's queries.
-    kv_heads: int = 0  # of its keys and values.
-    head_dim: int = 0  # of one head.
-    experts: int = 0  # of a layer of experts; `expert` is an expert's width.
-    expert: int = 0
-    max_positions: int | None = None  # the longest sequence.
-    num_parameters: int = 0  # of the whole model; 0 if not known.
-    half: str = "bfloat16"  # the half dtype that it is published in, or would be.
+    model: str  # Key in the catalog, or path of the configuration.
+    vocabulary: int = 0  # Rows of the token embedding.
+    hidden: int = 0  # Width of the residual stream.
+    intermediate: int = 0  # Width of a feed-forward layer.
+    heads: int = 0  # Query heads.
+    kv_heads: int = 0  # Key and value heads.
+    head_dim: int = 0  # Width of a head.
+    num_experts: int = 0  # Experts of a layer.
+    expert_width: int = 0
+    max_positions: int | None = None  # Tokens of the longest sequence.
+    num_parameters: int = 0  # 0: unknown.
+    half_dtype: str = "bfloat16"  # Half-precision dtype of the checkpoint, or the default.
 
 
 def _first_int(config: Mapping[str, Any], *names: str) -> int:
@@ -37,7 +37,7 @@ def _first_int(config: Mapping[str, Any], *names: str) -> int:
     return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), 0)
 
 
-def dimensions(entry: ModelEntry) -> Dimensions:
+def get_dimensions(entry: ModelEntry) -> Dimensions:
     """Return the dimensions of a model of the catalog."""
     return replace(
         _read_dimensions(entry.key, entry.load_config(), entry.checkpoint_dtype),
@@ -48,12 +48,12 @@ def dimensions(entry: ModelEntry) -> Dimensions:
 
 
 def find_dimensions(name: str) -> Dimensions:
-    """Return the dimensions of a model of the catalog, or of a config.json or its folder.
+    """Return the dimensions of a model of the catalog, or in a config.json or its folder.
     Raises UsageError: the catalog has no such model, or the file is no configuration."""
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if has_model(name) or not path.is_file():
-        return dimensions(find_model(name))
+        return get_dimensions(find_model(name))
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the last: nested without end
@@ -80,41 +80,41 @@ def _read_dimensions(name: str, config: Mapping[str, Any], dtype: str | None) ->
         heads=heads,
         kv_heads=1 if one_kv_head else _first_int(config, "num_key_value_heads", "num_kv_heads") or heads,
         head_dim=_first_int(config, "head_dim", "d_kv") or (hidden // heads if heads else 0),
-        experts=_first_int(config, "num_experts", "num_local_experts", "n_routed_experts"),
-        expert=_first_int(config, "moe_intermediate_size", "intermediate_size"),
+        num_experts=_first_int(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        expert_width=_first_int(config, "moe_intermediate_size", "intermediate_size"),
         max_positions=_first_int(config, "max_position_embeddings", "n_positions") or None,
-        half="float16" if dtype == "float16" else "bfloat16",
+        half_dtype="float16" if dtype == "float16" else "bfloat16",
     )
 
 
 @cache
-def catalog_dimensions() -> tuple[Dimensions, ...]:
-    """Return the dimensions of every model of the catalog."""
-    return tuple(map(dimensions, list_models()))
+def list_catalog_dimensions() -> tuple[Dimensions, ...]:
+    """Return the dimensions of all models of the catalog."""
+    return tuple(map(get_dimensions, list_models()))
 
 
-_NAMED = (
+_MODEL_PATTERNS = (
     re.compile(r"""(?:model(?:_name(?:_or_path)?|_path|_id)?|base_model|hf_model)['"]?\s*[=: ]\s*['"]?([\w./@+-]+)"""),
     re.compile(r"""(?:from_pretrained\(|vllm serve |AutoModel\w*\()\s*['"]?([\w./@+-]+)"""),
     re.compile(
         r"""\b((?:meta-llama|Qwen|mistralai|google|openai|microsoft|EleutherAI|facebook|openai-community|allenai|deepseek-ai|HuggingFaceTB|tiiuae|bigscience)/[\w.-]+)"""
     ),
 )
-_TUNED = re.compile(
+_NAME_SUFFIX = re.compile(
     r"[-_](?:instruct|chat|base|it|hf|pt|v\d[\d.]*|\d{4}|gguf|awq|gptq\S*|int[48]|fp8|4bit|bnb\S*|unsloth\S*)$", re.I
 )
 
 
-def model_in(text: str) -> str | None:
-    """Return the model of the catalog that `text` names, as in a command line or an engine's log; None if not found."""
-    for pattern in _NAMED:
+def find_model_name(text: str) -> str | None:
+    """Return the key of the catalog's model that a log names, in a command line, say; None if not found."""
+    for pattern in _MODEL_PATTERNS:
         for match in pattern.finditer(text):
             name = match[1].rstrip("/.,'\"")
             for shorter in (name, name.rsplit("/", 1)[-1].replace("Meta-", "")):
                 for _ in range(4):
                     if shorter and has_model(shorter):
                         return find_model(shorter).key
-                    shorter = _TUNED.sub("", shorter)
+                    shorter = _NAME_SUFFIX.sub("", shorter)
     return None
 
 
@@ -127,16 +127,16 @@ _LENGTH = re.compile(
 )
 
 
-def batch_in(text: str) -> int | None:
-    """Return the batch size in a command line in `text`; None if not found."""
-    return _number_in(_BATCH, text, range(1, 1 << 20))
+def find_batch_size(text: str) -> int | None:
+    """Return the batch size in a log's command lines; None if not found."""
+    return _find_number(_BATCH, text, range(1, 1 << 20))
 
 
-def length_in(text: str) -> int | None:
-    """Return the sequence length in a command line in `text`; None if not found."""
-    return _number_in(_LENGTH, text, range(2, 1 << 24))
+def find_length(text: str) -> int | None:
+    """Return the sequence length in a log's command lines; None if not found."""
+    return _find_number(_LENGTH, text, range(2, 1 << 24))
 
 
-def _number_in(pattern: re.Pattern[str], text: str, sensible: range) -> int | None:
+def _find_number(pattern: re.Pattern[str], text: str, sensible: range) -> int | None:
     match = pattern.search(text)
     return int(match[1]) if match and int(match[1]) in sensible else None

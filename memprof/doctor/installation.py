@@ -23,8 +23,8 @@ from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.stubs.packages import PACKAGES
 from memprof.units import GIB, MIB, format_bytes
 
-_SMALL_SHM = GIB  # Docker gives 64 MiB; a few workers with batches of images need more than this.
-_IN_USE = 512 * MIB  # Of a GPU: below it, a desktop or a driver.
+_MIN_SHM_BYTES = GIB  # Docker's default is 64 MiB; data loader workers need more.
+_MIN_USED_BYTES = 512 * MIB  # Used memory of a GPU below which it is not in use: a desktop or the driver.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,26 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The installed packages and tools by name, and their problems."""
+    """Facts of the installation (packages, GPUs, memory) by name, and its problems."""
 
     facts: tuple[tuple[str, str], ...]
     findings: tuple[Check, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """Limits of this machine in bytes; None if there is no limit, or the limit is not known."""
+class HostLimits:
+    """Memory and memory limits of this machine in bytes; None: no limit, or unknown."""
 
     total: int | None = None
     available: int | None = None
-    shm_total: int | None = None
-    shm_free: int | None = None
-    locked: int | None = None  # limit of locked memory (RLIMIT_MEMLOCK).
-    cgroup: int | None = None  # limit of this container or job.
+    shm_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    locked_limit_bytes: int | None = None  # limit of locked memory (RLIMIT_MEMLOCK).
+    cgroup_limit_bytes: int | None = None  # limit of this container or job.
 
 
-def read_host() -> Host:
-    """Return the limits of this machine."""
+def read_host_limits() -> HostLimits:
+    """Return memory and memory limits of this machine."""
     shm_total = shm_free = locked = None
     with contextlib.suppress(OSError, AttributeError):
         shm = os.statvfs("/dev/shm")
@@ -69,21 +69,21 @@ def read_host() -> Host:
 
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         locked = None if soft == resource.RLIM_INFINITY else soft
-    return Host(memory_bytes(), available_bytes(), shm_total, shm_free, locked, _cgroup_limit())
+    return HostLimits(memory_bytes(), available_bytes(), shm_total, shm_free, locked, _cgroup_limit())
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateNames:
-    """The private names of torch that memprof uses."""
+    """The private names of torch that memprof uses, and those that the installed torch lacks."""
 
-    number: int = 0  # of all that a build of torch like the installed one may have.
-    # those that the installed torch lacks -> what memprof does without; empty text: it refuses that torch.
+    number: int = 0  # All private names for a build of torch like the installed one.
+    # Missing name -> what memprof does without it; "": memprof refuses this torch.
     missing: Mapping[str, str] = field(default_factory=dict)
-    error: str = ""  # why torch could not be asked; empty if it was.
+    error: str = ""  # Error of importing torch.
 
 
 def read_private_names() -> PrivateNames:
-    """Return the private names that the installed torch lacks, by a subprocess: the doctor imports no torch."""
+    """Return the private names that the installed torch lacks, read by a subprocess that imports torch."""
     command = [sys.executable, "-m", "memprof.torch_private"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -98,7 +98,7 @@ def _cgroup_limit() -> int | None:
             text = Path(path).read_text().strip()
         except OSError:
             continue
-        # Version 1 has no word for "unlimited" but a number larger than any machine.
+        # cgroup version 1 reports "unlimited" as a huge number.
         return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
     return None
 
@@ -106,17 +106,17 @@ def _cgroup_limit() -> int | None:
 def check_installation(
     environment: Environment | None = None,
     gpus: NvmlSample | None = None,
-    host: Host | None = None,
+    host: HostLimits | None = None,
     version: Callable[[str], str | None] | None = None,
     names: PrivateNames | None = None,
 ) -> Installation:
-    """Return facts of this machine, and their problems; arguments replace facts that are otherwise read here.
+    """Return facts and problems of this machine; arguments replace what is otherwise read here.
 
     `version` returns the release of a package by name, or None if the package is not installed.
     """
     gpus = read_gpus() if gpus is None else gpus
     environment = read_environment(gpus) if environment is None else environment
-    host = read_host() if host is None else host
+    host = read_host_limits() if host is None else host
     version = installed_release if version is None else version
     findings = [Check("error", note) for note in environment.notes]
     if environment.torch_version is None:
@@ -124,7 +124,7 @@ def check_installation(
     else:
         names = read_private_names() if names is None else names
         findings += _check_private_names(names, f"torch {environment.torch_version}")
-    findings += check_settings(environment.variables, _find_torch_release(environment))
+    findings += check_allocator_settings(environment.variables, _find_torch_release(environment))
     findings += _check_gpus(gpus)
     findings += _check_host(host)
     findings += _check_libraries(version)
@@ -160,7 +160,7 @@ def _check_private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
 def _list_facts(
     environment: Environment,
     gpus: NvmlSample,
-    host: Host,
+    host: HostLimits,
     version: Callable[[str], str | None],
     names: PrivateNames | None,
 ) -> list[tuple[str, str]]:
@@ -180,15 +180,15 @@ def _list_facts(
     stood_for = [f"{one.name} {one.version}" for one in PACKAGES.values() if version(one.distribution) is None]
     facts += [("replaced by a stub", ", ".join(stood_for))] if stood_for else []
     amounts = (
-        ("host memory", host.total), ("of it available", host.available), ("limit of the job", host.cgroup),
-        ("/dev/shm", host.shm_total), ("limit of locked memory", host.locked),
+        ("host memory", host.total), ("of it available", host.available), ("limit of the job", host.cgroup_limit_bytes),
+        ("/dev/shm", host.shm_total_bytes), ("limit of locked memory", host.locked_limit_bytes),
     )  # fmt: skip
     facts += [(name, format_bytes(amount)) for name, amount in amounts if amount is not None]
     return facts + [(name, value) for name, value in environment.variables.items() if "ALLOC" in name or "CUDA" in name]
 
 
-def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
-    """Yield problems of the allocator's settings: rejected, contradictory, or ignored by `release`."""
+def check_allocator_settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
+    """Yield problems of the allocator settings: rejected, contradictory, or ignored by `release`."""
     version = ".".join(map(str, release.version))
     older, newer = VARIABLES
     renamed = f"export {older}={variables.get(newer)}"
@@ -214,8 +214,8 @@ def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[C
         yield from _check_contradictions(config, name, variables[name])
 
 
-# Settings of torch's own allocator.
-_NATIVE = (
+# Settings of the native allocator.
+_NATIVE_SETTINGS = (
     "max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions", "expandable_segments",
     "max_non_split_rounding_mb",
 )  # fmt: skip
@@ -223,7 +223,7 @@ _NATIVE = (
 
 def _check_contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
     """Yield settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
-    native = [key for key in _NATIVE if key in text]
+    native = [key for key in _NATIVE_SETTINGS if key in text]
     if config.backend != "native" and native:
         problem = f"{name}: backend:{config.backend} ignores {', '.join(native)}"
         yield Check("warning", problem, "they belong to torch's own allocator: leave out one or the other")
@@ -245,7 +245,7 @@ def _check_contradictions(config: AllocatorConfig, name: str, text: str) -> Iter
 def _check_gpus(gpus: NvmlSample) -> Iterator[Check]:
     yield from (Check("note", note) for note in gpus.notes)
     for gpu in gpus.gpus:
-        if gpu.used_bytes is not None and gpu.used_bytes > _IN_USE:
+        if gpu.used_bytes is not None and gpu.used_bytes > _MIN_USED_BYTES:
             sizes = (f", {format_bytes(one.used_bytes)}" if one.used_bytes else "" for one in gpu.processes)
             found = [f"{one.name} (pid {one.pid}{size})" for one, size in zip(gpu.processes, sizes, strict=True)]
             whose = f" by {', '.join(found[:4])}" if found else ", by processes that are not shown (another container?)"
@@ -254,24 +254,25 @@ def _check_gpus(gpus: NvmlSample) -> Iterator[Check]:
         yield from (Check("note", f"GPU {gpu.index}: {note}") for note in gpu.notes)
 
 
-def _check_host(host: Host) -> Iterator[Check]:
-    if host.shm_total is not None and host.shm_total < _SMALL_SHM:
-        problem = f"/dev/shm has {format_bytes(host.shm_total)}: DataLoader workers pass their batches there"
+def _check_host(host: HostLimits) -> Iterator[Check]:
+    if host.shm_total_bytes is not None and host.shm_total_bytes < _MIN_SHM_BYTES:
+        problem = f"/dev/shm has {format_bytes(host.shm_total_bytes)}: DataLoader workers pass their batches there"
         command = "docker run --shm-size=16g ...  # or --ipc=host"
         yield Check("warning", problem, "a container has 64 MiB unless told otherwise", command)
-    elif host.shm_total and host.shm_free is not None and host.shm_free < host.shm_total // 10:
-        problem = f"/dev/shm is nearly full: {format_bytes(host.shm_free)} left"
+    elif host.shm_total_bytes and host.shm_free_bytes is not None and host.shm_free_bytes < host.shm_total_bytes // 10:
+        problem = f"/dev/shm is nearly full: {format_bytes(host.shm_free_bytes)} left"
         yield Check("warning", problem, "killed runs leave their files behind", "ls -l /dev/shm")
-    if host.locked is not None and host.total is not None and host.locked < host.total // 8:
+    if host.locked_limit_bytes is not None and host.total is not None and host.locked_limit_bytes < host.total // 8:
         hint = "CUDA pins memory past this limit, through its driver; RDMA (NCCL over InfiniBand) meets it"
-        yield Check("note", f"locked memory is limited to {format_bytes(host.locked)}", hint, "ulimit -l unlimited")
-    if host.cgroup is not None and host.total is not None and host.cgroup < host.total:
-        problem = f"this job may take {format_bytes(host.cgroup)} of {format_bytes(host.total)} host memory"
+        yield Check(
+            "note", f"locked memory is limited to {format_bytes(host.locked_limit_bytes)}", hint, "ulimit -l unlimited"
+        )
+    if host.cgroup_limit_bytes is not None and host.total is not None and host.cgroup_limit_bytes < host.total:
+        problem = f"this job may take {format_bytes(host.cgroup_limit_bytes)} of {format_bytes(host.total)} host memory"
         yield Check("note", problem, "past it the kernel kills the process without a message: exit code 137")
 
 
-# Releases that take more memory than they should: package, the first release concerned and the first that is not,
-# problem, hint, and where that is said.
+# Releases with known memory problems: package, first affected and first fixed release, problem, hint, and source.
 _KNOWN_ISSUES = (
     (
         "torch", (2, 9), (2, 10),
@@ -290,7 +291,7 @@ _KNOWN_ISSUES = (
 )  # fmt: skip
 
 
-def version_tuple(text: str) -> tuple[int, ...]:
+def parse_version(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a release such as "4.46.0.dev0"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
@@ -298,9 +299,9 @@ def version_tuple(text: str) -> tuple[int, ...]:
 
 def _check_libraries(version: Callable[[str], str | None]) -> Iterator[Check]:
     cudnn = [version(name) for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn")]
-    has_new_cudnn = any(version_tuple(found) >= (9, 15) for found in cudnn if found)
+    has_new_cudnn = any(parse_version(found) >= (9, 15) for found in cudnn if found)
     for package, since, until, problem, hint, source in _KNOWN_ISSUES:
         installed = version(package)
-        numbers = version_tuple(installed or "")
+        numbers = parse_version(installed or "")
         if numbers and since <= numbers < until and not (package == "torch" and has_new_cudnn):
             yield Check("warning", f"{package} {installed}: {problem}", hint, "", source)

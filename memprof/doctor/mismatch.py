@@ -1,4 +1,4 @@
-"""Errors about tensors on two devices: which devices, which argument, and the usual fix."""
+"""Errors about tensors on two devices: devices, argument, and advice."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memprof.doctor.tracebacks import TracebackFrame
 from memprof.fixes.catalog import find_helpful
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
-_FOUND = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")
-_GOT = re.compile(rf"got (\w+) is on {_DEVICE}, different from other tensors on {_DEVICE}")
+_TWO_DEVICES = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")
+_OTHER_DEVICE = re.compile(rf"got (\w+) is on {_DEVICE}, different from other tensors on {_DEVICE}")
 _ARGUMENT = re.compile(r"checking (?:argument|arguments) (?:for argument (\w+) )?in method (\w+)")
 _TYPES = re.compile(r"[Ii]nput type \((?:torch\.)?(\S+?)\) and (weight|bias) type \((?:torch\.)?(\S+?)\)")
 _OBJECT = re.compile(
     r"Expected object of (?:device type|backend|type) (\S+) but got (?:device type|backend|type) (\S+)"
 )
-_ON = re.compile(
+_EXPECTED_ON = re.compile(
     rf"argument #?\d* ?'?(\w*)'? is on (?:the )?{_DEVICE},? ?but expected (?:it|them) to be on (?:the )?{_DEVICE}", re.I
 )
-_SAME = re.compile(rf"found .{{0,40}}?{_DEVICE}.{{0,40}}?{_DEVICE}", re.I)
+_ANY_TWO = re.compile(rf"found .{{0,40}}?{_DEVICE}.{{0,40}}?{_DEVICE}", re.I)
 _MODULE = re.compile(rf"buffers on device {_DEVICE}.{{0,40}}?on device:? {_DEVICE}")
 _NUMPY = re.compile(rf"can't convert {_DEVICE}")
 _EXPECTED = re.compile(rf"Tensor on device {_DEVICE} is not on the expected device {_DEVICE}")
@@ -31,12 +31,12 @@ _WEIGHTS = ("mat2", "weight", "running_mean", "running_var", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The devices of a mismatch, the unexpected one first if known; the argument and kernel that torch names."""
+    """The devices of a mismatch, the unexpected one first if known, and the argument and kernel that torch names."""
 
     devices: tuple[str, ...]
     argument: str = ""
     kernel: str = ""
-    numpy: bool = False
+    is_numpy: bool = False
 
 
 def _parse_device(type_name: str) -> str:
@@ -48,24 +48,24 @@ def read_mismatch(text: str) -> Mismatch:
     argument = _ARGUMENT.search(text)
     name, kernel = (argument[1] or "", argument[2]) if argument else ("", "")
     kernel = re.sub(r"^wrapper_+(?:CUDA_+|MPS_+|XPU_+)?_*", "", kernel)
-    if found := _GOT.search(text):
+    if found := _OTHER_DEVICE.search(text):
         return Mismatch((found[2], found[3]), found[1], kernel)
-    if found := _FOUND.search(text):
+    if found := _TWO_DEVICES.search(text):
         return Mismatch((found[1], found[2]), name, kernel)
     if found := _TYPES.search(text):
         return Mismatch((_parse_device(found[1]), _parse_device(found[3])), "input", "")
     if found := re.search(rf"xpected device {_DEVICE} but got device {_DEVICE}", text):
         return Mismatch((found[2], found[1]))
     if found := _OBJECT.search(text):
-        return Mismatch((_parse_device(found[2]), _parse_device(found[1])), _quote(text), "")
+        return Mismatch((_parse_device(found[2]), _parse_device(found[1])), _find_argument_name(text), "")
     if found := _EXPECTED.search(text) or _MODULE.search(text):
         return Mismatch((found[1], found[2]))
-    if found := _ON.search(text):
+    if found := _EXPECTED_ON.search(text):
         return Mismatch((found[2].lower().replace("gpu", "cuda"), found[3].lower().replace("gpu", "cuda")), found[1])
     if found := _GENERATOR.search(text):
         return Mismatch((found[2], found[1]), "generator")
     if found := _NUMPY.search(text):
-        return Mismatch((found[1],), numpy=True)
+        return Mismatch((found[1],), is_numpy=True)
     if "out of meta tensor" in text:
         return Mismatch(("meta",))
     if "indices should be either on" in text:
@@ -75,19 +75,19 @@ def read_mismatch(text: str) -> Mismatch:
     if "Placeholder storage" in text:
         return Mismatch(("cpu", "mps"))
     if re.search(r"is on (?:the )?CPU", text):
-        return Mismatch(("cpu", "cuda"), _quote(text))
-    found = _SAME.search(text)
+        return Mismatch(("cpu", "cuda"), _find_argument_name(text))
+    found = _ANY_TWO.search(text)
     return Mismatch((found[1].lower(), found[2].lower()), name, kernel) if found else Mismatch((), name, kernel)
 
 
-def _quote(text: str) -> str:
+def _find_argument_name(text: str) -> str:
     match = re.search(r"argument #?\d+ '(\w+)'", text)
     return match[1] if match else ""
 
 
-def title(mismatch: Mismatch) -> str:
+def format_title(mismatch: Mismatch) -> str:
     """Return a description of the mismatch in one line."""
-    if mismatch.numpy:
+    if mismatch.is_numpy:
         return f"A tensor on {mismatch.devices[0]} is turned into a numpy array"
     if mismatch.devices == ("meta",):
         return "A tensor on meta, which has no data, is copied"
@@ -97,10 +97,10 @@ def title(mismatch: Mismatch) -> str:
     return f"Tensors on {met} meet{what}{which}"
 
 
-def steps(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Advice]:
-    """Yield advice on the usual fixes of a mismatch, likeliest first."""
+def list_advice(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Advice]:
+    """Yield advice for a mismatch, likeliest first."""
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
-    if mismatch.numpy:
+    if mismatch.is_numpy:
         yield Advice.python(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()")
         return
     if "meta" in mismatch.devices:

@@ -1,11 +1,11 @@
-"""The frames of a traceback before an error, in the formats of Python, IPython and rich."""
+"""The frames of the traceback before an error, in the formats of Python, IPython and rich."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from memprof.doctor.log import Passage, clean, unframed
+from memprof.doctor.log import Passage, clean_line, strip_box
 
 _PYTHON = re.compile(r'\bFile "([^"]+)", line (\d+)(?:, in (\S+))?')
 _IPYTHON = re.compile(
@@ -23,7 +23,7 @@ _MARKERS = re.compile(r"^[\s~^*]*$")
 
 @dataclass(frozen=True, slots=True)
 class TracebackFrame:
-    """One frame; `code` is the text of its line, empty if not printed."""
+    """A frame of a traceback; `code` is its source line, empty if not printed."""
 
     file: str
     line: int
@@ -36,30 +36,30 @@ class TracebackFrame:
         return f"{name}:{self.line}{f' {self.function}' if self.function else ''}{code}"
 
     @property
-    def in_torch(self) -> bool:
-        """Return whether the frame is in torch or Python's standard library."""
-        of_python = self.installed and not re.search(r"(?:site|dist)-packages", self.file)
+    def is_in_torch(self) -> bool:
+        """Return whether the frame is in torch or in Python's standard library."""
+        of_python = self.is_installed and not re.search(r"(?:site|dist)-packages", self.file)
         return bool(_TORCH.search(self.file)) or of_python
 
     @property
-    def installed(self) -> bool:
-        """Return whether the frame is in an installed library and not in the user's code."""
+    def is_installed(self) -> bool:
+        """Return whether the frame is in an installed library, not in the user's code."""
         return bool(_INSTALLED.search(self.file))
 
 
-def frames(passage: Passage) -> list[TracebackFrame]:
+def read_frames(passage: Passage) -> list[TracebackFrame]:
     """Return the frames of the last traceback before the error, outermost first; [] without a traceback."""
     lines = passage.before.split("\n")
     rank = _RANK.search(passage.after.split("\n", 1)[0])
     if rank is not None:  # processes write at once
         lines = [line for line in lines if rank[0] in line]
-    cleaned = [clean(line) for line in lines]
+    cleaned = [clean_line(line) for line in lines]
     starts = [number for number, line in enumerate(cleaned) if "Traceback (most recent call last)" in line]
     if starts:
         cleaned = cleaned[starts[-1] + 1 :]
     found: list[TracebackFrame] = []
     for number, line in enumerate(cleaned):
-        framed = unframed(line)
+        framed = strip_box(line)
         match = _PYTHON.search(line) or _PYTHON.search(framed)
         if match:
             code = next((later.strip() for later in cleaned[number + 1 : number + 2] if not _PYTHON.search(later)), "")
@@ -72,14 +72,14 @@ def frames(passage: Passage) -> list[TracebackFrame]:
         arrow = _ARROW.match(framed) or _ARROW.match(line.replace("│", "", 1))
         if arrow and found and not found[-1].code:
             last = found.pop()
-            found.append(TracebackFrame(last.file, last.line, last.function, unframed(arrow[1]).strip(" │")))
+            found.append(TracebackFrame(last.file, last.line, last.function, strip_box(arrow[1]).strip(" │")))
     return found
 
 
-def relevant_frames(found: list[TracebackFrame]) -> list[TracebackFrame]:
+def choose_frames(found: list[TracebackFrame]) -> list[TracebackFrame]:
     """Return the innermost frame outside torch, and the innermost frame of the user's code if it is another."""
-    guilty = next((frame for frame in reversed(found) if not frame.in_torch), None)
-    own = next((frame for frame in reversed(found) if not frame.installed), None)
+    guilty = next((frame for frame in reversed(found) if not frame.is_in_torch), None)
+    own = next((frame for frame in reversed(found) if not frame.is_installed), None)
     if guilty is None:
         return found[-1:]
     return [guilty] if own is None or own == guilty else [guilty, own]

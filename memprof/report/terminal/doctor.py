@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from memprof.doctor.diagnosis import Candidate, Diagnosis, Figures
+from memprof.doctor.diagnosis import Candidate, Diagnosis, MessageSizes
 from memprof.report.terminal.layout import WIDTH, output_width, wrap_line
 from memprof.units import format_bytes
 
@@ -55,7 +55,7 @@ def _render_diagnosis(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _format_figures(figures: Figures) -> tuple[str, ...]:
+def _format_figures(figures: MessageSizes) -> tuple[str, ...]:
     parts = [f"{words} {size.text}" for name, words in _LABELS.items() if (size := getattr(figures, name)) is not None]
     parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in figures.others]
     where = f" (device {figures.device})" if figures.device is not None else ""

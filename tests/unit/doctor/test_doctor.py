@@ -10,8 +10,8 @@ import pytest
 
 from memprof.allocator import OomReport, release_for
 from memprof.doctor import Cause, Diagnosis, ReportedRun, diagnose
-from memprof.doctor.dimensions import dimensions, find_dimensions, model_in
-from memprof.doctor.tensors import TensorQuery, candidates
+from memprof.doctor.dimensions import find_dimensions, find_model_name, get_dimensions
+from memprof.doctor.tensors import TensorQuery, find_candidates
 from memprof.errors import UsageError
 from memprof.fixes.catalog import FIXES
 from memprof.workload.catalog import find_model
@@ -25,13 +25,13 @@ def diagnoses(text: str | bytes, **known: object) -> list[Diagnosis]:
     return diagnose(io.BytesIO(data), "log", ReportedRun(**known))
 
 
-def report(requested: int = LOGITS, **changes: int) -> OomReport:
-    tried = -(-requested // (2 * MIB)) * 2 * MIB
+def report(find_request_range: int = LOGITS, **changes: int) -> OomReport:
+    tried = -(-find_request_range // (2 * MIB)) * 2 * MIB
     figures = {
         "total_bytes": 80 * GIB, "free_bytes": 20 * GIB, "allocated_bytes": 57 * GIB, "reserved_bytes": 58 * GIB,
         "process_bytes": 59 * GIB, "device": 0,
     }  # fmt: skip
-    return OomReport(requested, tried, **{**figures, **changes})
+    return OomReport(find_request_range, tried, **{**figures, **changes})
 
 
 @pytest.mark.parametrize("version", ["2.0.1", "2.1.2", "2.2.0", "2.6.0", "2.9.1", "2.10.0", "2.13.0", "2.15.0"])
@@ -98,7 +98,7 @@ def test_dimensions_of_a_configuration_file(tmp_path: Path):
 def test_a_size_that_fits_nothing_well_gets_no_name():
     # 12,347 tokens of a vocabulary: chance finds as much.
     low = 12_347 * 151_936 * 2
-    assert candidates(TensorQuery(low - 2 * MIB, low)) == []
+    assert find_candidates(TensorQuery(low - 2 * MIB, low)) == []
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_a_size_that_fits_nothing_well_gets_no_name():
 )
 def test_a_round_size_is_not_known_by_itself(size, is_told):
     """4 GiB are as many bfloat16 logits of 32,768 words as scores of 8 heads, or weights."""
-    assert bool(candidates(TensorQuery(size, size))) == is_told
-    assert {one.role for one in candidates(TensorQuery(size, size, roles=frozenset({"logits"})))} == {"logits"}
+    assert bool(find_candidates(TensorQuery(size, size))) == is_told
+    assert {one.role for one in find_candidates(TensorQuery(size, size, roles=frozenset({"logits"})))} == {"logits"}
 
 
 def test_a_buffer_of_ggml_is_no_tensor():
@@ -119,7 +119,7 @@ def test_a_buffer_of_ggml_is_no_tensor():
 
 def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_gpu_had_room_for():
     low, high = (int(amount * 2**30) for amount in (447.995, 448.005))
-    found = candidates(TensorQuery(low, high, held=18 << 30))
+    found = find_candidates(TensorQuery(low, high, allocated_bytes=18 << 30))
     assert {candidate.role for candidate in found} == {"one weight delta for each token"}
     assert found[0].shape[1:] == (4096, 4096 * 14336)
     # 7,340,032 tokens of hidden states, 4,096 wide: 56 GiB were there before their logits.
@@ -135,11 +135,11 @@ def test_a_configuration_nested_without_end_is_one_error(tmp_path: Path):
 
 def test_every_model_of_the_catalog_has_dimensions():
     for name in ("gpt2", "llama-3.1-8b", "qwen3-30b-a3b", "t5-base", "mamba-130m", "falcon-7b"):
-        found = dimensions(find_model(name))
+        found = get_dimensions(find_model(name))
         assert found.hidden > 0
         assert found.vocabulary > 0
-    assert dimensions(find_model("falcon-7b")).kv_heads == 1
-    assert dimensions(find_model("qwen3-30b-a3b")).experts == 128
+    assert get_dimensions(find_model("falcon-7b")).kv_heads == 1
+    assert get_dimensions(find_model("qwen3-30b-a3b")).num_experts == 128
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_every_model_of_the_catalog_has_dimensions():
     ],
 )
 def test_a_model_that_the_log_names_is_found(text: str, key: str | None):
-    assert model_in(text) == key
+    assert find_model_name(text) == key
 
 
 MISMATCH = """[rank1]: Traceback (most recent call last):
@@ -220,7 +220,7 @@ def test_an_error_across_the_ends_of_pieces_is_found_whatever_stands_around_it(m
     from memprof.doctor import log
 
     message = b"torch.OutOfMemoryError: " + report().message().encode() + b"\n"
-    monkeypatch.setattr(log, "_PIECE", 64 << 10)
+    monkeypatch.setattr(log, "_CHUNK_BYTES", 64 << 10)
     for shift in (0, 1, 500, 900):
         lines = b"loss 1.0\n" * ((64 << 10) // 9 * 2) + b"." * shift + b"\n"
         (found,) = diagnoses(lines + message + b"after\n" * 20_000)
@@ -266,9 +266,9 @@ def test_every_word_of_a_signature_is_searched_for():
     from memprof.doctor import log
     from memprof.doctor.signatures import SIGNATURES
 
-    searched = {word for words in log._WORDS.values() for word in words}
+    searched = {word for words in log._WORDS_BY_ANCHOR.values() for word in words}
     assert {word.encode() for signature in SIGNATURES for word in signature.words} == searched
-    assert all(log._WORDS.values())
+    assert all(log._WORDS_BY_ANCHOR.values())
 
 
 def full_gpu(unused: int, **changes: int) -> OomReport:

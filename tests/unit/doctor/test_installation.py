@@ -10,13 +10,13 @@ from memprof.allocator import release_for
 from memprof.device.environment import Environment
 from memprof.device.gpus import GpuProcess, NvmlGpu, NvmlSample
 from memprof.doctor.installation import (
-    Host,
+    HostLimits,
     PrivateNames,
+    check_allocator_settings,
     check_installation,
-    check_settings,
-    read_host,
+    parse_version,
+    read_host_limits,
     read_private_names,
-    version_tuple,
 )
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -31,7 +31,7 @@ def environment(**changes: object) -> Environment:
 
 
 def problems(text: str, release: str = "2.13", name: str = "PYTORCH_CUDA_ALLOC_CONF", **others: str) -> list[str]:
-    return [check.problem for check in check_settings({name: text, **others}, release_for(release))]
+    return [check.problem for check in check_allocator_settings({name: text, **others}, release_for(release))]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_settings_that_do_not_do_what_they_seem_to(text: str, words: str):
 def test_good_settings_are_left_alone():
     assert problems("expandable_segments:True") == []
     assert problems("garbage_collection_threshold:0.8,per_process_memory_fraction:0.9") == []
-    assert not list(check_settings({}, release_for("2.13")))
+    assert not list(check_allocator_settings({}, release_for("2.13")))
 
 
 def test_the_new_name_in_an_old_release():
@@ -72,8 +72,13 @@ def test_gpus_in_use_small_shared_memory_and_a_job_limit():
         0, "NVIDIA A100", total_bytes=80 * GIB, used_bytes=70 * GIB,
         processes=(GpuProcess(42, "python old.py", 69 * GIB, "compute"),),
     )  # fmt: skip
-    host = Host(
-        total=128 * GIB, available=64 * GIB, shm_total=64 * MIB, shm_free=64 * MIB, locked=None, cgroup=16 * GIB
+    host = HostLimits(
+        total=128 * GIB,
+        available=64 * GIB,
+        shm_total_bytes=64 * MIB,
+        shm_free_bytes=64 * MIB,
+        locked_limit_bytes=None,
+        cgroup_limit_bytes=16 * GIB,
     )
     checked = check_installation(environment(), NvmlSample((gpu,)), host, lambda name: None, PrivateNames())
     text = " | ".join(finding.problem for finding in checked.findings)
@@ -86,7 +91,9 @@ def test_gpus_in_use_small_shared_memory_and_a_job_limit():
 
 def test_a_build_that_does_not_fit_the_driver_is_an_error():
     note = "torch is built for CUDA 13.0, and the driver runs CUDA 12.4 at most"
-    checked = check_installation(environment(notes=(note,)), NvmlSample(), Host(), lambda name: None, PrivateNames())
+    checked = check_installation(
+        environment(notes=(note,)), NvmlSample(), HostLimits(), lambda name: None, PrivateNames()
+    )
     assert (checked.findings[0].severity, checked.findings[0].problem) == ("error", note)
 
 
@@ -102,14 +109,14 @@ def test_a_build_that_does_not_fit_the_driver_is_an_error():
     ],
 )
 def test_libraries_known_to_take_more_than_they_should(versions: dict[str, str], words: str | None):
-    checked = check_installation(environment(), NvmlSample(), Host(), versions.get, PrivateNames())
+    checked = check_installation(environment(), NvmlSample(), HostLimits(), versions.get, PrivateNames())
     found = [finding for finding in checked.findings if finding.source]
     assert [words in finding.problem for finding in found] == ([] if words is None else [True])
     assert all(finding.source.startswith("github.com/") for finding in found)
 
 
 def test_this_machine_can_be_looked_at():
-    host = read_host()
+    host = read_host_limits()
     assert host.total is None or host.total > 0
     checked = check_installation(names=PrivateNames())
     assert dict(checked.facts)["torch"]
@@ -117,7 +124,7 @@ def test_this_machine_can_be_looked_at():
 
 def test_private_names_that_torch_lacks():
     names = PrivateNames(9, {"torch._C._a": "", "torch._dynamo.b": "it runs eagerly", "torch._C._c": ""})
-    checked = check_installation(environment(), NvmlSample(), Host(), lambda name: None, names)
+    checked = check_installation(environment(), NvmlSample(), HostLimits(), lambda name: None, names)
     assert ("private names of torch", "6 of 9 are there") in checked.facts
     refused, without = checked.findings
     assert (refused.severity, refused.problem) == (
@@ -138,10 +145,10 @@ def test_a_torch_that_ends_while_it_is_imported(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_torch_that_cannot_be_imported_is_said():
     names = PrivateNames(error="ImportError: libcudart.so.13: cannot open shared object file")
-    (check,) = check_installation(environment(), NvmlSample(), Host(), lambda name: None, names).findings
+    (check,) = check_installation(environment(), NvmlSample(), HostLimits(), lambda name: None, names).findings
     assert "cannot be imported: ImportError: libcudart.so.13" in check.problem
 
 
 def test_versions_are_compared_as_numbers():
-    assert version_tuple("4.46.0.dev0") == (4, 46, 0)
-    assert version_tuple("git") == ()
+    assert parse_version("4.46.0.dev0") == (4, 46, 0)
+    assert parse_version("git") == ()

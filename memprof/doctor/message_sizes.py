@@ -1,4 +1,4 @@
-"""The amounts in an out-of-memory message.
+"""The sizes in the out-of-memory messages of torch, vLLM, XLA and others.
 
 Formats: `malloc` of c10/cuda/CUDACachingAllocator.cpp (1.13 to 2.15; allocator/messages.py prints them),
 c10/cuda/CUDAMallocAsyncAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm, and vLLM's v1/worker/gpu_worker.py.
@@ -13,50 +13,50 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from memprof.doctor.diagnosis import Figures, Size
+from memprof.doctor.diagnosis import MessageSizes, PrintedSize
 from memprof.units import GIB, KIB, MIB, TIB, format_bytes
 
-# torch counts in powers of 1,024 under either spelling: its MPS allocator long printed "GB" for them.
+# torch means powers of 1,024 by GB too, which its MPS allocator printed in earlier releases.
 _UNITS = {"bytes": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _AMOUNT = r"(\d+(?:\.\d+)?) ?(bytes|[KMGT]i?B)\b"
-_NONSENSE = 1 << 60  # What NVML does not know it reports as the largest number; such amounts say nothing.
+_MAX_SIZE = 1 << 60  # NVML reports unknown sizes as the largest integer.
 
 
-def read_size(number: str, unit: str) -> Size:
-    """Return the size that was printed as `number` with `unit`, with the range of bytes that print the same."""
+def read_size(number: str, unit: str) -> PrintedSize:
+    """Return the size printed as `number` with `unit`, with the range of bytes that print the same."""
     factor = _UNITS.get(unit.lower()) or _UNITS[unit[0].lower()]
     value = Decimal(number)
     if factor == 1:
-        return Size(f"{number} {unit}", int(value), int(value), int(value))
+        return PrintedSize(f"{number} {unit}", int(value), int(value), int(value))
     exponent = value.as_tuple().exponent
-    half = Decimal(5) * Decimal(10) ** ((exponent if isinstance(exponent, int) else 0) - 1)
-    low, high = (value - half) * factor, (value + half) * factor
-    return Size(f"{number} {unit}", int(value * factor), max(0, int(-(-low // 1))), int(high // 1))
+    half_dtype = Decimal(5) * Decimal(10) ** ((exponent if isinstance(exponent, int) else 0) - 1)
+    low, high = (value - half_dtype) * factor, (value + half_dtype) * factor
+    return PrintedSize(f"{number} {unit}", int(value * factor), max(0, int(-(-low // 1))), int(high // 1))
 
 
-def _find_size(pattern: str, text: str) -> Size | None:
+def _find_size(pattern: str, text: str) -> PrintedSize | None:
     match = re.search(pattern.replace("AMOUNT", _AMOUNT), text)
     size = read_size(*match.groups()[-2:]) if match else None
-    return None if size is None or size.num_bytes >= _NONSENSE else size
+    return None if size is None or size.num_bytes >= _MAX_SIZE else size
 
 
-def _read_request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
-    """Return the figures of an allocator's message that names the requested size."""
+def _read_request(text: str, tried: str, device: str = "", **amounts: str) -> MessageSizes:
+    """Return the sizes in a message; the arguments are patterns, in which AMOUNT matches a size."""
     found: dict[str, Any] = {name: _find_size(pattern, text) for name, pattern in amounts.items()}
     index = re.search(device, text) if device else None
-    return Figures(
+    return MessageSizes(
         tried=_find_size(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found
     )
 
 
-def _add_sizes(first: Size, second: Size) -> Size:
-    """Return the sum of two sizes; their ranges add up."""
+def _add_sizes(first: PrintedSize, second: PrintedSize) -> PrintedSize:
+    """Return the sum of two sizes, with the sum of their ranges."""
     total = first.num_bytes + second.num_bytes
-    return Size(f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
+    return PrintedSize(f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
 
 
-def caching_allocator(text: str) -> Figures:
-    """Return the figures in a message of torch's caching allocator (CUDA, ROCm or XPU); `text` is one line."""
+def read_caching_allocator(text: str) -> MessageSizes:
+    """Return the sizes in a message of torch's caching allocator (CUDA, ROCm or XPU); `text` is one line."""
     tried = _find_size("Tried to allocate AMOUNT", text)
     allocated = _find_size("AMOUNT already allocated", text) or _find_size(
         "Of the allocated memory AMOUNT is allocated", text
@@ -72,12 +72,12 @@ def caching_allocator(text: str) -> Figures:
     others = tuple(
         (int(pid), size)
         for pid, number, unit in re.findall(rf"Process (\d+) has {_AMOUNT} memory in use", text)
-        if (size := read_size(number, unit)).num_bytes < _NONSENSE
+        if (size := read_size(number, unit)).num_bytes < _MAX_SIZE
     )
     whole_mib = tried is not None and tried.text.endswith("MiB") and tried.num_bytes % MIB == 0
     segment = tried is not None and (tried.text.endswith("GiB") or (whole_mib and tried.num_bytes // MIB % 2 == 0))
     device = re.search(r"GPU (\d+)[; ]", text) or re.search(r"XPU (\d+)[; ]", text)
-    return Figures(
+    return MessageSizes(
         tried=tried,
         tried_is_segment=segment,
         device=int(device[1]) if device else None,
@@ -92,8 +92,8 @@ def caching_allocator(text: str) -> Figures:
     )
 
 
-# Of the cudaMallocAsync backend: it asks for exactly what was requested.
-malloc_async = partial(
+# Reads a message of the cudaMallocAsync backend.
+read_malloc_async = partial(
     _read_request,
     tried="Requested ?: ?AMOUNT",
     device=r"Allocation on device (\d+)",
@@ -104,8 +104,8 @@ malloc_async = partial(
 )
 
 
-def mps(text: str) -> Figures:
-    """Return the figures of torch's allocator for Apple's GPUs, whose capacity is the allowed maximum.
+def read_mps(text: str) -> MessageSizes:
+    """Return the sizes in a message of torch's MPS allocator, whose capacity is the allowed maximum.
 
     "Other allocations" belong to this process too: Metal counts the process's memory outside torch's pools.
     """
@@ -118,20 +118,20 @@ def mps(text: str) -> Figures:
     return replace(found, process=_add_sizes(found.allocated, others))
 
 
-# Of a buffer that Metal does not make, however much is free.
-metal_buffer = partial(_read_request, tried="Invalid buffer size: AMOUNT")
+# Reads a message on a buffer larger than Metal supports.
+read_metal_buffer = partial(_read_request, tried="Invalid buffer size: AMOUNT")
 
 
-def engine_budget(text: str) -> Figures:
-    """Return the figures of vLLM's check at startup: free and total memory, and its memory budget."""
+def read_engine_budget(text: str) -> MessageSizes:
+    """Return the sizes in a message of vLLM's check at startup: free and total memory, and the memory budget."""
     match = re.search(
         r"Free memory on device(?: \w+:(\d+))? \((\d+(?:\.\d+)?)/(\d+(?:\.\d+)?) GiB\) on startup is less than desired "
         r"GPU memory utilization \((?:\d+(?:\.\d+)?), (\d+(?:\.\d+)?) GiB\)",
         text,
     )
     if match is None:
-        return Figures(tried_is_segment=False)
-    return Figures(
+        return MessageSizes(tried_is_segment=False)
+    return MessageSizes(
         tried=read_size(match[4], "GiB"),
         tried_is_segment=False,
         device=int(match[1]) if match[1] else None,
@@ -140,27 +140,29 @@ def engine_budget(text: str) -> Figures:
     )
 
 
-# Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is.
-kv_cache = partial(
+# Reads vLLM's message on a KV cache that is too small: needed and available bytes.
+read_kv_cache = partial(
     _read_request,
     tried=r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT",
     free=r"available KV cache memory \(AMOUNT\)",
 )
-# Of a failed allocation for host memory (bytes); pinned memory among it.
-host_request = partial(_read_request, tried="tried to allocate AMOUNT")
+# Reads a message on a failed allocation of host memory.
+read_host_request = partial(_read_request, tried="tried to allocate AMOUNT")
 # Bytes of an element of TensorFlow's types.
 _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
 
 
-def xla(text: str) -> Figures:
-    """Return the figures in a message of XLA or TensorFlow: bytes, a size with a unit, or a tensor's shape."""
+def read_xla(text: str) -> MessageSizes:
+    """Return the size in a message of XLA or TensorFlow: bytes, a size with a unit, or a tensor's shape."""
     tensor = re.search(r"OOM when allocating tensor with shape\[([\d,]+)\] and type (\w+)", text)
     if tensor is None or tensor[2] not in _TYPES:
         return _read_request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
     num_bytes = math.prod(map(int, tensor[1].split(","))) * _TYPES[tensor[2]]
-    return Figures(tried=Size(format_bytes(num_bytes), num_bytes, num_bytes, num_bytes), tried_is_segment=False)
+    size = PrintedSize(format_bytes(num_bytes), num_bytes, num_bytes, num_bytes)
+    return MessageSizes(tried=size, tried_is_segment=False)
 
 
-nccl = partial(_read_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")  # Of NCCL's own buffers.
-# Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was requested.
-cuda_malloc = partial(_read_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")
+# Reads a message on NCCL's buffers.
+read_nccl = partial(_read_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")
+# Reads a message of ggml (llama.cpp, ollama).
+read_cuda_malloc = partial(_read_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")
