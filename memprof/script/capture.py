@@ -67,7 +67,7 @@ class _StopRecord:
         progress = RunProgress(completed, self._live_bytes, self._device.num_events, now - self._requested_end)
         try:
             with self.note_stop():
-                self._rule.after_step(progress, bool if self._channel is None else self._channel.agrees)
+                self._rule.after_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)
         except StopRun:
             self.planned_steps = planned_steps(self._positions, position(completed, sys._getframe(1)))
             raise
@@ -131,7 +131,7 @@ def capture_script(
         device.instead_of_another = "memprof run has made it: run this script with plain python instead"
     stop_record = _StopRecord(device, rule, channel)
     if channel is not None:
-        channel.stop = stop_record.wrap_stop(channel.stop)
+        channel.on_stop = stop_record.wrap_stop(channel.on_stop)
     device.phases.on_step = stop_record.step
     device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
     # memprof's imports stay live: frozen, they do not slow down the collection of the program's garbage.
@@ -150,7 +150,7 @@ def capture_script(
                 patches.set_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.begin_model_building()
             outcome = _run(program, device, rule, handlers, start)
-            peer_reason = None if channel is None else channel.told
+            peer_reason = None if channel is None else channel.stop_reason
             if stop_record.stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
                 why = EndReason.STEPS if stop_record.stopped or peer_reason is None else EndReason(peer_reason)
                 outcome = ScriptOutcome(

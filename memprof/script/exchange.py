@@ -102,7 +102,7 @@ class Exchange:
         )
 
     def _hear_call(self, rank: int, call: CollectiveCall, payload: Payload) -> None:
-        slot = self._slots[call.place]
+        slot = self._slots[call.collective_id]
         slot[rank] = call, payload
         self._last_calls[rank] = call
         if self._is_full(call):
@@ -113,7 +113,7 @@ class Exchange:
         self._add_waiting(rank, _Waiting("collect", place, call, call.line))
 
     def _hear_send(self, rank: int, to: int, tag: int, call: CollectiveCall, payload: Payload) -> None:
-        self._messages[call.place[:2], rank, to, tag].append((call, payload))
+        self._messages[call.collective_id[:2], rank, to, tag].append((call, payload))
         self._last_calls[rank] = call
 
     def _hear_receive(self, rank: int, source: int | None, tag: int, call: CollectiveCall) -> None:
@@ -177,10 +177,10 @@ class Exchange:
         call = waiting.call
         assert call is not None
         for sender in call.ranks if source is None else (source,):
-            messages = self._messages.get((call.place[:2], sender, rank, tag))
+            messages = self._messages.get((call.collective_id[:2], sender, rank, tag))
             if messages:
                 sent, payload = messages.popleft()
-                if (sent.dtype, sent.gives) == (call.dtype, call.takes):
+                if (sent.dtype, sent.send_counts) == (call.dtype, call.receive_counts):
                     self._resume(rank, (sender, payload))
                 else:
                     self._fail_for_different_calls(sender, sent, rank, call)
@@ -188,7 +188,7 @@ class Exchange:
 
     def _is_full(self, call: CollectiveCall | None) -> bool:
         assert call is not None
-        return len(self._slots[call.place]) == len(self._simulated_ranks(call.ranks))
+        return len(self._slots[call.collective_id]) == len(self._simulated_ranks(call.ranks))
 
     def _simulated_ranks(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._ranks]
@@ -199,16 +199,20 @@ class Exchange:
         lowest = min(slot)
         call = slot[lowest][0]
         for rank in sorted(slot):
-            if slot[rank][0].key != call.key:
+            if slot[rank][0].signature != call.signature:
                 self._fail_for_different_calls(lowest, call, rank, slot[rank][0])
                 return
         for at, giver in enumerate(call.ranks):
             for to, taker in enumerate(call.ranks):
-                if giver in slot and taker in slot and call.gives:
+                if giver in slot and taker in slot and call.send_counts:
                     gives, takes = slot[giver][0], slot[taker][0]
-                    if gives.gives[to] != takes.takes[at]:
+                    if gives.send_counts[to] != takes.receive_counts[at]:
                         self._fail_for_different_calls(
-                            giver, gives, taker, takes, f"{gives.gives[to]:,} against {takes.takes[at]:,}"
+                            giver,
+                            gives,
+                            taker,
+                            takes,
+                            f"{gives.send_counts[to]:,} against {takes.receive_counts[at]:,}",
                         )
                         return
 

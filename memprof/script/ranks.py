@@ -171,12 +171,12 @@ def _run_child(
         random.seed()
         torch.set_num_threads(1)  # as torchrun sets it; a thread pool does not survive a fork
         channel = Channel(line, rank, ranks, size)
-        channel.stop = _stop
+        channel.on_stop = _stop
 
         def end(number: int, frame: Any) -> NoReturn:
             if os.getpid() != process:  # a child that the program has forked
                 os._exit(128 + number)
-            channel.told = PEER
+            channel.stop_reason = PEER
             _stop(PEER)
 
         signal.signal(signal.SIGTERM, end)
@@ -188,7 +188,7 @@ def _run_child(
             for stream in (sys.stdout, sys.stderr):  # before the last message
                 with contextlib.suppress(Exception):
                     stream.flush()
-            channel.tell("ended", ran)
+            channel.send("ended", ran)
     except KeyboardInterrupt:  # before the program has begun, or after its end
         code = _INTERRUPTED_CODE
     except BaseException:

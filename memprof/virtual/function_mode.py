@@ -50,7 +50,7 @@ class FunctionMode(OwnFunctionMode):
         self._mixed = mixed = MixedDevices(tracker, answers.believed, moves.to, self.kinds)
         self.autocast = Autocast(tracker.is_on_gpu)
         self.interchange = Interchange(tracker, moves.to, self)
-        read, note_pinned = self.interchange.read, self.interchange.note_pinned
+        read, note_pinned = self.interchange.read_values, self.interchange.mark_pinned
         self.assignments = Assignments(tracker, answers, moves.to, mixed, self.kinds, read)
         made = TensorsFromData(tracker, answers, moves, mixed, self._run, read, note_pinned)
         self.is_off = False  # in a forked child, where functions run as without this mode
@@ -99,7 +99,7 @@ class FunctionMode(OwnFunctionMode):
                 and (device is None or "cpu" in str(device))
             ):
                 result = func(*args, **{**kwargs, "pin_memory": False})
-                self.interchange.note_pinned(result)
+                self.interchange.mark_pinned(result)
                 return result
             if device is None and func in self._factories:
                 # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
@@ -157,7 +157,7 @@ class FunctionMode(OwnFunctionMode):
     def of_thread(self, tracker: DeviceState) -> FunctionMode:
         """Return the function mode of another thread, whose dispatch mode is `tracker`."""
         mode = FunctionMode(tracker)
-        mode.interchange.share(self.interchange)
+        mode.interchange.share_state(self.interchange)
         mode.run_cuda_kernels_of(self._cuda_operators)
         mode.run_in_float32(self._float32_operators)
         return mode

@@ -20,9 +20,9 @@ from memprof.virtual.dispatch_mode import DispatchMode
 from memprof.virtual.function_mode import FunctionMode
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.limits import Note
-from memprof.virtual.peers.alone import SingleRankBackend
 from memprof.virtual.peers.channel import Channel
-from memprof.virtual.peers.together import MultiRankBackend
+from memprof.virtual.peers.multi_rank import MultiRankBackend
+from memprof.virtual.peers.single_rank import SingleRankBackend
 from memprof.virtual.subprocesses import Subprocesses
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
@@ -97,7 +97,7 @@ class InstallContext:
         self.memory = AllocatorAnswers(recorder, options.memory)
         self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
         self.channel = channel = options.channel
-        self.others = (
+        self.rank_backend = (
             SingleRankBackend(assume, self.values)
             if channel is None
             else MultiRankBackend(assume, self.values, channel)

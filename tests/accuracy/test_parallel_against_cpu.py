@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memprof.patching import Patch, PatchSet
-from memprof.virtual.distributed.joining import ProcessGroups
+from memprof.virtual.distributed.process_groups import ProcessGroups
 from memprof.virtual.install_context import GpuOptions
-from memprof.virtual.peers.alone import SingleRankBackend
+from memprof.virtual.peers.single_rank import SingleRankBackend
 from memprof.virtual.values import Values
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.recorder import Recorder
@@ -100,8 +100,10 @@ _HOST_BYTES = {8 * 74, 4 * (_PARAMETERS + 1), 4 * _PARAMETERS}
 
 def _joining() -> Iterator[Patch]:
     assume = MagicMock()
-    others = SingleRankBackend(assume, Values(assume))
-    context = MagicMock(channel=None, options=GpuOptions(), others=others, recorder=Recorder(ModuleTracker()))
+    rank_backend = SingleRankBackend(assume, Values(assume))
+    context = MagicMock(
+        channel=None, options=GpuOptions(), rank_backend=rank_backend, recorder=Recorder(ModuleTracker())
+    )
     context.gpus.number, context.is_on_gpu.return_value = 1, False
     return ProcessGroups().patches(context)
 

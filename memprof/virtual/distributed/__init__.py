@@ -1,5 +1,5 @@
-"""`torch.distributed` for one rank of a program that is written for many.
+"""Patches of `torch.distributed`, by which one rank of a distributed program runs without the other ranks' processes.
 
-`joining.py` creates the program's process groups. `group.py` is a group: the allocations of the collectives on this
-rank. `memprof/virtual/peers` has the contributions of the other ranks.
+`process_groups.py` creates the program's process groups, `rank_group.py` is the class of these groups, with the
+allocations of their collectives, and `memprof/virtual/peers` has the values that other ranks contribute.
 """

@@ -1,8 +1,8 @@
-"""Patches of DTensor where DTensor needs the device of a tensor or storage, and where it is slow.
+"""Patches of DTensor where DTensor reads the device of a tensor, and of functions that are slow with many tensors.
 
-For operators on lists, DTensor takes a time that is quadratic in the number of tensors: half of a run for an optimizer
-with hundreds of parameters. fully_shard makes an empty tensor for each rank without a part of a parameter: nearly all
-of the time of a run with thousands of ranks.
+For operators on lists of tensors, the time of DTensor is quadratic in the number of tensors: half of a run for an
+optimizer with hundreds of parameters. fully_shard creates an empty tensor for each rank without a part of a parameter:
+nearly all of the time of a run with thousands of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 
 
-class DTensors(Extension):
+class DTensorPatches(Extension):
     """Patches of DTensor and of fully_shard, once the modules are imported."""
 
     imports = (
@@ -30,7 +30,7 @@ class DTensors(Extension):
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield the patches of one of the modules in `imports`."""
-        functions = _patch_propagation, _patch_strategies, _patch_collectives, _patch_shards
+        functions = _patch_propagation, _patch_strategies, _patch_collectives, _patch_chunks
         yield from dict(zip(self.imports, functions, strict=True))[module.__name__]()
 
 
@@ -53,19 +53,19 @@ def _patch_propagation() -> Iterator[tuple[Any, str, Any]]:
         yield flag.patch(_skip_without_strided(flag.get(), distributed.StridedShard.get()))
 
 
-def _skip_without_strided(flag: Callable[[Any, Any], None], strided: type) -> Callable[[Any, Any], None]:
-    """Return `flag`, which has no effect without strided placements, as a function that looks for strided placements
-    once per call of an operator and not once per tensor of a list."""
-    last: list[Any] = [None, False]
+def _skip_without_strided(set_flag: Callable[[Any, Any], None], strided: type) -> Callable[[Any, Any], None]:
+    """Return `set_flag`, which has no effect without strided placements, as a function that looks for strided
+    placements once per call of an operator, and not once per tensor of a list."""
+    cached: list[Any] = [None, False]
 
-    def propagate(strategy: Any, schema: Any) -> None:
-        if last[0] is not schema:
+    def set_flag_if_strided(strategy: Any, schema: Any) -> None:
+        if cached[0] is not schema:
             specs = schema.args_spec
-            last[:] = schema, any(isinstance(placement, strided) for spec in specs for placement in spec.placements)
-        if last[1]:
-            flag(strategy, schema)
+            cached[:] = schema, any(isinstance(placement, strided) for spec in specs for placement in spec.placements)
+        if cached[1]:
+            set_flag(strategy, schema)
 
-    return propagate
+    return set_flag_if_strided
 
 
 def _patch_strategies() -> Iterator[tuple[Any, str, Any]]:
@@ -73,21 +73,26 @@ def _patch_strategies() -> Iterator[tuple[Any, str, Any]]:
     if original is None:
         return
 
-    def tree_map_only(kind: Any, function: Any, tree: Any, is_leaf: Any = None) -> Any:
+    def tree_map_only(leaf_type: Any, function: Any, tree: Any, is_leaf: Any = None) -> Any:
         # `function` replaces lists of tensors, which occur only as arguments; other arguments (hundreds of numbers) are
         # not traversed.
-        if isinstance(kind, type) and kind.__name__ == "TupleStrategy" and isinstance(tree, tuple) and len(tree) == 2:
-            arguments, named = tree
+        if (
+            isinstance(leaf_type, type)
+            and leaf_type.__name__ == "TupleStrategy"
+            and isinstance(tree, tuple)
+            and len(tree) == 2
+        ):
+            args, kwargs = tree
             return (
-                tuple(function(argument) if isinstance(argument, kind) else argument for argument in arguments),
-                {name: function(value) if isinstance(value, kind) else value for name, value in named.items()},
+                tuple(function(argument) if isinstance(argument, leaf_type) else argument for argument in args),
+                {name: function(value) if isinstance(value, leaf_type) else value for name, value in kwargs.items()},
             )
-        return original(kind, function, tree, is_leaf=is_leaf)
+        return original(leaf_type, function, tree, is_leaf=is_leaf)
 
     yield distributed.tree_map_only_of_strategies.patch(tree_map_only)
 
 
-def _patch_shards() -> Iterator[tuple[Any, str, Any]]:
+def _patch_chunks() -> Iterator[tuple[Any, str, Any]]:
     original = distributed.chunk_with_empty.get(None)
     if original is None:
         return
@@ -95,8 +100,8 @@ def _patch_shards() -> Iterator[tuple[Any, str, Any]]:
     def chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
         # Callers use the chunk of one rank, and the size of the first chunk.
         chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
-        missing = num_chunks - len(chunks)
-        return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
+        num_missing = num_chunks - len(chunks)
+        return chunks + [chunks[0].new_empty(0)] * num_missing if num_missing else chunks
 
     yield distributed.chunk_with_empty.patch(chunk_with_empty)
 
@@ -104,9 +109,9 @@ def _patch_shards() -> Iterator[tuple[Any, str, Any]]:
 def _patch_collectives() -> Iterator[tuple[Any, str, Any]]:
     original = distributed.new_async_collective_tensor.get()
 
-    def make(*args: Any) -> Any:
-        # A view of the tensor in a DTensor shares the storage, whose device C++ compares: both have to be on meta.
+    def make_tensor(*args: Any) -> Any:
+        # C++ compares the devices of the tensor and of its storage, which a view in a DTensor shares: both are meta.
         with torch.DisableTorchFunction():
             return original(*args)
 
-    yield distributed.new_async_collective_tensor.patch(staticmethod(make))
+    yield distributed.new_async_collective_tensor.patch(staticmethod(make_tensor))

@@ -1,6 +1,7 @@
-"""Objects from other ranks: objects of a rank that does not run are not known, and the program's lists are not changed.
+"""Patches of functions that receive objects of other ranks: objects of a rank that does not run are not known.
 
-Objects that running ranks send, and gathered objects, go through torch's code: pickled, as bytes on the GPU.
+A list into which such objects are received does not change. Objects of running ranks, and gathered objects, are
+handled by torch's code: pickled, as bytes on the GPU.
 """
 
 from __future__ import annotations
@@ -15,61 +16,61 @@ from memprof.patching import Extension, Patch
 from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error
-from memprof.virtual.peers.alone import SingleRankBackend
+from memprof.virtual.peers.single_rank import SingleRankBackend
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 
-class ObjectsOfRanks(Extension):
-    """Patches for objects from other ranks, sharded checkpoints, and sharded optimizer states."""
+class ObjectCollectives(Extension):
+    """Patches for objects of other ranks, sharded checkpoints, and sharded optimizer states."""
 
     imports = (distributed.validate_global_plan.module, distributed.map_param_key_to_optim_keys.module)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Yield replacements of the functions that receive objects of one rank."""
         if _c10d is not None:
-            yield from _patch_object_lists(context.others)
+            yield from _patch_object_lists(context.rank_backend)
 
     def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield replacements of the functions that gather parts of a checkpoint or of an optimizer's state."""
         if module.__name__.endswith("default_planner"):
-            yield from _patch_checkpoints(context.others)
+            yield from _patch_checkpoints(context.rank_backend)
         else:
             yield from _patch_optimizer_states()
 
 
-def _patch_object_lists(others: SingleRankBackend) -> Iterator[Patch]:
-    received = {
-        name: _skip_unknown(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
+def _patch_object_lists(backend: SingleRankBackend) -> Iterator[Patch]:
+    replacements = {
+        name: _skip_unknown(getattr(dist, name), backend) for name in ("broadcast_object_list", "scatter_object_list")
     }
 
-    receive: Any = getattr(dist, "recv_object_list", None)
+    original_receive: Any = getattr(dist, "recv_object_list", None)
 
     def recv_object_list(*args: Any, **options: Any) -> Any:
         source, group = _find_sender(1, args, options)
-        if others.has([source] if source is not None else dist.get_process_group_ranks(group)):
-            return receive(*args, **options)
+        if backend.are_running([source] if source is not None else dist.get_process_group_ranks(group)):
+            return original_receive(*args, **options)
         raise unsupported_error(
             "receives objects of another rank, which one that runs alone does not know",
             "run the rank that sends them (--rank); give a PipelineStage its input_args and output_args",
         )
 
     for owner in (dist, _c10d):
-        for name, replacement in received.items():
+        for name, replacement in replacements.items():
             yield owner, name, replacement
         if hasattr(owner, "recv_object_list"):
             yield owner, "recv_object_list", recv_object_list
 
 
-def _patch_checkpoints(others: SingleRankBackend) -> Iterator[Patch]:
-    """Yield patches by which a distributed checkpoint has the parts of this rank, without a plan of other ranks."""
+def _patch_checkpoints(backend: SingleRankBackend) -> Iterator[Patch]:
+    """Yield patches by which a distributed checkpoint holds the shards of this rank, without a plan of other ranks."""
     original = distributed.init_dist_wrapper.get(None)
     validate = distributed.validate_global_plan.get(None)
     if original is None or validate is None:
         return
 
     def __init__(wrapper: Any, group: Any, *rest: Any) -> None:
-        if dist.is_initialized() and others.has(dist.get_process_group_ranks(group)):
+        if dist.is_initialized() and backend.are_running(dist.get_process_group_ranks(group)):
             original(wrapper, group, *rest)
         else:
             original(wrapper, None, False, 0)
@@ -77,9 +78,9 @@ def _patch_checkpoints(others: SingleRankBackend) -> Iterator[Patch]:
     yield distributed.init_dist_wrapper.patch(__init__)
     # Parts of other ranks are missing: validate an empty plan.
 
-    def validate_if_complete(*given: Any) -> Any:
-        is_whole = dist.is_initialized() and others.has(range(dist.get_world_size()))
-        return validate(*given) if is_whole else validate([], SimpleNamespace(state_dict_metadata={}))
+    def validate_if_complete(*args: Any) -> Any:
+        has_all_ranks = dist.is_initialized() and backend.are_running(range(dist.get_world_size()))
+        return validate(*args) if has_all_ranks else validate([], SimpleNamespace(state_dict_metadata={}))
 
     yield distributed.validate_global_plan.patch(validate_if_complete)
 
@@ -93,10 +94,12 @@ def _patch_optimizer_states() -> Iterator[Patch]:
 
     def map_keys(state: dict[str, Any], group: Any, parameters: dict[Any, Any], *rest: Any, **options: Any) -> Any:
         local = state["state"]
-        remote: dict[Any, Any] = {key: {} for key, one in parameters.items() if one.requires_grad and not one.numel()}
-        # Names are gathered and not sent by the first rank, which may not run.
-        known = original({**state, "state": {**remote, **local}}, group, parameters, *rest[:2], merge_keys=True)
-        return known[0], {name: key for name, key in known[1].items() if key in local}
+        remote: dict[Any, Any] = {key: {} for key, p in parameters.items() if p.requires_grad and not p.numel()}
+        # `merge_keys` gathers the names: by default the first rank, which may not run, would send them.
+        names, keys_by_name = original(
+            {**state, "state": {**remote, **local}}, group, parameters, *rest[:2], merge_keys=True
+        )
+        return names, {name: key for name, key in keys_by_name.items() if key in local}
 
     yield distributed.map_param_key_to_optim_keys.patch(map_keys)
 
@@ -104,17 +107,18 @@ def _patch_optimizer_states() -> Iterator[Patch]:
 _UNKNOWN_OBJECTS = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
 
 
-def _skip_unknown(original: Callable[..., Any], others: SingleRankBackend) -> Callable[..., Any]:
-    position = 2 if original.__name__ == "scatter_object_list" else 1
+def _skip_unknown(original: Callable[..., Any], backend: SingleRankBackend) -> Callable[..., Any]:
+    """Return `original`, a collective on lists of objects, without effect if the sending rank does not run."""
+    source_position = 2 if original.__name__ == "scatter_object_list" else 1
 
-    def send(*args: Any, **options: Any) -> Any:
-        source, group = _find_sender(position, args, options)
-        if dist.get_rank() == (source or 0) or dist.get_rank(group) < 0 or others.has([source or 0]):
+    def communicate(*args: Any, **options: Any) -> Any:
+        source, group = _find_sender(source_position, args, options)
+        if dist.get_rank() == (source or 0) or dist.get_rank(group) < 0 or backend.are_running([source or 0]):
             return original(*args, **options)
-        others.say("objects", _UNKNOWN_OBJECTS)
+        backend.report_assumption("objects", _UNKNOWN_OBJECTS)
         return None
 
-    return send
+    return communicate
 
 
 def _find_sender(position: int, args: Any, options: Any) -> tuple[int | None, Any]:

@@ -1,4 +1,4 @@
-"""Rejection of torch.distributed.rpc, where a rank that runs alone would wait for other processes forever."""
+"""Patch of torch.distributed.rpc that raises an error, as a rank that runs alone would wait for the others forever."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error
 
 
-class Rpc(Extension):
-    """Patch of `torch.distributed.rpc`, once the module is imported."""
+class RpcRejection(Extension):
+    """Patch of `torch.distributed.rpc.init_rpc`, once the module is imported."""
 
     imports = ("torch.distributed.rpc",)
 
@@ -26,10 +26,10 @@ class Rpc(Extension):
         def init_rpc(
             name: str, backend: Any = None, rank: int = -1, world_size: int | None = None, *rest: Any, **options: Any
         ) -> Any:
-            size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-            if size > 1:
+            num_processes = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+            if num_processes > 1:
                 raise unsupported_error(
-                    f"calls other processes by torch.distributed.rpc ({name} of {size})",
+                    f"calls other processes by torch.distributed.rpc ({name} of {num_processes})",
                     "run the part that trains without it, as a process of its own",
                 )
             return original(name, backend, rank, world_size, *rest, **options)

@@ -11,19 +11,19 @@ from memprof.virtual.limits import unsupported_error
 from memprof.virtual.peers.channel import Channel
 
 _HashStore: Any = distributed.HashStore.get(None)
-_Store: Any = getattr(dist, "Store", object)
+_StoreBase: Any = getattr(dist, "Store", object)
 
 
 def make_store_class(channel: Channel | None) -> Any:
-    """Return the class that replaces TCPStore and FileStore."""
+    """Return the class that replaces TCPStore and FileStore, for ranks that `channel` connects or for a single rank."""
     if channel is None:
         return _LocalStore
 
     class SharedStore(_ChannelStore):
         def __init__(self, host_or_file: Any = "", port: Any = 0, *args: Any, **options: Any) -> None:
-            of = options.get("host_name", options.get("file_name", host_or_file))
+            location = options.get("host_name", options.get("file_name", host_or_file))
             assert channel is not None
-            super().__init__(channel, f"{of}:{options.get('port', port)}")
+            super().__init__(channel, f"{location}:{options.get('port', port)}")
 
     return SharedStore
 
@@ -45,15 +45,15 @@ class _LocalStore(_HashStore or object):  # type: ignore[misc]
             )
 
 
-class _ChannelStore(_Store):  # type: ignore[misc]
-    """Store that all running ranks share. C++ also calls the methods, some by C++ names."""
+class _ChannelStore(_StoreBase):  # type: ignore[misc]
+    """Store that all running ranks share, with the methods that Python and C++ call."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         super().__init__()
         self._channel, self._name = channel, name
 
-    def _call(self, operation: str, key: str, *more: Any) -> Any:
-        return self._channel.store(operation, f"{self._name}/{key}", *more)
+    def _call(self, operation: str, key: str, *args: Any) -> Any:
+        return self._channel.call_store(operation, f"{self._name}/{key}", *args)
 
     def set(self, key: str, value: Any) -> None:
         self._call("set", key, _to_bytes(value))

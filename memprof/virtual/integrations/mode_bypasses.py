@@ -27,7 +27,9 @@ class ModeBypasses(Extension):
         """Yield patches that replace each function by the function mode's version."""
         mode = self._mode = context.function_mode
         yield from mode.interchange.patches()
-        yield tensors.str_of_tensor.patch(mode.answers.wrap_str(tensors.str_of_tensor.get(), mode.interchange.read))
+        yield tensors.str_of_tensor.patch(
+            mode.answers.wrap_str(tensors.str_of_tensor.get(), mode.interchange.read_values)
+        )
         by_device = tensors.group_tensors_by_device_and_dtype
         yield by_device.patch(mode.answers.wrap_grouping(by_device.get()))
         compatible = tensors.has_compatible_shallow_copy_type
@@ -39,12 +41,12 @@ class ModeBypasses(Extension):
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return a context manager under which the interchange opens safetensors files."""
-        return context.function_mode.interchange.safetensors.opening()
+        return context.function_mode.interchange.safetensors.replace_safe_open()
 
     def leave_in_child(self) -> None:
         """Let the child process open safetensors files by itself."""
         if self._mode is not None:
-            self._mode.interchange.safetensors.is_off = True
+            self._mode.interchange.safetensors.is_disabled = True
 
 
 def _saved_tensor_patch(mode: FunctionMode) -> Patch:

@@ -27,7 +27,7 @@ from memprof.monitor.probe import no_gpu
 from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_leaves
-from memprof.virtual.distributed import joining
+from memprof.virtual.distributed import process_groups
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import (
     SEND_NUMBERS,
@@ -142,7 +142,7 @@ def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callab
         if not is_exact:
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
         first_storage = len(tracker.recorder.trace.storages)
-        with joining.destroy_groups_at_end():
+        with process_groups.destroy_groups_at_end():
             fn(context.options.rank % nprocs, *args)
         # The next rank is a process of its own.
         gc.collect()

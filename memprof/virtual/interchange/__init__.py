@@ -1,1 +1,1 @@
-"""Patches of all access to the data of tensors: pointers, numpy, pickles, checkpoints, safetensors files, storages."""
+"""Patches of every access to tensor data: pointers, numpy, pickles, checkpoints, safetensors files, storages."""

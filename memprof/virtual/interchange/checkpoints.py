@@ -1,12 +1,12 @@
-"""`torch.save` and `torch.load`: checkpoints of tensors without data, and real ones loaded without reading them.
+"""`torch.save` and `torch.load`: checkpoints of tensors without data, and real checkpoints loaded without their data.
 
-A file has torch's own form. A storage of the virtual GPU, and a large one of the host, is an *empty shell* in it: its
-entry in the pickle says type, size and device, and its record is missing; the record's name says why, so that torch's
-own error says it wherever the file is opened without memprof. Numbers that are known (counters, random states) and the
-data of real tensors are in the file as they always are. Sharing and views are the pickle's, and come back.
+A file has torch's format. A storage of the virtual GPU, and a large storage of the host, is an *empty shell* there:
+the pickle has type, size and device of the storage, and the record with the data is missing. The name of the record
+says why, so that torch's own error shows the reason where the file is opened without memprof. Known values (counters,
+random states) and the data of real tensors are written as usual. The pickle keeps views and shared storages.
 
-What is loaded goes storage by storage, as in torch: each is made on the host, then moved to where `map_location` wants
-it. Large storages of floating-point numbers and bytes are not read.
+A storage is loaded on the host first, then moved to the device of `map_location`, as in torch. Large storages of
+floating-point numbers and bytes are not read.
 """
 
 from __future__ import annotations
@@ -30,54 +30,54 @@ from memprof.virtual.operator_call import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
 from memprof.virtual.values.budget import is_cheap_to_compute
 
 _META = torch.device("meta")
-_FORM = torch.serialization
-_storage_to = torch.UntypedStorage.to
+_original_storage_to = torch.UntypedStorage.to
 
-# What stands in a file in place of data.
-EMPTY = "empty shell that memprof wrote on a virtual GPU: this file holds no weights"
-SHELLS = (
+# Part of the name of a record that has no data, and of the dtype in a safetensors header.
+EMPTY_SHELL = "empty shell that memprof wrote on a virtual GPU: this file holds no weights"
+EMPTY_SHELLS_ASSUMPTION = (
     "Checkpoints are written as empty shells: names, shapes and types without the data of tensors that have none here. "
     "On a virtual GPU they load as what they were; anywhere else, loading them is an error."
 )
-UNREAD = "Large tensors of checkpoints are not read: what they hold is unknown, like all that is computed from it."
-# Types whose large storages are read all the same: tokens, indices and masks decide what a program does.
-READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
+UNREAD_DATA_ASSUMPTION = (
+    "Large tensors of checkpoints are not read: what they hold is unknown, like all that is computed from it."
+)
+# Dtypes whose large storages are also read: tokens, indices and masks control the program's flow.
+ALWAYS_READ_DTYPES = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 
 
 class Checkpoints:
-    """Checkpoint files (torch.save, torch.load), for one virtual GPU."""
+    """Writer and reader of checkpoint files (torch.save, torch.load) of one virtual GPU."""
 
     def __init__(self, tracker: DeviceState, mode: TorchFunctionMode) -> None:
         self._tracker = tracker
         self._mode = mode
         self._assume = tracker.values.assume
-        self._dtype = torch.uint8  # of the storage that is being loaded
-        # Whether tensors are being pickled for a file of torch's, in which storages stand by themselves.
-        self.saving = False
+        self._dtype = torch.uint8  # dtype of the storage that is being loaded
+        self.is_saving = False
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement)."""
+        """Yield the patches (owner, name, replacement) of `torch.save`, `torch.load` and the copies of storages."""
         yield tensors.save.patch(self._save)
         yield tensors.load.patch(self._load)
-        yield tensors.legacy_load.patch(self._loading_old_files(tensors.legacy_load.get()))
+        yield tensors.legacy_load.patch(self._wrap_legacy_load(tensors.legacy_load.get()))
         original = torch.save
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            # The old form has no place for a storage without data.
+            # The legacy format cannot hold a storage without data.
             kwargs.pop("_use_new_zipfile_serialization", None)
             original(obj, f, *args[:2], **kwargs)
 
-        for owner in (torch, _FORM):
+        for owner in (torch, torch.serialization):
             yield owner, "save", save
-        yield torch.UntypedStorage, "to", as_method(self._storage_to)
-        yield torch.UntypedStorage, "cuda", as_method(self._to_gpu)
+        yield torch.UntypedStorage, "to", as_method(self._move_storage)
+        yield torch.UntypedStorage, "cuda", as_method(self._copy_storage_to_gpu)
 
     def _save(
-        self, obj: Any, file: Any, pickle_module: Any, pickle_protocol: Any, without_byte_order: bool = False
+        self, obj: Any, file: Any, pickle_module: Any, pickle_protocol: Any, disable_byteorder: bool = False
     ) -> None:
-        """Write as `torch.serialization._save` does: a pickle, then one record for each storage."""
+        """Write a checkpoint as `torch.serialization._save` does: a pickle, then one record for each storage."""
         keys: dict[int, str] = {}
-        storages: dict[str, torch.UntypedStorage] = {}
+        storages: dict[str, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}  # with the data to write
         dtypes: dict[int, torch.dtype] = {}
 
         def persistent_id(value: Any) -> Any:
@@ -95,42 +95,41 @@ class Checkpoints:
                     "Cannot save multiple tensors or storages that view the same data as different types"
                 )
             if address not in keys:
-                number = str(len(keys))
-                keys[address] = number if self._data(storage) is not None else f"{number}, an {EMPTY}"
-                storages[keys[address]] = storage
-            return "storage", kind, keys[address], self._location(storage), count
+                data = self._find_data(storage)
+                keys[address] = f"{len(keys)}, an {EMPTY_SHELL}" if data is None else str(len(keys))
+                storages[keys[address]] = storage, data
+            return "storage", kind, keys[address], self._find_location(storage), count
 
         class Pickler(pickle_module.Pickler):  # type: ignore[misc]
             def persistent_id(self, value: Any) -> Any:
                 return persistent_id(value)
 
         pickled = io.BytesIO()
-        outer, self.saving = self.saving, True
+        outer, self.is_saving = self.is_saving, True
         try:
-            # A thread that writes checkpoints sees no modes, and would find tensors on the meta device.
+            # The modes are not active in a thread that writes checkpoints; without them, tensors are on meta.
             with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self._mode:
                 Pickler(pickled, protocol=pickle_protocol).dump(obj)
         finally:
-            self.saving = outer
+            self.is_saving = outer
         records: list[tuple[str, Any]] = [("data.pkl", pickled.getvalue())]
-        records += [] if without_byte_order else [("byteorder", sys.byteorder)]
-        if any(self._data(storage) is None for storage in storages.values()):
-            self._assume(SHELLS)
-            records.append(("memprof", f"Each storage without a record is an {EMPTY}.\n"))
+        records += [] if disable_byteorder else [("byteorder", sys.byteorder)]
+        if any(data is None for _, data in storages.values()):
+            self._assume(EMPTY_SHELLS_ASSUMPTION)
+            records.append(("memprof", f"Each storage without a record is an {EMPTY_SHELL}.\n"))
         for name, content in records:
             file.write_record(name, content, len(content))
-        for key, storage in storages.items():
-            data = self._data(storage)
-            if self._location(storage).startswith("cuda"):  # it passes through host memory
-                self._tracker.transients((storage.nbytes(),), "torch.save", self._place(), HOST)
+        for key, (storage, data) in storages.items():
+            if self._find_location(storage).startswith("cuda"):  # the data is copied to the host
+                self._tracker.transients((storage.nbytes(),), "torch.save", self._find_call_site(), HOST)
             if data is not None:
                 with torch.DisableTorchFunction(), disable_current_modes():
                     file.write_record(f"data/{key}", data, data.nbytes())
-        # A class is a cycle, and this one sees the table: it must not keep the storages until the next collection.
+        # `Pickler`, as any class, is a reference cycle, and would keep the storages alive until the next collection.
         storages.clear()
 
-    def _data(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Return what to write of `storage`: itself if it is real, the known numbers of a small one, else nothing."""
+    def _find_data(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Return the data of `storage` to write: a real storage itself, the known values of a small one, or None."""
         if storage.device.type != "meta":
             return storage
         if not storage.nbytes():
@@ -142,24 +141,25 @@ class Checkpoints:
             data = known.untyped_storage()
         return data if data.nbytes() == storage.nbytes() else None
 
-    def _location(self, storage: torch.UntypedStorage) -> str:
+    def _find_location(self, storage: torch.UntypedStorage) -> str:
+        """Return the location tag ("cpu", "cuda:0") of `storage`."""
         if storage.device.type != "meta":
-            return str(_FORM.location_tag(storage))
+            return str(torch.serialization.location_tag(storage))
         device = self._tracker.recorder.storages.get_device(storage)
         return device if is_gpu(device) else "cpu"
 
     def _load(
         self, file: Any, map_location: Any, pickle_module: Any, pickle_file: str = "data.pkl", **options: Any
     ) -> Any:
-        """Read as `torch.serialization._load` does; a mapped file (`overall_storage`) is read as any other."""
+        """Read a checkpoint as `torch.serialization._load` does; mapped files (`overall_storage`) are not mapped."""
         options.pop("overall_storage", None)
-        # From 2.15 on it is said here, too, and not for the unpickler.
-        trust = {"weights_only": options.pop("weights_only")} if "weights_only" in options else {}
+        # Passed by torch 2.15 and later, and no option of the unpickler.
+        validation = {"weights_only": options.pop("weights_only")} if "weights_only" in options else {}
         restore = tensors.get_restore_location(map_location)
         to_meta = map_location is not None and not callable(map_location) and str(map_location) == "meta"
         loaded: dict[str, Any] = {}
         records = set(file.get_all_records())
-        swap = "byteorder" in records and file.get_record("byteorder").decode() != sys.byteorder
+        is_byte_swapped = "byteorder" in records and file.get_record("byteorder").decode() != sys.byteorder
 
         def persistent_load(saved: Any) -> Any:
             _, kind, key, location, count = saved
@@ -169,9 +169,12 @@ class Checkpoints:
                 if to_meta:
                     storage = torch.UntypedStorage(num_bytes, device="meta")
                 else:
-                    host = self._read(file, f"data/{key}", num_bytes, dtype, records, swap)
-                    with self._of(dtype):
+                    host = self._read_storage(file, f"data/{key}", num_bytes, dtype, records, is_byte_swapped)
+                    self._dtype = dtype
+                    try:
                         storage = restore(host, location)
+                    finally:
+                        self._dtype = torch.uint8
                 loaded[key] = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
             return loaded[key]
 
@@ -179,10 +182,10 @@ class Checkpoints:
             def find_class(self, module: str, name: str) -> Any:
                 if isinstance(name, str) and "Storage" in name:
                     with contextlib.suppress(KeyError):
-                        return _FORM.StorageType(name)
+                        return torch.serialization.StorageType(name)
                 return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
 
-        with _current_functions():
+        with _clear_allowed_globals():
             unpickler = Unpickler(io.BytesIO(file.get_record(pickle_file)), **options)
             unpickler.persistent_load = persistent_load
             tensors.serialization_tls.map_location = map_location
@@ -191,107 +194,107 @@ class Checkpoints:
             finally:
                 tensors.serialization_tls.map_location = None
                 loaded.clear()
-        tensors.validate_loaded_sparse_tensors(**trust)
+        tensors.validate_loaded_sparse_tensors(**validation)
         return result
 
-    def _read(
-        self, file: Any, name: str, num_bytes: int, dtype: torch.dtype, records: set[str], swap: bool
+    def _read_storage(
+        self, file: Any, name: str, num_bytes: int, dtype: torch.dtype, records: set[str], is_byte_swapped: bool
     ) -> torch.UntypedStorage:
-        """The storage of a record on the host: real if it is worth reading, else without data."""
-        if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in READ):
+        """Return the host storage of the record `name`, without data if it is large or missing.
+
+        Raises:
+            pickle.UnpicklingError: the record is missing, and the file is no empty shell.
+        """
+        if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in ALWAYS_READ_DTYPES):
             with torch.DisableTorchFunction(), disable_current_modes():
                 data = file.get_storage_from_record(name, num_bytes, torch.UntypedStorage)
                 storage: torch.UntypedStorage = data._typed_storage()._untyped_storage
-                if swap:
+                if is_byte_swapped:
                     storage.byteswap(dtype)
                 if num_bytes >= HOST_COUNTED_BYTES:
-                    self._tracker.record_real(data, "torch.load", self._place())
+                    self._tracker.record_real(data, "torch.load", self._find_call_site())
             return storage
-        if name not in records and EMPTY not in name and num_bytes:
+        if name not in records and EMPTY_SHELL not in name and num_bytes:
             raise pickle.UnpicklingError(f"this checkpoint is damaged: it has no record {name!r}")
         if name in records:
-            self._assume(UNREAD)
-        return self._new(num_bytes, dtype, HOST)
+            self._assume(UNREAD_DATA_ASSUMPTION)
+        return self._make_virtual_storage(num_bytes, dtype, HOST)
 
-    def _new(self, num_bytes: int, dtype: torch.dtype, device: str) -> torch.UntypedStorage:
+    def _make_virtual_storage(self, num_bytes: int, dtype: torch.dtype, device: str) -> torch.UntypedStorage:
         with torch.DisableTorchFunction():
             with disable_current_modes():
-                made = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_META)
-            self._tracker.record([made], "torch.load", self._place(), device)
-            return made.untyped_storage()
+                tensor = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_META)
+            self._tracker.record([tensor], "torch.load", self._find_call_site(), device)
+            return tensor.untyped_storage()
 
-    def _place(self) -> Any:
+    def _find_call_site(self) -> Any:
         return self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
 
-    @contextlib.contextmanager
-    def _of(self, dtype: torch.dtype) -> Iterator[None]:
-        outer, self._dtype = self._dtype, dtype
-        try:
-            yield
-        finally:
-            self._dtype = outer
-
-    def _storage_to(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
+    def _move_storage(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
         target = torch.device(device) if isinstance(device, str) else device
         if isinstance(target, int) or target.type == "cuda":
-            return self._to_gpu(storage, target)
-        return _storage_to(storage, device=target, non_blocking=non_blocking)
+            return self._copy_storage_to_gpu(storage, target)
+        return _original_storage_to(storage, device=target, non_blocking=non_blocking)
 
-    def _to_gpu(self, storage: torch.UntypedStorage, device: Any = None, **unused: Any) -> torch.UntypedStorage:
-        """A copy of `storage` on a GPU; its numbers are kept if they are few, or integers."""
+    def _copy_storage_to_gpu(
+        self, storage: torch.UntypedStorage, device: Any = None, **unused: Any
+    ) -> torch.UntypedStorage:
+        """Return a copy of `storage` on a GPU; values of small storages, and of integers, stay known."""
         values, dtype = self._tracker.values, self._dtype
-        made = self._new(storage.nbytes(), dtype, self._tracker.gpus.named(device))
+        result = self._make_virtual_storage(storage.nbytes(), dtype, self._tracker.gpus.named(device))
         with torch.DisableTorchFunction(), disable_current_modes():
-            copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
+            copy = torch.empty(0, dtype=dtype, device=_META).set_(result)  # type: ignore[call-overload]
             if not (is_cheap_to_compute(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):
-                return made
-            real = storage.device.type != "meta"
-            known = torch.empty(0, dtype=dtype).set_(storage) if real else values.store.flat(storage)  # type: ignore[call-overload]
+                return result
+            is_real = storage.device.type != "meta"
+            known = torch.empty(0, dtype=dtype).set_(storage) if is_real else values.store.flat(storage)  # type: ignore[call-overload]
             if known is not None and known.dtype == dtype and known.numel() == copy.numel():
                 values.store.set(copy, known)
-        return made
+        return result
 
-    def _loading_old_files(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Files from before torch 1.6 make their storages before they read them: read on the host, then moved."""
+    def _wrap_legacy_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loader of files written before torch 1.6: storages are created before their data is read, so tensors
+        are read on the host and then moved."""
 
         def load(f: Any, map_location: Any, pickle_module: Any, **options: Any) -> Any:
             restore = tensors.get_restore_location(map_location)
             on_gpu: dict[int, torch.UntypedStorage] = {}
 
-            def place(storage: Any, location: str) -> Any:
+            def note_location(storage: Any, location: str) -> Any:
                 untyped = getattr(storage, "_untyped_storage", storage)
                 result = restore(torch.UntypedStorage(0), location)
                 if getattr(result, "_untyped_storage", result).device.type == "meta":
                     on_gpu[untyped._cdata] = untyped
                 return storage
 
-            with _current_functions():
-                return self._moved(original(f, place, pickle_module, **options), on_gpu)
+            with _clear_allowed_globals():
+                return self._move_to_gpu(original(f, note_location, pickle_module, **options), on_gpu)
 
         return load
 
-    def _moved(self, value: Any, on_gpu: dict[int, torch.UntypedStorage]) -> Any:
+    def _move_to_gpu(self, value: Any, on_gpu: dict[int, torch.UntypedStorage]) -> Any:
+        """Return `value` with the tensors of the storages `on_gpu` moved to the GPU; dictionaries change in place."""
         if isinstance(value, torch.Tensor):
             with torch.DisableTorchFunction():
-                moves = not value.is_meta and value.untyped_storage()._cdata in on_gpu
-            return value.to("cuda") if moves else value
+                is_moved = not value.is_meta and value.untyped_storage()._cdata in on_gpu
+            return value.to("cuda") if is_moved else value
         if isinstance(value, dict):
             for key, part in value.items():  # in place: state dicts carry attributes
-                value[key] = self._moved(part, on_gpu)
+                value[key] = self._move_to_gpu(part, on_gpu)
             return value
         if type(value) in (list, tuple):
-            return type(value)(self._moved(part, on_gpu) for part in value)
+            return type(value)(self._move_to_gpu(part, on_gpu) for part in value)
         return value
 
 
 def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that becomes a method when it is made a class's attribute; bound ones do not."""
+    """Return `function`, a bound method, as a plain function: only plain functions become methods of a class."""
     return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _current_functions() -> Iterator[None]:
-    """The unpickler of `weights_only` remembers the functions that were there when it was first asked."""
+def _clear_allowed_globals() -> Iterator[None]:
+    """Context manager: clear the cache of functions that `weights_only` allows, before and after they are patched."""
     allowed = tensors.get_allowed_globals
     allowed.cache_clear()
     try:

@@ -1,8 +1,8 @@
-"""Exchange of tensors beyond computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
+"""Access to the data of tensors outside torch's operators: pointers, numpy, DLPack, pickles, pinned and shared memory.
 
-A tensor of the virtual GPU, or a large one of the host, has no data. Each of these ways to reach it either gives what a
-real run gives, with numbers by a policy (values/policy.py), or raises an error that says what cannot be done; none may
-end the process. Pointers lead to reserved pages that read as zeros, one range for each storage that was asked.
+Virtual tensors have no data. Each access either returns what a real run returns, with unknown values set by the policy
+(values/policy.py), or raises an error that names what is unsupported. A pointer refers to reserved pages that read as
+zeros, one range of pages for each storage.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _META = torch.device("meta")
 _storage_data_ptr = torch.UntypedStorage.data_ptr
 
 
-def _of_virtual(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what has a method run for virtual tensors, and torch's `original` for all others."""
+def _override_for_meta(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: the method runs for meta tensors, and torch's `original` for other tensors."""
 
     def replace(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -49,26 +49,27 @@ def _of_virtual(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
 
 class Interchange:
-    """The ways in which a program reaches a tensor's data, for one virtual GPU."""
+    """Replacements of the functions by which a program accesses the data of tensors, for one virtual GPU."""
 
     def __init__(self, tracker: DeviceState, move: Callable[..., torch.Tensor], mode: TorchFunctionMode) -> None:
         self._tracker = tracker
-        self._move = move
+        self._move = move  # moves a tensor to a device, as `Tensor.to`
         self.checkpoints = Checkpoints(tracker, mode)
         self.safetensors = SafetensorsFiles(tracker)
+        # Reserved pages of each storage (None if there is no address space), and the pointer that the program gets.
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
         )
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def share(self, other: Interchange) -> None:
-        """Know what `other` knows, which is of another thread."""
+    def share_state(self, other: Interchange) -> None:
+        """Use the state of `other`, which belongs to another thread."""
         self.checkpoints, self.safetensors = other.checkpoints, other.safetensors
         self._pages, self._pinned, self._shared = other._pages, other._pinned, other._shared
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Function -> replacement, for the function mode."""
+        """Return the replacements of torch functions that the function mode calls, by function."""
         return {
             torch.Tensor.tolist: self._tolist,
             torch.Tensor.numpy: self._numpy,
@@ -79,9 +80,9 @@ class Interchange:
         }
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement) for what no function mode sees."""
+        """Yield the patches (owner, name, replacement) of functions that do not call the function mode."""
         yield torch.UntypedStorage, "data_ptr", as_method(self._storage_ptr)
-        # Python's own methods of tensors, which no mode sees; and a loader pins in a thread of its own.
+        # Methods without a call of the mode; and a data loader pins memory in a thread without the mode.
         methods = {
             "pin_memory": self._pin_memory,
             "is_pinned": self._is_pinned,
@@ -100,11 +101,11 @@ class Interchange:
         yield from self.safetensors.patches()
         yield from storages.patches(self._tracker)
         yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
-        yield _named_as(tensors.rebuild_meta_tensor_no_storage, self._rebuild)
-        yield _named_as(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
+        yield _patch_pickled_function(tensors.rebuild_meta_tensor_no_storage, self._rebuild)
+        yield _patch_pickled_function(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
 
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A real tensor to show the program; an unknown large one is one number, spread over the shape."""
+    def read_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with data for `tensor`; the elements of a large unknown tensor share one value in memory."""
         with torch.DisableTorchFunction():
             if not tensor.is_meta:
                 return tensor
@@ -116,11 +117,11 @@ class Interchange:
                 return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
 
     def _tolist(self, tensor: torch.Tensor) -> Any:
-        value = self.read(tensor)
+        value = self.read_values(tensor)
         with torch.DisableTorchFunction():
             return value.tolist()
 
-    @_of_virtual(torch.Tensor.numpy)
+    @_override_for_meta(torch.Tensor.numpy)
     def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
         if tensor.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
@@ -131,34 +132,34 @@ class Interchange:
                 "memory first."
             )
         with disable_current_modes():
-            own = self._tracker.values.store.writable(tensor.detach()) if not force else None
-            return (self.read(tensor) if own is None else own).numpy()
+            writable = None if force else self._tracker.values.store.writable(tensor.detach())
+            return (self.read_values(tensor) if writable is None else writable).numpy()
 
-    @_of_virtual(torch.Tensor.__array__)
+    @_override_for_meta(torch.Tensor.__array__)
     def _array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         array = self._numpy(tensor)
         return array if not args or args[0] is None else array.astype(args[0], copy=False)
 
-    @_of_virtual(torch.Tensor.data_ptr)
+    @_override_for_meta(torch.Tensor.data_ptr)
     def _data_ptr(self, tensor: torch.Tensor) -> int:
         if not tensor.numel():
             return 0
         return self._storage_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
     def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
-        """Unique per storage and aligned: code compares addresses (tied weights) and checks alignment."""
+        """Return an aligned pointer that no other storage has: programs compare pointers (tied weights)."""
         if storage._cdata not in self._tracker.recorder.storages.index_by_address:
             return _storage_data_ptr(storage)
         known = self._pages.get(storage)
         if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
-            known = self._pages[storage] = _reserve(storage)
+            known = self._pages[storage] = _reserve_pages(storage)
         return known[1]
 
     def _dlpack(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         with torch.DisableTorchFunction():
             if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
                 raise KernelError("DLPack hands the tensor's data on the GPU to another library", "the DLPack export")
-            value = self.read(tensor)
+            value = self.read_values(tensor)
             with disable_current_modes():
                 return _export(value, **kwargs)
 
@@ -173,18 +174,18 @@ class Interchange:
             return _from_dlpack(external, **kwargs)
 
     def _pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A copy in pinned memory: the source lives on beside it, as in a real run."""
+        """Return a copy of `tensor` in pinned host memory, or `tensor` itself if it is pinned."""
         with torch.DisableTorchFunction():
             if self._is_pinned(tensor):
                 return tensor
             if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
                 raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
             pinned = tensor.clone(memory_format=torch.contiguous_format)
-            self.note_pinned(pinned)
+            self.mark_pinned(pinned)
             return pinned
 
-    def note_pinned(self, tensors: Any) -> None:
-        """Note tensors that were made in pinned memory."""
+    def mark_pinned(self, tensors: Any) -> None:
+        """Record that the tensors in `tensors`, a tensor or nested collection, are in pinned memory."""
         for tensor in find_tensors(tensors):
             self._pinned.add(tensor.untyped_storage())
 
@@ -192,43 +193,46 @@ class Interchange:
         with torch.DisableTorchFunction():
             return tensor.untyped_storage() in self._pinned
 
-    @_of_virtual(torch.Tensor.share_memory_)
+    @_override_for_meta(torch.Tensor.share_memory_)
     def _share_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._shared.add(tensor.untyped_storage())  # on the GPU every tensor is shareable: nothing to do
+        self._shared.add(tensor.untyped_storage())  # no change for a GPU tensor: all GPU memory is shareable
         return tensor
 
-    @_of_virtual(torch.Tensor.is_shared)
+    @_override_for_meta(torch.Tensor.is_shared)
     def _is_shared(self, tensor: torch.Tensor) -> bool:
         return is_gpu(self._tracker.device_of(tensor)) or tensor.untyped_storage() in self._shared
 
     def _reduce(self, tensor: torch.Tensor, protocol: Any) -> Any:
-        """A pickle says what a tensor is, and its numbers where they are known."""
-        if self.checkpoints.saving:
-            return _reduce_ex(tensor, protocol)  # by its storage, under the modes: it is on the GPU
+        """Return what `__reduce_ex__` returns: of a virtual tensor, layout, device and, if known, values."""
+        if self.checkpoints.is_saving:
+            return _reduce_ex(tensor, protocol)  # pickles the storage; the modes show the GPU as device
         with torch.DisableTorchFunction():
             device = self._tracker.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
             if device == "meta":
                 return _reduce_ex(tensor, protocol)
-            function, arguments = self._parts(tensor, device)
+            function, arguments = self._find_rebuild_call(tensor, device)
             state = tensors.get_obj_state(tensor)
             if type(tensor) is torch.Tensor and not state:
                 return function, arguments
             return tensors.rebuild_from_type_v2, (function, type(tensor), arguments, state)
 
-    def _parts(self, tensor: torch.Tensor, device: str) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return what makes a virtual tensor again where it is read, and from what."""
+    def _find_rebuild_call(
+        self, tensor: torch.Tensor, device: str
+    ) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the function that rebuilds a virtual tensor on `device` from a pickle, and the arguments."""
         with torch.DisableTorchFunction():
             known = self._tracker.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
             if known is not None:
                 arguments = (known.clone(), tensor.dtype, device, tensor.requires_grad)
                 return tensors.rebuild_device_tensor_from_cpu_tensor.get(), arguments
-            # A list of strides tells a host tensor from one of the first GPU; another GPU's name stands behind them.
-            elsewhere = () if device in (GPU, HOST) else (device,)
-            stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *elsewhere)
-            made_of = (tensor.dtype, tensor.size(), stride, tensor.requires_grad)
-            return tensors.rebuild_meta_tensor_no_storage.get(), made_of
+            # The strides encode the device: a list is for the host, a tuple for the first GPU or the GPU at the end.
+            other_gpu = () if device in (GPU, HOST) else (device,)
+            stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *other_gpu)
+            layout = (tensor.dtype, tensor.size(), stride, tensor.requires_grad)
+            return tensors.rebuild_meta_tensor_no_storage.get(), layout
 
     def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
+        """Return a virtual tensor from a pickle; `stride` also has the device (`_find_rebuild_call`)."""
         device = HOST if isinstance(stride, list) else GPU
         if stride and isinstance(stride[-1], str):
             *stride, device = stride
@@ -248,8 +252,9 @@ _from_dlpack = torch.utils.dlpack.from_dlpack
 _export = torch.Tensor.__dlpack__
 
 
-def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
-    """Address space for a storage: pages that cost nothing until they are written to."""
+def _reserve_pages(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
+    """Return pages for a storage, which take no memory until they are written, and the address of the pages; without
+    address space, None and the address of the storage object."""
     try:
         pages = mmap.mmap(-1, max(1, storage.nbytes()), flags=PAGES)
     except (OSError, ValueError, OverflowError, AttributeError):
@@ -257,6 +262,6 @@ def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
     return pages, ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
-def _named_as(name: Any, function: Callable[..., Any]) -> tuple[Any, str, Any]:
-    """Return the patch of a function that pickles refer to by its name."""
+def _patch_pickled_function(name: Any, function: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Return the patch (owner, name, replacement) of a function whose name is written into pickles."""
     return name.patch(functools.wraps(name.get())(lambda *args: function(*args)))

@@ -1,9 +1,9 @@
-"""Files of safetensors: written as empty shells, read by their header.
+"""safetensors files: written as empty shells, read by their header.
 
-A file begins with a header that names types, shapes and places. That is all that the virtual GPU needs of large
-tensors, so their data is not read; nor is a whole file mapped, which the library does, and which wants as much memory
-to be promised as the file is long. A shell's header gives tensors without data a type that no other reader knows, and
-which says what the file is; that reader's error repeats it.
+A file begins with a header that has dtype, shape and offsets of each tensor. The virtual GPU needs no more of large
+tensors, so their data is not read. The library maps the whole file, for which the system has to commit memory of the
+file's size. In an empty shell, the dtype of a tensor without data has a suffix that no other reader knows, and that
+says what the file is; the error of other readers repeats the suffix.
 """
 
 from __future__ import annotations
@@ -28,52 +28,59 @@ from memprof.patching import bound_everywhere
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_state import DeviceState
-from memprof.virtual.interchange.checkpoints import EMPTY, READ, SHELLS, UNREAD
+from memprof.virtual.interchange.checkpoints import (
+    ALWAYS_READ_DTYPES,
+    EMPTY_SHELL,
+    EMPTY_SHELLS_ASSUMPTION,
+    UNREAD_DATA_ASSUMPTION,
+)
 from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES
 from memprof.virtual.values.budget import is_cheap_to_compute
 
 _META = torch.device("meta")
-_MARK = f", in an {EMPTY}"
-_LARGEST_HEADER = 100_000_000  # as safetensors itself refuses longer ones
-# Of one tensor of the types that are read whatever their size: far above any data set's tokens.
-_MOST_READ_BYTES = 1 << 28
-_OP = "safetensors"
-_TYPES: dict[str, torch.dtype] = {
+_SHELL_DTYPE_SUFFIX = f", in an {EMPTY_SHELL}"
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+# Limit of one tensor of `ALWAYS_READ_DTYPES`: more than the tokens of any data set.
+_MAX_READ_BYTES = 1 << 28
+_OPERATOR_NAME = "safetensors"
+_DTYPES_BY_CODE: dict[str, torch.dtype] = {
     **{code: dtype for code, dtype in safetensors.torch._TYPES.items() if dtype is not None},
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_CODES = {dtype: code for code, dtype in _TYPES.items()}
+_CODES_BY_DTYPE = {dtype: code for code, dtype in _DTYPES_BY_CODE.items()}
 _real_open = safetensors.safe_open
 _real_serialize = safetensors.serialize
 _real_serialize_file = safetensors.serialize_file
 
 
 class SafetensorsFiles:
-    """Files of safetensors, for one virtual GPU."""
+    """Writer and reader of safetensors files of one virtual GPU."""
 
     def __init__(self, tracker: DeviceState) -> None:
         self._tracker = tracker
         self.assume = tracker.values.assume
-        self.is_off = False  # whether this is a forked child, in which files are read as they are
+        self.is_disabled = False  # whether this is a forked child, in which files are read with their data
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """The patches (owner, name, replacement)."""
+        """Yield the patches (owner, name, replacement) of the functions that write files."""
         library = safetensors.torch
         for name in ("_flatten_as_ptr", "_flatten"):  # releases differ
             if hasattr(library, name):
-                yield library, name, self._flattening(getattr(library, name))
+                yield library, name, self._wrap_flatten(getattr(library, name))
         yield library, "serialize", self._serialize
         yield library, "serialize_file", self._serialize_file
 
-    def opening(self) -> AbstractContextManager[None]:
-        """Replace `safe_open` by memprof's inside."""
+    def replace_safe_open(self) -> AbstractContextManager[None]:
+        """Return a context manager that replaces `safe_open` in every module that has the function."""
         return bound_everywhere("safe_open", _real_open, self._open)
 
-    def _flattening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_flatten(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def flatten(tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
-            if not isinstance(tensors, dict) or not any(self._is_shell(tensor) for tensor in tensors.values()):
+            if not isinstance(tensors, dict) or not any(
+                self._has_unknown_values(tensor) for tensor in tensors.values()
+            ):
                 return original(tensors, *rest)
-            if hasattr(safetensors.torch, "_evaluate_tensors_for_save"):  # shared and sparse tensors are refused
+            if hasattr(safetensors.torch, "_evaluate_tensors_for_save"):  # raises for shared and sparse tensors
                 safetensors.torch._evaluate_tensors_for_save(tensors)
             for name, tensor in tensors.items():
                 if not tensor.is_contiguous():
@@ -81,96 +88,108 @@ class SafetensorsFiles:
                         f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. "
                         "Call `.contiguous()` on it before saving."
                     )
-            return _Shell(tensors)
+            return _ShellTensors(tensors)
 
         return flatten
 
-    def _is_shell(self, tensor: Any) -> bool:
-        """Return whether `tensor` is one of ours whose numbers are not known."""
+    def _has_unknown_values(self, tensor: Any) -> bool:
+        """Return whether `tensor` is a virtual tensor whose values are not known, or too many to write."""
         with torch.DisableTorchFunction():
-            virtual = isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel()
-            return bool(virtual) and self._tracker.device_of(tensor) != "meta" and self._numbers(tensor) is None
+            is_nonempty_meta = isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel()
+            return (
+                bool(is_nonempty_meta)
+                and self._tracker.device_of(tensor) != "meta"
+                and self._find_values(tensor) is None
+            )
 
-    def _numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _find_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of `tensor` to write; None if they are not known, or too many."""
         with disable_current_modes():
-            large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_cheap_to_compute(tensor)
-            return None if large and tensor.is_meta else self._tracker.values.store.get(tensor.detach())
+            is_large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_cheap_to_compute(tensor)
+            return None if is_large and tensor.is_meta else self._tracker.values.store.get(tensor.detach())
 
     def _serialize(self, flat: Any, metadata: Any = None) -> bytes:
-        return self._shell(flat, metadata) if isinstance(flat, _Shell) else _real_serialize(flat, metadata=metadata)
+        return (
+            self._serialize_shell(flat, metadata)
+            if isinstance(flat, _ShellTensors)
+            else _real_serialize(flat, metadata=metadata)
+        )
 
     def _serialize_file(self, flat: Any, filename: Any, metadata: Any = None) -> None:
-        if isinstance(flat, _Shell):
-            Path(filename).write_bytes(self._shell(flat, metadata))
+        if isinstance(flat, _ShellTensors):
+            Path(filename).write_bytes(self._serialize_shell(flat, metadata))
         else:
             _real_serialize_file(flat, filename, metadata=metadata)
 
-    def _shell(self, flat: _Shell, metadata: dict[str, str] | None) -> bytes:
-        self.assume(SHELLS)
+    def _serialize_shell(self, flat: _ShellTensors, metadata: dict[str, str] | None) -> bytes:
+        """Return the bytes of a file with the tensors `flat`, without the data of tensors whose values are unknown."""
+        self.assume(EMPTY_SHELLS_ASSUMPTION)
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         data: list[bytes] = []
         place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
-        at = 0
+        offset = 0
         with torch.DisableTorchFunction():
-            # All are copied to the host before the first is written.
+            # All tensors are copied to the host before the first is written.
             copies = [tensor.nbytes for tensor in flat.values() if is_gpu(self._tracker.device_of(tensor))]
-        with torch.DisableTorchFunction(), self._tracker.hidden(copies, _OP, place, HOST):
+        with torch.DisableTorchFunction(), self._tracker.hidden(copies, _OPERATOR_NAME, place, HOST):
             for name, tensor in flat.items():
-                numbers = self._numbers(tensor)
+                values = self._find_values(tensor)
                 content = b""
-                if numbers is not None:
+                if values is not None:
                     with disable_current_modes():
-                        content = bytes(numbers.contiguous().reshape(-1).view(torch.uint8).numpy())
-                code = _CODES[tensor.dtype] + (_MARK if numbers is None else "")
-                offsets = [at, at + len(content)]
+                        content = bytes(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+                code = _CODES_BY_DTYPE[tensor.dtype] + (_SHELL_DTYPE_SUFFIX if values is None else "")
+                offsets = [offset, offset + len(content)]
                 header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
                 data.append(content)
-                at += len(content)
+                offset += len(content)
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text + b"".join(data)
 
     def _open(self, filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
-        """Open a file as `safetensors.safe_open` does."""
-        header = _header(filename) if framework in ("pt", "torch", "pytorch") and not self.is_off else None
+        """Open a file as `safetensors.safe_open` does, or with that function if the header cannot be read."""
+        header = _read_header(filename) if framework in ("pt", "torch", "pytorch") and not self.is_disabled else None
         if header is None:
             return _real_open(filename, framework, device, **options)
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        return _File(self, header, target, filename)
+        return _SafetensorsFile(self, header, target, filename)
 
-    def make(self, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor whose data is not read."""
+    def make_unread_tensor(self, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a virtual tensor on `device` for a tensor of a file whose data is not read."""
         with torch.DisableTorchFunction():
             with disable_current_modes():
-                made = torch.empty(shape, dtype=dtype, device=_META)
+                tensor = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
                 place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
-                on = self._tracker.gpus.named(device) if device.type == "cuda" else HOST
-                self._tracker.record([made], _OP, place, on)
-        return made
+                name = self._tracker.gpus.named(device) if device.type == "cuda" else HOST
+                self._tracker.record([tensor], _OPERATOR_NAME, place, name)
+        return tensor
 
-    def place(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor that was read, where it is wanted."""
+    def record_read_tensor(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Record `tensor`, whose data was read from a file, and return the tensor on `device`."""
         with torch.DisableTorchFunction():
-            self._tracker.record_real(tensor, _OP, self._tracker.recorder.attribution.find_call_site(sys._getframe(1)))
+            self._tracker.record_real(
+                tensor, _OPERATOR_NAME, self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
+            )
         return tensor if device.type == "cpu" else tensor.to(device)
 
 
-class _Shell(dict[str, torch.Tensor]):
-    """Tensors on their way into a file."""
+class _ShellTensors(dict[str, torch.Tensor]):
+    """Tensors to serialize as an empty shell, by name."""
 
 
-class _File:
-    """An open file, or an open shell."""
+class _SafetensorsFile:
+    """Open safetensors file, with the methods of `safetensors.safe_open`."""
 
-    def __init__(self, files: SafetensorsFiles, header: dict[str, Any], device: torch.device, source: Any) -> None:
-        self._files = files
+    def __init__(self, files: SafetensorsFiles, header: dict[str, Any], device: torch.device, path: Any) -> None:
+        self.files = files
         self._metadata = header.get("__metadata__")
         self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        self._device = device
-        self._source = source
+        self.device = device
+        self.path = path
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> _SafetensorsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -180,7 +199,7 @@ class _File:
         return sorted(self._entries)
 
     def offset_keys(self) -> list[str]:
-        """The names as they lie in the file."""
+        """Return the names in the order of the data in the file."""
         return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
 
     def metadata(self) -> dict[str, str] | None:
@@ -192,33 +211,19 @@ class _File:
     def get_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
-    def get_slice(self, name: str) -> _Slice:
+    def get_slice(self, name: str) -> _TensorSlice:
         if name not in self._entries:
             raise safetensors.SafetensorError(f"File does not contain tensor {name}")
-        return _Slice(self, self._entries[name])
-
-    def read(self, dtype: torch.dtype, entry: dict[str, Any], index: Any) -> torch.Tensor:
-        """`tensor[index]` on the device that the file was opened for."""
-        shape = entry["shape"]
-        with torch.DisableTorchFunction(), disable_current_modes():
-            layout = torch.empty(shape, dtype=dtype, device=_META)[index]
-            size = layout.numel() * dtype.itemsize
-            large = size >= (_MOST_READ_BYTES if dtype in READ else HOST_VIRTUAL_BYTES)
-            tensor = None if large or _MARK in entry["dtype"] else _numbers(self._source, entry, dtype, index)
-        if tensor is None:
-            if _MARK not in entry["dtype"]:
-                self._files.assume(UNREAD)
-            return self._files.make(layout.shape, dtype, self._device)
-        return self._files.place(tensor, self._device)
+        return _TensorSlice(self, self._entries[name])
 
 
-class _Slice:
-    """A tensor of a file, to be indexed: what is not requested is not read."""
+class _TensorSlice:
+    """Tensor of a file, of which only the indexed elements are read; has the methods of safetensors' `PySafeSlice`."""
 
-    def __init__(self, file: _File, entry: dict[str, Any]) -> None:
+    def __init__(self, file: _SafetensorsFile, entry: dict[str, Any]) -> None:
         self._file = file
         self._entry = entry
-        self._code = entry["dtype"].removesuffix(_MARK)
+        self._code = entry["dtype"].removesuffix(_SHELL_DTYPE_SUFFIX)
 
     def get_shape(self) -> list[int]:
         return list(self._entry["shape"])
@@ -227,15 +232,26 @@ class _Slice:
         return str(self._code)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._file.read(_TYPES[self._code], self._entry, index)
+        """Return `tensor[index]` on the device for which the file was opened; large tensors have no data."""
+        file, dtype, is_empty = self._file, _DTYPES_BY_CODE[self._code], _SHELL_DTYPE_SUFFIX in self._entry["dtype"]
+        with torch.DisableTorchFunction(), disable_current_modes():
+            layout = torch.empty(self._entry["shape"], dtype=dtype, device=_META)[index]
+            max_bytes = _MAX_READ_BYTES if dtype in ALWAYS_READ_DTYPES else HOST_VIRTUAL_BYTES
+            is_read = not is_empty and layout.numel() * dtype.itemsize < max_bytes
+            tensor = _read_values(file.path, self._entry, dtype, index) if is_read else None
+        if tensor is not None:
+            return file.files.record_read_tensor(tensor, file.device)
+        if not is_empty:
+            file.files.assume(UNREAD_DATA_ASSUMPTION)
+        return file.files.make_unread_tensor(layout.shape, dtype, file.device)
 
 
-def _header(filename: Any) -> dict[str, Any] | None:
-    """A file's header, shell or not; None if it is none that we can read: safetensors says what is wrong with it."""
+def _read_header(filename: Any) -> dict[str, Any] | None:
+    """Return the header of a file; None if the header is invalid, for which safetensors raises the error."""
     try:
         with open(os.fspath(filename), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > _LARGEST_HEADER:
+            if length > _MAX_HEADER_BYTES:
                 return None
             header = json.loads(file.read(length))
     except (OSError, ValueError, struct.error):
@@ -243,34 +259,38 @@ def _header(filename: Any) -> dict[str, Any] | None:
     if not isinstance(header, dict):
         return None
     entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    return header if _is_whole(entries, os.path.getsize(filename) - 8 - length) else None
+    return header if _fill_data(entries, os.path.getsize(filename) - 8 - length) else None
 
 
-def _is_whole(entries: list[Any], data_bytes: int) -> bool:
-    """Return whether the tensors have types that we know, and fill the file's data one after the other."""
-    at = 0
+def _fill_data(entries: list[Any], data_bytes: int) -> bool:
+    """Return whether the tensors of `entries` have known dtypes, and fill the file's data one after the other."""
+    offset = 0
     try:
         for entry in sorted(entries, key=lambda entry: entry["data_offsets"]):
             code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            size = 0 if _MARK in code and begin == end else math.prod(shape) * _TYPES[code.removesuffix(_MARK)].itemsize
-            if begin != at or end - begin != size or min(shape, default=0) < 0:
+            size = (
+                0
+                if _SHELL_DTYPE_SUFFIX in code and begin == end
+                else math.prod(shape) * _DTYPES_BY_CODE[code.removesuffix(_SHELL_DTYPE_SUFFIX)].itemsize
+            )
+            if begin != offset or end - begin != size or min(shape, default=0) < 0:
                 return False
-            at = end
+            offset = end
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
-    return at == data_bytes
+    return offset == data_bytes
 
 
-def _numbers(filename: Any, entry: dict[str, Any], dtype: torch.dtype, index: Any) -> torch.Tensor:
-    """`tensor[index]` of one entry. Pages that are not looked at are not read."""
+def _read_values(filename: Any, entry: dict[str, Any], dtype: torch.dtype, index: Any) -> torch.Tensor:
+    """Return `tensor[index]` of the tensor of `entry`; only the pages with these elements are read from the file."""
     begin, end = entry["data_offsets"]
     if begin == end:
         return torch.empty(entry["shape"], dtype=dtype)[index]
     with open(os.fspath(filename), "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         first = 8 + length + begin
-        before = first % mmap.ALLOCATIONGRANULARITY
-        pages = mmap.mmap(file.fileno(), end - begin + before, access=mmap.ACCESS_READ, offset=first - before)
+        skipped = first % mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(file.fileno(), end - begin + skipped, access=mmap.ACCESS_READ, offset=first - skipped)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the buffer is not to be written: what is requested is copied
-        return torch.frombuffer(pages, dtype=dtype, offset=before).reshape(entry["shape"])[index].clone()
+        warnings.simplefilter("ignore")  # warns that the buffer is read-only; the elements are copied
+        return torch.frombuffer(pages, dtype=dtype, offset=skipped).reshape(entry["shape"])[index].clone()

@@ -1,4 +1,4 @@
-"""Memory that a program handles below its tensors: deep copies of them, and storages that it resizes itself."""
+"""Patches of deep copies of tensors, and of resizing and slicing storages, where the program accesses storages."""
 
 from __future__ import annotations
 
@@ -18,62 +18,60 @@ _set: Any = torch.Tensor.set_
 
 
 def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement)."""
+    """Yield the patches (owner, name, replacement) of methods of `Tensor` and `UntypedStorage`."""
 
     def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
-        """Copy as torch/_tensor.py does: the whole storage, once for all tensors that share it.
-
-        torch's own copies the storage of a meta tensor where no mode sees it: off the GPU, and uncounted.
-        """
+        # Copies the storage once for all tensors that share the storage, as torch/_tensor.py does. torch's own method
+        # copies the storage of a meta tensor without an operator, so that the copy would not be recorded.
         if id(tensor) in memo:
             return memo[id(tensor)]
         if not tensor.is_leaf or not tracker.is_virtual(tensor):
-            return _deepcopy(tensor, memo)  # which says what is wrong with one that is no leaf
+            return _deepcopy(tensor, memo)  # raises for a tensor that is no leaf
         if tensor.is_quantized:
             return memo.setdefault(id(tensor), tensor.clone())
         storage = tensor.untyped_storage()
         key = ("memprof", storage._cdata)
         if key not in memo:
-            whole = tensor.detach().new_empty(0)
-            whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-            memo[key] = whole.clone()
-        made = tensor.detach().new_empty(0)
-        made.set_(memo[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            flat = tensor.detach().new_empty(0)
+            flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+            memo[key] = flat.clone()
+        result = tensor.detach().new_empty(0)
+        result.set_(memo[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         if type(tensor) is not torch.Tensor:
-            made = made.as_subclass(type(tensor))
+            result = result.as_subclass(type(tensor))
         if tensor.requires_grad:
-            made.requires_grad_()
+            result.requires_grad_()
         if tensor.grad is not None:
-            made.grad = copy.deepcopy(tensor.grad, memo)
-        vars(made).update(copy.deepcopy(vars(tensor), memo))
-        memo[id(tensor)] = made
-        return made
+            result.grad = copy.deepcopy(tensor.grad, memo)
+        vars(result).update(copy.deepcopy(vars(tensor), memo))
+        memo[id(tensor)] = result
+        return result
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        """Resize as on CUDA: the old block is released, and another one taken (native/cuda/Resize.cpp)."""
+        # As on CUDA, a new block is allocated and the old one freed (native/cuda/Resize.cpp).
         with torch.DisableTorchFunction():
             device = tracker.recorder.storages.get_device(storage) if storage.device.type == "meta" else "meta"
-            before = storage.nbytes()
+            old_bytes = storage.nbytes()
             result: torch.UntypedStorage = _resize(storage, size)
-            if device != "meta" and storage.nbytes() != before:
+            if device != "meta" and storage.nbytes() != old_bytes:
                 tracker.resized(storage, device, tracker.recorder.attribution.find_call_site(sys._getframe(1)))
             return result
 
     def getitem(storage: torch.UntypedStorage, index: Any) -> Any:
-        """A slice of a storage is memory of it, which a storage without data has no pointer into."""
+        # torch slices a storage by its data pointer, which a virtual storage does not have.
         if not isinstance(index, slice) or storage.device.type != "meta":
             return _getitem(storage, index)
         device = tracker.recorder.storages.get_device(storage)
         start, stop, step = index.indices(storage.nbytes())
         if device == "meta" or step != 1:
             return _getitem(storage, index)
-        return _Part(storage, start, max(start, stop), torch.device(device))
+        return _StorageSlice(storage, start, max(start, stop), torch.device(device))
 
     def set_(tensor: torch.Tensor, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(source, _Part) or args or kwargs:
+        if not isinstance(source, _StorageSlice) or args or kwargs:
             return _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
         size = tensor.element_size()
-        return _set(tensor, source.whole, source.start // size, (source.nbytes() // size,), (1,))
+        return _set(tensor, source.storage, source.start // size, (source.nbytes() // size,), (1,))
 
     yield torch.Tensor, "__deepcopy__", deepcopy
     yield torch.Tensor, "set_", set_
@@ -81,11 +79,11 @@ def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     yield torch.UntypedStorage, "__getitem__", getitem
 
 
-class _Part:
-    """Bytes of a storage, as `storage[start:stop]` gives them; a tensor can be set to them."""
+class _StorageSlice:
+    """Bytes of a virtual storage, as `storage[start:stop]` returns them; `Tensor.set_` accepts the slice."""
 
-    def __init__(self, whole: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> None:
-        self.whole, self.start, self.device = whole, start, device
+    def __init__(self, storage: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> None:
+        self.storage, self.start, self.device = storage, start, device
         self._nbytes = stop - start
 
     def nbytes(self) -> int:

@@ -1,1 +1,1 @@
-"""Contributions of a program's other ranks: `alone.py` if this rank runs alone, `together.py` if others run too."""
+"""Collectives between ranks: `single_rank.py` for a rank that runs alone, `multi_rank.py` for several."""

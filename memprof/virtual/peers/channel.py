@@ -1,4 +1,4 @@
-"""Channel of a rank to the process that matches the calls of all ranks (script/exchange.py).
+"""Channel between a rank and the parent process, which matches the calls of all ranks (script/exchange.py).
 
 One pipe carries contributions to collectives, messages to other ranks, operations on stores, and whether a rank has run
 enough steps. No port is opened and no file is created.
@@ -15,30 +15,30 @@ from typing import Any, NamedTuple, NoReturn
 
 from memprof.virtual.limits import program_line, unsupported_error
 
-Payload = Any  # known values of tensors in a message, as plain Python
+Payload = Any  # encoded known values of a tensor, or a list of such values
 
 
 class CollectiveCall(NamedTuple):
-    """Call of a collective by a rank; calls of one collective with different `key` are an error."""
+    """Call of a collective by a rank; the `signature` must be equal on all ranks."""
 
     group: str
-    ranks: tuple[int, ...]  # of the program, in the group's order
+    ranks: tuple[int, ...]  # global ranks, in the group's order
     number: int  # number of earlier calls of the group on this rank
     name: str  # all_reduce, and so on
     detail: str  # the reduction, or the source or destination rank
     dtype: str
-    gives: tuple[int, ...]  # elements to each rank of the group
-    takes: tuple[int, ...]  # elements from each
+    send_counts: tuple[int, ...]  # number of elements that are sent to each rank of the group
+    receive_counts: tuple[int, ...]  # number of elements that are received from each rank
     text: str  # the call in words
     line: str  # of the program: `file:line function`
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def signature(self) -> tuple[str, str, str]:
         """Return the properties that have to be equal on all ranks."""
         return self.name, self.detail, self.dtype
 
     @property
-    def place(self) -> tuple[str, tuple[int, ...], int]:
+    def collective_id(self) -> tuple[str, tuple[int, ...], int]:
         """Return the identity of the collective, which the calls of all its ranks share."""
         return self.group, self.ranks, self.number
 
@@ -48,13 +48,15 @@ class Channel:
 
     def __init__(self, connection: Connection, rank: int, ranks: Sequence[int], size: int) -> None:
         self._connection = connection
-        self.rank, self.ranks, self.size = rank, tuple(ranks), size
+        self.rank, self.ranks, self.size = rank, tuple(ranks), size  # this rank; running ranks; world size
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self.stop: Callable[[str], NoReturn] = _no_more  # called with the reason when the parent ends this rank
-        self.told: str | None = None  # reason, once the parent has ended this rank
+        self.on_stop: Callable[[str], NoReturn] = (
+            _exit_with_reason  # called with the reason when the parent ends this rank
+        )
+        self.stop_reason: str | None = None  # set once the parent has ended this rank
 
-    def tell(self, *message: Any) -> None:
-        """Send `message` to the parent process, without an answer."""
+    def send(self, *message: Any) -> None:
+        """Send `message` to the parent process, which does not reply."""
         if os.getpid() != self._process:
             raise unsupported_error(
                 "talks to other ranks from a process of its own (os.fork)", "have the rank itself do that"
@@ -66,26 +68,28 @@ class Channel:
         except OSError:  # the parent process has ended
             os._exit(1)
 
-    def ask(self, *message: Any) -> Any:
-        """Send `message` to the parent process and return the answer, which may wait for other ranks."""
-        self.tell(*message)
+    def request(self, *message: Any) -> Any:
+        """Send `message` to the parent process and return the reply, which may wait for other ranks.
+
+        If the parent ends this rank, call `on_stop`, which does not return."""
+        self.send(*message)
         try:
-            told, answer = pickle.loads(self._connection.recv_bytes())
+            kind, reply = pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError):
             os._exit(1)
-        if told == "stop":
-            self.told = answer
-            self.stop(answer)
-        return answer
+        if kind == "stop":
+            self.stop_reason = reply
+            self.on_stop(reply)
+        return reply
 
-    def store(self, name: str, *arguments: Any) -> Any:
-        """Run an operation on the store that all ranks share."""
-        return self.ask("store", name, arguments, program_line())
+    def call_store(self, operation: str, *arguments: Any) -> Any:
+        """Run an operation on the key-value store that all ranks share, and return the result."""
+        return self.request("store", operation, arguments, program_line())
 
-    def agrees(self, enough: bool) -> bool:
-        """Return whether all ranks have run enough steps; `enough` says so of this rank, after a step."""
-        return bool(self.ask("step", enough))
+    def are_all_ranks_done(self, is_done: bool) -> bool:
+        """Report after a step whether this rank has run enough steps; return whether all ranks have."""
+        return bool(self.request("step", is_done))
 
 
-def _no_more(why: str) -> NoReturn:
-    raise SystemExit(why)
+def _exit_with_reason(reason: str) -> NoReturn:
+    raise SystemExit(reason)

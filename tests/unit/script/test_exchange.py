@@ -34,7 +34,13 @@ def call(
     line: int, name: str = "all_reduce", number: int = 0, *, numel: int = 4, ranks: tuple[int, ...] = WORLD, **more: Any
 ) -> CollectiveCall:
     sizes = (numel,) * len(ranks)
-    fields = {"detail": "SUM", "dtype": "int64", "gives": sizes, "takes": sizes, "text": f"{name} of [{numel}]"} | more
+    fields = {
+        "detail": "SUM",
+        "dtype": "int64",
+        "send_counts": sizes,
+        "receive_counts": sizes,
+        "text": f"{name} of [{numel}]",
+    } | more
     return CollectiveCall("0", ranks, number, name=name, line=f"/home/a/train.py:{line} main", **fields)
 
 
@@ -42,11 +48,11 @@ def test_a_collective_is_there_once_all_have_called_it():
     meet = Meeting()
     for rank in (0, 1):
         assert meet(rank, "call", call(3), [rank]) == []
-        assert meet(rank, "collect", call(3).place) == []
+        assert meet(rank, "collect", call(3).collective_id) == []
     assert meet(2, "call", call(3), [2]) == []
     everything = [("go", {0: [0], 1: [1], 2: [2]})]
     assert meet.told[0] == meet.told[1] == everything
-    assert meet(2, "collect", call(3).place) == everything
+    assert meet(2, "collect", call(3).collective_id) == everything
     assert not meet.exchange.problem and meet.exchange.running == {0, 1, 2}
 
 
@@ -54,7 +60,7 @@ def test_of_a_group_those_that_run_are_awaited():
     meet = Meeting((0, 3))
     for rank in (3, 0):
         meet(rank, "call", call(3, ranks=(0, 1, 3)), [rank])
-    assert meet(0, "collect", call(3, ranks=(0, 1, 3)).place) == [("go", {3: [3], 0: [0]})]
+    assert meet(0, "collect", call(3, ranks=(0, 1, 3)).collective_id) == [("go", {3: [3], 0: [0]})]
 
 
 @pytest.mark.parametrize(
@@ -69,17 +75,17 @@ def test_of_a_group_those_that_run_are_awaited():
 def test_calls_that_differ_are_named_with_both_lines(other, said):
     meet = Meeting()
     meet(0, "call", call(3), [])
-    meet(0, "collect", call(3).place)
+    meet(0, "collect", call(3).collective_id)
     meet(2, "call", call(3), [])
     meet(1, "call", other, [])
     assert said in meet.problem
-    assert meet.told[0] == [("stop", PEER)] == meet(1, "collect", other.place), "nobody is left waiting"
+    assert meet.told[0] == [("stop", PEER)] == meet(1, "collect", other.collective_id), "nobody is left waiting"
 
 
 def test_splits_of_all_to_all_are_compared_pair_by_pair():
     meet = Meeting()
     for rank, gives in enumerate([(1, 2, 3), (1, 2, 3), (1, 9, 3)]):
-        meet(rank, "call", call(rank, "all_to_all", gives=gives, takes=(rank + 1,) * 3), [])
+        meet(rank, "call", call(rank, "all_to_all", send_counts=gives, receive_counts=(rank + 1,) * 3), [])
     assert "rank 1 calls" in meet.problem and "rank 2" in meet.problem and "(9 against 2 elements)" in meet.problem
 
 
@@ -88,10 +94,10 @@ def test_a_rank_that_never_calls_is_named_with_what_it_did():
     for rank in WORLD:
         meet(rank, "call", call(3), [])
     for rank in WORLD:
-        meet(rank, "collect", call(3).place)
+        meet(rank, "collect", call(3).collective_id)
     for rank in (0, 2):
         meet(rank, "call", call(9, number=1), [])
-        meet(rank, "collect", call(9, number=1).place)
+        meet(rank, "collect", call(9, number=1).collective_id)
     meet.exchange.leave(1, "has ended")
     expected = (
         "rank 0 waits for ever in all_reduce of [4] at a/train.py:9: rank 1 has ended, after all_reduce of [4] at"
@@ -111,14 +117,14 @@ def test_ranks_that_wait_for_each_other_are_found():
 
 def test_messages_wait_for_their_receiver():
     meet = Meeting()
-    sent = call(3, "send", gives=(4,))
+    sent = call(3, "send", send_counts=(4,))
     meet(1, "send", 0, 0, sent, "first")
     meet(1, "send", 0, 0, sent, "second")
-    taken = call(5, "recv", takes=(4,))
+    taken = call(5, "recv", receive_counts=(4,))
     assert meet(0, "receive", 1, 0, taken) == [("go", (1, "first"))]
     assert meet(0, "receive", None, 0, taken) == [("go", (1, "second"))]
     assert meet(0, "receive", 1, 0, taken) == []
-    meet(1, "send", 0, 0, call(3, "send", gives=(8,)), "too long")
+    meet(1, "send", 0, 0, call(3, "send", send_counts=(8,)), "too long")
     assert "rank 0 calls recv of [4] at a/train.py:5, and rank 1 send of [4] at a/train.py:3" in meet.problem
 
 
@@ -126,7 +132,7 @@ def test_steps_are_agreed_on_once_nobody_runs():
     meet = Meeting()
     assert meet(0, "step", True) == [] == meet(1, "step", False)
     meet(2, "call", call(3), [])
-    meet(2, "collect", call(3).place)
+    meet(2, "collect", call(3).collective_id)
     assert meet.told[0] == meet.told[1] == [("go", False)], "one has not seen enough"
     meet.told[0].clear()
     meet.told[1].clear()
@@ -162,7 +168,7 @@ def test_a_store_is_shared():
 def test_who_waits_too_long_is_told_for_whom():
     meet = Meeting()
     meet(0, "call", call(3), [])
-    meet(0, "collect", call(3).place)
+    meet(0, "collect", call(3).collective_id)
     meet.exchange.overdue(0, 600)
     assert (
         "rank 0 has waited 10 minutes in all_reduce of [4] at a/train.py:3, and ranks 1-2 did not come" in meet.problem

@@ -31,8 +31,8 @@ def test_they_give_back_what_they_found():
     said = run(
         """
 def body(channel):
-    channel.store("set", str(channel.rank), b"7")
-    other = channel.store("get", str(1 - channel.rank))
+    channel.call_store("set", str(channel.rank), b"7")
+    other = channel.call_store("get", str(1 - channel.rank))
     return done((channel.rank, channel.size, other))
 """
     )
@@ -52,7 +52,9 @@ def body(channel):
     ],
 )
 def test_a_rank_that_is_gone_or_does_not_come_is_named(what, said):
-    body = f"def body(channel):\n    if channel.rank: {what}\n    channel.store('get', 'key')\n    return done(1)\n"
+    body = (
+        f"def body(channel):\n    if channel.rank: {what}\n    channel.call_store('get', 'key')\n    return done(1)\n"
+    )
     assert said in run(body)
 
 

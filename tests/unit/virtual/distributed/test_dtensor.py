@@ -120,5 +120,5 @@ def test_an_optimizers_lists_are_spread_as_torch_spreads_them(monkeypatch: pytes
     for shape in ((4,), (2, 2)):
         fast = steps(shape)
         with monkeypatch.context() as patched:
-            patched.setattr(dtensor.DTensors, "imports", ())
+            patched.setattr(dtensor.DTensorPatches, "imports", ())
             assert steps(shape) == fast

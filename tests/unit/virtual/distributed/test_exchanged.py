@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memprof.virtual.peers.together import _pack, _unpack
+from memprof.virtual.peers.multi_rank import _decode_tensor, _encode_tensor
 
 TENSORS = {
     "a number": torch.tensor(5),
@@ -18,7 +18,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("given", TENSORS.values(), ids=TENSORS)
 def test_a_tensor_is_what_it_was(given: torch.Tensor) -> None:
-    found = _unpack(_pack(given))
+    found = _decode_tensor(_encode_tensor(given))
     assert found is not None
     assert found.dtype == given.dtype
     assert torch.equal(found, given)

@@ -339,7 +339,7 @@ def test_from_pretrained_of_a_file_larger_than_memory(tmp_path: Path) -> None:
 
 def test_integers_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = sparse(tmp_path / "tokens.safetensors", {"short": ("I64", [1 << 17]), "long": ("I64", [1 << 18])})
-    monkeypatch.setattr(safetensors_files, "_MOST_READ_BYTES", 1 << 21)
+    monkeypatch.setattr(safetensors_files, "_MAX_READ_BYTES", 1 << 21)
     with VirtualGpu(GPU_MODEL) as gpu:
         loaded = safetensors.torch.load_file(file)
         assert int(loaded["short"].sum()) == 0

@@ -1,6 +1,6 @@
-"""Creation of `torch.distributed`'s process groups without NCCL.
+"""Creation of process groups of `torch.distributed` without NCCL.
 
-The program's groups are `RankGroup`s (group.py). Everything else is torch's code, so that DistributedDataParallel
+The program's groups are `RankGroup`s (rank_group.py). Everything else is torch's code, so that DistributedDataParallel
 allocates buckets, and fully_shard shards, in the order of a run on a GPU.
 """
 
@@ -25,14 +25,14 @@ from memprof.torch_private import distributed
 from memprof.trace.facts import RankFacts
 from memprof.virtual.device_properties import nccl_version, torch_release
 from memprof.virtual.distributed import stores
-from memprof.virtual.distributed.group import BACKEND, RankGroup
+from memprof.virtual.distributed.rank_group import BACKEND, RankGroup
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import invalid_on_cuda_error
-from memprof.virtual.peers.known import GroupRank
+from memprof.virtual.peers.known_values import GroupRank
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)  # None if torch was built without torch.distributed
 _HOST_BACKENDS = ("gloo", "mpi")  # backends that allow several processes per GPU
-_REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "undefined"})
+_REPLACED_BACKENDS = frozenset({"nccl", "gloo", "mpi", "ucc", "undefined"})
 _TIMEOUT = datetime.timedelta(minutes=10)
 _NCCL_MEMORY = "What NCCL takes of the GPU outside the caching allocator is not known, and not counted."
 _ONE_PROCESS = "torch.distributed runs with one process: collectives change nothing."
@@ -57,7 +57,9 @@ class ProcessGroups(Extension):
             for name, replacement in (("init_process_group", init_function), ("split_group", _split_group)):
                 if hasattr(owner, name):
                     yield owner, name, replacement
-        yield distributed.new_process_group_helper.patch(self._make_helper(distributed.new_process_group_helper.get()))
+        yield distributed.new_process_group_helper.patch(
+            self._make_group_helper(distributed.new_process_group_helper.get())
+        )
         yield distributed.store_based_barrier.patch(lambda *args, **options: None)
         for owner in (dist, _c10d):
             for name in ("TCPStore", "FileStore"):
@@ -89,7 +91,7 @@ class ProcessGroups(Extension):
                 original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
                 return
             facts = RankFacts(group_rank or 0, size, without_nccl=str(backend) in _HOST_BACKENDS)
-            self._check(facts, str(backend))
+            self._check_rank(facts, str(backend))
             if not facts.without_nccl:
                 self._context.assume(_NCCL_MEMORY)
             if size == 1:
@@ -102,15 +104,16 @@ class ProcessGroups(Extension):
 
         return init_process_group
 
-    def _check(self, facts: RankFacts, backend: str) -> None:
+    def _check_rank(self, facts: RankFacts, backend: str) -> None:
+        """Raise if the run has no such rank, or no GPU for the rank."""
         if not facts.rank < facts.world_size:
             raise invalid_on_cuda_error(
                 f"is rank {facts.rank} of {facts.world_size}, and there is none", "ranks count from 0"
             )
-        most_ranks = self._context.gpus.number * self._context.options.nodes
-        if facts.world_size > most_ranks and backend not in _HOST_BACKENDS:
+        max_ranks = self._context.gpus.number * self._context.options.nodes
+        if facts.world_size > max_ranks and backend not in _HOST_BACKENDS:
             raise invalid_on_cuda_error(
-                f"joins a group of {facts.world_size} processes, and there are GPUs for {most_ranks}",
+                f"joins a group of {facts.world_size} processes, and there are GPUs for {max_ranks}",
                 f"memprof run --gpus {facts.world_size}, or with --nodes: so many on each machine",
             )
         channel = self._context.channel
@@ -120,14 +123,16 @@ class ProcessGroups(Extension):
                 "ask for as many ranks as the program has: --gpus and --nodes, or its launcher's options",
             )
 
-    def _make_helper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def create(
-            size: int, rank: int, ranks: Any, backend: Any, store: Any, group_name: str, *rest: Any, **more: Any
+    def _make_group_helper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement of `_new_process_group_helper` that creates a `RankGroup`."""
+
+        def create_group(
+            size: int, rank: int, ranks: Any, backend: Any, store: Any, group_name: str, *rest: Any, **options: Any
         ) -> Any:
             backend_name = str(backend)
-            if not {part.rpartition(":")[2] for part in backend_name.split(",")} <= _REPLACED:
-                return original(size, rank, ranks, backend, store, group_name, *rest, **more)
-            more.pop("backend_options", None)
+            if not {part.rpartition(":")[2] for part in backend_name.split(",")} <= _REPLACED_BACKENDS:
+                return original(size, rank, ranks, backend, store, group_name, *rest, **options)
+            options.pop("backend_options", None)
             if self._facts.without_nccl and backend_name not in _HOST_BACKENDS:
                 self._facts = dataclasses.replace(self._facts, without_nccl=False)
                 self._context.note_joined(self._facts)
@@ -135,33 +140,36 @@ class ProcessGroups(Extension):
             if size < 0:  # MPI would provide the size
                 size, rank, store = self._facts.world_size, self._facts.rank, self._store()
             group_rank = GroupRank(str(group_name), tuple(ranks or range(size)), rank)
-            _forget_layouts(group_rank)
-            with _registered(lambda *given: RankGroup(group_rank, backend_name, self._context)):
-                group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, group_name, *rest, **more)
+            _clear_stale_sharding_caches(group_rank)
+            with _register_backend(lambda *args: RankGroup(group_rank, backend_name, self._context)):
+                group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, group_name, *rest, **options)
             if isinstance(group, RankGroup):
-                # The backend that the program reads.
+                # Show the program the backend that it requested.
                 name = "nccl" if backend_name == "undefined" else backend_name
                 distributed.world.get().pg_map[group] = (name, distributed.world.get().pg_map[group][1])
                 distributed.world.get().pg_backend_config[group] = str(_c10d.BackendConfig(_c10d.Backend(name)))
             return group, prefix
 
-        return create
+        return create_group
 
 
 # Name of a group -> ranks of the last group of the name in this process, and whether this rank was a member.
-_GROUPS: dict[str, tuple[tuple[int, ...], bool]] = {}
+_MEMBERSHIPS_BY_GROUP: dict[str, tuple[tuple[int, ...], bool]] = {}
 
 
-def _forget_layouts(place: GroupRank) -> None:
-    """Clear DTensor's caches of sharding propagation, which have names of groups, if the process has run another rank,
-    with other groups, before."""
-    membership = place.ranks, place.rank in range(len(place.ranks))
-    if _GROUPS.get(place.name, membership) != membership and "torch.distributed.tensor" in sys.modules:
+def _clear_stale_sharding_caches(group_rank: GroupRank) -> None:
+    """Clear DTensor's caches of sharding propagation, whose keys have names of groups, if the process has before run
+    another rank, with other groups of the same names."""
+    membership = group_rank.ranks, group_rank.rank in range(len(group_rank.ranks))
+    if (
+        _MEMBERSHIPS_BY_GROUP.get(group_rank.name, membership) != membership
+        and "torch.distributed.tensor" in sys.modules
+    ):
         distributed.op_dispatcher.get().sharding_propagator.propagate_op_sharding.cache_clear()
         if distributed.clear_fast_path_sharding_prop_cache.exists():
             distributed.clear_fast_path_sharding_prop_cache()
-        _GROUPS.clear()
-    _GROUPS[place.name] = membership
+        _MEMBERSHIPS_BY_GROUP.clear()
+    _MEMBERSHIPS_BY_GROUP[group_rank.name] = membership
 
 
 def _split_group(
@@ -171,23 +179,23 @@ def _split_group(
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     parent: Any = parent_pg or dist.group.WORLD
-    own = None
+    own_group = None
     for part in split_ranks:
         group = dist.new_group([dist.get_global_rank(parent, rank) for rank in part], timeout=timeout)
-        own = group if dist.get_rank(parent) in part else own
-    return own
+        own_group = group if dist.get_rank(parent) in part else own_group
+    return own_group
 
 
 @contextlib.contextmanager
 def destroy_groups_at_end() -> Iterator[None]:
-    """Context manager: on exit, destroy the groups that the program has created, and restore `sys.excepthook`."""
+    """Context manager: on exit, destroy the groups that the program created, and restore `sys.excepthook`."""
     hook = sys.excepthook
-    before = _c10d is not None and dist.is_initialized()
+    was_initialized = _c10d is not None and dist.is_initialized()
     try:
         yield
     finally:
         sys.excepthook = hook
-        if _c10d is not None and dist.is_initialized() and not before:
+        if _c10d is not None and dist.is_initialized() and not was_initialized:
             dist.destroy_process_group()
 
 
@@ -199,7 +207,7 @@ def _read_setting(name: str, init_method: str | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _registered(create: Callable[..., Any]) -> Iterator[None]:
+def _register_backend(create: Callable[..., Any]) -> Iterator[None]:
     """Context manager: memprof's backend is registered in torch while a group is created."""
     backend = _c10d.Backend
     backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])

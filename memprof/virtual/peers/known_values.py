@@ -1,7 +1,4 @@
-"""Known values of the tensors in collectives, read and written without an operator of the program.
-
-Autograd does not see the writes, as it does not see NCCL's.
-"""
+"""Known values of the tensors in collectives, read and written without autograd, as NCCL does."""
 
 from __future__ import annotations
 
@@ -29,51 +26,50 @@ class GroupRank(NamedTuple):
 
 
 class Parts:
-    """Tensors that a rank sends to, or receives from, each rank of a group: a list, or one tensor that is split when
-    the parts are read.
+    """Tensors that a rank sends to, or receives from, each rank of a group: a list, or one tensor to be split.
 
     Args:
-        tensors: one tensor for each rank; or, with `pieces`, a single tensor.
-        pieces: number of parts of the single tensor along the first dimension.
-        splits: lengths of the parts, if they differ.
+        tensors: one tensor for each rank; or, with `num_parts`, a single tensor.
+        num_parts: number of parts of the single tensor along the first dimension.
+        lengths: lengths of the parts along the first dimension, if the lengths differ.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], pieces: int = 0, splits: Sequence[int] = ()) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], num_parts: int = 0, lengths: Sequence[int] = ()) -> None:
         self.tensors = tensors
-        self._pieces = pieces
-        self._splits = splits
+        self._num_parts = num_parts
+        self._lengths = lengths
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def element_counts(self) -> tuple[int, ...]:
         """Return the number of elements of each part."""
-        if not self._pieces:
+        if not self._num_parts:
             return tuple(tensor.numel() for tensor in self.tensors)
-        whole = self.tensors[0].numel()
-        if not self._splits:
-            return (whole // self._pieces,) * self._pieces
+        num_elements = self.tensors[0].numel()
+        if not self._lengths:
+            return (num_elements // self._num_parts,) * self._num_parts
         rows = self.tensors[0].shape[0] or 1
-        return tuple(whole // rows * length for length in self._splits)
+        return tuple(num_elements // rows * length for length in self._lengths)
 
-    def each(self) -> Sequence[torch.Tensor]:
+    def split(self) -> Sequence[torch.Tensor]:
         """Return the tensor of each rank."""
-        if not self._pieces:
+        if not self._num_parts:
             return self.tensors
-        return self.tensors[0].split(list(self._splits)) if self._splits else self.tensors[0].chunk(self._pieces)
+        return self.tensors[0].split(list(self._lengths)) if self._lengths else self.tensors[0].chunk(self._num_parts)
 
 
-class Known:
+class KnownValues:
     """Access to the known values of tensors in collectives."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
 
-    def knows(self, tensor: torch.Tensor) -> bool:
+    def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether values of `tensor` are known."""
         return not has_no_data(tensor) or self._values.store.knows(tensor.untyped_storage()._cdata)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of `tensor`, read-only; None if they are not known, or too large to send."""
-        if not self.knows(tensor):
+        if not self.is_known(tensor):
             return None
         with torch.DisableTorchFunction(), disable_current_modes():
             tensor = tensor.detach()
@@ -89,17 +85,16 @@ class Known:
             else:
                 function(target.data, *arguments)
 
-    def put(self, target: torch.Tensor, held: torch.Tensor | None) -> None:
-        """Set the values of `target` to `held`, in the shape of `target`. None: the values are not known, and a real
-        tensor on the host is not changed."""
-        if held is None:
-            self.drop(target)
+    def set(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Set the values of `target` to `value`, in the shape of `target`; None forgets the values of a meta tensor."""
+        if value is None:
+            self.forget(target)
         else:
             with torch.DisableTorchFunction(), disable_current_modes():
-                held = held.reshape(target.shape)
-            self.write(torch.ops.aten.copy_.default, target, held)
+                value = value.reshape(target.shape)
+            self.write(torch.ops.aten.copy_.default, target, value)
 
-    def drop(self, target: torch.Tensor) -> None:
+    def forget(self, target: torch.Tensor) -> None:
         """Forget the values of `target`."""
         if has_no_data(target):
             self._values.store.drop(target.untyped_storage()._cdata)

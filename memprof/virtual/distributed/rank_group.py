@@ -1,7 +1,8 @@
-"""Process group on the virtual GPU: rank R of N, whose collectives complete when they are called.
+"""Process group of one rank on the virtual GPU, with the allocations of its collectives.
 
-Collectives allocate on this rank as NCCL's do (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). `alone.py` has the
-contributions of the other ranks. The memory of NCCL outside the caching allocator is not known.
+Collectives allocate on this rank as NCCL's do (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
+`memprof/virtual/peers` has the values that other ranks contribute. The memory of NCCL outside the caching allocator is
+not known.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from memprof.torch_private import distributed
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.peers.known import GroupRank, Parts
+from memprof.virtual.peers.known_values import GroupRank, Parts
 
 BACKEND = "memprof_rank"
 _ProcessGroup: Any = getattr(dist, "ProcessGroup", object)
@@ -23,22 +24,22 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class CompletedWork(_Work):
-    """Handle of a collective, complete once waited for. Inputs live until `wait`, outputs as long as the handle
-    (`stashed_for_allocator_safety_`, `outputs_`)."""
+    """Handle of a collective. `inputs` live until `wait`, `results` as long as the handle, as
+    `stashed_for_allocator_safety_` and `outputs_` of ProcessGroupNCCL."""
 
-    def __init__(self, results: Any, given: Any = (), waits: Sequence[Callable[..., Any]] = ()) -> None:
+    def __init__(self, results: Any, inputs: Any = (), waits: Sequence[Callable[..., Any]] = ()) -> None:
         super().__init__()
         self._results = list(results)
-        self._given = given
+        self._inputs = inputs
         self._waits = waits
-        self._source: Any = 0
+        self._source: Any = 0  # rank that sent, once received
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the contributions of the other ranks."""
+        """Wait for the other ranks, set the results, and release the inputs."""
         waits, self._waits = self._waits, ()
         for wait in waits:
             self._source = wait()
-        self._given = ()
+        self._inputs = ()
         return True
 
     synchronize = block_current_stream = wait
@@ -71,19 +72,19 @@ class RankGroup(_ProcessGroup):
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
 
-    def __init__(self, place: GroupRank, backend: str, context: InstallContext) -> None:
-        super().__init__(place.rank, place.size)
-        self.place = place
-        self._rank, self._size = place.rank, place.size
-        self._backend = backend
-        self._others = context.others
+    def __init__(self, group_rank: GroupRank, backend_name: str, context: InstallContext) -> None:
+        super().__init__(group_rank.rank, group_rank.size)
+        self.group_rank = group_rank
+        self._rank, self._size = group_rank.rank, group_rank.size
+        self._backend_name = backend_name
+        self._backend = context.rank_backend
         self._on_gpu = context.is_on_gpu
-        self._meter_sent = context.tracker.meter.sent
+        self._count_sent_bytes = context.tracker.meter.sent
         self._owners = context.recorder.owners
         self._stream: Any = None  # NCCL's stream for sends and receives
-        self._calls = 0
-        # Waits to run at the end of a group of calls (`_coalescing_manager`).
-        self._coalesced: list[Callable[..., Any]] | None = None
+        self._num_calls = 0
+        # Functions that wait for the calls of a group of calls (`_coalescing_manager`); None outside a group.
+        self._coalesced_waits: list[Callable[..., Any]] | None = None
 
     # -- properties -------------------------------------------------------------------------------------------------
 
@@ -97,14 +98,16 @@ class RankGroup(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Return the devices with a backend; torch sends objects from the host if possible, else from the GPU."""
+        """Return the devices that the backend supports; torch sends objects from the host if that is one of them."""
         devices_by_backend = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"], "mpi": ["cpu", "cuda"]}
-        named = [part.partition(":")[0] for part in self._backend.split(",") if ":" in part]
-        return [torch.device(kind) for kind in named or devices_by_backend.get(self._backend, ["cpu", "cuda"])]
+        device_names = [part.partition(":")[0] for part in self._backend_name.split(",") if ":" in part]
+        return [
+            torch.device(name) for name in device_names or devices_by_backend.get(self._backend_name, ["cpu", "cuda"])
+        ]
 
     @property
     def _has_nccl(self) -> bool:
-        return "nccl" in self._backend or self._backend == "undefined"
+        return "nccl" in self._backend_name or self._backend_name == "undefined"
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
@@ -115,105 +118,109 @@ class RankGroup(_ProcessGroup):
         return self
 
     def _set_sequence_number_for_group(self) -> None:
-        self._calls = 0
+        self._num_calls = 0
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._calls
+        return self._num_calls
 
     def _start_coalescing(self, device: Any) -> None:
-        self._coalesced = []
+        self._coalesced_waits = []
 
     def _end_coalescing(self, device: Any) -> Any:
-        waits, self._coalesced = self._coalesced, None
+        waits, self._coalesced_waits = self._coalesced, None
         return CompletedWork([], waits=waits or ())
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        self._note_sent("allreduce", tensors, 2 * self._remote_share)
+        self._record_sent_bytes("allreduce", tensors, 2 * self._remote_fraction)
         self._owners.mark_reduced(tensors)
-        waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
+        waits = [self._backend.all_reduce(tensor, _find_reduction(opts), self.group_rank) for tensor in tensors]
         return self._complete(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        self._note_sent("reduce", tensors, 1)
+        self._record_sent_bytes("reduce", tensors, 1)
         self._owners.mark_reduced(tensors)
         root = 0 if opts is None else opts.rootRank
-        waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
+        waits = [self._backend.reduce(tensor, _find_reduction(opts), root, self.group_rank) for tensor in tensors]
         return self._complete(tensors, waits=waits)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
-        self._note_sent("broadcast", tensors, 1)
+        self._record_sent_bytes("broadcast", tensors, 1)
         root = 0 if opts is None else opts.rootRank
-        return self._complete(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
+        return self._complete(
+            tensors, waits=[self._backend.broadcast(tensor, root, self.group_rank) for tensor in tensors]
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks; NCCL's barrier reduces a number on the GPU."""
         results = [torch.zeros(1, device="cuda")] if self._has_nccl else []
-        return self._complete(results, waits=[self._others.barrier(self.place)])
+        return self._complete(results, waits=[self._backend.barrier(self.group_rank)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self._complete([], waits=[self._others.barrier(self.place)]).wait()
+        self._complete([], waits=[self._backend.barrier(self.group_rank)]).wait()
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather a tensor of each rank; NCCL gathers tensors of one size into one buffer, and copies the parts."""
-        self._note_sent("allgather", [part for parts in outputs for part in parts], self._remote_share)
+        self._record_sent_bytes("allgather", [part for parts in outputs for part in parts], self._remote_fraction)
         buffers: list[Any] = []
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
             buffers.append(self._make_flat_buffer(parts, tensor))
             self._owners.mark_gathered(parts, [tensor])
-            waits.append(self._others.all_gather(Parts(parts), tensor, self.place))
+            waits.append(self._backend.all_gather(Parts(parts), tensor, self.group_rank))
         return self._complete(buffers if buffers[0] is not None else outputs, inputs, waits)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
         """Reduce and scatter; NCCL copies tensors of one size into one buffer first."""
-        self._note_sent("reduce_scatter", [part for parts in inputs for part in parts], self._remote_share)
-        flat, waits = [], []
+        self._record_sent_bytes("reduce_scatter", [part for parts in inputs for part in parts], self._remote_fraction)
+        buffers, waits = [], []
         for tensor, parts in zip(outputs, inputs, strict=True):
-            flat.append(self._make_flat_buffer(parts, tensor))
-            waits.append(self._others.reduce_scatter(tensor, Parts(parts), _reduction(opts), self.place))
-        return self._complete(outputs, (flat, inputs), waits)
+            buffers.append(self._make_flat_buffer(parts, tensor))
+            waits.append(self._backend.reduce_scatter(tensor, Parts(parts), _find_reduction(opts), self.group_rank))
+        return self._complete(outputs, (buffers, inputs), waits)
 
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Gather to one rank; the other ranks pass no output lists."""
+        """Gather tensors on one rank; `outputs` is empty on other ranks."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(outputs[0]) if outputs else None
-        return self._complete(outputs, inputs, [self._others.gather(parts, inputs[0], root, self.place)])
+        return self._complete(outputs, inputs, [self._backend.gather(parts, inputs[0], root, self.group_rank)])
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
-        """Scatter from one rank; the other ranks pass no input lists."""
+        """Scatter tensors of one rank; `inputs` is empty on other ranks."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(inputs[0]) if inputs else None
-        return self._complete(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
+        return self._complete(outputs, inputs, [self._backend.scatter(outputs[0], parts, root, self.group_rank)])
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        self._note_sent("alltoall", inputs, self._remote_share)
-        return self._complete(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
+        self._record_sent_bytes("alltoall", inputs, self._remote_fraction)
+        return self._complete(
+            outputs, inputs, [self._backend.all_to_all(Parts(outputs), Parts(inputs), self.group_rank)]
+        )
 
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
         """Exchange the parts of one tensor, split along the first dimension."""
-        self._note_sent("alltoall", [tensor], self._remote_share)
-        takes, gives = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
-        return self._complete([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
+        self._record_sent_bytes("alltoall", [tensor], self._remote_fraction)
+        outputs, inputs = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
+        return self._complete([output], tensor, [self._backend.all_to_all(outputs, inputs, self.group_rank)])
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        self._note_sent("allgather", [output], self._remote_share)
+        self._record_sent_bytes("allgather", [output], self._remote_fraction)
         self._owners.mark_gathered([output], [tensor])
         parts = _split_evenly(output, self._size)
-        return self._complete([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
+        return self._complete([output], tensor, [self._backend.all_gather(parts, tensor, self.group_rank)])
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
-        self._note_sent("reduce_scatter", [tensor], self._remote_share)
+        self._record_sent_bytes("reduce_scatter", [tensor], self._remote_fraction)
         self._owners.mark_reduced([tensor])
         parts = _split_evenly(tensor, self._size)
-        waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
+        waits = [self._backend.reduce_scatter(output, parts, _find_reduction(opts), self.group_rank)]
         return self._complete([output], tensor, waits)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
@@ -226,25 +233,25 @@ class RankGroup(_ProcessGroup):
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; `outputs` has for each rank a list with a part of each tensor."""
-        self._note_sent("allgather", [part for parts in outputs for part in parts], self._remote_share)
+        self._record_sent_bytes("allgather", [part for parts in outputs for part in parts], self._remote_fraction)
         pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
-        waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in pairs]
+        waits = [self._backend.all_gather(Parts(parts), tensor, self.group_rank) for parts, tensor in pairs]
         return self._complete(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
         """Send to one rank, without waiting for the receiver."""
-        self._note_sent("send", tensors, 1)
-        waits = [self._others.send(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._complete(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
+        self._record_sent_bytes("send", tensors, 1)
+        waits = [self._backend.send(tensor, rank, tag, self.group_rank) for tensor in tensors]
+        return self._complete(tensors, waits=[*self._use_nccl_stream(tensors), *waits])
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
         return self.recv(tensors, None, tag)
 
     def recv(self, tensors: _Tensors, rank: int | None, tag: int = 0) -> Any:
-        waits = [self._others.receive(tensor, rank, tag, self.place) for tensor in tensors]
-        return self._complete(tensors, waits=[*self._use_stream_of_nccl(tensors), *waits])
+        waits = [self._backend.receive(tensor, rank, tag, self.group_rank) for tensor in tensors]
+        return self._complete(tensors, waits=[*self._use_nccl_stream(tensors), *waits])
 
-    def _use_stream_of_nccl(self, tensors: _Tensors) -> list[Callable[[], None]]:
+    def _use_nccl_stream(self, tensors: _Tensors) -> list[Callable[[], None]]:
         """Record `tensors` on NCCL's stream for sends and receives (`pointToPoint`), and return the functions to call
         when the program waits. Collectives record no streams from torch 2.8 on."""
         tensors = [tensor for tensor in tensors if self._has_nccl and self._on_gpu(tensor)]
@@ -265,14 +272,14 @@ class RankGroup(_ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _note_sent(self, name: str, tensors: _Tensors, share: float) -> None:
-        """Record that `share` of the bytes of `tensors` leaves the GPU, in a ring (nccl-tests, PERFORMANCE.md)."""
+    def _record_sent_bytes(self, name: str, tensors: _Tensors, fraction: float) -> None:
+        """Record that `fraction` of the bytes of `tensors` is sent, as by rings (nccl-tests, PERFORMANCE.md)."""
         for tensor in tensors:
             if self._size > 1 and self._on_gpu(tensor):
-                self._meter_sent(f"c10d.{name}", tensor, round(tensor.numel() * tensor.element_size() * share))
+                self._count_sent_bytes(f"c10d.{name}", tensor, round(tensor.numel() * tensor.element_size() * fraction))
 
     @property
-    def _remote_share(self) -> float:
+    def _remote_fraction(self) -> float:
         """Return the fraction of evenly distributed data that is on other ranks."""
         return (self._size - 1) / self._size
 
@@ -282,15 +289,16 @@ class RankGroup(_ProcessGroup):
             return None
         return torch.empty((len(parts), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
 
-    def _complete(self, results: Any, given: Any = (), waits: Sequence[Any] = ()) -> Any:
-        self._calls += 1
-        work = CompletedWork(results, given, [wait for wait in waits if wait is not None])
-        if self._coalesced is not None:
-            self._coalesced.append(work.wait)
+    def _complete(self, results: Any, inputs: Any = (), waits: Sequence[Any] = ()) -> Any:
+        self._num_calls += 1
+        work = CompletedWork(results, inputs, [wait for wait in waits if wait is not None])
+        if self._coalesced_waits is not None:
+            self._coalesced_waits.append(work.wait)
         return work
 
 
-def _reduction(opts: Any) -> str:
+def _find_reduction(opts: Any) -> str:
+    """Return the name of the reduction, as "SUM", of the options of a collective."""
     if opts is None:
         return "SUM"
     reduction = opts.reduceOp
@@ -302,5 +310,7 @@ def _split_evenly(tensor: torch.Tensor, size: int) -> Parts:
 
 
 class _FlatParts(Parts):
-    def each(self) -> _Tensors:
-        return list(self.tensors[0].reshape(len(self.sizes), -1))
+    """Equal parts of a tensor of several dimensions, in the order of the elements."""
+
+    def split(self) -> _Tensors:
+        return list(self.tensors[0].reshape(len(self.element_counts), -1))
