@@ -14,11 +14,11 @@ import torch
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import check_on_gpu, mark_written, require
 
-_AT = "rusty1s/pytorch_cluster@1.6.3:"
+_SOURCE = "rusty1s/pytorch_cluster@1.6.3:"
 
 
-def _public(file: str) -> Callable[[Any], Any]:
-    source = f"{_AT}torch_cluster/{file}.py, csrc/cuda/{file}_cuda.cu"
+def _register(file: str) -> Callable[[Any], Any]:
+    source = f"{_SOURCE}torch_cluster/{file}.py, csrc/cuda/{file}_cuda.cu"
     return register_in(f"torch_cluster.{file}", "torch_cluster", source=source)
 
 
@@ -53,14 +53,14 @@ def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
     return torch.stack([row, col], dim=0)
 
 
-@_public("knn")
+@_register("knn")
 def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
     """Return edges [2, points of y times k], with all neighbors; scratch: both full lists and a mask."""
     check_on_gpu("torch_cluster.knn", x, y, batch_x, batch_y)
     return _find(x, y, k, (batch_x, batch_y), batch_size)
 
 
-@_public("knn")
+@_register("knn")
 def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
     """Return the edges between neighbors within `x`; without loops, one more neighbor is searched and then removed."""
     check_on_gpu("torch_cluster.knn_graph", x, batch)
@@ -68,14 +68,14 @@ def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=Fals
     return _without_loops(edges, loop, flow)
 
 
-@_public("radius")
+@_register("radius")
 def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
     """Return edges [2, points of y times max_num_neighbors], as knn does."""
     check_on_gpu("torch_cluster.radius", x, y, batch_x, batch_y)
     return _find(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
 
 
-@_public("radius")
+@_register("radius")
 def radius_graph(
     x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
 ):
@@ -85,7 +85,7 @@ def radius_graph(
     return _without_loops(radius(x, x, r, batch, batch, limit, num_workers, batch_size), loop, flow)
 
 
-@_public("fps")
+@_register("fps")
 def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=None):
     """Return the indices of `ratio` times the points of each group, each the farthest from the points chosen before."""
     check_on_gpu("torch_cluster.fps", src, batch)

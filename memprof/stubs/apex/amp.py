@@ -22,7 +22,7 @@ from memprof.stubs.registry import register_in
 from memprof.stubs.tools import call_at_end, check_on_gpu, keep_for_run, unsupported_error
 from memprof.torch_private import tensors
 
-_AT = "NVIDIA/apex@25.05:apex/amp/"
+_SOURCE = "NVIDIA/apex@25.05:apex/amp/"
 # Optimization level -> cast_model_type, keep_batchnorm_fp32, master_weights, loss_scale.
 _LEVELS = {
     "O0": (torch.float32, None, False, 1.0),
@@ -54,11 +54,11 @@ def _states() -> list[_AmpState]:
     return keep_for_run("apex.amp", list)
 
 
-def _public(file: str) -> Callable[[Any], Any]:
-    return register_in(f"apex.amp.{file}", "apex.amp", source=f"{_AT}{file}.py")
+def _register(file: str) -> Callable[[Any], Any]:
+    return register_in(f"apex.amp.{file}", "apex.amp", source=f"{_SOURCE}{file}.py")
 
 
-@_public("frontend")
+@_register("frontend")
 def initialize(
     models, optimizers=None, enabled=True, opt_level="O1", cast_model_type=None, patch_torch_functions=None,
     keep_batchnorm_fp32=None, master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, verbosity=1,
@@ -234,7 +234,7 @@ def _add_master_weights(optimizer, has_master_weights: bool) -> None:
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
 
 
-@_public("handle")
+@_register("handle")
 @contextlib.contextmanager
 def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False):
     """Context manager: yield the loss in float32, scaled; unscale its gradients afterwards."""
@@ -260,14 +260,14 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
     cast_state().half_by_parameter.clear()
 
 
-@_public("_amp_state")
+@_register("_amp_state")
 def master_params(optimizer):
     """Yield the parameters that the optimizer steps; nothing is allocated."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-@_public("handle")
+@_register("handle")
 @contextlib.contextmanager
 def disable_casts():
     """Context manager: disable the casts of O1."""
@@ -276,7 +276,7 @@ def disable_casts():
     cast_state().is_active = True
 
 
-@_public("frontend")
+@_register("frontend")
 def state_dict(destination=None):
     """Return the scales of the losses; nothing is allocated."""
     made = OrderedDict() if destination is None else destination
@@ -285,7 +285,7 @@ def state_dict(destination=None):
     return made
 
 
-@_public("frontend")
+@_register("frontend")
 def load_state_dict(state_dict):
     """Load the scales of the losses from a checkpoint; nothing is allocated."""
     for scaler, state in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):

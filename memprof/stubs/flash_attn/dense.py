@@ -20,12 +20,12 @@ from memprof.stubs.tools import HALF, autocast_dtype, check_on_gpu, kernel, refu
 
 _MODULE = "flash_attn.ops.fused_dense"
 _ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
-_AT = "Dao-AILab/flash-attention@v2.8.3:"
-_public = register_in(_MODULE, source=_AT + "flash_attn/ops/fused_dense.py, csrc/fused_dense_lib/fused_dense.cpp")
-_activation = register_in("flash_attn.ops.activations", source=_AT + "flash_attn/ops/activations.py")
+_SOURCE = "Dao-AILab/flash-attention@v2.8.3:"
+_register = register_in(_MODULE, source=_SOURCE + "flash_attn/ops/fused_dense.py, csrc/fused_dense_lib/fused_dense.cpp")
+_register_activation = register_in("flash_attn.ops.activations", source=_SOURCE + "flash_attn/ops/activations.py")
 
 
-@_activation
+@_register_activation
 def gelu_bwd(g, x):
     """Run the backward of gelu by several operators, each of which allocates its result."""
     tanh_out = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
@@ -33,26 +33,26 @@ def gelu_bwd(g, x):
     return (ff * g).to(dtype=x.dtype)
 
 
-@_activation
+@_register_activation
 def relu_bwd(g, x):
     """Run the backward of relu by a comparison and a selection."""
     return torch.where(x >= 0, g, 0.0).to(dtype=x.dtype)
 
 
-@_activation
+@_register_activation
 def sqrelu_fwd(x):
     """Return the square of ReLU; ReLU is allocated too."""
     r = functional.relu(x)
     return (r * r).to(dtype=x.dtype)
 
 
-@_activation
+@_register_activation
 def sqrelu_bwd(g, x):
     """Run the backward of sqrelu by three operators."""
     return (2.0 * g * functional.relu(x)).to(dtype=x.dtype)
 
 
-@_activation
+@_register_activation
 def swiglu(x, y):
     """Multiply y by the SiLU of x: saves x and y; one kernel each way."""
 
@@ -66,64 +66,63 @@ def swiglu(x, y):
     return kernel(forward, backward, x, y)
 
 
-def _made(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    known: dict[str, Any] = {"gelu_approx": partial(functional.gelu, approximate="tanh"), "sqrelu": sqrelu_fwd}
-    return known.get(name, functional.relu)
+def _get_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    functions: dict[str, Any] = {"gelu_approx": partial(functional.gelu, approximate="tanh"), "sqrelu": sqrelu_fwd}
+    return functions.get(name, functional.relu)
 
 
-def _are_supported(*tensors) -> bool:
-    x = tensors[0]
-    half = x.dtype in HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
-    return half and all(one is None or one.is_cuda for one in tensors)
+def _can_fuse(x, *others) -> bool:
+    is_half = x.dtype in HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
+    return is_half and all(tensor is None or tensor.is_cuda for tensor in (x, *others))
 
 
 def _cast_for_autocast(*tensors) -> tuple[Any, ...]:
     return tuple(one if one is None else one.to(autocast_dtype(one.dtype)).contiguous() for one in tensors)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient of the input, plus the residual's gradient; the input is released."""
-    if residual is None:
-        return functional.linear(gradient, weight.t())
-    return torch.addmm(_rows(residual), gradient, weight)
+def _compute_input_gradient(gradient: torch.Tensor, weight: torch.Tensor, shape, *residual: torch.Tensor):
+    """Return the gradient [*shape, size] of the input, plus the residual's gradient, if any."""
+    if residual:
+        return torch.addmm(_flatten_rows(residual[0]), gradient, weight).reshape(*shape, -1)
+    return functional.linear(gradient, weight.t()).reshape(*shape, -1)
 
 
-@_public
+@_register
 def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
     """Return a product; the backward has one product for weight and bias, scratch: 4 MiB (32 on Hopper)."""
     refuse(f"{_MODULE}.fused_dense_func", {"a process group": process_group is not None})
-    if not _are_supported(x, weight, bias):
+    if not _can_fuse(x, weight, bias):
         out = functional.linear(x, weight, bias)
         return (out, x) if return_residual else out
-    wanted = [one is not None and one.requires_grad for one in (x, weight, bias)]
+    needs_grad = [one is not None and one.requires_grad for one in (x, weight, bias)]
 
     def forward(x, weight, bias):
         check_on_gpu("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
         x, weight, bias = _cast_for_autocast(x, weight, bias)
         out = functional.linear(x, weight, bias)
-        saved = (x, weight) if wanted[1] else (weight,)
+        saved = (x, weight) if needs_grad[1] else (weight,)
         return (out, x.detach()) if return_residual else out, saved
 
     def backward(saved, gradient: torch.Tensor, *residual: torch.Tensor):
         weight, shape = saved[-1], gradient.shape[:-1]
-        gradient = _rows(gradient.contiguous())
+        gradient = _flatten_rows(gradient.contiguous())
         d_x = d_weight = d_bias = None
-        if wanted[0]:
-            d_x = _input_gradient(gradient, weight, residual[0] if residual else None).reshape(*shape, -1)
-        if wanted[1]:
-            d_weight, d_bias = extensions.linear_bias_wgrad(_rows(saved[0]), gradient, wanted[2])
-        elif wanted[2]:
+        if needs_grad[0]:
+            d_x = _compute_input_gradient(gradient, weight, shape, *residual)
+        if needs_grad[1]:
+            d_weight, d_bias = extensions.linear_bias_wgrad(_flatten_rows(saved[0]), gradient, needs_grad[2])
+        elif needs_grad[2]:
             d_bias = gradient
         return d_x, d_weight, d_bias
 
     return kernel(forward, backward, x, weight, bias)
 
 
-@_public
+@_register
 class FusedDense(nn.Linear):
     """A linear layer by fused_dense_func, with its own weight."""
 
@@ -135,7 +134,7 @@ class FusedDense(nn.Linear):
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
-@_public
+@_register
 def fused_mlp_func(
     x, weight1, weight2, bias1=None, bias2=None, activation="gelu_approx", save_pre_act=True, return_residual=False,
     checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True,
@@ -144,60 +143,60 @@ def fused_mlp_func(
     refuse(f"{_MODULE}.fused_mlp_func", {"a process group": process_group is not None})
     assert activation in _ACTIVATIONS
     divides = x.shape[-1] % (128 if activation == "relu" else 8) == 0
-    if not _are_supported(x, weight1, weight2, bias1, bias2) or not (divides or not save_pre_act):
-        out = functional.linear(_made(activation)(functional.linear(x, weight1, bias1)), weight2, bias2)
+    if not _can_fuse(x, weight1, weight2, bias1, bias2) or not (divides or not save_pre_act):
+        out = functional.linear(_get_activation(activation)(functional.linear(x, weight1, bias1)), weight2, bias2)
         return (out, x) if return_residual else out
     inputs = (x, weight1, bias1, weight2, bias2)
-    wanted = [one is not None and one.requires_grad for one in inputs]
+    needs_grad = [one is not None and one.requires_grad for one in inputs]
     level, is_gelu = checkpoint_lvl if save_pre_act else 2, activation == "gelu_approx"
-    keeps_output = level == 0 or (level == 1 and activation == "relu")
+    saves_output = level == 0 or (level == 1 and activation == "relu")
 
-    def inner(x, weight, bias, save: bool) -> list[torch.Tensor]:
-        """Return the values after the activation, and before it."""
+    def run_first_product(x, weight, bias, saves_input: bool) -> list[torch.Tensor]:
+        """Return the activation's output, and its input."""
         if heuristic == -1:
-            before = functional.linear(_rows(x), weight, bias)
-            return [_made(activation)(before), before]
-        return extensions.linear_act_forward(_rows(x), weight, bias, is_gelu, save, heuristic)  # type: ignore[no-any-return]
+            before = functional.linear(_flatten_rows(x), weight, bias)
+            return [_get_activation(activation)(before), before]
+        return extensions.linear_act_forward(_flatten_rows(x), weight, bias, is_gelu, saves_input, heuristic)  # type: ignore[no-any-return]
 
-    def forward(*given):
-        check_on_gpu("flash_attn.ops.fused_dense.fused_mlp_func", given[0], given[1], given[3])
-        x, weight1, bias1, weight2, bias2 = _cast_for_autocast(*given)
-        after, *before = inner(x, weight1, bias1, bool(save_pre_act))
+    def forward(*inputs):
+        check_on_gpu("flash_attn.ops.fused_dense.fused_mlp_func", inputs[0], inputs[1], inputs[3])
+        x, weight1, bias1, weight2, bias2 = _cast_for_autocast(*inputs)
+        after, *before = run_first_product(x, weight1, bias1, bool(save_pre_act))
         out = functional.linear(after, weight2, bias2).reshape(*x.shape[:-1], -1)
-        kept = (bias1,) if level == 2 else (*before, after) if keeps_output else tuple(before)
-        return (out, x.detach()) if return_residual else out, (x, weight1, weight2, *kept)
+        saved = (bias1,) if level == 2 else (*before, after) if saves_output else tuple(before)
+        return (out, x.detach()) if return_residual else out, (x, weight1, weight2, *saved)
 
     def backward(saved, gradient: torch.Tensor, *residual: torch.Tensor):
-        x, weight1, weight2, *kept = saved
+        x, weight1, weight2, *others = saved
         shape = gradient.shape[:-1]
         if level == 2:
-            after, before = inner(x, weight1, kept[0], True)
+            after, before = run_first_product(x, weight1, others[0], True)
         else:
-            before = kept[0]
-            after = kept[1] if keeps_output else _made(activation)(before)
-        gradient = _rows(gradient.contiguous())
+            before = others[0]
+            after = others[1] if saves_output else _get_activation(activation)(before)
+        gradient = _flatten_rows(gradient.contiguous())
         d_weight2 = d_weight1 = d_bias1 = d_x = None
-        d_bias2 = gradient if wanted[4] else None
-        if wanted[3]:
-            d_weight2, d_bias2 = extensions.linear_bias_wgrad(after, gradient, wanted[4])
+        d_bias2 = gradient if needs_grad[4] else None
+        if needs_grad[3]:
+            d_weight2, d_bias2 = extensions.linear_bias_wgrad(after, gradient, needs_grad[4])
         if heuristic == -1:
-            of_activation = gelu_bwd if is_gelu else sqrelu_bwd if activation == "sqrelu" else relu_bwd
-            d_before = of_activation(functional.linear(gradient, weight2.t()), before)
+            differentiate = gelu_bwd if is_gelu else sqrelu_bwd if activation == "sqrelu" else relu_bwd
+            d_before = differentiate(functional.linear(gradient, weight2.t()), before)
         else:
             d_before, d_bias1 = extensions.bias_act_linear_dgrad_bgrad(weight2, gradient, before, is_gelu, heuristic)
-        if wanted[0]:
-            d_x = _input_gradient(d_before, weight1, residual[0] if residual else None).reshape(*shape, -1)
+        if needs_grad[0]:
+            d_x = _compute_input_gradient(d_before, weight1, shape, *residual)
         if heuristic == -1:
-            if wanted[1]:
-                d_weight1, d_bias1 = extensions.linear_bias_wgrad(_rows(x), d_before, wanted[2])
-        elif wanted[1]:
-            d_weight1 = functional.linear(d_before.t(), _rows(x).t())
-        return d_x, d_weight1, d_bias1 if wanted[2] else None, d_weight2, d_bias2
+            if needs_grad[1]:
+                d_weight1, d_bias1 = extensions.linear_bias_wgrad(_flatten_rows(x), d_before, needs_grad[2])
+        elif needs_grad[1]:
+            d_weight1 = functional.linear(d_before.t(), _flatten_rows(x).t())
+        return d_x, d_weight1, d_bias1 if needs_grad[2] else None, d_weight2, d_bias2
 
     return kernel(forward, backward, *inputs)
 
 
-@_public
+@_register
 class FusedMLP(nn.Module):
     """An MLP by fused_mlp_func, with its own weights; on Hopper GELU is a separate kernel."""
 

@@ -13,13 +13,13 @@ import torch
 from memprof.stubs.registry import stub
 from memprof.stubs.tools import HALF, check_on_gpu, mark_written, num_multiprocessors, require
 
-_AT = "Dao-AILab/flash-attention@"
-_NORM = f"{_AT}v2.8.3:csrc/layer_norm/ln_api.cpp"
-_DENSE = f"{_AT}v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"
-_LOSS = f"{_AT}v2.8.2:csrc/xentropy/interface.cpp, csrc/xentropy/xentropy_kernel.cu"
+_REPOSITORY = "Dao-AILab/flash-attention@"
+_NORM_SOURCE = f"{_REPOSITORY}v2.8.3:csrc/layer_norm/ln_api.cpp"
+_DENSE_SOURCE = f"{_REPOSITORY}v2.8.3:csrc/fused_dense_lib/fused_dense.cpp"
+_LOSS_SOURCE = f"{_REPOSITORY}v2.8.2:csrc/xentropy/interface.cpp, csrc/xentropy/xentropy_kernel.cu"
 
 
-@stub("rotary_emb.apply_rotary", source=f"{_AT}v2.8.2:csrc/rotary/rotary.cpp")
+@stub("rotary_emb.apply_rotary", source=f"{_REPOSITORY}v2.8.2:csrc/rotary/rotary.cpp")
 def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
     """Write the rotated tensors into `out1` and `out2`; nothing is allocated."""
     check_on_gpu("rotary_emb.apply_rotary", x1, x2, cos, sin, out1, out2)
@@ -28,7 +28,7 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
     mark_written(out1, out2)
 
 
-@stub("xentropy_cuda_lib.forward", source=_LOSS)
+@stub("xentropy_cuda_lib.forward", source=_LOSS_SOURCE)
 def cross_entropy(input, labels, smoothing, total_classes=-1):
     """Return a loss and a log of sums for each row, in float32."""
     name = "xentropy_cuda_lib.forward"
@@ -39,7 +39,7 @@ def cross_entropy(input, labels, smoothing, total_classes=-1):
     return [torch.empty_like(sums), sums]
 
 
-@stub("xentropy_cuda_lib.backward", source=_LOSS)
+@stub("xentropy_cuda_lib.backward", source=_LOSS_SOURCE)
 def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1):
     """Return the gradient of the logits, which with `inplace` overwrites the logits."""
     name = "xentropy_cuda_lib.backward"
@@ -57,7 +57,7 @@ def _check_norm(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
     require(x.shape[1] % 8 == 0 and x.shape[1] <= 8192, name, "rows of at most 8192 elements, a multiple of 8")
 
 
-@stub("dropout_layer_norm.dropout_add_ln_fwd", source=_NORM)
+@stub("dropout_layer_norm.dropout_add_ln_fwd", source=_NORM_SOURCE)
 def dropout_add_ln_fwd(
     x0, residual_, gamma, beta_, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, epsilon, rowscale_const,
     z_numrows, gen_, residual_in_fp32=False, is_rms_norm=False,
@@ -67,17 +67,16 @@ def dropout_add_ln_fwd(
     check_on_gpu(name, x0, residual_, gamma, beta_)
     _check_norm(name, x0, gamma)
     rows, cols = (x0 if x0_subset_ is None else x0_subset_).shape[0], x0.shape[1]
-    kind = residual_.dtype if residual_ is not None else torch.float32 if residual_in_fp32 else x0.dtype
-    others = (residual_, rowscale_, colscale_, x0_subset_)
-    keeps = dropout_p > 0 or kind != x0.dtype or any(one is not None for one in others)
-    x = x0.new_empty((rows, cols), dtype=kind) if keeps else None
+    dtype = residual_.dtype if residual_ is not None else torch.float32 if residual_in_fp32 else x0.dtype
+    changes_x = any(tensor is not None for tensor in (residual_, rowscale_, colscale_, x0_subset_))
+    x = x0.new_empty((rows, cols), dtype=dtype) if dropout_p > 0 or dtype != x0.dtype or changes_x else None
     mask = torch.empty_like(x0, dtype=torch.uint8) if dropout_p > 0 else None
     z = x0.new_empty((rows if z_subset_ is None else z_numrows, cols))
     mu, sigma = (x0.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return [z, x, mask, mu, sigma]
 
 
-@stub("dropout_layer_norm.dropout_add_ln_bwd", source=_NORM)
+@stub("dropout_layer_norm.dropout_add_ln_bwd", source=_NORM_SOURCE)
 def dropout_add_ln_bwd(
     dz, dx_, x, x0_, dmask_, mu, rsigma, gamma, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, rowscale_const,
     x0_numrows, has_residual, is_rms_norm=False,
@@ -89,51 +88,47 @@ def dropout_add_ln_bwd(
     cols = x.shape[1]
     d_x0 = x.new_empty((x.shape[0] if x0_subset_ is None else x0_numrows, cols), dtype=dz.dtype)
     d_residual = torch.empty_like(x) if has_residual else None
-    made = [d_x0, d_residual, torch.empty_like(gamma), torch.empty_like(gamma)]
-    of_scale = [] if colscale_ is None else [torch.empty_like(colscale_)]
-    parts = [x.new_empty((num_multiprocessors(), cols), dtype=torch.float32) for _ in range(2 + len(of_scale))]
-    return [*made, *parts[:2], *of_scale, *parts[2:]]
+    gradients = [d_x0, d_residual, torch.empty_like(gamma), torch.empty_like(gamma)]
+    d_scale = [] if colscale_ is None else [torch.empty_like(colscale_)]
+    parts = [x.new_empty((num_multiprocessors(), cols), dtype=torch.float32) for _ in range(2 + len(d_scale))]
+    return [*gradients, *parts[:2], *d_scale, *parts[2:]]
 
 
-def _prepare_product(name: str, *tensors) -> torch.Tensor:
-    """Check the arguments as the extension does, and allocate cuBLASLt's workspace, freed at the end of the call."""
+def _run_product(name: str, *tensors) -> None:
+    """Check the arguments as the extension does, and allocate cuBLASLt's workspace for the call."""
     check_on_gpu(name, *tensors)
-    given = [one for one in tensors if one is not None]
-    require(given[0].dtype in HALF and given[0].dtype == given[1].dtype, name, "half precision")
-    require(all(one.is_contiguous() for one in given), name, "contiguous tensors")
-    large = torch.cuda.get_device_capability(given[0].device) >= (9, 0)
-    return torch.empty((32 if large else 4) * 2**20, dtype=torch.uint8, device=given[0].device)
+    matrices = [tensor for tensor in tensors if tensor is not None]
+    require(matrices[0].dtype in HALF and matrices[0].dtype == matrices[1].dtype, name, "half precision")
+    require(all(tensor.is_contiguous() for tensor in matrices), name, "contiguous tensors")
+    is_hopper = torch.cuda.get_device_capability(matrices[0].device) >= (9, 0)
+    torch.empty((32 if is_hopper else 4) * 2**20, dtype=torch.uint8, device=matrices[0].device)
 
 
-@stub("fused_dense_lib.linear_bias_wgrad", source=_DENSE)
+@stub("fused_dense_lib.linear_bias_wgrad", source=_DENSE_SOURCE)
 def linear_bias_wgrad(input, d_output, has_d_bias):
     """Return the gradients of a weight and of a bias from one product; scratch: 4 MiB (32 on Hopper)."""
     d_weight = input.new_empty((d_output.shape[1], input.shape[1]))
     d_bias = input.new_empty(d_output.shape[1]) if has_d_bias else None
-    workspace = _prepare_product("fused_dense_lib.linear_bias_wgrad", input, d_output)
-    del workspace
+    _run_product("fused_dense_lib.linear_bias_wgrad", input, d_output)
     return [d_weight, d_bias]
 
 
-@stub("fused_dense_lib.linear_act_forward", source=_DENSE)
+@stub("fused_dense_lib.linear_act_forward", source=_DENSE_SOURCE)
 def linear_act_forward(input, weight, bias_, is_gelu, save_pre_act, heuristic):
     """Return a product after its activation and before it (for ReLU a bit each); scratch: 4 MiB (32 on Hopper)."""
     rows, columns = input.shape[0], weight.shape[0]
-    made = [input.new_empty((rows, columns))]
+    outputs = [input.new_empty((rows, columns))]
     if save_pre_act:
-        made.append(
-            input.new_empty((rows, columns)) if is_gelu else input.new_empty((rows, columns // 8), dtype=torch.uint8)
-        )
-    workspace = _prepare_product("fused_dense_lib.linear_act_forward", input, weight, bias_)
-    del workspace
-    return made
+        size, dtype = (columns, input.dtype) if is_gelu else (columns // 8, torch.uint8)
+        outputs.append(input.new_empty((rows, size), dtype=dtype))
+    _run_product("fused_dense_lib.linear_act_forward", input, weight, bias_)
+    return outputs
 
 
-@stub("fused_dense_lib.bias_act_linear_dgrad_bgrad", source=_DENSE)
+@stub("fused_dense_lib.bias_act_linear_dgrad_bgrad", source=_DENSE_SOURCE)
 def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic):
     """Return the gradients before the activation and of the bias; scratch: 4 MiB (32 on Hopper)."""
     d_bias = weight.new_empty(weight.shape[1])
     d_input = weight.new_empty((d_output.shape[0], weight.shape[1]))
-    workspace = _prepare_product("fused_dense_lib.bias_act_linear_dgrad_bgrad", weight, d_output)
-    del workspace
+    _run_product("fused_dense_lib.bias_act_linear_dgrad_bgrad", weight, d_output)
     return [d_input, d_bias]

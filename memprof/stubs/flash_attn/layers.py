@@ -24,12 +24,12 @@ from memprof.stubs.tools import (
     require,
 )
 
-_AT = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
+_SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
 _NORMS = "flash_attn.ops.triton.layer_norm"
-_PARTS = 8  # partial gradients of a norm's weight per multiprocessor (sm_count in _layer_norm_bwd_impl)
+_NUM_PARTS = 8  # partial gradients of a norm's weight per multiprocessor (sm_count in _layer_norm_bwd_impl)
 
 
-@stub("flash_attn.ops.triton.rotary.apply_rotary", source=_AT + "ops/triton/rotary.py")
+@stub("flash_attn.ops.triton.rotary.apply_rotary", source=_SOURCE + "ops/triton/rotary.py")
 def apply_rotary(
     x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
 ):
@@ -44,55 +44,51 @@ def apply_rotary(
         mark_written(x)
         return x
     output = torch.empty_like(x)
-    turned = 2 * cos.shape[-1]
-    if turned < x.shape[-1]:
-        output[..., turned:].copy_(x[..., turned:])
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        output[..., rotary_dim:].copy_(x[..., rotary_dim:])
     return output
 
 
 @stub(
     "flash_attn.layers.rotary.apply_rotary_emb", "flash_attn.layers.rotary.apply_rotary_emb_func",
-    source=_AT + "layers/rotary.py",
+    source=_SOURCE + "layers/rotary.py",
 )  # fmt: skip
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
     """Return a tensor like [batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`; or `x`."""
 
+    def forward(x, cos, sin):
+        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
+        return apply_rotary(x, cos, sin, inplace=inplace), (cos, sin, cu_seqlens, offsets)
+
     def backward(saved, gradient):
         return apply_rotary(gradient, saved[0], saved[1], inplace=inplace), None, None
-
-    def forward(given, cosines, sines):
-        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
-        return apply_rotary(given, cosines, sines, inplace=inplace), (cosines, sines, cu_seqlens, offsets)
 
     return kernel(forward, backward, x, cos, sin)
 
 
-@stub("flash_attn.layers.rotary.apply_rotary_emb_qkv_", source=_AT + "layers/rotary.py")
+@stub("flash_attn.layers.rotary.apply_rotary_emb_qkv_", source=_SOURCE + "layers/rotary.py")
 def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
     """Rotate queries and keys of [batch, tokens, 3, heads, size] in place, and also their gradient.
 
     Packed for one kernel they are a view where `qkv` is contiguous; a gradient that is not is rotated in two.
     """
 
-    def forward(given, *tables):
-        check_on_gpu("flash_attn.apply_rotary_emb_qkv_", given)
-        mark_written(given)
-        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
-        return given, (*tables, offsets)
+    def forward(qkv, *tables):
+        check_on_gpu("flash_attn.apply_rotary_emb_qkv_", qkv)
+        mark_written(qkv)
+        return qkv, (*tables, seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None)
 
-    def backward(saved, gradient):
-        return gradient, None, None, None, None
-
-    return kernel(forward, backward, qkv, cos, sin, cos_k, sin_k)
+    return kernel(forward, lambda saved, gradient: (gradient, *(None,) * 4), qkv, cos, sin, cos_k, sin_k)
 
 
-@stub("flash_attn.layers.rotary.apply_rotary_emb_kv_", source=_AT + "layers/rotary.py")
+@stub("flash_attn.layers.rotary.apply_rotary_emb_kv_", source=_SOURCE + "layers/rotary.py")
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     """Rotate the keys of [batch, tokens, 2, heads, size] in place, and also their gradient."""
     return apply_rotary_emb_qkv_(kv, cos, sin, None, None, interleaved, seqlen_offsets)
 
 
-@stub("flash_attn.layers.rotary.RotaryEmbedding", source=_AT + "layers/rotary.py")
+@stub("flash_attn.layers.rotary.RotaryEmbedding", source=_SOURCE + "layers/rotary.py")
 class RotaryEmbedding(nn.Module):
     """A rotary embedding that caches cosines and sines of the longest sequence so far, in the dtype of the queries."""
 
@@ -126,17 +122,18 @@ class RotaryEmbedding(nn.Module):
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         single = self.inv_freq.dtype == torch.float32
         freqs = torch.outer(positions, self.inv_freq if single else self._compute_inv_freq(device=device))
+        functions = (("cos", torch.cos), ("sin", torch.sin))
         if self.scale is None:
-            self._tables["cos"] = torch.cos(freqs).to(dtype)
-            self._tables["sin"] = torch.sin(freqs).to(dtype)
+            for name, function in functions:
+                self._tables[name] = function(freqs).to(dtype)
             return
         power = torch.arange(seqlen, dtype=self.scale.dtype, device=self.scale.device) - seqlen // 2
         power = power / self.scale_base
         scale = self.scale.to(device=power.device) ** power[:, None]
-        self._tables["cos"] = (torch.cos(freqs) * scale).to(dtype)
-        self._tables["sin"] = (torch.sin(freqs) * scale).to(dtype)
-        self._tables["cos_k"] = (torch.cos(freqs) / scale).to(dtype)
-        self._tables["sin_k"] = (torch.sin(freqs) / scale).to(dtype)
+        for name, function in functions:
+            self._tables[name] = (function(freqs) * scale).to(dtype)
+        for name, function in functions:
+            self._tables[f"{name}_k"] = (function(freqs) / scale).to(dtype)
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
         tokens = qkv.shape[1]
@@ -147,64 +144,63 @@ class RotaryEmbedding(nn.Module):
         cos, sin, cos_k, sin_k = (self._tables.get(name) for name in ("cos", "sin", "cos_k", "sin_k"))
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
-        turned = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        of_keys = (cos, sin) if cos_k is None else (cos_k, sin_k)
-        return turned, apply_rotary_emb_kv_(kv, *of_keys, self.interleaved, seqlen_offset)
+        rotated = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        key_tables = (cos, sin) if cos_k is None else (cos_k, sin_k)
+        return rotated, apply_rotary_emb_kv_(kv, *key_tables, self.interleaved, seqlen_offset)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    rows: torch.Tensor = last_contiguous(tensor.reshape(-1, tensor.shape[-1]))
-    return rows
+def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return last_contiguous(tensor.reshape(-1, tensor.shape[-1]))  # type: ignore[no-any-return]
 
 
 def norm(
-    name: str, parts_of_sm: int, x: torch.Tensor, weight, bias, residual, dropout_p: float, prenorm: bool,
+    name: str, num_parts: int, x: torch.Tensor, weight, bias, residual, dropout_p: float, prenorm: bool,
     residual_in_fp32: bool, is_rms: bool, out_dtype=None,
 ):  # fmt: skip
     """Run LayerNormFn: saves x, or its sum with the residual in the latter's dtype, and 1 or 2 statistics a row.
 
-    `name` is the called function, "package.function"; weights' gradients have `parts_of_sm` parts per multiprocessor.
+    `name` is the called function, "package.function"; weights' gradients have `num_parts` parts per multiprocessor.
     """
-    shape, kind, adds = x.shape, x.dtype, residual is not None
-    stream = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
-    key = (shape[-1], residual is not None, stream, is_rms, bias is not None, kind)
+    shape, dtype, has_residual = x.shape, x.dtype, residual is not None
+    sum_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
+    key = (shape[-1], has_residual, sum_dtype, is_rms, bias is not None, dtype)
 
-    def forward(given, scale, shift, before):
-        check_on_gpu(name, given)
-        for one in (scale, shift):
-            require(one is None or one.shape == shape[-1:], name, f"weights of {shape[-1]}")
-        rows = _rows(given)
+    def forward(x, weight, bias, residual):
+        check_on_gpu(name, x)
+        for parameter in (weight, bias):
+            require(parameter is None or parameter.shape == shape[-1:], name, f"weights of {shape[-1]}")
+        rows = _flatten_rows(x)
         output = torch.empty_like(rows, dtype=out_dtype)
         summed = rows
-        if before is not None or (stream is not None and stream != kind) or dropout_p > 0:
-            summed = torch.empty_like(rows, dtype=stream or kind)
-        number = rows.shape[0]
-        mean = None if is_rms else rows.new_empty(number, dtype=torch.float32)
-        deviation = rows.new_empty(number, dtype=torch.float32)
-        seeds = torch.randint(2**32, (number,), device=rows.device, dtype=torch.int64) if dropout_p > 0 else None
+        if has_residual or sum_dtype not in (None, dtype) or dropout_p > 0:
+            summed = torch.empty_like(rows, dtype=sum_dtype or dtype)
+        num_rows = rows.shape[0]
+        mean = None if is_rms else rows.new_empty(num_rows, dtype=torch.float32)
+        deviation = rows.new_empty(num_rows, dtype=torch.float32)
+        seeds = torch.randint(2**32, (num_rows,), device=rows.device, dtype=torch.int64) if dropout_p > 0 else None
         count_autotuning(f"{name} forward", key)
-        saved = (summed, scale.contiguous(), shift, seeds, mean, deviation)
+        saved = (summed, weight.contiguous(), bias, seeds, mean, deviation)
         result = output.reshape(shape)
         return ((result, summed.reshape(shape)) if prenorm else result), saved
 
-    def backward(saved, gradient, *of_sum):
-        summed, scale, shift, _, _, _ = saved
-        gradient = _rows(gradient)
-        made = torch.empty(summed.shape, dtype=kind, device=summed.device)
-        separate = adds and (kind != summed.dtype or dropout_p > 0)
-        of_residual = torch.empty_like(summed) if separate else made
-        sums = (num_multiprocessors() * parts_of_sm, shape[-1])
-        parameters = [one for one in (scale, shift) if one is not None]
-        parts = [summed.new_empty(sums, dtype=torch.float32) for _ in parameters]
+    def backward(saved, gradient, *sum_gradient):
+        summed, *parameters = saved[:3]
+        gradient = _flatten_rows(gradient)
+        d_x = torch.empty(summed.shape, dtype=dtype, device=summed.device)
+        is_separate = has_residual and (dtype != summed.dtype or dropout_p > 0)
+        d_residual = torch.empty_like(summed) if is_separate else d_x
+        sums = (num_multiprocessors() * num_parts, shape[-1])
+        parts = [None if one is None else summed.new_empty(sums, dtype=torch.float32) for one in parameters]
         count_autotuning(f"{name} backward", key)
-        of_parameters = [part.sum(0).to(one.dtype) for part, one in zip(parts, parameters, strict=True)]
-        of_both = (*of_parameters, *(None,) * (2 - len(parameters)))
-        return made.reshape(shape), *of_both, of_residual.reshape(shape) if adds else None
+        d_weight, d_bias = (
+            None if part is None else part.sum(0).to(one.dtype) for part, one in zip(parts, parameters, strict=True)
+        )
+        return d_x.reshape(shape), d_weight, d_bias, d_residual.reshape(shape) if has_residual else None
 
     return kernel(forward, backward, x, weight, bias, residual)
 
 
-@stub(f"{_NORMS}.layer_norm_fn", source=_AT + "ops/triton/layer_norm.py")
+@stub(f"{_NORMS}.layer_norm_fn", source=_SOURCE + "ops/triton/layer_norm.py")
 def layer_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, return_dropout_mask=False,
@@ -216,12 +212,12 @@ def layer_norm_fn(
         residual_out=residual_out, return_dropout_mask=return_dropout_mask or None,
     )  # fmt: skip
     return norm(
-        "flash_attn.layer_norm_fn", _PARTS, x, weight, bias, residual, dropout_p, prenorm, residual_in_fp32,
+        "flash_attn.layer_norm_fn", _NUM_PARTS, x, weight, bias, residual, dropout_p, prenorm, residual_in_fp32,
         is_rms_norm, out_dtype,
     )  # fmt: skip
 
 
-@stub(f"{_NORMS}.rms_norm_fn", source=_AT + "ops/triton/layer_norm.py")
+@stub(f"{_NORMS}.rms_norm_fn", source=_SOURCE + "ops/triton/layer_norm.py")
 def rms_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, return_dropout_mask=False, out_dtype=None,
@@ -234,7 +230,7 @@ def rms_norm_fn(
     )  # fmt: skip
 
 
-@stub(f"{_NORMS}.RMSNorm", source=_AT + "ops/triton/layer_norm.py")
+@stub(f"{_NORMS}.RMSNorm", source=_SOURCE + "ops/triton/layer_norm.py")
 class RMSNorm(nn.Module):
     """An RMS norm by rms_norm_fn, with its own weight."""
 
@@ -259,7 +255,7 @@ class RMSNorm(nn.Module):
         )  # fmt: skip
 
 
-@stub("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", source=_AT + "ops/triton/cross_entropy.py")
+@stub("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", source=_SOURCE + "ops/triton/cross_entropy.py")
 def cross_entropy_loss(
     logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100,
     inplace_backward=False, process_group=None,
@@ -268,14 +264,14 @@ def cross_entropy_loss(
     several = process_group is not None and torch.distributed.get_world_size(process_group) > 1
     refuse("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", {"a process group of several": several})
 
-    def forward(given, chosen):
-        check_on_gpu("flash_attn.cross_entropy_loss", given, chosen)
-        require(chosen.shape == given.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
-        given = last_contiguous(given)
-        losses = given.new_empty(given.shape[0], dtype=torch.float32)
-        known = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0
-        sums = precomputed_lse.contiguous() if known else torch.empty_like(losses)
-        return (losses, torch.empty_like(losses)), (given, sums, chosen)
+    def forward(logits, labels):
+        check_on_gpu("flash_attn.cross_entropy_loss", logits, labels)
+        require(labels.shape == logits.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
+        logits = last_contiguous(logits)
+        losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+        has_sums = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0
+        sums = precomputed_lse.contiguous() if has_sums else torch.empty_like(losses)
+        return (losses, torch.empty_like(losses)), (logits, sums, labels)
 
     def backward(saved, *gradients):
         if inplace_backward:
@@ -286,7 +282,7 @@ def cross_entropy_loss(
     return losses, z_losses.detach()
 
 
-@stub("flash_attn.losses.cross_entropy.CrossEntropyLoss", source=_AT + "losses/cross_entropy.py")
+@stub("flash_attn.losses.cross_entropy.CrossEntropyLoss", source=_SOURCE + "losses/cross_entropy.py")
 class CrossEntropyLoss(nn.Module):
     """The cross-entropy loss: its mean over the labels that count, its sum, or each label's loss."""
 
@@ -306,8 +302,8 @@ class CrossEntropyLoss(nn.Module):
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
             self.ignore_index, self.inplace_backward, self.process_group,
         )  # fmt: skip
-        made = [self._reduce(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)]]
-        return tuple(made) if self.return_z_loss else made[0]
+        reduced = tuple(self._reduce(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)])
+        return reduced if self.return_z_loss else reduced[0]
 
     def _reduce(self, loss, target):
         if self.reduction == "mean":

@@ -16,7 +16,7 @@ from memprof.stubs.flash_attn import extensions
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import kernel
 
-_layer, _rms = (
+_register_layer_norm, _register_rms_norm = (
     register_in(
         f"flash_attn.ops.{kind}_norm",
         source=f"Dao-AILab/flash-attention@v2.8.3:flash_attn/ops/{kind}_norm.py, csrc/layer_norm/ln_api.cpp",
@@ -30,47 +30,48 @@ def _norm(
     prenorm: bool = False, is_rms_norm: bool = False, return_mask: bool = False,
 ):  # fmt: skip
     """Run DropoutAddLayerNormFn: saves the sum, or the input; a mask of bytes, two statistics a row."""
-    shape, adds, shifts = x0.shape, residual is not None, bias is not None
+    shape, has_residual, has_bias = x0.shape, residual is not None, bias is not None
 
-    def forward(x0, residual, weight, bias, rowscale, layerscale):
-        given = [one if one is None else one.contiguous() for one in (x0, residual, weight, bias, rowscale, layerscale)]
-        x0, residual, weight, bias, rowscale, layerscale = given
-        rows = x0.view(-1, shape[-1])
-        before = None if residual is None else residual.view(rows.shape)
-        of_rows = None if rowscale is None else rowscale.view(-1)
+    def view_rows(tensor):
+        return None if tensor is None else tensor.view(-1, shape[-1])
+
+    def forward(*tensors):
+        contiguous: list[Any] = [None if one is None else one.contiguous() for one in tensors]
+        x0, residual, weight, bias, rowscale, layerscale = contiguous
+        rows = view_rows(x0)
+        residual_rows = None if residual is None else residual.view(rows.shape)
         z, x, mask, mu, sigma = extensions.dropout_add_ln_fwd(
-            rows, before, weight, bias, of_rows, layerscale, None, None, dropout_p, 1e-5, 1.0, 0, None,
+            rows, residual_rows, weight, bias, rowscale, layerscale, None, None, dropout_p, 1e-5, 1.0, 0, None,
             residual_in_fp32, is_rms_norm,
         )  # fmt: skip
-        summed = (rows if x is None else x).view(shape)
+        summed = (x0 if x is None else x).view(shape)
         saved = (summed, x0 if layerscale is not None else None, mask, weight, mu, sigma, rowscale, layerscale)
-        made = [z.view(shape), *([summed.detach()] if prenorm else [])]
+        outputs = [z.view(shape), *([summed.detach()] if prenorm else [])]
         if return_mask:
-            made.append(torch.ones(shape, dtype=torch.uint8, device=x0.device) if mask is None else mask.view(shape))
-        return (tuple(made) if len(made) > 1 else made[0]), saved
+            outputs.append(torch.ones(shape, dtype=torch.uint8, device=x0.device) if mask is None else mask.view(shape))
+        return (tuple(outputs) if len(outputs) > 1 else outputs[0]), saved
 
-    def backward(saved, gradient: torch.Tensor, *others):
-        x, x0, mask, weight, mu, sigma, rowscale, scale = saved
-        d_x = others[0].contiguous().view(-1, shape[-1]) if prenorm else None
-        rows = None if x0 is None else x0.view(-1, shape[-1])
-        of_rows = None if rowscale is None else rowscale.view(-1)
-        d_x0, d_residual, d_weight, d_bias, _, _, *rest = extensions.dropout_add_ln_bwd(
-            gradient.contiguous().view(-1, shape[-1]), d_x, x.view(-1, shape[-1]), rows, mask, mu, sigma, weight,
-            of_rows, scale, None, None, dropout_p, 1.0, 0, adds, is_rms_norm,
+    def backward(saved, gradient: torch.Tensor, *other_gradients):
+        x, x0, mask, weight, mu, sigma, rowscale, layerscale = saved
+        d_x = view_rows(other_gradients[0].contiguous()) if prenorm else None
+        d_x0, d_residual, d_weight, d_bias, _, _, *scale_gradients = extensions.dropout_add_ln_bwd(
+            view_rows(gradient.contiguous()), d_x, view_rows(x), view_rows(x0), mask, mu, sigma, weight, rowscale,
+            layerscale, None, None, dropout_p, 1.0, 0, has_residual, is_rms_norm,
         )  # fmt: skip
         d_residual = None if d_residual is None else d_residual.view(shape)
-        return d_x0.view(shape), d_residual, d_weight, d_bias if shifts else None, None, *(rest[:1] or [None])
+        d_layerscale = scale_gradients[0] if scale_gradients else None
+        return d_x0.view(shape), d_residual, d_weight, d_bias if has_bias else None, None, d_layerscale
 
     return kernel(forward, backward, x0, residual, weight, bias, rowscale, layerscale)
 
 
-@_layer
+@_register_layer_norm
 def layer_norm(x, weight, bias, epsilon):
     """Return the layer norm: two statistics a row, gradients of parameters in parts."""
     return _norm(x, None, weight, bias, None, None, 0.0)
 
 
-def _make_dropout_add_norm(name: str, is_rms: bool, text: str) -> Callable[..., Any]:
+def _make_dropout_add_norm(name: str, is_rms: bool, docstring: str) -> Callable[..., Any]:
     def dropout_add_norm(
         x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
         residual_in_fp32=False, return_dropout_mask=False,
@@ -80,16 +81,16 @@ def _make_dropout_add_norm(name: str, is_rms: bool, text: str) -> Callable[..., 
             return_dropout_mask,
         )  # fmt: skip
 
-    dropout_add_norm.__name__, dropout_add_norm.__doc__ = name, text
+    dropout_add_norm.__name__, dropout_add_norm.__doc__ = name, docstring
     return dropout_add_norm
 
 
-_SUM = "The sum of the input, with dropout, and a residual, and its norm; a mask of bytes, two numbers a row."
-_layer(_make_dropout_add_norm("dropout_add_layer_norm", False, _SUM))
-_rms(_make_dropout_add_norm("dropout_add_rms_norm", True, "The same with RMS norm."))
+for _register, _kind in ((_register_layer_norm, "layer"), (_register_rms_norm, "rms")):
+    _docstring = f"Return the {_kind} norm of the input's dropout plus residual; a mask of bytes, two statistics a row."
+    _register(_make_dropout_add_norm(f"dropout_add_{_kind}_norm", _kind == "rms", _docstring))
 
 
-@_rms
+@_register_rms_norm
 def rms_norm(x, weight, epsilon):
     """Return the RMS norm: two statistics a row, gradients of parameters in parts."""
     return _norm(x, None, weight, None, None, None, 0.0, is_rms_norm=True)
@@ -106,9 +107,9 @@ class _NormLayer(nn.Module):
         super().__init__()
         self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        made = None if self.is_rms else nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.bias: nn.Parameter | None
-        self.register_parameter("bias", made)
+        bias = None if self.is_rms else nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -124,19 +125,19 @@ class _NormLayer(nn.Module):
         )  # fmt: skip
 
 
-@_layer
+@_register_layer_norm
 class DropoutAddLayerNorm(_NormLayer):
     """A layer norm by dropout_add_layer_norm, with its own parameters."""
 
 
-@_rms
+@_register_rms_norm
 class DropoutAddRMSNorm(_NormLayer):
     """An RMS norm by dropout_add_rms_norm, with its own weight."""
 
     is_rms = True
 
 
-@_rms
+@_register_rms_norm
 class RMSNorm(_NormLayer):
     """An RMS norm by rms_norm, with its own weight."""
 

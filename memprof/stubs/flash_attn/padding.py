@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import check_on_gpu, kernel
 
-_public = register_in("flash_attn.bert_padding", source="Dao-AILab/flash-attention@v2.8.3:flash_attn/bert_padding.py")
+_register = register_in("flash_attn.bert_padding", source="Dao-AILab/flash-attention@v2.8.3:flash_attn/bert_padding.py")
 
 
 def _repeat(indices: torch.Tensor, columns: int) -> torch.Tensor:
@@ -21,7 +21,7 @@ def _repeat(indices: torch.Tensor, columns: int) -> torch.Tensor:
     return indices[:, None].expand(-1, columns)
 
 
-@_public
+@_register
 def index_first_axis(input, indices):
     """Return the rows at `indices`, by gather; the backward scatters into zeros."""
     check_on_gpu("flash_attn.bert_padding.index_first_axis")
@@ -42,7 +42,7 @@ def index_first_axis(input, indices):
     return kernel(forward, backward, input, indices)
 
 
-@_public
+@_register
 def index_put_first_axis(values, indices, first_axis_dim):
     """Return rows of zeros with `values` at `indices`; the backward reads them."""
     check_on_gpu("flash_attn.bert_padding.index_put_first_axis")
@@ -55,7 +55,7 @@ def index_put_first_axis(values, indices, first_axis_dim):
     return kernel(forward, lambda saved, gradient: (gradient[saved[0]], None), values, indices)
 
 
-@_public
+@_register
 def index_first_axis_residual(input, indices):
     """Return the rows at `indices`, and the input itself; the backward adds into the input's gradient."""
     check_on_gpu("flash_attn.bert_padding.index_first_axis_residual")
@@ -69,7 +69,7 @@ def index_first_axis_residual(input, indices):
     return kernel(lambda given, chosen: ((given[chosen], given.detach()), (chosen,)), backward, input, indices)
 
 
-@_public
+@_register
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
     """Return the unmasked tokens, their indices, the sequence bounds, the longest length, and the length of each."""
     everything = attention_mask if unused_mask is None else attention_mask + unused_mask
@@ -78,7 +78,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     return *_unpad(hidden_states, everything, lengths), used
 
 
-@_public
+@_register
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
     """Unpad as unpad_input does, for several sequences per row; the mask has their lengths."""
     length = attention_mask_in_length.sum(dim=-1)
@@ -97,7 +97,7 @@ def _unpad(hidden_states: torch.Tensor, mask: torch.Tensor, lengths: torch.Tenso
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, bounds, longest
 
 
-@_public
+@_register
 def pad_input(hidden_states, indices, batch, seqlen):
     """Return zeros with the rows of `hidden_states` at `indices`."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -13,47 +13,48 @@ from collections.abc import Callable
 import torch
 
 from memprof.stubs.flashinfer.layers import public
-from memprof.stubs.flashinfer.pages import check_layout, get_seq_lens, unpacked
-from memprof.stubs.tools import check_on_gpu, keep_for_run, mark_written, refuse, unsupported_error
+from memprof.stubs.flashinfer.pages import check_layout, get_seq_lens, unpack_cache
+from memprof.stubs.tools import check_on_gpu, keep_for_run, mark_written, refuse
 
-_SINGLE_BYTES = 32 * 1024 * 1024
-_INT_BYTES = 8 * 1024 * 1024
-_LENGTHS = 32768
-_POSITIONS = ("NONE", "ROPE_LLAMA", "ALIBI")
-_KNOWN_BACKENDS = ("auto", "fa2", "fa3")
-_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+_WORKSPACE_BYTES = 32 * 1024 * 1024
+_INT_WORKSPACE_BYTES = 8 * 1024 * 1024
+_NUM_LENGTHS = 32768
+_POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+_SUPPORTED_BACKENDS = ("auto", "fa2", "fa3")
+_BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 # Options of a decoding plan that may still be given by position.
-_LATER_OPTIONS = (
+_LATE_OPTIONS = (
     "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type",
     "sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size",
     "disable_split_kv", "q_len_per_req",
 )  # fmt: skip
 
 
-def _check_positions(pos_encoding_mode: str) -> None:
-    if pos_encoding_mode not in _POSITIONS:
+def _check_position_mode(pos_encoding_mode: str) -> None:
+    if pos_encoding_mode not in _POSITION_MODES:
         raise KeyError(f"Invalid pos_encoding_mode {pos_encoding_mode}")
 
 
-def _check_unknown(name: str, **given) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise unsupported_error(f"flashinfer.{name}", f"{option}={value!r}" if isinstance(value, str) else option)
+def _refuse_options(name: str, **options) -> None:
+    refuse(f"flashinfer.{name}", {
+        f"{option}={value!r}" if isinstance(value, str) else option: value is not None
+        for option, value in options.items()
+    })  # fmt: skip
 
 
-def _check_known(name: str, backend: str = "auto", dtypes: tuple[torch.dtype, ...] = ()) -> None:
-    reasons = {f'backend="{backend}"': backend not in _KNOWN_BACKENDS}
-    refuse(f"flashinfer.{name}", reasons | {str(dtype): dtype in _BYTES for dtype in dtypes})
+def _check_supported(name: str, backend: str = "auto", dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    reasons = {f'backend="{backend}"': backend not in _SUPPORTED_BACKENDS}
+    refuse(f"flashinfer.{name}", reasons | {str(dtype): dtype in _BYTE_DTYPES for dtype in dtypes})
 
 
-def _slopes(heads: int, device: torch.device) -> torch.Tensor:
+def _make_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """Return the ALiBi slopes, as get_alibi_slopes does."""
     power = 2 ** math.floor(math.log2(heads))
-    made = torch.pow(2.0 ** (-8.0 / power), torch.arange(1, 1 + power, device=device))
+    slopes = torch.pow(2.0 ** (-8.0 / power), torch.arange(1, 1 + power, device=device))
     if power < heads:
         steps = torch.arange(1, 1 + 2 * (heads - power), 2, device=device)
-        made = torch.cat([made, torch.pow(2.0 ** (-4.0 / power), steps)])
-    return made.float()
+        slopes = torch.cat([slopes, torch.pow(2.0 ** (-4.0 / power), steps)])
+    return slopes.float()
 
 
 def _scale(out: torch.Tensor, scale) -> torch.Tensor:
@@ -69,10 +70,10 @@ def single_decode_with_kv_cache(
     """Attend with the query of one token: allocates the output, and 32 MiB of scratch."""
     name = "single_decode_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v)
-    _check_positions(pos_encoding_mode)
+    _check_position_mode(pos_encoding_mode)
     check_layout(kv_layout)
     _check_shapes(name, q, 2, k, v)
-    return _attend_to_one(q, lambda: torch.empty_like(q), pos_encoding_mode, return_lse, v_scale)
+    return _attend_single(q, lambda: torch.empty_like(q), pos_encoding_mode, return_lse, v_scale)
 
 
 @public("prefill", "single_prefill_with_kv_cache")
@@ -85,23 +86,23 @@ def single_prefill_with_kv_cache(
     """Attend with the queries of one sequence: allocates the output, and 32 MiB of scratch."""
     name = "single_prefill_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
-    _check_positions(pos_encoding_mode)
+    _check_position_mode(pos_encoding_mode)
     check_layout(kv_layout)
-    _check_known(name, backend)
-    _check_unknown(name, kv_cache_sf=kv_cache_sf, custom_mask=None if packed_custom_mask is not None else custom_mask)
-    _check_known(name, dtypes=(q.dtype, k.dtype))
+    _check_supported(name, backend)
+    _refuse_options(name, kv_cache_sf=kv_cache_sf, custom_mask=None if packed_custom_mask is not None else custom_mask)
+    _check_supported(name, dtypes=(q.dtype, k.dtype))
     _check_shapes(name, q, 3, k, v)
     shape = (*q.shape[:-1], v.shape[-1])
     made = functools.partial(torch.empty, shape, dtype=o_dtype or q.dtype, device=q.device)
-    return _attend_to_one(q, made, pos_encoding_mode, return_lse, v_scale)
+    return _attend_single(q, made, pos_encoding_mode, return_lse, v_scale)
 
 
-def _attend_to_one(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
+def _attend_single(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
     """Attend with queries [..., heads, size]: allocates the output, and 32 MiB of scratch."""
-    workspace = torch.empty(_SINGLE_BYTES, dtype=torch.uint8, device=q.device)
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
     sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     out = made()
-    slopes = _slopes(q.shape[-2], q.device) if positions == "ALIBI" else None
+    slopes = _make_slopes(q.shape[-2], q.device) if positions == "ALIBI" else None
     del slopes
     out = _scale(out, v_scale)
     del workspace
@@ -129,19 +130,19 @@ class _Wrapper:
         cls._name = cls._name or cls.__name__
         cls.begin_forward, cls.run_return_lse = cls.plan, functools.partialmethod(cls.run, return_lse=True)  # type: ignore[attr-defined]
 
-    def _begin(self, workspace: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str) -> None:
+    def _initialize(self, workspace: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str) -> None:
         check_on_gpu(f"flashinfer.{self._name}", workspace)
         check_layout(kv_layout)
-        _check_known(self._name, backend)
+        _check_supported(self._name, backend)
         if workspace.numel() and workspace.data_ptr() % 16:
             raise ValueError("float_workspace_buffer must be 16-byte aligned")
         self._kv_layout, self._use_cuda_graph = kv_layout, use_cuda_graph
         self._float_workspace_buffer = workspace
         self.device = workspace.device
-        self._int_workspace_buffer = torch.empty((_INT_BYTES,), dtype=torch.uint8, device=self.device)
-        self._pin_memory_int_workspace_buffer = torch.empty((_INT_BYTES,), dtype=torch.uint8, pin_memory=True)
+        self._int_workspace_buffer = torch.empty((_INT_WORKSPACE_BYTES,), dtype=torch.uint8, device=self.device)
+        self._pin_memory_int_workspace_buffer = torch.empty((_INT_WORKSPACE_BYTES,), dtype=torch.uint8, pin_memory=True)
         self._is_planned = False
-        self._lists: dict[str, torch.Tensor | None] = {}
+        self._index_tensors: dict[str, torch.Tensor | None] = {}
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -161,9 +162,9 @@ class _Wrapper:
         """Move index tensors to the GPU; with CUDA graphs, into the program's buffers, whose size suffices."""
         for name, given in numbers.items():
             if not self._use_cuda_graph:
-                self._lists[name] = given.to(self.device, non_blocking=non_blocking)
+                self._index_tensors[name] = given.to(self.device, non_blocking=non_blocking)
                 continue
-            own = self._lists.get(name)
+            own = self._index_tensors.get(name)
             if own is None:
                 raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
             if len(given) > len(own):
@@ -171,10 +172,10 @@ class _Wrapper:
             own[: len(given)].copy_(given, non_blocking=non_blocking)
 
     def _set_dtypes(self, q, kv, o) -> None:
-        q = _dtype(q)
-        kv = q if kv is None else _dtype(kv)
-        _check_known(self._name, dtypes=(q, kv))
-        self._q_dtype, self._kv_dtype, self._o_dtype = q, kv, q if o is None else _dtype(o)
+        q = _parse_dtype(q)
+        kv = q if kv is None else _parse_dtype(kv)
+        _check_supported(self._name, dtypes=(q, kv))
+        self._q_dtype, self._kv_dtype, self._o_dtype = q, kv, q if o is None else _parse_dtype(o)
         self._is_planned = True
 
     def _check_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others) -> None:
@@ -197,19 +198,19 @@ class _Wrapper:
         if return_lse and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         elif return_lse:
-            _check_given(lse, q.shape[:2], torch.float32, "lse")
+            _check_output(lse, q.shape[:2], torch.float32, "lse")
         if out is None:
             out = (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=q.device)
         else:
-            _check_given(out, shape, dtype, "out")
+            _check_output(out, shape, dtype, "out")
         mark_written(out)
         heads = q.shape[1]
-        keep_for_run(("flashinfer", "slopes", heads, self.device), lambda: _slopes(heads, self.device))
+        keep_for_run(("flashinfer", "slopes", heads, self.device), lambda: _make_slopes(heads, self.device))
         out = _scale(out, v_scale)
         return (out, lse) if return_lse else out
 
 
-def _dtype(given) -> torch.dtype:
+def _parse_dtype(given) -> torch.dtype:
     if isinstance(given, str):
         return getattr(torch, given)  # type: ignore[no-any-return]
     if not isinstance(given, torch.dtype):
@@ -217,7 +218,7 @@ def _dtype(given) -> torch.dtype:
     return given
 
 
-def _check_given(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) -> None:
+def _check_output(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) -> None:
     if tensor.shape != torch.Size(shape):
         raise ValueError(f"Invalid shape of {name}: expected {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
@@ -233,9 +234,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
         jit_args=None,
     ):  # fmt: skip
-        _check_unknown(self._name, jit_args=jit_args)
-        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._lists = {
+        _refuse_options(self._name, jit_args=jit_args)
+        self._initialize(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        self._index_tensors = {
             "indptr": paged_kv_indptr_buffer, "indices": paged_kv_indices_buffer,
             "last_page_len": paged_kv_last_page_len_buffer,
         }  # fmt: skip
@@ -244,7 +245,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise ValueError("paged_kv_last_page_len_buffer should be a torch.Tensor in cudagraph mode")
         if use_tensor_cores and use_cuda_graph:
             rows = len(paged_kv_last_page_len_buffer) + 1
-            self._lists["rows"] = torch.arange(rows, dtype=torch.int32, device=self.device)
+            self._index_tensors["rows"] = torch.arange(rows, dtype=torch.int32, device=self.device)
 
     @property
     def use_tensor_cores(self):
@@ -254,9 +255,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
         *deprecated_positional_args, **kwargs,
     ):  # fmt: skip
-        if len(deprecated_positional_args) > len(_LATER_OPTIONS):
-            raise TypeError(f"{self._name}.plan() accepts at most {len(_LATER_OPTIONS)} more arguments by position")
-        given = dict(zip(_LATER_OPTIONS, deprecated_positional_args, strict=False))
+        if len(deprecated_positional_args) > len(_LATE_OPTIONS):
+            raise TypeError(f"{self._name}.plan() accepts at most {len(_LATE_OPTIONS)} more arguments by position")
+        given = dict(zip(_LATE_OPTIONS, deprecated_positional_args, strict=False))
         twice = given.keys() & kwargs.keys()
         if twice:
             raise TypeError(f"{self._name}.plan() got multiple values for argument {min(twice)!r}")
@@ -268,7 +269,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         rope_scale=None, rope_theta=None, non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None,
         disable_split_kv=False, q_len_per_req=1,
     ):  # fmt: skip
-        _check_positions(pos_encoding_mode)
+        _check_position_mode(pos_encoding_mode)
         if window_right:
             raise NotImplementedError(f"{self._name} only supports window_right != 0 with backend='cute-dsl'")
         if q_len_per_req < 1 or (q_len_per_req > 1 and not self._use_tensor_cores):
@@ -277,7 +278,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
         self._move_indices(non_blocking, indptr=indptr, indices=indices, last_page_len=last_page_len)
         if not self._use_cuda_graph:
-            self._lists["rows"] = torch.empty(len(indptr), dtype=torch.int32, device=self.device)
+            self._index_tensors["rows"] = torch.empty(len(indptr), dtype=torch.int32, device=self.device)
         self._batch, self._tokens = len(last_page_len), q_len_per_req
         if q_data_type is None:
             q_data_type = data_type
@@ -290,8 +291,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, skip_softmax_threshold_scale_factor=None,
         kv_cache_sf=None,
     ):  # fmt: skip
-        _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
-        keys, values = unpacked(paged_kv_cache, self._kv_layout)
+        _refuse_options(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
+        keys, values = unpack_cache(paged_kv_cache, self._kv_layout)
         self._check_run(q, keys, values, *args)
         if q.shape[0] != self._batch * self._tokens:
             raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match batch_size * q_len_per_req")
@@ -314,10 +315,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None,
         mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
     ):  # fmt: skip
-        _check_unknown(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
-        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._kv_lens_buffer = torch.empty((_LENGTHS,), dtype=torch.int32, device=self.device)
-        self._lists = {
+        _refuse_options(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
+        self._initialize(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        self._kv_lens_buffer = torch.empty((_NUM_LENGTHS,), dtype=torch.int32, device=self.device)
+        self._index_tensors = {
             "qo_indptr": qo_indptr_buf, "paged_kv_indptr": paged_kv_indptr_buf,
             "paged_kv_indices": paged_kv_indices_buf, "paged_kv_last_page_len": paged_kv_last_page_len_buf,
         }  # fmt: skip
@@ -331,8 +332,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, max_sequence_kv=None,
         fixed_split_size=None, disable_split_kv=False,
     ):  # fmt: skip
-        _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
-        _check_positions(pos_encoding_mode)
+        _refuse_options(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+        _check_position_mode(pos_encoding_mode)
         self._move_indices(non_blocking, qo_indptr=qo_indptr, paged_kv_indptr=paged_kv_indptr,
                     paged_kv_indices=paged_kv_indices, paged_kv_last_page_len=paged_kv_last_page_len)  # fmt: skip
         self._set_dtypes(q_data_type, kv_data_type, o_data_type)
@@ -348,8 +349,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
         enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None,
     ):  # fmt: skip
-        _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
-        keys, values = unpacked(paged_kv_cache, self._kv_layout)
+        _refuse_options(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
+        keys, values = unpack_cache(paged_kv_cache, self._kv_layout)
         self._check_run(q, keys, values, *args)
         return self._make_outputs(q, values, out, lse, return_lse, v_scale, zeros=True)
 
@@ -369,9 +370,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
         custom_mask_buf=None, mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
     ):  # fmt: skip
-        _check_unknown(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
-        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._lists = {"qo_indptr": qo_indptr_buf, "kv_indptr": kv_indptr_buf}
+        _refuse_options(self._name, jit_args=jit_args, custom_mask_buf=custom_mask_buf)
+        self._initialize(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        self._index_tensors = {"qo_indptr": qo_indptr_buf, "kv_indptr": kv_indptr_buf}
 
     def plan(
         self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, custom_mask=None,
@@ -381,9 +382,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         max_item_len_ptr=None, fixed_split_size=None, disable_split_kv=False, seq_lens=None, seq_lens_q=None,
         max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None,
     ):  # fmt: skip
-        _check_unknown(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+        _refuse_options(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         refuse(f"flashinfer.{self._name}.plan", {"use_fp16_qk_reduction=True": use_fp16_qk_reduction})
-        _check_positions(pos_encoding_mode)
+        _check_position_mode(pos_encoding_mode)
         if len(kv_indptr) != len(qo_indptr):
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
         self._move_indices(non_blocking, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
@@ -396,7 +397,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         return_lse=False, enable_pdl=None, kv_cache_sf=None,
     ):  # fmt: skip
         """Return the output in the dtype of the queries, and with `return_lse` the logarithms of sums."""
-        _check_unknown(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
+        _refuse_options(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         self._check_run(q, k, v, *args)
         return self._make_outputs(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)
 

@@ -13,12 +13,12 @@ import torch
 from memprof.stubs.registry import stub
 from memprof.stubs.tools import check_on_gpu, mark_written
 
-_AT = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
+_SOURCE = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
 
 
 def public(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
     """Register a function that `flashinfer.module` and the package itself have."""
-    return stub(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_AT}{file or module + '.py'}")
+    return stub(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_SOURCE}{file or module + '.py'}")
 
 
 def _gate(name: str) -> Callable[..., Any]:

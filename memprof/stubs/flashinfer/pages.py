@@ -19,21 +19,19 @@ def check_layout(kv_layout: str) -> None:
         raise KeyError(f"Invalid kv_layout {kv_layout}")
 
 
-def unpacked(cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_cache(cache, kv_layout: str) -> tuple[torch.Tensor, ...]:
     """Return keys and values of four dimensions, from one tensor of both or from a pair."""
-    at = -3 if kv_layout == "NHD" else -2
+    dim = -3 if kv_layout == "NHD" else -2
     if isinstance(cache, tuple):
         keys, values = cache
-        for each in (keys, values):
-            if each.ndim not in (3, 4):
-                raise ValueError("x must be 3D or 4D")
-        return tuple(each.unsqueeze(at) if each.ndim == 3 else each for each in (keys, values))  # type: ignore[return-value]
+        if not all(tensor.ndim in (3, 4) for tensor in cache):
+            raise ValueError("x must be 3D or 4D")
+        return tuple(tensor.unsqueeze(dim) if tensor.ndim == 3 else tensor for tensor in (keys, values))
     if not isinstance(cache, torch.Tensor):
         raise KeyError(f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor.")
     if cache.ndim not in (4, 5):
         raise ValueError("x must be 4D or 5D")
-    keys, values = (cache.unsqueeze(at) if cache.ndim == 4 else cache).unbind(dim=1)
-    return keys, values
+    return (cache.unsqueeze(dim) if cache.ndim == 4 else cache).unbind(dim=1)
 
 
 @public("page", "get_seq_lens")
@@ -46,14 +44,14 @@ def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
 def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
     """Return two integers for each new token: its sequence, and its position in the sequence."""
     check_on_gpu("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
-    found = []
-    for given in (batch_indices, positions):
-        made = torch.empty((nnz,), device=append_indptr.device, dtype=torch.int32) if given is None else given
-        if made.shape != (nnz,) or made.dtype != torch.int32:
-            raise ValueError(f"expected ({nnz},) of torch.int32, got {tuple(made.shape)} of {made.dtype}")
-        mark_written(made)
-        found.append(made)
-    return tuple(found)
+    outputs = []
+    for out in (batch_indices, positions):
+        out = torch.empty((nnz,), device=append_indptr.device, dtype=torch.int32) if out is None else out
+        if out.shape != (nnz,) or out.dtype != torch.int32:
+            raise ValueError(f"expected ({nnz},) of torch.int32, got {tuple(out.shape)} of {out.dtype}")
+        mark_written(out)
+        outputs.append(out)
+    return tuple(outputs)
 
 
 @public("page", "append_paged_kv_cache")
@@ -63,7 +61,7 @@ def append_paged_kv_cache(
 ):  # fmt: skip
     """Write pages in place; index tensors are copied where they are not int32."""
     check_layout(kv_layout)
-    caches = unpacked(paged_kv_cache, kv_layout)
+    caches = unpack_cache(paged_kv_cache, kv_layout)
     _append("append_paged_kv_cache", caches, (append_key, append_value), positions, batch_indices, kv_indices,
               kv_indptr, kv_last_page_len)  # fmt: skip
 
@@ -77,12 +75,12 @@ def append_paged_mla_kv_cache(
               kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
 
 
-def _append(name: str, caches, new: tuple[torch.Tensor, ...], *numbers: torch.Tensor) -> None:
-    check_on_gpu(f"flashinfer.{name}", *caches, *new, *numbers)
-    for cache, tokens in zip(caches, new, strict=True):
+def _append(name: str, caches, new_tokens: tuple[torch.Tensor, ...], *indices: torch.Tensor) -> None:
+    check_on_gpu(f"flashinfer.{name}", *caches, *new_tokens, *indices)
+    for cache, tokens in zip(caches, new_tokens, strict=True):
         if cache.dtype != tokens.dtype or cache.shape[-1] != tokens.shape[-1]:
             raise RuntimeError(f"flashinfer.{name}: {tokens.dtype} of {tokens.shape[-1]} into pages of {cache.dtype} of {cache.shape[-1]}")  # fmt: skip  # noqa: E501
-    copies = [each.int() for each in numbers]
+    copies = [tensor.int() for tensor in indices]
     mark_written(*caches)
     del copies
 

@@ -30,12 +30,12 @@ _NORMS = "mamba_ssm.ops.triton.layer_norm"
 _Output = namedtuple("CausalLMOutput", ["logits"])  # type: ignore[name-match]
 
 
-def _public(name: str, *others: str) -> Callable[[Any], Any]:
+def _register(name: str, *others: str) -> Callable[[Any], Any]:
     file = name.rpartition(".")[0].replace(".", "/")
     return stub(name, *others, source=f"state-spaces/mamba@v2.3.2.post1:{file}.py")
 
 
-@_public(f"{_NORMS}.layer_norm_fn")
+@_register(f"{_NORMS}.layer_norm_fn")
 def layer_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, is_rms_norm=False, return_dropout_mask=False,
@@ -50,7 +50,7 @@ def layer_norm_fn(
     )
 
 
-@_public(f"{_NORMS}.rms_norm_fn")
+@_register(f"{_NORMS}.rms_norm_fn")
 def rms_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, return_dropout_mask=False,
@@ -62,7 +62,7 @@ def rms_norm_fn(
     )  # fmt: skip
 
 
-@_public(f"{_NORMS}.RMSNorm")
+@_register(f"{_NORMS}.RMSNorm")
 class RMSNorm(layers.RMSNorm):
     """An RMS norm by rms_norm_fn, with its own weight."""
 
@@ -72,7 +72,7 @@ class RMSNorm(layers.RMSNorm):
         super().__init__(hidden_size, eps, dropout_p, device=device, dtype=dtype)
 
 
-@_public("mamba_ssm.modules.mlp.GatedMLP")
+@_register("mamba_ssm.modules.mlp.GatedMLP")
 class GatedMLP(nn.Module):
     """A gated MLP: one linear layer for two products, a gate, and one more linear layer."""
 
@@ -95,7 +95,7 @@ class GatedMLP(nn.Module):
         return self.fc2(y)
 
 
-@_public("mamba_ssm.modules.block.Block")
+@_register("mamba_ssm.modules.block.Block")
 class Block(nn.Module):
     """A block: sum with the residual and norm, in one kernel or by operators, and a layer; optionally also an MLP."""
 
@@ -130,7 +130,7 @@ def _normalize_sum(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
     return x, residual.to(torch.float32) if of.residual_in_fp32 else residual
 
 
-@_public("mamba_ssm.models.config_mamba.MambaConfig")
+@_register("mamba_ssm.models.config_mamba.MambaConfig")
 @dataclass
 class MambaConfig:
     """The configuration of a model, which allocates nothing."""
@@ -149,7 +149,7 @@ class MambaConfig:
     tie_embeddings: bool = True
 
 
-@_public(f"{_MODEL}.create_block")
+@_register(f"{_MODEL}.create_block")
 def create_block(
     d_model, d_intermediate, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None, norm_epsilon=1e-5, rms_norm=False,
     residual_in_fp32=False, fused_add_norm=False, layer_idx=None, device=None, dtype=None,
@@ -185,7 +185,7 @@ def _initialize(module: nn.Module, n_layer: int, residuals: int = 1, initializer
                 parameter.div_(math.sqrt(residuals * n_layer))
 
 
-@_public(f"{_MODEL}.MixerModel")
+@_register(f"{_MODEL}.MixerModel")
 class MixerModel(nn.Module):
     """The model without its head: an embedding, blocks, a norm."""
 
@@ -216,7 +216,7 @@ class MixerModel(nn.Module):
         return _normalize_sum(self, self.norm_f, hidden_states, residual, prenorm=False)
 
 
-@_public(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
+@_register(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
 class MambaLMHeadModel(nn.Module):
     """A MixerModel with a head, whose weight is the embedding's unless the configuration unties them."""
 

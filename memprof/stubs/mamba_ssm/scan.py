@@ -17,7 +17,7 @@ from memprof.stubs import causal_conv1d
 from memprof.stubs.registry import stub
 from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, last_contiguous, refuse, refuse_given, require
 
-_AT = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
+_SOURCE = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
 _SCAN = "mamba_ssm.ops.selective_scan_interface"
 _CHUNK = 2048  # time steps between two saved states (n_chunks in selective_scan.cpp)
 
@@ -43,7 +43,7 @@ def _scan_backward(u, delta, a, b, c, d, z, bias, made_z, recomputes: bool, out)
     return of_u, of_delta, of_a, of_b, of_c, of_d, of_bias, made_z, gated
 
 
-@stub(f"{_SCAN}.selective_scan_fn", "mamba_ssm.selective_scan_fn", source=_AT + "ops/selective_scan_interface.py")
+@stub(f"{_SCAN}.selective_scan_fn", "mamba_ssm.selective_scan_fn", source=_SOURCE + "ops/selective_scan_interface.py")
 def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
 ):
@@ -80,7 +80,7 @@ def _by_channel(tensor: torch.Tensor, time: int) -> torch.Tensor:
     return tensor.unflatten(1, (-1, time)).transpose(0, 1)
 
 
-@stub(f"{_SCAN}.mamba_inner_fn", "mamba_ssm.mamba_inner_fn", source=_AT + "ops/selective_scan_interface.py")
+@stub(f"{_SCAN}.mamba_inner_fn", "mamba_ssm.mamba_inner_fn", source=_SOURCE + "ops/selective_scan_interface.py")
 def mamba_inner_fn(
     xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, C=None,
     D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
@@ -163,7 +163,7 @@ def mamba_inner_fn(
     )  # fmt: skip
 
 
-@stub("mamba_ssm.modules.mamba_simple.Mamba", "mamba_ssm.Mamba", source=_AT + "modules/mamba_simple.py")
+@stub("mamba_ssm.modules.mamba_simple.Mamba", "mamba_ssm.Mamba", source=_SOURCE + "modules/mamba_simple.py")
 class Mamba(nn.Module):
     """A Mamba layer for training on whole sequences: a product, mamba_inner_fn, A and its exponential in float32."""
 

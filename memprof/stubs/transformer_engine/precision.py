@@ -106,14 +106,13 @@ def supports_any_layout() -> bool:
     return 100 <= 10 * arch[0] + arch[1] < 120
 
 
-def quantize(
-    x: torch.Tensor, recipe: Recipe | None, *, transposes: bool, dtype: torch.dtype | None = None
-) -> Quantized:
-    """Return `x`, seen as a matrix, cast to float8, or without recipe to `dtype`; current scaling computes the scale
-    first."""
+def quantize(x: torch.Tensor, recipe: Recipe | None, *, transposes: bool, dtype: Any = None) -> Quantized:
+    """Return `x`, as a matrix, cast to float8, after its scale is computed if scaling is current; without a recipe, to
+    `dtype`."""
     if recipe is None:
         return Quantized(x if dtype is None else x.to(dtype))
-    result = _allocate(x, transposes)
+    scale, data = x.new_empty(1, dtype=torch.float32), torch.empty_like(x, dtype=torch.uint8)
+    result = Quantized(data, _make_transposed(data) if transposes and not supports_any_layout() else None, scale)
     if recipe.float8_current_scaling():
         maxima = [x.new_empty(1, dtype=torch.float32) for _ in range(2)]
         del maxima
@@ -122,21 +121,14 @@ def quantize(
 
 def quantize_output(x: torch.Tensor, recipe: Recipe, *, transposes: bool) -> Quantized:
     """Return a kernel's output, of the shape of `x`, in float8; for current scaling the output is computed first."""
-    result = _allocate(x, transposes)
+    result = quantize(x, DelayedScaling(), transposes=transposes)
     if recipe.float8_current_scaling():
         output, maxima = torch.empty_like(x), x.new_empty(2, dtype=torch.float32)
         del output, maxima
     return result
 
 
-def _allocate(x: torch.Tensor, transposes: bool) -> Quantized:
-    scale = x.new_empty(1, dtype=torch.float32)
-    data = torch.empty_like(x, dtype=torch.uint8)
-    is_transposed = transposes and not supports_any_layout()
-    return Quantized(data, _allocate_transposed(data) if is_transposed else None, scale)
-
-
-def _allocate_transposed(x: torch.Tensor) -> torch.Tensor:
+def _make_transposed(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[-1], *x.shape[:-1]))
 
 
@@ -146,7 +138,7 @@ def transpose(recipe: Recipe | None, *tensors: Quantized) -> Iterator[Quantized]
         if recipe is None or x.transposed is not None or supports_any_layout() or x.data is None:
             yield x
         else:
-            yield Quantized(x.data, _allocate_transposed(x.data), x.scale)
+            yield Quantized(x.data, _make_transposed(x.data), x.scale)
 
 
 _active_recipe: Recipe | None = None
