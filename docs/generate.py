@@ -37,7 +37,7 @@ from typing import Any
 import typer
 
 from memprof.cli import settings
-from memprof.cli.exits import MEANINGS, OF_OTHERS
+from memprof.cli.exits import CODE_MEANINGS, FOREIGN_CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
@@ -69,8 +69,8 @@ def command_line_reference(app: typer.Typer) -> str:
     """The reference of a typer application, as Markdown: every command with its arguments, options and defaults."""
     root = typer.main.get_command(app)
     pages = [_HEADER, f"# The command line: `{root.name}`\n", *_sections(root, root.name or "", None, level=2)]
-    codes = [f"| {code.value} | {meaning} |" for code, meaning in MEANINGS.items()]
-    pages.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *codes, "", OF_OTHERS, ""]))
+    codes = [f"| {code.value} | {meaning} |" for code, meaning in CODE_MEANINGS.items()]
+    pages.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *codes, "", FOREIGN_CODES, ""]))
     pages.append(f"## Defaults from a file\n\n{inspect.getdoc(settings)}\n")
     return "\n".join(pages)
 

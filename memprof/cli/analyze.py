@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.exits import Exit
+from memprof.cli.exits import ExitCode
 from memprof.cli.options import ReadingOptions, reuse_option
 from memprof.cli.output import PageOptions, TableOptions, print_result
-from memprof.cli.progress import long_work
+from memprof.cli.progress import show_progress
 
 EXAMPLES = """
 memprof analyze snapshot.pickle
@@ -22,7 +22,7 @@ memprof analyze run.memprof --alloc-conf expandable_segments:True
 
 
 class GroupKey(enum.StrEnum):
-    """The key by which blocks are grouped."""
+    """What blocks are grouped by."""
 
     FRAME = "frame"
     MODULE = "module"
@@ -65,9 +65,9 @@ def analyze(
 
     other = None if request.alloc_conf is None else parse_config(request.alloc_conf, origin="--alloc-conf")
     question = AnalysisRequest(at=at, by=by.value, top=request.top, what_if=other)
-    with long_work(quiet=request.quiet) as progress:
+    with show_progress(quiet=request.quiet) as progress:
         from memprof.flows.recordings import analyze_file
 
         document = analyze_file(file, question, request.shown_gpu, progress)
     print_result(document, request, "analysis", replay=replay, file=file)
-    raise typer.Exit(Exit.DOES_NOT_FIT if document.ran_out else Exit.DONE)
+    raise typer.Exit(ExitCode.DOES_NOT_FIT if document.ran_out else ExitCode.DONE)

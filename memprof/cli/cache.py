@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.output import ListOptions, print_json
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 from memprof.units import format_bytes
 
 EXAMPLES = """
@@ -51,15 +51,15 @@ def cache(
         )
         return
     if store is None:
-        say(f"nothing is kept: {VARIABLE} is off, or there is no home folder")
+        echo(f"nothing is kept: {VARIABLE} is off, or there is no home folder")
         return
     if clear:
-        say(f"{_format_count(removed)} removed from {folder}")
+        echo(f"{_format_count(removed)} removed from {folder}")
         return
-    say(f"{folder}: {_format_count(len(entries))}, {format_bytes(total)} of at most {format_bytes(MOST_BYTES)}")
+    echo(f"{folder}: {_format_count(len(entries))}, {format_bytes(total)} of at most {format_bytes(MOST_BYTES)}")
     for entry, asked in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        say(f"  {used}  {format_bytes(entry.num_bytes):>10}  {asked or 'damaged: not used'}")
+        echo(f"  {used}  {format_bytes(entry.num_bytes):>10}  {asked or 'damaged: not used'}")
 
 
 def _format_count(count: int) -> str:

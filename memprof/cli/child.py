@@ -1,7 +1,7 @@
-"""Child process of commands that run a user's program; the parent reports how the child ended.
+"""The child process of commands that run a user's program; the parent reports how the child ended.
 
 A program may end its process without memprof's code running: by os._exit in a thread, a signal, a crash in a library,
-or exec. Without a parent, memprof would then print nothing, and the exit code would be the program's, perhaps 0.
+or exec. Without a parent, memprof would print nothing, and the exit code would be the program's, perhaps 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 from memprof.cli.streams import report_error
 from memprof.errors import MemprofError
 
-_FORWARDED = {
+_FORWARDED_SIGNALS = {
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
@@ -32,29 +32,29 @@ _SIGNAL_HINTS: dict[int, str] = {
 _DEFAULT_HINT = "leave out what ends the process (os._exit in a thread, a signal to itself, a daemon) under memprof"
 
 
-class _Parent:
-    """State of the process as a parent or child: whether it may fork, and the memory for the child's exit code."""
+class _ForkState:
+    """Whether this process may fork, the pid of the child, and the memory for the child's exit code."""
 
-    is_allowed = False
-    process = 0
-    shared: Any = None  # memory shared with the parent: exit code + 1, or 0 while unknown
-
-
-_parent = _Parent()
+    can_fork = False
+    child_pid = 0
+    shared_code: Any = None  # memory shared with the parent: exit code + 1, or 0 while unknown
 
 
-def allow_child() -> None:
-    """Allow `continue_in_child` to fork: this process belongs to the command, not to a test or a notebook."""
-    _parent.is_allowed = True
+_fork_state = _ForkState()
+
+
+def allow_fork() -> None:
+    """Allow `continue_in_child` to fork; not called in tests and notebooks, whose process must not fork."""
+    _fork_state.can_fork = True
 
 
 def continue_in_child(*, as_json: bool) -> None:
     """Fork: return in the child, which runs the command; in the parent wait, and raise `typer.Exit` with its code.
 
-    Do nothing without `allow_child`, or on systems without `fork` or `sigtimedwait` (macOS, Windows). With `as_json`
+    Do nothing without `allow_fork`, or on systems without `fork` or `sigtimedwait` (macOS, Windows). With `as_json`
     the parent's error, if the child ends without an exit code, is printed as JSON too.
     """
-    if not (_parent.is_allowed and hasattr(os, "fork") and hasattr(signal, "sigtimedwait")):
+    if not (_fork_state.can_fork and hasattr(os, "fork") and hasattr(signal, "sigtimedwait")):
         return
     import ctypes  # imported here: most commands have no child
     import mmap
@@ -62,45 +62,46 @@ def continue_in_child(*, as_json: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     shared, parent = mmap.mmap(-1, 2), os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})  # kept until the wait
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED_SIGNALS, signal.SIGCHLD})  # kept until the wait
     child = os.fork()
     if child == 0:
         with contextlib.suppress(OSError, AttributeError):  # Linux
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        _parent.process, _parent.shared = os.getpid(), shared
+        _fork_state.child_pid, _fork_state.shared_code = os.getpid(), shared
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    status, received = _wait(child)
+    status, received = _wait_for_child(child)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = int.from_bytes(shared[:2], "little") - 1
-    raise typer.Exit(_report_end(status, received, as_json=as_json) if code < 0 else code)
+    raise typer.Exit(_report_child_end(status, received, as_json=as_json) if code < 0 else code)
 
 
 def send_exit_code(code: int) -> None:
-    """Send `code` to the parent, if any: the command has printed all its output, and ends."""
-    if _parent.shared is not None and os.getpid() == _parent.process:  # not a child that the program has forked
-        _parent.shared[:2] = ((code & 0xFF) + 1).to_bytes(2, "little")
+    """Send the command's exit code to the parent, if there is one; all output must have been printed."""
+    is_child = os.getpid() == _fork_state.child_pid  # False in a process that the program has forked
+    if _fork_state.shared_code is not None and is_child:
+        _fork_state.shared_code[:2] = ((code & 0xFF) + 1).to_bytes(2, "little")
 
 
-def _wait(child: int) -> tuple[int, set[int]]:
-    """Wait until the child has ended; return its exit code, -n if signal n killed it, and the signals sent here."""
+def _wait_for_child(child: int) -> tuple[int, set[int]]:
+    """Wait for the child; return its exit code (-n if signal n killed it), and the signals that were received."""
     received: set[int] = set()
     while True:
         # Checked before each wait: SIGCHLD of several children may be merged into one.
         process, status = os.waitpid(child, os.WNOHANG)
         if process:
             return os.waitstatus_to_exitcode(status), received
-        information = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, 1.0)
+        information = signal.sigtimedwait({*_FORWARDED_SIGNALS, signal.SIGCHLD}, 1.0)
         if information is not None and information.si_signo != signal.SIGCHLD:
             received.add(information.si_signo)
             if information.si_code <= _SENT_BY_PROCESS:  # the terminal sends its signals to the child too
                 os.kill(child, information.si_signo)
 
 
-def _report_end(status: int, received: set[int], *, as_json: bool) -> int:
-    """Print how a child ended that sent no exit code; return the exit code of the command."""
+def _report_child_end(status: int, received: set[int], *, as_json: bool) -> int:
+    """Print how a child without exit code ended; return the exit code of the command."""
     if -status in received:  # the user ended the run
         return 128 - status
     try:

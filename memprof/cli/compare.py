@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.exits import Exit
+from memprof.cli.exits import ExitCode
 from memprof.cli.options import ReadingOptions, reuse_option
 from memprof.cli.output import ReportOptions, print_result
-from memprof.cli.progress import long_work
+from memprof.cli.progress import show_progress
 from memprof.spec import option
 
 EXAMPLES = """
@@ -46,9 +46,9 @@ def compare(
     from memprof.report.matching.tolerance import parse_tolerance
 
     allowed = parse_tolerance(request.tolerance)
-    with long_work(quiet=request.quiet) as progress:
+    with show_progress(quiet=request.quiet) as progress:
         from memprof.flows.compare import compare_files
 
         comparison = compare_files(a, b, allowed, progress)
     print_result(comparison, request, "comparison", top=request.top, explain=request.explain, files=(a, b))
-    raise typer.Exit(Exit.DONE if comparison.within else Exit.DIFFERS)
+    raise typer.Exit(ExitCode.DONE if comparison.within else ExitCode.DIFFERS)

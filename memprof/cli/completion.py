@@ -17,11 +17,11 @@ import shellingham
 import typer
 from typer import completion
 
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 from memprof.errors import MemprofError
 
 # Shell -> path of the script below the home folder, startup file, and the line added to the startup file.
-_PLACES = {
+_SHELL_FILES = {
     "bash": (".bash_completions/{}.sh", ".bashrc", "source '{}'"),
     "zsh": (".zfunc/_{}", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/{}.fish", None, ""),
@@ -30,8 +30,8 @@ _PLACES = {
 _ZSH_FIRST_CALL = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"\nfi'
 
 
-def list_completions(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
-    """Return a function that lists the values of an option for completion; None: the values are not known."""
+def get_completer(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
+    """Return a function that lists the values of an option for shell completion; None if the values are unknown."""
     known = {"gpu": _list_gpu_names, "model": _list_model_names}.get(option)
     return (lambda: list(choices)) if choices else known
 
@@ -48,8 +48,8 @@ def _list_model_names() -> list[str]:
     return [model.key for model in list_models()]
 
 
-def replace_installation(command: Any) -> None:
-    """Replace the callback of `--install-completion` of `command` by the installation of this module."""
+def replace_install_callback(command: Any) -> None:
+    """Replace the callback of `--install-completion` of `command` by this module's installation."""
     for parameter in command.params:
         if parameter.name == "install_completion":
             parameter.callback = partial(_install_completion, parameter.callback)
@@ -61,17 +61,18 @@ def _install_completion(typer_callback: Callable[..., Any], context: Any, option
     if value is True:
         with contextlib.suppress(shellingham.ShellDetectionFailure):
             shell = shellingham.detect_shell()[0]
-    if context.resilient_parsing or shell not in _PLACES:
+    if context.resilient_parsing or shell not in _SHELL_FILES:
         return typer_callback(context, option, value)
     with contextlib.redirect_stdout(io.StringIO()) as script, contextlib.suppress(SystemExit):
         completion.show_callback(context, option, shell)  # the script that --show-completion prints
-    say(f"{shell} completion installed in {_install(shell, str(context.find_root().info_name), script.getvalue())}")
-    say("Completion will take effect once you restart the terminal")
+    path = _install_script(shell, str(context.find_root().info_name), script.getvalue())
+    echo(f"{shell} completion installed in {path}")
+    echo("Completion will take effect once you restart the terminal")
     raise typer.Exit
 
 
-def _install(shell: str, program: str, script: str) -> Path:
-    place, startup_file, line = _PLACES[shell]
+def _install_script(shell: str, program: str, script: str) -> Path:
+    place, startup_file, line = _SHELL_FILES[shell]
     script = script.strip()
     if shell == "zsh":
         script += _ZSH_FIRST_CALL.format(script.partition("()")[0].split()[-1])
@@ -88,7 +89,7 @@ def _install(shell: str, program: str, script: str) -> Path:
 
 
 def _append_line(file: Path, line: bytes) -> None:
-    """Append a line to a file without the line; the rest of the file is not rewritten."""
+    """Append a line to a file unless the file has the line; the rest of the file is not rewritten."""
     with file.open("ab+") as opened:
         opened.seek(0)
         if line not in (lines := opened.read().split(b"\n")):

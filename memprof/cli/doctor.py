@@ -13,7 +13,7 @@ import typer
 from memprof.cli.options import STDIN, ReadingOptions, reuse_option
 from memprof.cli.output import OutputOptions, print_json
 from memprof.cli.progress import Progress
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 from memprof.errors import MemprofError, UsageError
 from memprof.units import format_bytes
 
@@ -71,7 +71,7 @@ def doctor(
 
         print_json(DiagnosisList(file=_describe_source(file), diagnoses=tuple(found)))
     else:
-        say(render_diagnoses(found, quiet=request.quiet), nl=False)
+        echo(render_diagnoses(found, quiet=request.quiet), nl=False)
 
 
 def _check_installation(output: OutputOptions) -> None:
@@ -84,7 +84,7 @@ def _check_installation(output: OutputOptions) -> None:
 
         print_json(InstallationResult(facts=dict(checked.facts), findings=checked.findings))
     else:
-        say(render_installation(checked, quiet=output.quiet), nl=False)
+        echo(render_installation(checked, quiet=output.quiet), nl=False)
 
 
 def _describe_source(file: Path | None) -> str:
@@ -95,7 +95,7 @@ def _open_log(file: Path | None) -> AbstractContextManager[BinaryIO]:
     if file is None or file == STDIN:
         stream: BinaryIO = sys.stdin.buffer
         if sys.stdin.isatty():
-            say("paste the error, then press Ctrl-D on an empty line", err=True)
+            echo("paste the error, then press Ctrl-D on an empty line", err=True)
         return nullcontext(stream)
     if file.is_dir():
         raise UsageError("this is a folder, not a log", value=str(file), hint="name a file in it")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from memprof.cli.options import OUTPUT, reuse_option
 from memprof.cli.output import ExplainOptions, print_json
-from memprof.cli.progress import long_work
-from memprof.cli.streams import say
+from memprof.cli.progress import show_progress
+from memprof.cli.streams import echo
 from memprof.errors import UsageError
 from memprof.estimate.options import EstimateOptions
 from memprof.spec import option
@@ -24,8 +24,8 @@ memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions(ExplainOptions):
-    """Options that name a model in one of three ways, and the GPUs."""
+class ModelOptions(ExplainOptions):
+    """Options of the model (one of three ways to name a model) and of the GPUs."""
 
     params: str | None = reuse_option("params")
     model: str | None = reuse_option("model", default=None, note="Here no code: its sizes alone are read.")
@@ -35,8 +35,8 @@ class SubjectOptions(ExplainOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateCommandOptions(EstimateOptions, SubjectOptions):
-    """Options of `memprof estimate`: the inputs of the closed form, and --exact."""
+class EstimateCommandOptions(EstimateOptions, ModelOptions):
+    """Options of `memprof estimate`: those of the closed form, and --exact."""
 
     exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
 
@@ -78,20 +78,20 @@ def estimate(request: EstimateCommandOptions) -> None:
     if request.as_json:
         print_json(build_estimate_document(result, gpus, simulated, explain=request.explain).to_json())
         return
-    say(render_estimate(result, gpus, simulated, explain=request.explain, quiet=request.quiet), nl=False)
+    echo(render_estimate(result, gpus, simulated, explain=request.explain, quiet=request.quiet), nl=False)
 
 
 def _simulate(result: Estimate, *, quiet: bool) -> dict[str, SimulatedRun]:
-    """Return the simulated peak of each method of the estimate, in its dtype, on the virtual GPU."""
+    """Return the peak on the virtual GPU for each method of the estimate, by the method's key."""
     from memprof.flows.estimate import simulate
 
     found = {}
-    with long_work(quiet=quiet) as progress:
+    with show_progress(quiet=quiet) as progress:
         for plan in result.list_plans():
             key = plan.method.key
 
-            def report(doing: str, key: str = key) -> None:
-                progress(f"{key}: {doing}")
+            def report(work: str, key: str = key) -> None:
+                progress(f"{key}: {work}")
 
             found[key] = simulate(
                 result.subject, plan, result.batch_size, result.context_length, report, lengths=result.lengths

@@ -10,8 +10,8 @@ import typer
 
 from memprof.cli.options import ReadingOptions, reuse_option
 from memprof.cli.output import OutputOptions, print_json
-from memprof.cli.progress import long_work
-from memprof.cli.streams import say
+from memprof.cli.progress import show_progress
+from memprof.cli.streams import echo
 
 EXAMPLES = """
 memprof export run.memprof --to run.pickle
@@ -41,7 +41,7 @@ def export(
 
     The file is written whole or not at all.
     """
-    with long_work(quiet=request.quiet) as progress:
+    with show_progress(quiet=request.quiet) as progress:
         from memprof.flows.recordings import export_file
 
         viewer = export_file(file, to, progress, force=request.force)
@@ -50,4 +50,4 @@ def export(
 
         print_json(ExportResult(file=str(to), viewer=viewer))
     elif not request.quiet:
-        say(f"Wrote {to}: open it at {viewer}", err=True)
+        echo(f"Wrote {to}: open it at {viewer}", err=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memprof.cli.output import ListOptions, print_json
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 from memprof.errors import UsageError
 from memprof.units import gib
 
@@ -42,7 +42,7 @@ def gpus(
             names = tuple(found.key if (found := _find_catalog_gpu(gpu)) else None for gpu in reading.gpus)
             print_json(PresentGpus.from_sample(reading, names, environment))
         else:
-            _print_present(reading, environment)
+            _print_local_gpus(reading, environment)
         return
     from memprof.device.catalog import list_gpus
 
@@ -53,27 +53,27 @@ def gpus(
         return
     for gpu in list_gpus():
         major, minor = gpu.compute_capability
-        say(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  sm_{major}{minor:<3} {gpu.name}")
+        echo(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  sm_{major}{minor:<3} {gpu.name}")
 
 
-def _print_present(reading: NvmlSample, environment: Environment) -> None:
-    """Print NVML's figures: driver, capacity of each GPU without the driver's reserve, as in CUDA, and used memory."""
+def _print_local_gpus(reading: NvmlSample, environment: Environment) -> None:
+    """Print NVML's values: driver, usable capacity of each GPU as in CUDA, and used memory."""
     if reading.gpus:
         cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
         torch = f"; torch {environment.torch_version}" if environment.torch_version else ""
-        say(f"driver {environment.driver_version or 'not known'}{cuda}{torch}")
+        echo(f"driver {environment.driver_version or 'not known'}{cuda}{torch}")
     for note in reading.notes:
-        say(note)
+        echo(note)
     for gpu in reading.gpus:
-        say(f"{gpu.index}  {gpu.name}: {_format_memory(gpu)}; {_format_option(gpu)}")
+        echo(f"{gpu.index}  {gpu.name}: {_format_memory(gpu)}; {_format_gpu_option(gpu)}")
         for piece in gpu.slices:
             size = "memory not known" if piece.total_bytes is None else f"{gib(piece.total_bytes)} GiB"
             option = "" if piece.total_bytes is None else f"; --gpu-vram {gib(piece.total_bytes)}"
-            say(f"   slice {piece.index}  {piece.name}: {size}{option}")
+            echo(f"   slice {piece.index}  {piece.name}: {size}{option}")
         for note in gpu.notes:
-            say(f"   {note}")
+            echo(f"   {note}")
     for note in environment.notes:
-        say(note)
+        echo(note)
 
 
 def _format_memory(gpu: NvmlGpu) -> str:
@@ -91,7 +91,7 @@ def _find_catalog_gpu(gpu: NvmlGpu) -> Gpu | None:
         return None
 
 
-def _format_option(gpu: NvmlGpu) -> str:
+def _format_gpu_option(gpu: NvmlGpu) -> str:
     found, total = _find_catalog_gpu(gpu), gpu.usable_bytes
     if found is None:
         return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.output import ListOptions, print_json
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 from memprof.errors import MemprofError, unknown_name
 
 EXAMPLES = """
@@ -43,10 +43,10 @@ def help(
 
         print_json(TopicList(topics=tuple(Topic(name, _read_title(page)) for name, page in shown.items()), text=text))
     elif text is not None:
-        say(text, nl=False)
+        echo(text, nl=False)
     else:
         for name, page in shown.items():
-            say(f"{name:<20} {_read_title(page)}")
+            echo(f"{name:<20} {_read_title(page)}")
 
 
 def _read_title(page: Traversable) -> str:

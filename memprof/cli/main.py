@@ -15,11 +15,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import memprof
-from memprof.cli.child import allow_child, send_exit_code
-from memprof.cli.completion import replace_installation
-from memprof.cli.exits import MEANINGS, OF_OTHERS
-from memprof.cli.options import Commands, add
-from memprof.cli.streams import discard_output, prepare_streams, say
+from memprof.cli.child import allow_fork, send_exit_code
+from memprof.cli.completion import replace_install_callback
+from memprof.cli.exits import CODE_MEANINGS, FOREIGN_CODES
+from memprof.cli.options import ErrorReportingGroup, add_command
+from memprof.cli.streams import discard_output, echo, prepare_streams
 
 # Commands in the order of --help. Each has a module of memprof/cli with a function of the same name, or an `app` with
 # subcommands. `EXAMPLES` of the module are printed in --help; `SETTINGS` are the optional context settings.
@@ -35,25 +35,25 @@ def _import_command(name: str) -> ModuleType:
 
 
 def _help_text(name: str) -> str:
-    """Return the help text of a command, without building the command."""
+    """Return the help text of a command, without building its parser."""
     module = _import_command(name)
     return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
 
 
 def _build_command(name: str) -> Any:
-    """Return the typer command of a module."""
+    """Return the typer command of the module `name`."""
     module = _import_command(name)
     if hasattr(module, "app"):
         group = typer.main.get_command(module.app)
         group.name = name
         return group
     single = typer.Typer(add_completion=False)
-    add(single, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
+    add_command(single, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
     return typer.main.get_command(single)
 
 
 class _LazyCommands(Mapping[str, Any]):
-    """Mapping of names to commands, built on access: building all commands takes longer than most commands run."""
+    """A mapping of names to commands, built at first access: building all takes longer than most commands run."""
 
     def __init__(self) -> None:
         self._built: dict[str, Any] = {}
@@ -72,8 +72,8 @@ class _LazyCommands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class CommandGroup(Commands):
-    """Group of all commands, each built at its first use."""
+class CommandGroup(ErrorReportingGroup):
+    """The group of all commands, each built at its first use."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -81,7 +81,7 @@ class CommandGroup(Commands):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before the command's name."""
-        replace_installation(self)
+        replace_install_callback(self)
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -89,16 +89,16 @@ class CommandGroup(Commands):
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the name and the first paragraph of the help text of each command."""
+        """Write the name of each command, and the first paragraph of its help text."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, " ".join(_help_text(name).split("\n\n")[0].split())) for name in COMMANDS])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the exit codes, and where defaults of options come from."""
+        """Write the exit codes, and the files that may set defaults of options."""
         with formatter.section("Exit codes"):
-            formatter.write_dl([(str(int(code)), meaning) for code, meaning in MEANINGS.items()])
+            formatter.write_dl([(str(int(code)), meaning) for code, meaning in CODE_MEANINGS.items()])
             formatter.write_paragraph()
-            formatter.write_text(OF_OTHERS)
+            formatter.write_text(FOREIGN_CODES)
         formatter.write_paragraph()
         formatter.write_text(
             "Defaults of options stand in memprof.toml, or in [tool.memprof] of pyproject.toml: memprof help cli."
@@ -118,7 +118,7 @@ app = typer.Typer(
 
 def _print_version(value: bool) -> None:
     if value:
-        say(f"memprof {memprof.__version__}")
+        echo(f"memprof {memprof.__version__}")
         raise typer.Exit
 
 
@@ -132,12 +132,12 @@ def _root(
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line (default: sys.argv) and exit; errors become a message and an exit code (options.py)."""
+    """Run the command line (default: sys.argv) and exit the process."""
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
         prepare_streams()
-        allow_child()
+        allow_fork()
         # Ctrl-C is ignored while Python shuts down torch: the output and the exit code are complete.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
@@ -152,7 +152,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
         discard_output(sys.stdout)
-        say(f"memprof: the output cannot be written: {error.strerror}", err=True)
+        echo(f"memprof: the output cannot be written: {error.strerror}", err=True)
         sys.exit(1)
     finally:
         if ends_process:

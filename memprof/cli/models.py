@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.cli.output import ListOptions, print_json
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 
 EXAMPLES = """
 memprof models
@@ -23,7 +23,7 @@ def models(output: ListOptions) -> None:
         return
     for entry in list_models():
         positions = f"{entry.max_positions:,}" if entry.max_positions else "-"
-        say(
+        echo(
             f"{entry.key:<24}{format_count(entry.num_parameters):>9}  {entry.checkpoint_dtype:<9}"
             f"{positions:>10}  {entry.hf_id}"
         )

@@ -24,9 +24,9 @@ import typer
 import typer.core
 
 from memprof.cli import settings
-from memprof.cli.completion import list_completions
-from memprof.cli.exits import Exit
-from memprof.cli.streams import discard_output, report_error, say
+from memprof.cli.completion import get_completer
+from memprof.cli.exits import ExitCode
+from memprof.cli.streams import discard_output, echo, report_error
 from memprof.device.ceiling import limit_memory
 from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.run_spec import RunSpec
@@ -36,11 +36,11 @@ from memprof.units import parse_gib
 OUTPUT = "Output"
 FILES = "Files"
 _LAST_PANELS = ("Fixes", settings.PANEL, FILES, OUTPUT)
-# Loggers whose messages at import do not concern the run.
+# Loggers that print messages at import.
 _QUIET_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
-_MOST = 10**12  # the largest number of any option: bytes, seconds, rows; see _MOST_OF
-_MOST_OF = {
-    # Loops run over these; rows and tokens (below) have indices in host memory.
+_MAX_NUMBER = 10**12  # Maximum of options that are not in _MAX_BY_OPTION: bytes, seconds, rows.
+_MAX_BY_OPTION = {
+    # Loops run over the first ones; the others have tables in host memory.
     **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
     "seeds": 10**3,
     "batch_size": 1 << 24,
@@ -49,7 +49,7 @@ _MOST_OF = {
     "timeout": 10**8,
     "interval": 86_400,
 }
-_MANY_DIGITS = re.compile(r"\d{400}")
+_LONG_NUMBER = re.compile(r"\d{400}")
 STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _COMMON_OPTIONS = {
@@ -60,7 +60,7 @@ _COMMON_OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FixOptions:
-    """Options of fixes: fixes by name, a ladder, or a search for the largest batch or context."""
+    """Options of fixes: fixes by name, a ladder of fixes, or a search for the largest batch or context."""
 
     fix: str | None = option(
         None, "Fixes", "Run with these fixes, such as chunked-loss,activation-checkpointing or "
@@ -75,7 +75,7 @@ class FixOptions:
 
     def check_largest(self, device: str) -> None:
         """Raise UsageError if --largest is given with --ladder, --fix auto or a real device."""
-        if self.largest is not None and (self.ladder or self.searches or device not in ("auto", "virtual")):
+        if self.largest is not None and (self.ladder or self.is_search or device not in ("auto", "virtual")):
             raise UsageError(
                 "--largest is a search of its own, on the virtual GPU",
                 value=f"--largest {self.largest}",
@@ -83,14 +83,14 @@ class FixOptions:
             )
 
     @property
-    def searches(self) -> bool:
-        """Return whether `--fix` is auto, a search, and not fixes by name."""
+    def is_search(self) -> bool:
+        """Return whether `--fix` is `auto`, which searches for fixes."""
         return self.fix is not None and self.fix.strip() == "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Options of several commands that are not in `TargetSpec`."""
+class SharedOptions:
+    """Options that several commands share and that are not in `TargetSpec`."""
 
     params: str | None = option(
         None, "Model", "A number of parameters, such as 1.2B: estimated analytically, nothing is run.", metavar="COUNT"
@@ -103,7 +103,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
-    """Options of commands that read files: the limit of memory under which the command runs."""
+    """Options of commands that read files: the memory limit of the command."""
 
     max_memory: int | None = option(
         None, "Memory", "Memory that reading and analysing the files may take, such as 4GiB.", metavar="GIB",
@@ -112,19 +112,19 @@ class ReadingOptions:
 
 
 def reuse_option(name: str, **changes: Any) -> Any:
-    """Return an option of `TargetSpec` or `Shared` as a field of another dataclass, as `repeat_option` does."""
-    return repeat_option(name, of=TargetSpec if name in TargetSpec.__dataclass_fields__ else Shared, **changes)
+    """Return an option of `TargetSpec` or `SharedOptions` as a field of another dataclass."""
+    return repeat_option(name, of=TargetSpec if name in TargetSpec.__dataclass_fields__ else SharedOptions, **changes)
 
 
-def spec_of(request: object, **others: object) -> TargetSpec:
-    """Return the TargetSpec from the fields of `request` of the same names; `others` override them."""
+def build_spec(request: object, **others: object) -> TargetSpec:
+    """Return a TargetSpec with the fields of `request` that have the same names; `others` override them."""
     known: dict[str, Any] = {name: getattr(request, name, None) for name in TargetSpec.__dataclass_fields__} | others
     return TargetSpec(**{name: value for name, value in known.items() if value is not None})
 
 
 @contextlib.contextmanager
 def _report_parse_errors(ctx: Any, words: Sequence[str]) -> Iterator[None]:
-    """Context manager: report errors while `words` are parsed, as JSON too if --json is among them."""
+    """Context manager: report errors of parsing `words`, as JSON too if --json is among them."""
     as_json = "--json" in words
     try:
         yield
@@ -132,14 +132,14 @@ def _report_parse_errors(ctx: Any, words: Sequence[str]) -> Iterator[None]:
         if ctx.resilient_parsing:
             raise
         report_error(_convert_error(error.format_message(), ctx.command_path, words), as_json=as_json)
-        raise typer.Exit(Exit.WRONG_USE) from None
+        raise typer.Exit(ExitCode.USAGE_ERROR) from None
     except MemprofError as error:
         report_error(error, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
 
 
 def _convert_error(message: str, command: str, words: Sequence[str]) -> UsageError:
-    """Return typer's message as a UsageError with problem, value and hint."""
+    """Return an error message of typer as a UsageError with problem, value and hint."""
     no_number = re.match(r"Invalid value for '(--[\w-]+)': Input should be a valid (number|integer)", message)
     if no_number is not None:
         flag, kind = no_number.groups()
@@ -157,12 +157,12 @@ def _convert_error(message: str, command: str, words: Sequence[str]) -> UsageErr
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose options may also come from files and presets."""
+    """A command whose options may also come from settings files and presets."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command's arguments, and options from files and presets that are not among the arguments."""
+        """Parse the arguments, and options of files and presets that are not among the arguments."""
         with _report_parse_errors(ctx, args):
-            settings.taken = ()
+            settings.loaded = ()
             words: list[str] = []
             rest = super().parse_args(ctx, [*args])
             if not ctx.resilient_parsing:
@@ -171,37 +171,37 @@ class Command(typer.core.TyperCommand):
                     rest = super().parse_args(ctx, [*words, *args])
                 if ctx.params["save_config"] is not None:
                     self._save_settings(ctx)
-            settings.words = (str(self.name), *words, *args)
+            settings.command_words = (str(self.name), *words, *args)
             return rest
 
     def _load_settings(self, ctx: Any) -> list[str]:
-        """Return options of files and presets that are not among the arguments, as words of a command line."""
-        given = {_find_excluded(name) for name in _names_on_command_line(ctx)}
+        """Return options of files and presets that are not among the arguments, as command-line words."""
+        given = {_find_excluded(name) for name in _list_given_names(ctx)}
         found = []
         for path, values in self._iter_sources(ctx):
             words = []
             for one in self.params:
-                value = values.get(_name_in_file(one), False)
+                value = values.get(_get_option_name(one), False)
                 if value is not False and _find_excluded(str(one.name)) not in given:
-                    words += _option_words(one, value)
+                    words += _build_option_words(one, value)
                     given.add(_find_excluded(str(one.name)))
             if words:
                 found.append(settings.LoadedSettings(path, tuple(words)))
-        settings.taken = tuple(reversed(found))
-        return [word for one in settings.taken for word in one.words]
+        settings.loaded = tuple(reversed(found))
+        return [word for one in settings.loaded for word in one.words]
 
     def _iter_sources(self, ctx: Any) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
-        """Yield the sources of options other than the command line (name, values), the strongest first."""
-        name, read = str(self.name), settings.read()
+        """Yield the sources of options other than the command line (name, values), highest priority first."""
+        name, read = str(self.name), settings.read_settings()
         config, preset = ctx.params["config"], ctx.params["preset"]
         if read is None and config is None and preset is None:
             return
         # The options of all commands, which imports the module of each.
         commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
-        known = {name: {_name_in_file(one) for one in command.params} for name, command in commands.items()}
+        known = {name: {_get_option_name(one) for one in command.params} for name, command in commands.items()}
         if config is not None:
             path = Path(config)
-            yield path, settings.defaults(path, settings.read_named(path), name, known, named=True)
+            yield path, settings.select_options(path, settings.read_config(path), name, known, is_config=True)
         if preset is not None:
             if preset not in settings.PRESETS:
                 raise unknown_name("--preset", str(preset), settings.PRESETS)
@@ -210,30 +210,30 @@ class Command(typer.core.TyperCommand):
                 raise UsageError(f"--preset {preset} says nothing to this command", value=name, hint="leave it out")
             yield f"preset {preset}", values
         if read is not None:
-            yield read[0], settings.defaults(*read, name, known)
+            yield read[0], settings.select_options(*read, name, known)
 
     def _save_settings(self, ctx: Any) -> None:
-        """Write the options in force, except those that name output files, as a file for `--config`."""
-        options = {str(one.name): _name_in_file(one) for one in self.params if one.param_type_name == "option"}
+        """Write the options in effect, except those that name output files, to the file of `--save-config`."""
+        options = {str(one.name): _get_option_name(one) for one in self.params if one.param_type_name == "option"}
         values = {
             options[name]: _parse_value(ctx.params[name])
-            for name in _names_on_command_line(ctx)
-            if name in options and not settings.is_for_the_command_line(options[name])
+            for name in _list_given_names(ctx)
+            if name in options and not settings.is_command_line_only(options[name])
         }
-        settings.write_named(Path(str(ctx.params["save_config"])), str(self.name), values)
+        settings.write_config(Path(str(ctx.params["save_config"])), str(self.name), values)
 
     def invoke(self, ctx: Any) -> Any:
-        """Print the options taken from files, except with --json, --quiet and --snippet, and run the command."""
+        """Print the options that files have set (not with --json, --quiet or --snippet), and run the command."""
         if not any(ctx.params.get(name) for name in ("as_json", "quiet", "snippet")):
-            for one in settings.taken:
-                say(str(one))
+            for one in settings.loaded:
+                echo(str(one))
         for name in _QUIET_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         return super().invoke(ctx)
 
 
-class Commands(typer.core.TyperGroup):
-    """A group of subcommands whose usage errors are printed as memprof's."""
+class ErrorReportingGroup(typer.core.TyperGroup):
+    """A group of commands whose usage errors are printed in memprof's form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before the command's name."""
@@ -241,18 +241,18 @@ class Commands(typer.core.TyperGroup):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command named in `args`, as in typer."""
+        """Return the command named in `args`, as typer does."""
         with _report_parse_errors(ctx, args):
             return super().resolve_command(ctx, args)
 
 
-def _names_on_command_line(ctx: Any) -> list[str]:
+def _list_given_names(ctx: Any) -> list[str]:
     """Return the names of the parameters that the command line sets."""
     return [name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"]
 
 
 def _parse_value(value: Any) -> Any:
-    """Return an option's value for a file: bool and numbers, also from text, as such; lists joined by commas."""
+    """Return an option's value as written to a settings file: a boolean, number or string; lists joined by commas."""
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -264,37 +264,37 @@ def _parse_value(value: Any) -> Any:
     return str(value)
 
 
-def _name_in_file(parameter: Any) -> str:
-    """Return the name of an option without dashes, as in files of settings."""
+def _get_option_name(parameter: Any) -> str:
+    """Return the name of an option without dashes, as in settings files."""
     return str(parameter.opts[-1]).lstrip("-")
 
 
-def _option_words(parameter: Any, value: Any) -> list[str]:
-    """Return the words of a command line for an option with a value of a file; repeatable options repeat."""
+def _build_option_words(parameter: Any, value: Any) -> list[str]:
+    """Return the command-line words that set an option to a value of a settings file."""
     if value is True:
-        return [f"--{_name_in_file(parameter)}"]
+        return [f"--{_get_option_name(parameter)}"]
     parts = str(value).split(",") if parameter.multiple else [value]
-    return [f"--{_name_in_file(parameter)}={part}" for part in parts]
+    return [f"--{_get_option_name(parameter)}={part}" for part in parts]
 
 
 def _find_excluded(name: str) -> str:
-    """Return the option that option `name` excludes; `name` if none."""
+    """Return the option that excludes option `name`, or `name` if there is none."""
     about = options_of(TargetSpec).get(name)
     return _EXCLUDED.get(name) or (about.instead_of if about else None) or name
 
 
-# Pairs besides those of `TargetSpec`: an option on the command line overrides the other in a file.
+# Options that exclude each other, besides those of `TargetSpec`: the command line overrides files.
 _EXCLUDED = {"params": "model", "ladder": "fix", "until_exit": "steps"}
 
 
-def add(
+def add_command(
     app: typer.Typer,
     name: str,
     function: Callable[..., None],
     context: dict[str, Any] | None = None,
     examples: str = "",
 ) -> None:
-    """Add `function` to `app` as command `name`, with context settings, and examples of use, one a line."""
+    """Add `function` to `app` as the command `name`; `examples` are command lines, one per line."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     app.command(
         name,
@@ -302,11 +302,11 @@ def add(
         context_settings=context,
         help="\n\n".join(" ".join(one.split()) for one in paragraphs),
         epilog=f"Examples:\n{examples.strip()}",
-    )(_flatten(function))
+    )(_flatten_parameters(function))
 
 
-def _flatten(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` with its dataclass parameters replaced by a parameter per field, for typer."""
+def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` with each dataclass parameter replaced by one parameter per field, for typer."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     parameters = {
@@ -319,7 +319,7 @@ def _flatten(function: Callable[..., None]) -> Callable[..., None]:
     for group, kind in groups.items():
         types = get_type_hints(kind)
         for name, about in options_of(kind).items():
-            owners[name] = group  # if two have the same option, the later
+            owners[name] = group  # the last group that has the option
             panels[name] = about.panel
             parameters[name] = _build_parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
     for name, about in settings.OPTIONS.items():
@@ -344,7 +344,7 @@ def _flatten(function: Callable[..., None]) -> Callable[..., None]:
             reading = next((one for one in built.values() if isinstance(one, ReadingOptions)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
             limited = contextlib.nullcontext() if reading is None else limit_memory(reading.max_memory, files)
-            with limited, _set_colours(enabled=not no_color):
+            with limited, _set_colors(enabled=not no_color):
                 function(**values, **built)
         except BrokenPipeError:  # the reader of the output (`| head`) has closed it: not an error
             discard_output(sys.stdout)
@@ -352,7 +352,7 @@ def _flatten(function: Callable[..., None]) -> Callable[..., None]:
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-            say(f"memprof: {UsageError('a name is too long for a file', value=str(error.filename)[:80])}", err=True)
+            echo(f"memprof: {UsageError('a name is too long for a file', value=str(error.filename)[:80])}", err=True)
             raise typer.Exit(UsageError.exit_code) from None
         except MemprofError as error:
             if debug:
@@ -370,15 +370,15 @@ def _flatten(function: Callable[..., None]) -> Callable[..., None]:
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
     """Raise UsageError if a number in `numbers` (values by option) is out of range, or has hundreds of digits."""
     for name, value in numbers.items():
-        most = _MOST_OF.get(name, _MOST)
+        most = _MAX_BY_OPTION.get(name, _MAX_NUMBER)
         is_out_of_range = isinstance(value, int | float) and not abs(value) <= most  # also true for NaN
-        if is_out_of_range or (isinstance(value, str) and _MANY_DIGITS.search(value)):
+        if is_out_of_range or (isinstance(value, str) and _LONG_NUMBER.search(value)):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {most:,}")
 
 
 @contextlib.contextmanager
-def _set_colours(*, enabled: bool) -> Iterator[None]:
+def _set_colors(*, enabled: bool) -> Iterator[None]:
     if enabled:
         yield
         return
@@ -392,9 +392,9 @@ def _set_colours(*, enabled: bool) -> Iterator[None]:
 
 
 def _build_parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:
-    """Return the parameter of typer for an option.
+    """Return typer's parameter for an option.
 
-    The default is False for a flag, None if `about.unset` describes the default in words, else the field's default.
+    The default is False for a flag, None if `about.unset` describes the default, else the field's default.
     """
     is_flag = kind is bool and about.instead_of is None
     default_text = about.unset or (str(default) if about.parse and not about.is_count and default is not None else None)
@@ -405,7 +405,7 @@ def _build_parameter(name: str, kind: Any, about: Option, default: object) -> in
         metavar=about.metavar,
         rich_help_panel=about.panel,
         hidden=not about.panel,
-        autocompletion=list_completions(name, about.choices),
+        autocompletion=get_completer(name, about.choices),
     )
     if is_flag:
         return inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, info])
@@ -416,7 +416,7 @@ def _build_parameter(name: str, kind: Any, about: Option, default: object) -> in
 
 
 def _parse_option(about: Option, value: str) -> Any:
-    """Return the parsed value of an option's text; a UsageError names the option."""
+    """Return the parsed value of an option. Raises UsageError, which names the option."""
     assert about.parse is not None
     try:
         return about.parse(value)
@@ -425,7 +425,7 @@ def _parse_option(about: Option, value: str) -> Any:
 
 
 def _build_options(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return an instance of dataclass `kind`; UsageError if a value is wrong, or two options exclude each other."""
+    """Return an instance of dataclass `kind` from option values. Raises UsageError: wrong or conflicting values."""
     options = options_of(kind)
     given: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Output of a command: options, printing, written files and the exit code."""
+"""Output options of commands, and the printing and saving of results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memprof.cli import settings
-from memprof.cli.exits import Exit
+from memprof.cli.exits import ExitCode
 from memprof.cli.options import FILES, OUTPUT, reuse_option
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 from memprof.errors import MemprofError
 from memprof.spec import option
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memprof.trace.events import Trace
 
 
-class _HasJson(Protocol):
+class _JsonConvertible(Protocol):
     def to_json(self) -> dict[str, Any]: ...
 
 
@@ -38,7 +38,7 @@ class ListOptions:
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
 
     def __post_init__(self) -> None:
-        """Do nothing: subclasses check their options and call super()."""
+        """Do nothing: subclasses check their options, and call super()."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class OutputOptions(ListOptions):
 
     @contextlib.contextmanager
     def _write_file(self, message: str) -> Iterator[None]:
-        """Context manager: write a file after the report; mark errors as following it; then print `message`."""
+        """Context manager: mark errors of writing a file as following the report, and print `message` on success."""
         try:
             yield
         except MemprofError as error:
             error.follows_answer = True
             raise
         if not self.quiet:
-            say(message, err=True)
+            echo(message, err=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class TableOptions(OutputOptions):
         "replaced.", metavar="FOLDER",
     )  # fmt: skip
     force: bool = reuse_option("force")
-    folder: Path | None = dataclasses.field(default=None, init=False)  # absolute path of `csv`, for scripts that chdir
+    csv_path: Path | None = dataclasses.field(default=None, init=False)  # `csv` as absolute path: scripts may chdir
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,15 +83,15 @@ class TableOptions(OutputOptions):
             from memprof.report.export.csv import check_folder
 
             check_folder(self.csv)
-            object.__setattr__(self, "folder", self.csv.absolute())
+            object.__setattr__(self, "csv_path", self.csv.absolute())
 
     def write_tables(self, document: DisplayedDocument) -> None:
         """Write the tables of `document` if --csv is given."""
-        if self.folder is not None:
+        if self.csv_path is not None:
             from memprof.report.export.csv import write_csv
 
             with self._write_file(f"Tables: {self.csv}"):
-                write_csv(document, self.folder, force=self.force)
+                write_csv(document, self.csv_path, force=self.force)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class PageOptions(OutputOptions):
         None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
     )
     force: bool = reuse_option("force")
-    page: Path | None = dataclasses.field(default=None, init=False)  # absolute path of `html`, for scripts that chdir
+    html_path: Path | None = dataclasses.field(default=None, init=False)  # `html` as absolute path: scripts may chdir
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,15 +113,15 @@ class PageOptions(OutputOptions):
 
             check_plotly("--html")
             check_output_path(self.html, PAGE, force=self.force)
-            object.__setattr__(self, "page", self.html.absolute())
+            object.__setattr__(self, "html_path", self.html.absolute())
 
     def write_page(self, document: Page) -> None:
         """Write the page of `document` if --html is given."""
-        if self.page is not None:
+        if self.html_path is not None:
             from memprof.report.page.page import write_page
 
             with self._write_file(f"Page: {self.html}"):
-                write_page(document, self.page, force=self.force)
+                write_page(document, self.html_path, force=self.force)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class CaptureOptions(ReportOptions):
     """Options of a command that can save a capture; UsageError if the file cannot be written."""
 
     save: Path | None = option(None, FILES, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
-    place: Path | None = dataclasses.field(default=None, init=False)  # absolute path of `save`, for scripts that chdir
+    save_path: Path | None = dataclasses.field(default=None, init=False)  # `save` as absolute path: scripts may chdir
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,36 +143,36 @@ class CaptureOptions(ReportOptions):
             from memprof.trace.io import CAPTURE
 
             check_output_path(self.save, CAPTURE, force=self.force)
-            object.__setattr__(self, "place", self.save.absolute())
+            object.__setattr__(self, "save_path", self.save.absolute())
 
     def print_run(self, trace: Trace, document: Report) -> None:
         """Print the report of a run, and write its capture if --save is given."""
-        print_document(document, self)
-        if self.place is not None:
+        print_report(document, self)
+        if self.save_path is not None:
             from memprof.trace.io import save_trace
 
             with self._write_file(f"Saved: memprof show {shlex.quote(str(self.save))}"):
-                save_trace(trace, self.place, force=self.force)
+                save_trace(trace, self.save_path, force=self.force)
 
 
-def print_json(result: _HasJson | dict[str, Any]) -> None:
-    """Print a result on stdout as JSON, with the options taken from files."""
+def print_json(result: _JsonConvertible | dict[str, Any]) -> None:
+    """Print a result on stdout as JSON, with the options that files have set."""
     plain = result if isinstance(result, dict) else result.to_json()
-    if settings.taken:
-        files = ", ".join(str(one.path) for one in settings.taken)
+    if settings.loaded:
+        files = ", ".join(str(one.path) for one in settings.loaded)
         plain = {
             **plain,
-            "options_from_file": {"file": files, "options": [word for one in settings.taken for word in one.words]},
+            "options_from_file": {"file": files, "options": [word for one in settings.loaded for word in one.words]},
         }
     json.dump(plain, sys.stdout, indent=1)
     sys.stdout.write("\n")
 
 
 def print_result(result: Any, output: OutputOptions, view: str, **options: Any) -> None:
-    """Print a result on stdout, as JSON or text, and write its tables and its page.
+    """Print a result on stdout as JSON or text, and write its tables and its HTML page.
 
     Args:
-        view: module of `report/terminal` whose function `view` renders the result, with `options`.
+        view: name of the module in `report/terminal` whose `render` makes the view of the result, with `options`.
     """
     if output.as_json:
         print_json(result)
@@ -187,24 +187,24 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
         output.write_page(result)
 
 
-def print_document(document: Report, output: ReportOptions) -> None:
-    """Print the report of a run, as `print_result` does."""
+def print_report(document: Report, output: ReportOptions) -> None:
+    """Print the report of a run, and write its tables and its HTML page."""
     print_result(document, output, "report", explain=output.explain)
 
 
 def print_cache_age(seconds: float, *, quiet: bool) -> None:
-    """Print on stderr that a result is cached, with its age of `seconds`."""
+    """Print on stderr that the result is cached, with its age in seconds."""
     if not quiet:
         units = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
         size, unit = next((size, unit) for size, unit in units if seconds >= 2 * size or size == 1)
         ago = f"{seconds / size:.0f} {unit} ago; nothing has changed since"
-        say(f"memprof: from the cache, simulated {ago} (--no-cache runs it again)", err=True)
+        echo(f"memprof: from the cache, simulated {ago} (--no-cache runs it again)", err=True)
 
 
-def exit_code(document: Report) -> int:
-    """Return the exit code of a report: FAILED also without a verdict, or with a finding of severity error."""
+def choose_exit_code(document: Report) -> int:
+    """Return the exit code of a report; FAILED also without a verdict, or with a finding of severity error."""
     if document.failure is not None or document.verdict.fits is None:
-        return Exit.FAILED
+        return ExitCode.FAILED
     if not document.verdict.fits:
-        return Exit.DOES_NOT_FIT
-    return Exit.FAILED if any(finding.severity.value == "error" for finding in document.findings) else Exit.DONE
+        return ExitCode.DOES_NOT_FIT
+    return ExitCode.FAILED if any(finding.severity.value == "error" for finding in document.findings) else ExitCode.DONE

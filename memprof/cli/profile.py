@@ -9,8 +9,8 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.options import FixOptions, reuse_option
-from memprof.cli.output import CaptureOptions, exit_code, print_cache_age, print_document
-from memprof.cli.progress import Progress, long_work
+from memprof.cli.output import CaptureOptions, choose_exit_code, print_cache_age, print_report
+from memprof.cli.progress import Progress, show_progress
 from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
 
@@ -43,14 +43,14 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
     The model's own code, autograd and the optimizer run for real, on tensors without data. Exit code 0: it fits;
     3: it does not.
     """
-    if options.ladder and options.searches:
+    if options.ladder and options.is_search:
         hint = "--fix auto shows a ladder of its own"
         raise UsageError("give --fix auto or --ladder, not both", value=f"--fix {options.fix}", hint=hint)
     options.check_largest(options.device)
     from memprof.fixes.catalog import STEPS, check_installed
     from memprof.fixes.chosen import parse_fixes
 
-    named = () if options.fix is None or options.searches else [fix.fix for fix in parse_fixes(options.fix, STEPS)]
+    named = () if options.fix is None or options.is_search else [fix.fix for fix in parse_fixes(options.fix, STEPS)]
     check_installed(spec, named)
     from memprof.report.documents.report import Report
 
@@ -60,10 +60,10 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
     # A capture and a page need all events, which cached results do not have.
     cached = None if entry is None or output.save or output.html else entry.find(Report)
     if cached is not None:
-        print_document(cached[0], output)
+        print_report(cached[0], output)
         print_cache_age(cached[1], quiet=output.quiet)
-        raise typer.Exit(exit_code(cached[0]))
-    with long_work(quiet=output.quiet) as progress:
+        raise typer.Exit(choose_exit_code(cached[0]))
+    with show_progress(quiet=output.quiet) as progress:
         try:
             trace, document = _run(spec, options, progress, is_named=is_named)
         except RunFailedError as error:
@@ -75,7 +75,7 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
         raise run_error
     if entry is not None:
         entry.keep(document)
-    raise typer.Exit(exit_code(document))
+    raise typer.Exit(choose_exit_code(document))
 
 
 def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
@@ -87,11 +87,11 @@ def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_named: bo
     else:
         is_simulated = options.device == "virtual"
     asked = {"fix": options.fix, "ladder": options.ladder, "largest": options.largest}
-    return cached_answer("profile", spec, asked, settings.words) if is_simulated else None
+    return cached_answer("profile", spec, asked, settings.command_words) if is_simulated else None
 
 
 def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:
-    """Return trace and report of the run, ladder or search; with `is_named` the GPU is simulated."""
+    """Return trace and report of the run, ladder or search; `is_named`: the user named the GPU to simulate."""
     from memprof.device.visible import hide_gpus
     from memprof.fixes.catalog import BESIDE, SPREADS, STEPS, ladder
     from memprof.fixes.chosen import parse_fixes
@@ -118,17 +118,17 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search_fixes
 
-    if options.searches and spec.gpus > 1 and spec.parallel is None:
+    if options.is_search and spec.gpus > 1 and spec.parallel is None:
         from memprof.flows.ladder.plans import search_plans
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
-    fixes = [] if options.fix is None or options.searches else parse_fixes(options.fix, STEPS)
+    fixes = [] if options.fix is None or options.is_search else parse_fixes(options.fix, STEPS)
     spreads = options.fix is None or any(fix.fix.name in SPREADS for fix in fixes)
     if spec.gpus > 1 and spec.parallel is None and spreads:
         spec = spec.edit(parallel=BESIDE)
-    if options.searches and spec.host_memory_bytes is None:
+    if options.is_search and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated)
     if options.fix is None:
         return build_ladder(runs, ladder(spec.gpus))
-    return search_fixes(runs) if options.searches else apply_fixes(runs, fixes, each=options.ladder)
+    return search_fixes(runs) if options.is_search else apply_fixes(runs, fixes, each=options.ladder)

@@ -1,4 +1,4 @@
-"""Progress on stderr of calls that take a while: on a terminal one line, rewritten; in a pipe plain lines.
+"""Progress on stderr of long calls: on a terminal one line, redrawn; in a pipe plain lines.
 
 A line has the current work, its progress if known (flows/progress.py), and the elapsed seconds.
 """
@@ -15,18 +15,18 @@ import time
 
 from memprof.errors import printable
 
-EVERY = 10.0  # seconds between two lines where stderr is no terminal
-_FIRST, _INTERVAL = 2.0, 0.5  # seconds on a terminal until the first line, and between updates
+PIPE_INTERVAL = 10.0  # seconds between two lines where stderr is no terminal
+_FIRST_DELAY, _REDRAW_INTERVAL = 2.0, 0.5  # seconds on a terminal until the first line, and between updates
 
 
 class Progress:
-    """Progress display: a thread prints after two seconds, or ten if stderr is no terminal; never if `quiet`."""
+    """A progress display: a thread prints after two seconds, or every ten without a terminal; never if `quiet`."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._begin = time.monotonic()
         self._shown = False
-        self._doing = ""
+        self._work = ""
         self._is_terminal = sys.stderr.isatty()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -40,20 +40,20 @@ class Progress:
                 self._thread = thread
         return self
 
-    def __call__(self, doing: str) -> None:
-        """Set the text of the current work."""
-        self._doing = printable(doing)
+    def __call__(self, work: str) -> None:
+        """Set the description of the current work."""
+        self._work = printable(work)
 
     def _format_line(self) -> str:
-        """Return the line: work, progress and elapsed seconds."""
+        """Return the progress line: work, progress and elapsed seconds."""
         known = sys.modules.get("memprof.flows.progress")  # not imported: the work reports no progress
         progress = "" if known is None else known.progress_text()
-        return f"memprof: {self._doing}{f', {progress}' if progress else ''} ({time.monotonic() - self._begin:.0f} s)"
+        return f"memprof: {self._work}{f', {progress}' if progress else ''} ({time.monotonic() - self._begin:.0f} s)"
 
     def _redraw_regularly(self) -> None:
-        self._ended.wait(_FIRST)
-        while not self._ended.wait(_INTERVAL):
-            if self._doing:
+        self._ended.wait(_FIRST_DELAY)
+        while not self._ended.wait(_REDRAW_INTERVAL):
+            if self._work:
                 with contextlib.suppress(OSError, ValueError):
                     columns = os.get_terminal_size(sys.stderr.fileno()).columns
                     sys.stderr.write(f"\r\033[K{self._format_line()[: max(columns - 1, 20)]}")
@@ -61,8 +61,8 @@ class Progress:
                     self._shown = True
 
     def _write_regularly(self) -> None:
-        while not self._ended.wait(EVERY):
-            if self._doing:
+        while not self._ended.wait(PIPE_INTERVAL):
+            if self._work:
                 sys.stderr.write(f"{self._format_line()}\n")
                 sys.stderr.flush()
 
@@ -75,7 +75,7 @@ class Progress:
             sys.stderr.flush()
 
 
-def long_work(*, quiet: bool = False) -> Progress:
+def show_progress(*, quiet: bool = False) -> Progress:
     """Disable garbage collection, also at exit, and return a progress display.
 
     For work that creates millions of permanent objects, such as importing torch: collections would take a third of the
@@ -87,10 +87,9 @@ def long_work(*, quiet: bool = False) -> Progress:
 
 
 def _skip_final_collection() -> None:
-    """Freeze all objects, so that Python does not collect garbage at exit.
+    """Freeze all objects, so that Python collects no garbage at exit.
 
-    With nanobind (Triton from release 3.9) objects are unfrozen instead: its libraries would print leaked objects to
-    stderr.
+    With nanobind (in Triton from release 3.9) unfreeze instead: its libraries would print leaked objects to stderr.
     """
     has_nanobind = any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
     (gc.unfreeze if has_nanobind else gc.freeze)()

@@ -16,19 +16,21 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import Commands, add
+from memprof.cli.options import ErrorReportingGroup, add_command
 from memprof.cli.output import ListOptions, print_json
-from memprof.cli.streams import say
+from memprof.cli.streams import echo
 from memprof.errors import MemprofError, UsageError, unknown_name
 
 app = typer.Typer(
-    cls=Commands,
+    cls=ErrorReportingGroup,
     help="Case studies of real reports: list them, run them, copy them.",
     no_args_is_help=True,
     add_completion=False,
 )
 
-Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]
+RecipeName = Annotated[
+    str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")
+]
 _PACKAGE = resources.files("memprof")
 # Folders of the recipes: in an installed wheel (or zip file), and in a checkout.
 _FOLDERS = (_PACKAGE / "_recipes", Path(str(_PACKAGE)).parent / "recipes")
@@ -41,13 +43,14 @@ def list_recipes(output: ListOptions) -> None:
     if output.as_json:
         from memprof.report.documents.command_results import Recipe, RecipeList
 
-        print_json(RecipeList(recipes=tuple(Recipe(one.name, _read_title(one), _run_command(one)) for one in found)))
+        recipes = (Recipe(one.name, _read_title(one), _build_run_command(one)) for one in found)
+        print_json(RecipeList(recipes=tuple(recipes)))
         return
     for recipe in found:
-        say(f"{recipe.name}\n    {_read_title(recipe)}\n    {_run_command(recipe)}")
+        echo(f"{recipe.name}\n    {_read_title(recipe)}\n    {_build_run_command(recipe)}")
 
 
-def run_recipe(context: typer.Context, name: Name) -> None:
+def run_recipe(context: typer.Context, name: RecipeName) -> None:
     """Run a recipe: what it is about before and after, and which figures of its report hold.
 
     What follows NAME goes to the recipe's script: its own --help says what it takes.
@@ -65,7 +68,7 @@ def run_recipe(context: typer.Context, name: Name) -> None:
 
 def copy_recipe(
     output: ListOptions,
-    name: Name,
+    name: RecipeName,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A new folder, or one that is there: then the copy is made inside it.")
     ],
@@ -76,7 +79,7 @@ def copy_recipe(
     if target.exists() or target.is_symlink():
         raise UsageError("there is something already: nothing was copied", value=target, hint="name another folder")
     try:
-        _copy(recipe, target)
+        _copy_folder(recipe, target)
     except OSError as error:
         raise UsageError(
             "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
@@ -88,11 +91,11 @@ def copy_recipe(
         copied = Recipe(recipe.name, _read_title(recipe), run)
         print_json(RecipeList(command="recipes cp", recipes=(copied,), copied_to=str(target)))
         return
-    say(f"copied to {target}; run it with\n    {run}")
+    echo(f"copied to {target}; run it with\n    {run}")
 
 
 def find_recipes() -> list[Traversable]:
-    """Return the folders of all recipes, by number; raise MemprofError if this installation has none."""
+    """Return the folders of all recipes, by number. Raises MemprofError: this installation has none."""
     for folder in _FOLDERS:
         below = folder.iterdir() if folder.is_dir() else ()
         found = [one for one in below if (one / _SCRIPT).is_file() and (one / _README).is_file()]
@@ -102,7 +105,7 @@ def find_recipes() -> list[Traversable]:
 
 
 def find_recipe(name: str) -> Traversable:
-    """Return the recipe of this name or number, or the only one whose name contains `name`; else raise UsageError."""
+    """Return the recipe with this name, number, or unique part of a name. Raises UsageError: none or several."""
     recipes = find_recipes()
     wanted = name.strip().strip("/").lower()
     exact = [recipe for recipe in recipes if wanted in (recipe.name.lower(), _parse_number(recipe))]
@@ -123,21 +126,21 @@ def _unpack_folder(recipe: Traversable) -> Iterator[Path]:
         yield recipe
         return
     with tempfile.TemporaryDirectory(prefix="memprof-recipe-") as folder:
-        _copy(recipe, Path(folder) / recipe.name)
+        _copy_folder(recipe, Path(folder) / recipe.name)
         yield Path(folder) / recipe.name
 
 
-def _copy(folder: Traversable, target: Path) -> None:
+def _copy_folder(folder: Traversable, target: Path) -> None:
     target.mkdir(parents=True)
     for file in folder.iterdir():
         if file.is_dir():
             if file.name != "__pycache__":
-                _copy(file, target / file.name)
+                _copy_folder(file, target / file.name)
         else:
             (target / file.name).write_bytes(file.read_bytes())
 
 
-def _run_command(recipe: Traversable) -> str:
+def _build_run_command(recipe: Traversable) -> str:
     return f"memprof recipes run {recipe.name}"
 
 
@@ -151,6 +154,8 @@ def _parse_number(folder: Traversable) -> str | None:
     return match[1] if match else None
 
 
-add(app, "ls", list_recipes, examples="memprof recipes ls")
-add(app, "run", run_recipe, {"allow_extra_args": True, "allow_interspersed_args": False}, "memprof recipes run pythia")
-add(app, "cp", copy_recipe, examples="memprof recipes cp pythia my-recipe")
+add_command(app, "ls", list_recipes, examples="memprof recipes ls")
+add_command(
+    app, "run", run_recipe, {"allow_extra_args": True, "allow_interspersed_args": False}, "memprof recipes run pythia"
+)
+add_command(app, "cp", copy_recipe, examples="memprof recipes cp pythia my-recipe")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from memprof.cli import settings
-from memprof.cli.exits import Exit
-from memprof.cli.options import OUTPUT, reuse_option, spec_of
+from memprof.cli.exits import ExitCode
+from memprof.cli.options import OUTPUT, build_spec, reuse_option
 from memprof.cli.output import ExplainOptions, PageOptions, print_cache_age, print_json
-from memprof.cli.progress import Progress, long_work
-from memprof.cli.streams import say
+from memprof.cli.progress import Progress, show_progress
+from memprof.cli.streams import echo
 from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, HOST_BYTES, Mode, TargetSpec, option
 
@@ -29,7 +29,7 @@ memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
 """
 
 SCRIPTS_OVER_GPUS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
-_SEARCHED = "what gives up least and fits"
+_SEARCHED_DEFAULT = "what gives up least and fits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class RecommendOptions(ExplainOptions, PageOptions):
     trust_remote_code: bool = reuse_option("trust_remote_code")
     mode: Mode = reuse_option("mode")
     adapter: str | None = reuse_option("adapter")
-    dtype: str | None = reuse_option("dtype", unset=_SEARCHED)
-    amp: str | None = reuse_option("amp", unset=_SEARCHED)
+    dtype: str | None = reuse_option("dtype", unset=_SEARCHED_DEFAULT)
+    amp: str | None = reuse_option("amp", unset=_SEARCHED_DEFAULT)
     quantize: str | None = reuse_option(
-        "quantize", note="With --adapter lora: QLoRA.", choices=BITSANDBYTES_FORMATS, unset=_SEARCHED
+        "quantize", note="With --adapter lora: QLoRA.", choices=BITSANDBYTES_FORMATS, unset=_SEARCHED_DEFAULT
     )
     context_length: int | None = reuse_option("context_length")
     effective_batch: int | None = option(
@@ -77,7 +77,7 @@ class RecommendOptions(ExplainOptions, PageOptions):
 
     @property
     def goal(self) -> str | None:
-        """Return the name of the goal; None without a model."""
+        """Return the goal: infer, full, lora or qlora; None without a model."""
         if self.model is None:
             return None
         if self.mode is Mode.INFERENCE:
@@ -85,13 +85,13 @@ class RecommendOptions(ExplainOptions, PageOptions):
         return "full" if self.adapter is None else "lora" if self.quantize in (None, "int8") else "qlora"
 
     @property
-    def half(self) -> str | None:
-        """Return the requested half precision; None: the GPU's."""
+    def half_dtype(self) -> str | None:
+        """Return the requested half-precision dtype; None: the GPU's default."""
         return self.amp or (None if self.dtype == "float32" else self.dtype)
 
     @property
     def precision(self) -> str | None:
-        """Return the requested precision by its name in plans (flows/recommend/plans.py); None: searched."""
+        """Return the requested precision as named in flows/recommend/plans.py; None: to be searched."""
         if self.quantize is not None or self.amp is not None:
             return self.quantize or "amp"
         return self.dtype if self.dtype in (None, "float32") else "half"
@@ -118,7 +118,7 @@ class RecommendOptions(ExplainOptions, PageOptions):
             if self.mode is Mode.INFERENCE and getattr(self, name) is not None:
                 raise UsageError(f"--{name} is for training", value=getattr(self, name), hint=f"leave out --{name}")
         if self.mode is Mode.INFERENCE and self.effective_batch is not None:
-            say("memprof: in inference --effective-batch is now --batch-size; it goes with the next release", err=True)
+            echo("memprof: in inference --effective-batch is now --batch-size; it goes with the next release", err=True)
         if self.effective_batch is not None and self.batch_size and self.effective_batch % self.batch_size:
             raise UsageError(
                 "--batch-size must divide --effective-batch",
@@ -126,12 +126,12 @@ class RecommendOptions(ExplainOptions, PageOptions):
                 hint="leave out --batch-size, and it is searched",
             )
 
-    def spec(self) -> TargetSpec:
-        """Return the spec of model and GPU, without searched options; raise UsageError if the spec is invalid."""
+    def build_spec(self) -> TargetSpec:
+        """Return the spec of model and GPU, without options to be searched. Raises UsageError: it is invalid."""
         from memprof.device.catalog import find_gpu
 
         # `lengths` is used only for the odds; in `memprof profile` it sets the batches.
-        spec = spec_of(self, model=self.model or "-", lengths=None, batch_size=1, gpu=find_gpu(self.gpu).key)
+        spec = build_spec(self, model=self.model or "-", lengths=None, batch_size=1, gpu=find_gpu(self.gpu).key)
         return spec.edit(dtype=None, amp=None, quantize=None)
 
 
@@ -143,7 +143,7 @@ def recommend(request: RecommendOptions) -> None:
     code 0: something fits; 3: nothing does.
     """
     request.check()
-    spec = request.spec()
+    spec = request.build_spec()
     from memprof.report.documents.recommendation import Recommendation
 
     entry = _find_cache_entry(spec, request) if request.cache else None
@@ -152,13 +152,13 @@ def recommend(request: RecommendOptions) -> None:
         result, seconds = cached
         print_cache_age(seconds, quiet=request.quiet or request.snippet is not None)
     else:
-        with long_work(quiet=request.quiet) as progress:
+        with show_progress(quiet=request.quiet) as progress:
             result = _search(spec, request, progress)
     _print_recommendation(result, request)
     request.write_page(result)
     if entry is not None and cached is None:
         entry.keep(result)
-    raise typer.Exit(Exit.DONE if result.found else Exit.DOES_NOT_FIT)
+    raise typer.Exit(ExitCode.DONE if result.found else ExitCode.DOES_NOT_FIT)
 
 
 _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
@@ -171,7 +171,7 @@ def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> CachedAnsw
     asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
     if request.model is None:  # the catalog is searched
         asked["model"], spec = "", spec.edit(model="gpt2")
-    return cached_answer("recommend", spec, asked, settings.words)
+    return cached_answer("recommend", spec, asked, settings.command_words)
 
 
 def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:
@@ -188,7 +188,7 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     from memprof.flows.recommend.search import SearchRequest
 
     question = SearchRequest(
-        Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half
+        Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half_dtype
     )
     if spec.gpus > 1 and request.goal == "infer":
         from memprof.flows.recommend.serving import recommend_serving
@@ -208,7 +208,7 @@ def _print_recommendation(result: Recommendation, request: RecommendOptions) -> 
         if request.snippet not in result.snippets:
             hint = "there is " + (" and ".join(result.snippets) or "none for a model of your own")
             raise UsageError("there is no such script for this run", value=request.snippet, hint=hint)
-        say(result.snippets[request.snippet], nl=False)
+        echo(result.snippets[request.snippet], nl=False)
         return
     if request.as_json:
         print_json(result)

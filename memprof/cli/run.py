@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memprof.cli.child import continue_in_child, send_exit_code
-from memprof.cli.exits import Exit
+from memprof.cli.exits import ExitCode
 from memprof.cli.options import FixOptions, reuse_option
-from memprof.cli.output import CaptureOptions, exit_code
+from memprof.cli.output import CaptureOptions, choose_exit_code
 from memprof.cli.progress import Progress
-from memprof.cli.streams import report_error, say, script_output
+from memprof.cli.streams import echo, report_error, script_output
 from memprof.errors import MemprofError, UsageError
 from memprof.run_spec import RunSpec
 from memprof.spec import HOST_BYTES, option
@@ -43,14 +43,14 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
     lengths: str | None = reuse_option("lengths", panel="")
 
-    def spec(self) -> RunSpec:
-        """Return the options that determine the run, with checked fixes."""
+    def build_spec(self) -> RunSpec:
+        """Return the options that determine the run, with the names of installed fixes."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSpec)}
-        fixes = () if self.fix is None or self.searches else tuple(map(str, _parse_installed(self.fix)))
+        fixes = () if self.fix is None or self.is_search else tuple(map(str, _parse_installed_fixes(self.fix)))
         return RunSpec(**found | {"fixes": fixes})
 
-    def rule(self) -> StopRule:
-        """Return the rule that stops the script; raise UsageError for wrong options."""
+    def build_stop_rule(self) -> StopRule:
+        """Return the rule that stops the script. Raises UsageError: options exclude each other, or are out of range."""
         if self.lengths is not None:
             hint = "leave it out: with --steps 200 the report says what its own batches reserve"
             raise UsageError("--lengths cannot change what a script feeds its model", value=self.lengths, hint=hint)
@@ -85,7 +85,7 @@ def run(
     from memprof.script import Program
 
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
-    is_search = request.ladder or request.searches or request.largest is not None
+    is_search = request.ladder or request.is_search or request.largest is not None
     if request.ranks is not None and is_search:
         hint = "leave out --ladder, --fix auto and --largest, or --ranks"
         raise UsageError("a ladder and a search run one rank", value=f"--ranks {request.ranks}", hint=hint)
@@ -101,23 +101,23 @@ def run(
         raise UsageError("--ladder chooses fixes itself", value=f"--fix {request.fix}", hint="give --fix or --ladder")
     request.check_largest(request.device)
     ranks = request.ranks is not None or _has_measured_ranks(program, request)
-    runner = _run_ladder if is_search else _run_ranks if ranks else _run
+    runner = _run_ladder if is_search else _run_ranks if ranks else _run_script
     from memprof.flows.gpus import find_spec_gpu
 
-    rule = request.rule()
+    stop_rule = request.build_stop_rule()
     find_spec_gpu(request)  # an unknown GPU is an error before the fork
     continue_in_child(as_json=request.as_json)
-    raise typer.Exit(runner(program, rule, request))
+    raise typer.Exit(runner(program, stop_rule, request))
 
 
-def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
+def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.script import run_script
     from memprof.script import EndReason
     from memprof.trace.events import FailureKind
 
     before = frozenset(threading.enumerate())
     with script_output(to_stderr=request.as_json):
-        found = run_script(program, rule, request.spec())
+        found = run_script(program, stop_rule, request.build_spec())
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a fix does not apply to the script's model
         raise outcome.error
@@ -130,14 +130,14 @@ def _run(program: Program, rule: StopRule, request: RunOptions) -> int:
         print_error(outcome.error)
     code = _script_exit_code(outcome.exit_code)
     if document is None:
-        failure, code = found.trace.failure, code or int(Exit.FAILED)
+        failure, code = found.trace.failure, code or int(ExitCode.FAILED)
         if failure is None or failure.kind is not FailureKind.REFUSED:
             report_error(_build_error(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
         elif not isinstance(outcome.error, MemprofError):
             report_error(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, document)
-    code = int(Exit.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or exit_code(document)
+    code = int(ExitCode.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or choose_exit_code(document)
     if outcome.ended is not EndReason.EXIT:
         _exit_with_threads(before, code)
     return code
@@ -153,30 +153,30 @@ def _has_measured_ranks(program: Program, request: RunOptions) -> bool:
     return not isinstance(start, ScriptOutcome) and start.size > 1  # an outcome: the launcher's own --help
 
 
-def _run_ranks(program: Program, rule: StopRule, request: RunOptions) -> int:
+def _run_ranks(program: Program, stop_rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ranks import RanksRun, run_ranks
     from memprof.script import EndReason
 
     with script_output(to_stderr=request.as_json):
-        found = run_ranks(program, rule, request.spec())
+        found = run_ranks(program, stop_rule, request.build_spec())
     if not isinstance(found, RanksRun):  # the launcher's own --help
-        code = _script_exit_code(found.exit_code) or int(Exit.FAILED)
+        code = _script_exit_code(found.exit_code) or int(ExitCode.FAILED)
         report_error(_build_error(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
         return code
     if isinstance(found.problem, UsageError):
         raise found.problem
-    code = _script_exit_code(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
+    code = _script_exit_code(found.exit_code) or (int(ExitCode.FAILED) if found.problem else 0)
     as_json = request.as_json and found.document is None
-    say(found.said, err=True, nl=False)
+    echo(found.said, err=True, nl=False)
     if found.problem is not None:
         report_error(found.problem, as_json=as_json, exit_code=code)
     if found.document is None:
-        code = code or int(Exit.FAILED)
+        code = code or int(ExitCode.FAILED)
         if found.problem is None:
             report_error(_build_error(found.ended, found.exit_code), as_json=as_json, exit_code=code)
         return code
     request.print_run(found.trace, found.document)
-    return int(Exit.DOES_NOT_FIT) if found.ended is EndReason.REFUSED else code or exit_code(found.document)
+    return int(ExitCode.DOES_NOT_FIT) if found.ended is EndReason.REFUSED else code or choose_exit_code(found.document)
 
 
 _GAP_HINT = (
@@ -185,7 +185,7 @@ _GAP_HINT = (
 
 
 def _build_error(ended: EndReason, exit_code: int, failure: Failure | None = None) -> MemprofError:
-    """Return the error of a program that ended without a tensor on the GPU; `failure` is its exception."""
+    """Return the error for a program that ended without a tensor on the GPU; `failure` is its exception."""
     from memprof.script import EndReason
     from memprof.trace.events import NOT_SIMULATED
 
@@ -213,8 +213,8 @@ def _build_error(ended: EndReason, exit_code: int, failure: Failure | None = Non
     return MemprofError(problem, value=how, hint=hint)
 
 
-def _parse_installed(text: str) -> list[ChosenFix]:
-    """Return the fixes of `--fix`; raise UsageError if their packages are not installed."""
+def _parse_installed_fixes(text: str) -> list[ChosenFix]:
+    """Return the fixes of `--fix`. Raises UsageError: their packages are not installed."""
     from memprof.fixes.catalog import check_installed
     from memprof.fixes.chosen import parse_fixes
 
@@ -224,12 +224,13 @@ def _parse_installed(text: str) -> list[ChosenFix]:
 
 
 def _script_exit_code(own_code: int) -> int:
-    """Return a script's exit code; 1 for codes with a meaning in memprof (usage error, does not fit, differs)."""
-    return int(Exit.FAILED) if own_code in (Exit.WRONG_USE, Exit.DOES_NOT_FIT, Exit.DIFFERS) else own_code
+    """Return a script's exit code, or 1 for codes with a meaning in memprof (usage error, does not fit, differs)."""
+    reserved_codes = (ExitCode.USAGE_ERROR, ExitCode.DOES_NOT_FIT, ExitCode.DIFFERS)
+    return int(ExitCode.FAILED) if own_code in reserved_codes else own_code
 
 
 def _exit_with_threads(before: Collection[threading.Thread], code: int) -> None:
-    """End the process if a stopped script left running threads, which Python would wait for."""
+    """End the process if a stopped script has running threads, for which Python would wait."""
     alive = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
     for thread in alive:
         thread.join(timeout=1.0)
@@ -240,15 +241,15 @@ def _exit_with_threads(before: Collection[threading.Thread], code: int) -> None:
         os._exit(code)
 
 
-def _run_ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
+def _run_ladder(program: Program, stop_rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ladder import scripts
 
     if request.device != "virtual":
         hint = "leave out --device, or --ladder"
         raise UsageError("a ladder runs on the virtual GPU", value=f"--device {request.device}", hint=hint)
     program.check()
-    spec = request.spec()
-    if request.searches and spec.host_memory_bytes is None:
+    spec = request.build_spec()
+    if request.is_search and spec.host_memory_bytes is None:
         spec = spec.edit(host_memory_bytes=HOST_BYTES)
     with Progress(quiet=request.quiet) as progress:
         if request.largest is not None:
@@ -256,7 +257,7 @@ def _run_ladder(program: Program, rule: StopRule, request: RunOptions) -> int:
 
             trace, document = find_largest_for_script(program, spec, request.largest, progress)
         else:
-            search = scripts.search_script_fixes if request.searches else scripts.build_script_ladder
+            search = scripts.search_script_fixes if request.is_search else scripts.build_script_ladder
             trace, document = search(program, spec, progress)
     request.print_run(trace, document)
-    return exit_code(document)
+    return choose_exit_code(document)

@@ -43,9 +43,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 2
-# Matches any pyproject.toml with the table; others are not parsed, which would double the start-up time.
+# Matches any pyproject.toml with the table; parsing others would double the start-up time.
 _TABLE_MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
-_MOST_BYTES = 1 << 20  # of a file of options
+_MAX_FILE_BYTES = 1 << 20  # of a file of options
 PANEL = "Settings"
 # Options of all commands, handled before the command runs.
 OPTIONS = {
@@ -64,7 +64,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings taken from a file or a preset, as words of a command line."""
+    """Settings of a file or a preset, as words of a command line."""
 
     path: Path | str
     words: tuple[str, ...]
@@ -73,12 +73,12 @@ class LoadedSettings:
         return f"From {self.path}: {' '.join(self.words)}"
 
 
-taken: tuple[LoadedSettings, ...] = ()  # by the current command, the weakest first
-words: tuple[str, ...] = ()  # the current command with all its options
+loaded: tuple[LoadedSettings, ...] = ()  # Settings of the current command, lowest priority first.
+command_words: tuple[str, ...] = ()  # The current command with all its options.
 
 
-def read() -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the nearest file with settings from the current folder upwards, and its table; None: no such file."""
+def read_settings() -> tuple[Path, Mapping[str, Any]] | None:
+    """Return the nearest settings file from the current folder upwards, and its table; None: no such file."""
     if os.environ.get(SETTINGS) == "off":
         return None
     try:
@@ -115,15 +115,13 @@ def _parse_toml(path: Path, data: bytes) -> Any:
         raise UsageError("the file is no TOML", value=f"{path}: {error}", hint="correct it, or move it away") from None
 
 
-def read_named(path: Path) -> Mapping[str, Any]:
-    """Return the table in the file of `--config`, TOML by suffix, else YAML; UsageError if the file has no table.
-
-    Names may have underscores for dashes.
-    """
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return the table in the file of `--config`, TOML by suffix, else YAML, with dashes for underscores in names.
+    Raises UsageError: the file cannot be read, or has no table."""
     try:
         if not path.is_file():  # a device or a pipe may have no end
             raise UsageError("no such file", value=f"--config {path}", hint="give a YAML or TOML file")
-        if path.stat().st_size > _MOST_BYTES:
+        if path.stat().st_size > _MAX_FILE_BYTES:
             raise UsageError("the file of --config is too large for options", value=path)
         data = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -133,17 +131,19 @@ def read_named(path: Path) -> Mapping[str, Any]:
         hint = "write lines such as context-length: 4096, or profile: and such lines below it"
         raise UsageError("the file of --config has no options", value=path, hint=hint)
     return {
-        _dashify(key): {_dashify(name): inner for name, inner in value.items()} if isinstance(value, dict) else value
+        _replace_underscores(key): {_replace_underscores(name): inner for name, inner in value.items()}
+        if isinstance(value, dict)
+        else value
         for key, value in table.items()
     }
 
 
-def is_for_the_command_line(name: str) -> bool:
-    """Return whether an option is not allowed in files: options that name code to run, or files to write."""
+def is_command_line_only(name: str) -> bool:
+    """Return whether an option is not allowed in settings files: it names code to run, or files to write."""
     return name in _COMMAND_LINE_ONLY and name not in _ALLOWED_IN_CONFIG
 
 
-def _dashify(name: object) -> str:
+def _replace_underscores(name: object) -> str:
     return str(name).replace("_", "-")
 
 
@@ -157,8 +157,8 @@ def _parse_yaml(path: Path, data: bytes) -> Any:
         raise UsageError("the file is no YAML", value=f"{path}: {message}", hint="correct it") from None
 
 
-def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
-    """Write a new file for `--config` with options of one command, TOML by its suffix or else YAML."""
+def write_config(path: Path, command: str, values: Mapping[str, Any]) -> None:
+    """Write the options of a command to a new file for `--config`, TOML by suffix, else YAML."""
     if path.suffix == ".toml":
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
         text = "\n".join([f"[{command}]", *lines, ""])
@@ -179,13 +179,13 @@ def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
         raise UsageError("--save-config cannot write", value=f"{path}: {error.strerror}") from None
 
 
-def defaults(
-    path: Path, table: Mapping[str, Any], command: str, known: Mapping[str, Collection[str]], *, named: bool = False
+def select_options(
+    path: Path, table: Mapping[str, Any], command: str, known: Mapping[str, Collection[str]], *, is_config: bool = False
 ) -> dict[str, Any]:
-    """Return the options of `command` in a file's table; `known` has the options of all commands, without dashes.
+    """Return the options of `command` in a settings table; `known` has the options of all commands, without dashes.
 
-    With `named` the file is that of --config, which may name the model, and have lists for comma-separated values.
-    Raises UsageError for unknown options, and options not allowed in a file.
+    `is_config`: the table is that of --config, which may name the model, and have lists for comma-separated values.
+    Raises UsageError: an option is unknown, or not allowed in a file.
     """
     all_options = {name for names in known.values() for name in names}
     found: dict[str, Any] = {}
@@ -194,9 +194,9 @@ def defaults(
         if is_table and key not in known:
             raise unknown_name(f"command in {path}", key, known)
         for name, setting in value.items() if is_table else [(key, value)]:
-            if named and isinstance(setting, list) and all(isinstance(one, str | int | float) for one in setting):
+            if is_config and isinstance(setting, list) and all(isinstance(one, str | int | float) for one in setting):
                 setting = ",".join(map(str, setting))
-            if is_for_the_command_line(name) or (name in _ALLOWED_IN_CONFIG and not named):
+            if is_command_line_only(name) or (name in _ALLOWED_IN_CONFIG and not is_config):
                 raise UsageError(f"{name} is for the command line alone", value=path, hint="leave it out of the file")
             if name not in (known[key] if is_table else all_options):
                 raise unknown_name(f"option in {path}", name, known[key] if is_table else all_options)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import ReadingOptions, reuse_option
-from memprof.cli.output import ReportOptions, exit_code, print_document, print_json
-from memprof.cli.streams import say
+from memprof.cli.output import ReportOptions, choose_exit_code, print_json, print_report
+from memprof.cli.streams import echo
 
 EXAMPLES = """
 memprof show run.memprof
@@ -38,11 +38,11 @@ def show(
 
     document = load(file, alloc_conf=shown.alloc_conf, gpu=shown.shown_gpu, rank=shown.rank)
     if isinstance(document, Report):
-        print_document(document, shown)
-        raise typer.Exit(exit_code(document))
+        print_report(document, shown)
+        raise typer.Exit(choose_exit_code(document))
     if shown.as_json:
         print_json(document)
     else:
-        say(str(document).removesuffix("\n"))
+        echo(str(document).removesuffix("\n"))
     shown.write_tables(document)
     shown.write_page(document)

@@ -1,4 +1,4 @@
-"""Streams: a script's output while the script runs, and memprof's output."""
+"""Standard streams of memprof, and of a script while it runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ASCII = defaultdict(lambda: "?", {ord(drawing): letter for drawing, letter in _
 _script_streams: list[object] = []
 
 
-def say(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print a text to stdout or stderr; control characters (of names from files, say) are escaped."""
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text to stdout or stderr, with escaped control characters."""
     try:
         typer.echo(printable(text), err=err, nl=nl)
     except OSError:
@@ -33,12 +33,12 @@ def say(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def report_error(error: MemprofError, *, as_json: bool, exit_code: int | None = None) -> None:
-    """Print an error on stderr; with `as_json` also on stdout as JSON."""
-    say(f"memprof: {error}", err=True)
+    """Print an error on stderr, and with `as_json` also on stdout as JSON."""
+    echo(f"memprof: {error}", err=True)
     if as_json:
         value, code = None if error.value is None else str(error.value), exit_code or error.exit_code
         fault = {"problem": error.problem, "value": value, "hint": error.hint, "exit_code": code}
-        say(json.dumps({"schema": 1, "error": fault}, indent=1))
+        echo(json.dumps({"schema": 1, "error": fault}, indent=1))
 
 
 def prepare_streams() -> None:
@@ -60,13 +60,13 @@ def prepare_streams() -> None:
 
 
 def _replace_with_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Return ASCII replacements for characters that an encoding lacks, `?` for unknown characters."""
+    """Return ASCII replacements for characters that an encoding lacks; `?` for characters without one."""
     assert isinstance(error, UnicodeEncodeError)
     return error.object[error.start : error.end].translate(_ASCII), error.end
 
 
 def discard_output(stream: TextIO) -> None:
-    """Redirect the rest of a stream to /dev/null: its reader is gone, or its disk is full."""
+    """Redirect a stream to /dev/null, because its reader is gone, or its disk is full."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -92,30 +92,30 @@ def script_output(*, to_stderr: bool) -> Iterator[None]:
             _script_streams.append(stream)
             with contextlib.suppress(Exception):  # the script's own class, or a closed file
                 stream.flush()
-        sys.stderr = _reopen(err, copies[1])
+        sys.stderr = _restore_stream(err, copies[1])
         if to_stderr:
             saved.restore(1)
-        sys.stdout = _reopen(out, copies[0])
+        sys.stdout = _restore_stream(out, copies[0])
 
 
 class _DescriptorCopy:
-    """A duplicate descriptor of an output file, in case a script closes or redirects the original.
+    """A duplicate of an output file's descriptor, in case a script closes or redirects the original.
 
-    Its number is far above the range that scripts close (`os.closerange(3, 64)`). A script that closes all possible
-    descriptors (as daemons do) closes the duplicate too, and may then have opened another file under the number.
+    Its number is above the range that scripts close (`os.closerange(3, 64)`). A script that closes all descriptors, as
+    daemons do, closes the duplicate too, and may then have opened another file under the number.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._number = _duplicate(descriptor)
-        self._file = _identity(self._number)
+        self._number = _duplicate_descriptor(descriptor)
+        self._file = _identify_file(self._number)
 
-    def take(self) -> int | None:
-        """Return the descriptor, to be closed by the caller; None: the script has closed the descriptor."""
-        return self._number if _identity(self._number) == self._file else None
+    def get_open(self) -> int | None:
+        """Return the descriptor, to be closed by the caller; None if the script has closed it."""
+        return self._number if _identify_file(self._number) == self._file else None
 
     def restore(self, descriptor: int) -> None:
-        """Point `descriptor` to the file again, and close the duplicate; MemprofError if the script has closed it."""
-        number = self.take()
+        """Point `descriptor` to the file again, and close the duplicate. Raises MemprofError: a script closed it."""
+        number = self.get_open()
         if number is None:
             raise MemprofError(
                 "no report: the script has closed the descriptors that memprof keeps of its output",
@@ -125,7 +125,7 @@ class _DescriptorCopy:
         os.close(number)
 
 
-def _duplicate(descriptor: int) -> int:
+def _duplicate_descriptor(descriptor: int) -> int:
     """Return a duplicate descriptor, numbered from three quarters of the process's limit (at most 4,096) up."""
     try:
         import fcntl
@@ -137,7 +137,7 @@ def _duplicate(descriptor: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 * most // 4)
 
 
-def _identity(descriptor: int) -> tuple[int, int] | None:
+def _identify_file(descriptor: int) -> tuple[int, int] | None:
     """Return device and inode of an open file; None: the descriptor is closed."""
     try:
         found = os.fstat(descriptor)
@@ -147,16 +147,16 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
 
 
 def _copy_descriptor(stream: TextIO) -> _DescriptorCopy | None:
-    """Return a copy of a stream's descriptor; None for a stream without descriptor."""
+    """Return a duplicate of a stream's descriptor; None for a stream without descriptor."""
     try:
         return _DescriptorCopy(stream.fileno())
     except (AttributeError, OSError, ValueError):
         return None
 
 
-def _reopen(stream: TextIO, copy: _DescriptorCopy | None) -> TextIO:
-    """Return the stream, or a new stream on the same file if the script closed or detached the stream."""
-    number = None if copy is None else copy.take()
+def _restore_stream(stream: TextIO, copy: _DescriptorCopy | None) -> TextIO:
+    """Return the stream, or a new stream on the same file if the script has closed or detached it."""
+    number = None if copy is None else copy.get_open()
     try:
         stream.flush()
     except (AttributeError, OSError, ValueError):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.exits import Exit
+from memprof.cli.exits import ExitCode
 from memprof.cli.options import reuse_option
 from memprof.cli.output import OutputOptions, print_result
 from memprof.cli.progress import Progress
@@ -54,4 +54,4 @@ def verify(
             fixes or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code
         )
     print_result(found, request, "verification")
-    raise typer.Exit(Exit.DONE if found.passed else Exit.DIFFERS if found.tried else Exit.FAILED)
+    raise typer.Exit(ExitCode.DONE if found.passed else ExitCode.DIFFERS if found.tried else ExitCode.FAILED)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.exits import Exit
-from memprof.cli.options import reuse_option, spec_of
+from memprof.cli.exits import ExitCode
+from memprof.cli.options import build_spec, reuse_option
 from memprof.cli.output import OutputOptions, print_result
-from memprof.cli.progress import long_work
+from memprof.cli.progress import show_progress
 from memprof.errors import UsageError
 from memprof.spec import option
 
@@ -81,10 +81,10 @@ def vocab(
         )
     shares = flow.parse_shares(request.coverage)
     # Also built without a simulation, to check the options before the corpus is read.
-    spec = spec_of(request, model=model or "none")
+    spec = build_spec(request, model=model or "none")
     if model is not None:
         flow.check_model(spec)
-    with long_work(quiet=request.quiet) as progress:
+    with show_progress(quiet=request.quiet) as progress:
         counted = flow.read_corpus(
             corpus,
             request.tokenizer,
@@ -101,4 +101,4 @@ def vocab(
     document = flow.build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
     print_result(document, request, "vocabulary")
     verdicts = [memory.fits for memory in (savings.before, *savings.capped)]
-    raise typer.Exit(Exit.DOES_NOT_FIT if False in verdicts and True not in verdicts else Exit.DONE)
+    raise typer.Exit(ExitCode.DOES_NOT_FIT if False in verdicts and True not in verdicts else ExitCode.DONE)

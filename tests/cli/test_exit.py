@@ -9,7 +9,7 @@ LEFT = """
 import gc
 import sys
 from memprof.cli.main import run
-from memprof.cli.progress import long_work
+from memprof.cli.progress import show_progress
 
 class Left(metaclass=type("nb_meta", (type,), {{"__module__": "{module}"}})):
     def __del__(self):
@@ -19,7 +19,7 @@ gc.disable()
 left = Left()
 left.itself = left
 if {is_long}:
-    long_work(quiet=True)
+    show_progress(quiet=True)
 sys.argv = ["memprof", "--version"]
 del Left, left
 run()

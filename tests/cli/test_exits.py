@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from memprof.cli.exits import Exit
+from memprof.cli.exits import ExitCode
 
 TINY = ("--model-size", "1M", "--context-length", 64)
 
@@ -28,16 +28,16 @@ def test_each_code(memprof, captures, tmp_path, monkeypatch):
     (tmp_path / "fails.py").write_text("raise SystemExit(7)")
     (tmp_path / "nothing.py").write_text("import torch\nraise KeyboardInterrupt")
     codes = {
-        ("show", one): Exit.DONE,
-        ("compare", one, one): Exit.DONE,
-        ("run", "missing.py"): Exit.WRONG_USE,
-        ("estimate",): Exit.WRONG_USE,
-        ("estimate", "--paras", "1B"): Exit.WRONG_USE,
-        ("profile", *TINY, "--gpu-vram", 0.1): Exit.DOES_NOT_FIT,
-        ("compare", one, two): Exit.DIFFERS,
-        ("compare", one, two, "--tolerance", "99%"): Exit.DONE,
+        ("show", one): ExitCode.DONE,
+        ("compare", one, one): ExitCode.DONE,
+        ("run", "missing.py"): ExitCode.USAGE_ERROR,
+        ("estimate",): ExitCode.USAGE_ERROR,
+        ("estimate", "--paras", "1B"): ExitCode.USAGE_ERROR,
+        ("profile", *TINY, "--gpu-vram", 0.1): ExitCode.DOES_NOT_FIT,
+        ("compare", one, two): ExitCode.DIFFERS,
+        ("compare", one, two, "--tolerance", "99%"): ExitCode.DONE,
         ("run", "fails.py"): 7,
-        ("run", "nothing.py"): Exit.INTERRUPTED,
+        ("run", "nothing.py"): ExitCode.INTERRUPTED,
     }
     found = {words: memprof(*words).exit_code for words in codes}
     assert found == codes
@@ -79,5 +79,5 @@ def test_a_run_that_failed_is_one_document(memprof, tmp_path):
         "        raise ValueError('no')\n\ndef build():\n    return Model(9, 9)\n"
     )
     result = memprof("profile", "--model", f"{tmp_path / 'model.py'}:build", "--json")
-    assert result.exit_code == Exit.FAILED
+    assert result.exit_code == ExitCode.FAILED
     assert json.loads(result.stdout).keys() & {"error", "failure"} == {"failure"}

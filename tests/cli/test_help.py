@@ -13,7 +13,7 @@ import time
 import pytest
 import typer
 
-from memprof.cli.exits import MEANINGS
+from memprof.cli.exits import CODE_MEANINGS
 from memprof.cli.main import COMMANDS, app
 from tests.cli.terminal import Terminal
 from tests.docs.test_docs import _check
@@ -51,7 +51,7 @@ def test_summaries_are_whole(memprof, monkeypatch):
 
 def test_exit_codes_are_in_the_help(memprof):
     words = " ".join(memprof("-h").stdout.split())
-    for code, meaning in MEANINGS.items():
+    for code, meaning in CODE_MEANINGS.items():
         assert f"{code.value} {meaning}" in words
 
 

@@ -10,7 +10,7 @@ from typing import get_type_hints
 import typer
 
 from memprof.cli.main import COMMANDS, app
-from memprof.cli.options import Shared
+from memprof.cli.options import SharedOptions
 from memprof.spec import TargetSpec, options_of
 
 ANOTHER_DEFAULT = {
@@ -42,7 +42,7 @@ OTHER_CHOICES = {
     ("recommend", "--quantize"): "it quantizes published weights, and looks for no other checkpoint",
 }
 # What each option means, in a few words. No two may mean the same: a new one stands here beside what it is near to.
-MEANINGS = {
+CODE_MEANINGS = {
     # What is run.
     "--model": "which model", "--model-size": "the published model of this size", "--params": "a number of parameters",
     "--trust-remote-code": "foreign code may run", "--vocab-size": "rows of the embedding", "-m": "SCRIPT is a module",
@@ -127,7 +127,7 @@ def test_an_option_means_the_same_in_all_commands():
     found = defaultdict(list)
     for command, about, default in options():
         found[about.flag].append((command, about, default))
-    shared = {about.flag: about.help for kind in (TargetSpec, Shared) for about in options_of(kind).values()}
+    shared = {about.flag: about.help for kind in (TargetSpec, SharedOptions) for about in options_of(kind).values()}
     different, others = set(), set()
     for flag, uses in found.items():
         help = shared.get(flag, uses[0][1].help)
@@ -148,8 +148,8 @@ def test_an_option_means_the_same_in_all_commands():
 
 def test_no_two_options_mean_the_same():
     flags = {flag for _, one in parameters() if one.param_type_name == "option" for flag in one.opts}
-    assert flags == MEANINGS.keys()
-    assert len(set(MEANINGS.values())) == len(MEANINGS)
+    assert flags == CODE_MEANINGS.keys()
+    assert len(set(CODE_MEANINGS.values())) == len(CODE_MEANINGS)
 
 
 def test_what_several_commands_have_is_made_in_one_place():

@@ -9,7 +9,7 @@ import typer
 from rich.markup import render
 
 from memprof.cli.main import COMMANDS, app
-from memprof.cli.options import FixOptions, add
+from memprof.cli.options import FixOptions, add_command
 from memprof.device.gpus import NvmlGpu, NvmlSample
 from memprof.errors import MemprofError, UsageError
 from memprof.flows import local_gpu
@@ -32,7 +32,7 @@ def started(function, *arguments):
     """Runs `function` as the only command of a program; its exit code."""
     program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     program.callback()(lambda: None)
-    add(program, "ask", function)
+    add_command(program, "ask", function)
     with pytest.raises(SystemExit) as stopped:
         program(["ask", *arguments], standalone_mode=True)
     return stopped.value.code

@@ -251,7 +251,7 @@ def test_what_unpacks_a_log_is_named(memprof, name, opened, tmp_path):
     assert unpacked.stdout == DELTA
 
 
-OF_OTHERS = (
+FOREIGN_CODES = (
     "docker ",
     "vllm ",
     "llama-server ",
@@ -282,7 +282,7 @@ def test_every_option_that_a_text_names_is_there():
         tree = ast.parse(file.read_text(encoding="utf-8"))
         said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         for text in said:
-            if any(other in text for other in OF_OTHERS) or text.startswith(" --"):  # the end of another's command
+            if any(other in text for other in FOREIGN_CODES) or text.startswith(" --"):  # the end of another's command
                 continue
             named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text))
             wrong |= {option: file.relative_to(ROOT) for option in named - known}

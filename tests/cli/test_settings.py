@@ -7,7 +7,7 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.main import app
-from memprof.cli.settings import _COMMAND_LINE_ONLY, write_named
+from memprof.cli.settings import _COMMAND_LINE_ONLY, write_config
 from memprof.errors import UsageError
 
 TABLE = """
@@ -248,7 +248,7 @@ def test_a_config_that_could_not_be_written_is_not_there(folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
         with pytest.raises(UsageError, match="cannot write"):
-            write_named(Path("config.yaml"), "gpus", {"json": True})
+            write_config(Path("config.yaml"), "gpus", {"json": True})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not Path("config.yaml").exists()

@@ -59,8 +59,8 @@ def test_v_explains(memprof):
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.05)
-    with progress.Progress() as say:
-        say("reading a\x1b[31m name")
+    with progress.Progress() as echo:
+        echo("reading a\x1b[31m name")
         time.sleep(0.18)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) in (2, 3) and set(lines) == {r"memprof: reading a\x1b[31m name (0 s)"}
@@ -69,19 +69,19 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
     with progress.Progress():
         time.sleep(0.1)
     assert capsys.readouterr().err == ""  # nothing is known yet
-    with progress.Progress(quiet=True) as say:
-        say("reading")
+    with progress.Progress(quiet=True) as echo:
+        echo("reading")
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
 
 
 def test_progress_says_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.05)
-    with progress.Progress() as say, report_progress_with(lambda: "layer 3 of 9"):
-        say("training step 1 of 2")
+    with progress.Progress() as echo, report_progress_with(lambda: "layer 3 of 9"):
+        echo("training step 1 of 2")
         time.sleep(0.08)
-    with progress.Progress() as say, report_progress_with(lambda: str(1 // 0)):
-        say("accounting")
+    with progress.Progress() as echo, report_progress_with(lambda: str(1 // 0)):
+        echo("accounting")
         time.sleep(0.08)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "memprof: training step 1 of 2, layer 3 of 9 (0 s)" and second == "memprof: accounting (0 s)"
@@ -90,7 +90,7 @@ def test_progress_says_how_far_it_is(capsys, monkeypatch):
 
 def test_progress_on_a_terminal_is_one_line_that_goes_away():
     code = (
-        "from memprof.cli import progress\nimport time\nprogress._FIRST = progress._INTERVAL = 0.05\n"
+        "from memprof.cli import progress\nimport time\nprogress._FIRST_DELAY = progress._REDRAW_INTERVAL = 0.05\n"
         "with progress.Progress() as say:\n    say('reading ' + 'x' * 200)\n    time.sleep(0.4)\nprint('done')"
     )
     shown = Terminal([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}, columns=60)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.cli.output import exit_code
+from memprof.cli.output import choose_exit_code
 from memprof.flows.script import DryRun, run_script
 from memprof.run_spec import RunSpec
 from memprof.script import Program, StopRule
@@ -65,7 +65,7 @@ def test_mistakes_are_found():
         found = mistakes("losses,logits,rope", rule)
         # On a real GPU it dies of the first: that is an error, though the run goes on to show the rest.
         assert found.document.failure is None and found.outcome.exit_code == 0
-        assert exit_code(found.document) == 1
+        assert choose_exit_code(found.document) == 1
         errors = [finding for finding in found.document.findings if finding.severity.value == "error"]
         assert {finding.id for finding in errors} == {"device-mismatch"}
         assert "mistakes.py:" in errors[0].title
@@ -76,7 +76,7 @@ def test_what_is_kept_grows():
     ends = {}
     for keep in ("losses,logits", "nothing"):
         document = mistakes(keep, StopRule(None)).document
-        assert exit_code(document) == 0
+        assert choose_exit_code(document) == 0
         ends[keep] = [row.requested_bytes for row in document.stages if row.name == "optimizer step"]
     assert ends["nothing"][1:] == ends["nothing"][1:2] * 3
     second, third, fourth = ends["losses,logits"][1:]
