@@ -61,7 +61,7 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
         from memprof.script import StopRule
 
         if self.steps is None and not self.until_exit:
-            return StopRule(2, self.timeout, goes_on=True)
+            return StopRule(2, self.timeout, continues_past_steps=True)
         return StopRule(self.steps, self.timeout)
 
 

@@ -70,7 +70,7 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     """
     from memprof.script.capture import resolve_process
     from memprof.script.launchers import ProcessSelection
-    from memprof.script.ranks import check_memory, run_together
+    from memprof.script.ranks import check_host_memory, run_ranks_together
 
     program.check()
     is_measured = spec.device != "virtual"
@@ -91,7 +91,7 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
         raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {format_ranges(numbers)}")
     if is_measured:
         _check_measurable(program, first, numbers, spec.device)
-    check_memory(len(numbers))
+    check_host_memory(len(numbers))
     starts: dict[int, ProcessStart] = {}
     for number in numbers:
         start = resolve_start(number)
@@ -99,7 +99,9 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
         starts[number] = start
     body = functools.partial(_run_rank, program, rule, starts, spec)
     # Measured ranks wait for each other inside NCCL or gloo, unseen by memprof.
-    results, problem = run_together(numbers, first.size, body, **({"step_wait": _STEP_WAIT} if is_measured else {}))
+    results, problem = run_ranks_together(
+        numbers, first.size, body, **({"step_wait_seconds": _STEP_WAIT} if is_measured else {})
+    )
     return _merge_results(numbers, results, problem, first.size, rank, spec.shown_gpu)
 
 
@@ -138,7 +140,7 @@ def _run_rank(
 
         set_current_gpu(starts[channel.rank].rank % starts[channel.rank].gpus)
     from memprof.flows.script import capture_run
-    from memprof.script.program import error_text
+    from memprof.script.program import format_traceback
     from memprof.script.ranks import RankResult
 
     trace, outcome = capture_run(program, rule, spec, start=starts[channel.rank], channel=channel)
@@ -146,7 +148,7 @@ def _run_rank(
     if isinstance(error, MemprofError):
         error_parts = (type(error), error.problem, error.value, error.hint)
     elif isinstance(error, Exception):
-        traceback = error_text(error)
+        traceback = format_traceback(error)
     return RankResult(outcome.ended, outcome.exit_code, trace, traceback, error_parts)
 
 

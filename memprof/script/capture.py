@@ -19,8 +19,8 @@ from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessSelection, ProcessStart
-from memprof.script.loops import Position, planned_steps, position
-from memprof.script.stop import RunProgress, StopRun, stopping_from_threads
+from memprof.script.loops import Position, estimate_total_steps, find_position
+from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.stubs.extension import extensions
@@ -48,7 +48,7 @@ class _StopRecord:
         self.planned_steps: int | None = None
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Return whether the script was stopped after its steps."""
         return self._events is not None
 
@@ -59,21 +59,21 @@ class _StopRecord:
         if self._rule.steps is None:
             return
         if not self._positions or completed >= 2 * self._positions[-1].step:
-            self._positions.append(position(completed, sys._getframe(1)))
+            self._positions.append(find_position(completed, sys._getframe(1)))
         if completed < self._rule.steps:
             return
         now = time.monotonic()
         self._requested_end = now if self._requested_end is None else self._requested_end
         progress = RunProgress(completed, self._live_bytes, self._device.num_events, now - self._requested_end)
         try:
-            with self.note_stop():
-                self._rule.after_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)
+            with self.record_stop():
+                self._rule.check_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)
         except StopRun:
-            self.planned_steps = planned_steps(self._positions, position(completed, sys._getframe(1)))
+            self.planned_steps = estimate_total_steps(self._positions, find_position(completed, sys._getframe(1)))
             raise
 
     @contextlib.contextmanager
-    def note_stop(self) -> Iterator[None]:
+    def record_stop(self) -> Iterator[None]:
         """Context manager: note the run's end if the body stops the script."""
         try:
             yield
@@ -88,7 +88,7 @@ class _StopRecord:
         """Return a replacement for `stop` that also notes the run's end."""
 
         def stop_and_note(why: str) -> NoReturn:
-            with self.note_stop():
+            with self.record_stop():
                 stop(why)
             raise AssertionError
 
@@ -151,8 +151,8 @@ def capture_script(
             device.phases.begin_model_building()
             outcome = _run(program, device, rule, handlers, start)
             peer_reason = None if channel is None else channel.stop_reason
-            if stop_record.stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
-                why = EndReason.STEPS if stop_record.stopped or peer_reason is None else EndReason(peer_reason)
+            if stop_record.is_stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
+                why = EndReason.STEPS if stop_record.is_stopped or peer_reason is None else EndReason(peer_reason)
                 outcome = ScriptOutcome(
                     why, 0, kept=(outcome.kept, outcome.error), planned_steps=stop_record.planned_steps
                 )
@@ -189,13 +189,13 @@ def capture_script(
     return trace, outcome
 
 
-def resolve_process(program: Program, place: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
+def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
     """Return the process of `program` to run, as its launcher defines; raise UsageError for an unknown rank, or too few
     GPUs."""
     if not program.has_launcher:
-        return program.start(place)
-    with VirtualGpu(gpu, gpus=place.gpus or 1, extensions=extensions()):
-        return program.start(place)
+        return program.start(selection)
+    with VirtualGpu(gpu, gpus=selection.gpus or 1, extensions=extensions()):
+        return program.start(selection)
 
 
 def _run(
@@ -208,7 +208,7 @@ def _run(
     """Run `program` to its end, or until a thread of the program ends with an error of memprof."""
     if isinstance(device, MeasuredDevice):
         return program.run(rule, handlers, start)
-    with stopping_from_threads() as stop:
+    with allow_stop_from_threads() as stop:
         watch = ThreadWatch(stop)
         with PatchSet() as patches:
             patches.set_all(watch.patches())

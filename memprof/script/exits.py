@@ -46,14 +46,13 @@ class ExitHandlers:
         yield atexit, "register", register
         yield atexit, "unregister", unregister
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Run no handlers: the program exits by `os._exit`."""
         self._handlers.clear()
         self._skips_handlers = True
 
     def run(self) -> SystemExit | None:
-        """Run the handlers, the last first, also those registered meanwhile; return the SystemExit of an `os._exit`, if
-        any."""
+        """Run the handlers, the last first; return the SystemExit of an `os._exit` in a handler, or None."""
         self._skips_handlers = False
         while self._handlers:
             function, args, options = self._handlers.pop()

@@ -51,8 +51,6 @@ class ProcessStart:
 Launcher = Callable[[Sequence[str], ProcessSelection], ProcessStart]
 # Variables with the number of GPUs of a process; the first that is set counts.
 _COUNT_VARIABLES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
-
-
 # Variables that a launcher sets in each process, and that scripts and init_process_group read.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torch/distributed/rendezvous.py, _env_error.
@@ -69,19 +67,20 @@ def find_missing_variable(error: BaseException | None) -> str:
     return found[1] if found else ""
 
 
-def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: ProcessSelection) -> ProcessStart:
-    """Return the start of a program without launcher, by RANK and WORLD_SIZE of the environment; UsageError: no such
-    rank."""
+def start_without_launcher(
+    name: str, arguments: tuple[str, ...], is_module: bool, selection: ProcessSelection
+) -> ProcessStart:
+    """Return the process of a program without launcher, by RANK and WORLD_SIZE; raise UsageError: no such rank."""
     counts = [int(os.environ[one]) for one in _COUNT_VARIABLES if os.environ.get(one, "").isdigit()]
-    gpus = place.gpus or (counts[0] if counts else 1)
-    nodes = place.nodes or (-(-counts[-1] // gpus) if counts and place.gpus is None else 1)
+    gpus = selection.gpus or (counts[0] if counts else 1)
+    nodes = selection.nodes or (-(-counts[-1] // gpus) if counts and selection.gpus is None else 1)
     size = counts[-1] if counts else gpus * nodes
-    if place.rank is None:
+    if selection.rank is None:
         text = os.environ.get("RANK", "")
         return ProcessStart(name, arguments, is_module, {}, int(text) if text.isdigit() else 0, gpus, nodes, size)
-    _check_rank(place.rank, size)
-    environment = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank % gpus)} if counts else {}
-    return ProcessStart(name, arguments, is_module, environment, place.rank, gpus, nodes, size)
+    _check_rank(selection.rank, size)
+    environment = {"RANK": str(selection.rank), "LOCAL_RANK": str(selection.rank % gpus)} if counts else {}
+    return ProcessStart(name, arguments, is_module, environment, selection.rank, gpus, nodes, size)
 
 
 def _check_rank(rank: int, size: int) -> None:
@@ -89,39 +88,39 @@ def _check_rank(rank: int, size: int) -> None:
         raise UsageError("there is no such rank", value=f"--rank {rank} of {size}", hint="ranks count from 0")
 
 
-class _StartedProcess:
-    """Process `place` of those that a launcher starts on each machine; UsageError: too few GPUs, or no such rank."""
+class _LaunchedProcess:
+    """The selected one of the processes that a launcher starts; UsageError: too few GPUs, or no such rank."""
 
-    def __init__(self, launcher: str, place: ProcessSelection, processes: Sequence[int]) -> None:
+    def __init__(self, launcher: str, selection: ProcessSelection, processes: Sequence[int]) -> None:
         max_processes = max(processes, default=0)
         if min(processes, default=0) < 1:
             hint = "at least one process on each machine"
             raise UsageError(f"{launcher} is to start nothing", value=f"{max_processes} processes", hint=hint)
-        if place.gpus is not None and max_processes > place.gpus:
-            problem = f"{launcher} is to start {max_processes} processes on a machine with {place.gpus} of the GPUs"
-            raise UsageError(problem, value=f"--gpus {place.gpus}", hint=f"--gpus {max_processes}, or leave it out")
-        if place.nodes is not None and place.nodes != len(processes):
+        if selection.gpus is not None and max_processes > selection.gpus:
+            problem = f"{launcher} is to start {max_processes} processes on a machine with {selection.gpus} of the GPUs"
+            raise UsageError(problem, value=f"--gpus {selection.gpus}", hint=f"--gpus {max_processes}, or leave it out")
+        if selection.nodes is not None and selection.nodes != len(processes):
             raise UsageError(
                 f"{launcher} is to start processes on {len(processes)} machines",
-                value=f"--nodes {place.nodes}",
+                value=f"--nodes {selection.nodes}",
                 hint="leave out --nodes: the launcher's own options say how many",
             )
         self.size = sum(processes)
-        self.rank = place.rank or 0
+        self.rank = selection.rank or 0
         _check_rank(self.rank, self.size)
-        self.gpus, self.nodes = place.gpus or max_processes, len(processes)
+        self.gpus, self.nodes = selection.gpus or max_processes, len(processes)
         self.local_rank, self.node = self.rank, 0
         while self.local_rank >= processes[self.node]:
             self.local_rank -= processes[self.node]
             self.node += 1
         self.local_size = processes[self.node]
 
-    def start(self, args: Any, environment: dict[str, str], *before: str) -> ProcessStart:
+    def start(self, args: Any, environment: dict[str, str], *first_arguments: str) -> ProcessStart:
         """Return the start of this process: program, arguments, environment and rank."""
         if args.no_python:
             problem = "the launcher is to start a command, and no Python program"
             raise UsageError(problem, value=args.training_script, hint="leave out --no_python, and name the script")
-        arguments = (*before, *args.training_script_args)
+        arguments = (*first_arguments, *args.training_script_args)
         where = (self.rank, self.gpus, self.nodes, self.size)
         return ProcessStart(args.training_script, arguments, bool(args.module), environment, *where)
 
@@ -143,13 +142,13 @@ def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tu
 
 
 def _start_torchrun(
-    arguments: Sequence[str], place: ProcessSelection, module: str = "torch.distributed.run"
+    arguments: Sequence[str], selection: ProcessSelection, module: str = "torch.distributed.run"
 ) -> ProcessStart:
     run = importlib.import_module("torch.distributed.run")
     args = importlib.import_module(module).parse_args(list(arguments))
     processes = _parse_number("--nproc-per-node", args.nproc_per_node, run.determine_local_world_size)
     nodes = _parse_number("--nnodes", args.nnodes, lambda text: run.parse_min_max_nnodes(text)[1])
-    started = _StartedProcess("torch.distributed.run", place, [processes] * nodes)
+    started = _LaunchedProcess("torch.distributed.run", selection, [processes] * nodes)
     local_rank = () if run.get_use_env(args) else (f"--local-rank={started.local_rank}",)
     return started.start(args, _make_torch_variables(args, started), *local_rank)
 
@@ -162,9 +161,8 @@ def _parse_number(flag: str, text: str, read: Callable[[str], int]) -> int:
         raise UsageError(problem, value=f"{flag} {text}", hint="a number, as torchrun --help has it") from error
 
 
-def _make_torch_variables(args: Any, started: _StartedProcess) -> dict[str, str]:
-    """Return one worker's variables (torch/distributed/elastic/agent/server/local_elastic_agent.py,
-    `_start_workers`)."""
+def _make_torch_variables(args: Any, started: _LaunchedProcess) -> dict[str, str]:
+    """Return a worker's variables (_start_workers of torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
     values = {
         **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
         "LOCAL_RANK": started.local_rank,
@@ -184,7 +182,7 @@ def _make_torch_variables(args: Any, started: _StartedProcess) -> dict[str, str]
     return {name: str(value) for name, value in values.items()}
 
 
-def _start_accelerate(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
+def _start_accelerate(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
     try:
         launch = importlib.import_module("accelerate.commands.launch")
         utils = importlib.import_module("accelerate.utils.launch")
@@ -192,7 +190,7 @@ def _start_accelerate(arguments: Sequence[str], place: ProcessSelection) -> Proc
         raise UsageError("accelerate cannot be imported", value=str(error), hint="pip install accelerate") from error
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(arguments)))
     nodes = args.num_machines or 1
-    started = _StartedProcess("accelerate launch", place, [max(args.num_processes // nodes, 1)] * nodes)
+    started = _LaunchedProcess("accelerate launch", selection, [max(args.num_processes // nodes, 1)] * nodes)
     is_distributed = args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu
     if not is_distributed and started.size > 1 and not args.cpu:
         args.multi_gpu = is_distributed = True  # as on a machine that has these GPUs
@@ -205,7 +203,7 @@ def _start_accelerate(arguments: Sequence[str], place: ProcessSelection) -> Proc
     return started.start(args, own | _make_torch_variables(of_torch, started))
 
 
-def _start_deepspeed(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
+def _start_deepspeed(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
     """Return the process that `deepspeed` starts, by its arguments (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
@@ -224,11 +222,11 @@ def _start_deepspeed(arguments: Sequence[str], place: ProcessSelection) -> Proce
     included = args.include or args.i
     slots = [len(node.partition(":")[2].split(",")) for node in included.split("@") if included]
     nodes = abs(int(args.num_nodes.rpartition(":")[2]))
-    gpus_per_node = args.num_gpus if args.num_gpus > 0 else place.gpus or 1
-    return _make_deepspeed_start(args, _StartedProcess("deepspeed", place, slots or [gpus_per_node] * nodes))
+    gpus_per_node = args.num_gpus if args.num_gpus > 0 else selection.gpus or 1
+    return _make_deepspeed_start(args, _LaunchedProcess("deepspeed", selection, slots or [gpus_per_node] * nodes))
 
 
-def _start_deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> ProcessStart:
+def _start_deepspeed_node(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
     """Return the process that `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
@@ -246,7 +244,7 @@ def _start_deepspeed_node(arguments: Sequence[str], place: ProcessSelection) -> 
         processes = list(map(len, gpus.values()))
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError("--world_info cannot be read", value=args.world_info, hint="it is base64 of JSON") from error
-    return _make_deepspeed_start(args, _StartedProcess("deepspeed.launcher.launch", place, processes))
+    return _make_deepspeed_start(args, _LaunchedProcess("deepspeed.launcher.launch", selection, processes))
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -257,7 +255,7 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
 
-def _make_deepspeed_start(args: argparse.Namespace, started: _StartedProcess) -> ProcessStart:
+def _make_deepspeed_start(args: argparse.Namespace, started: _LaunchedProcess) -> ProcessStart:
     environment = {
         "RANK": str(started.rank),
         "LOCAL_RANK": str(started.local_rank),

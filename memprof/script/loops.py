@@ -50,7 +50,7 @@ class Bound:
 class Loop:
     """Loop around a training step: file and line, and the conditions that end the loop."""
 
-    place: tuple[str, int]
+    location: tuple[str, int]
     bounds: tuple[Bound, ...] = ()
 
 
@@ -62,7 +62,7 @@ class Position:
     loops: tuple[Loop, ...]
 
 
-def position(step: int, frame: FrameType | None) -> Position:
+def find_position(step: int, frame: FrameType | None) -> Position:
     """Return the position at `frame`: the loops around its current line, and around the lines of its callers."""
     loops: list[Loop] = []
     while frame is not None and frame.f_code.co_filename != program.__file__:  # memprof's frames are not the program's
@@ -72,18 +72,17 @@ def position(step: int, frame: FrameType | None) -> Position:
     return Position(step, tuple(loops))
 
 
-def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
+def estimate_total_steps(earlier_positions: Sequence[Position], last_position: Position) -> int | None:
     """Return an upper estimate of the program's total training steps; None if the loops do not determine a total.
 
-    `earlier` are positions at the ends of earlier steps, `now` the last position. At most one step per round is
-    assumed.
+    `earlier_positions` are those at the ends of earlier steps. At most one step per round is assumed.
     """
-    places = [loop.place for loop in now.loops]
-    same = (one for one in earlier if places and [loop.place for loop in one.loops] == places)
+    places = [loop.location for loop in last_position.loops]
+    same = (one for one in earlier_positions if places and [loop.location for loop in one.loops] == places)
     before = next(same, None)
     if before is None:
         return None
-    bounds = [_earliest_bound(then, loop) for then, loop in zip(before.loops, now.loops, strict=True)]
+    bounds = [_find_earliest_bound(then, loop) for then, loop in zip(before.loops, last_position.loops, strict=True)]
     totals = [bound.total for _, bound in bounds if bound.total]
     if len(totals) < len(bounds):
         return None
@@ -91,24 +90,25 @@ def planned_steps(earlier: Sequence[Position], now: Position) -> int | None:
     done_fraction, round_now = _compute_fractions(totals, [bound.done for _, bound in bounds])
     if done_fraction > earlier_fraction:
         remaining = max(1 - done_fraction - round_now, 0)
-        return now.step + round(remaining * (now.step - before.step) / (done_fraction - earlier_fraction))
+        return last_position.step + round(
+            remaining * (last_position.step - before.step) / (done_fraction - earlier_fraction)
+        )
     rounds = math.prod(totals)
-    return rounds if rounds >= now.step else None
+    return rounds if rounds >= last_position.step else None
 
 
-def _earliest_bound(then: Loop, loop: Loop) -> tuple[int | None, Bound]:
+def _find_earliest_bound(earlier_loop: Loop, loop: Loop) -> tuple[int | None, Bound]:
     """Return the earlier progress and the bound that ends a loop first; an unknown bound if there is none."""
     known = [
         (early.done, bound)
-        for early, bound in zip(then.bounds, loop.bounds, strict=True)
+        for early, bound in zip(earlier_loop.bounds, loop.bounds, strict=True)
         if bound.total is not None and not (bound.is_counter and (early.done or 0) >= (bound.done or 0))
     ]
     return min(known, key=lambda one: (one[1].total or 0) - (one[1].done or 0), default=(None, Bound(None)))
 
 
 def _compute_fractions(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, float]:
-    """Return the fraction of all rounds that is done, down to the innermost known loop, and the fraction
-    of this round."""
+    """Return the fraction of all rounds that is done, down to the innermost known loop, and that of this round."""
     share, part = 0.0, 1.0
     for total, num_done in zip(totals, done, strict=True):
         if num_done is None:
@@ -139,8 +139,7 @@ def _find_loops_around(frame: FrameType) -> Iterator[Loop]:
 
 @functools.lru_cache(maxsize=16)
 def _parse_loops(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
-    """Return a file's loops, outer first: (name, line) of the enclosing function, loop, first and last
-    line; or None."""
+    """Return a file's loops, outer first: (name, line) of the function, loop, first and last line; None: no source."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -161,16 +160,15 @@ def _parse_loops(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ..
 
 def _find_bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
     if isinstance(loop, ast.While):
-        yield from _find_counters(loop.test, variables, leaves=False)
+        yield from _find_counters(loop.test, variables, ends_loop=False)
     else:
         yield Bound(_count_rounds(loop.iter, variables), _count_done_rounds(loop.target, loop.iter, variables))
-    for test in _tests_to_leave(loop.body, is_inner=False):
-        yield from _find_counters(test, variables, leaves=True)
+    for test in _find_exit_tests(loop.body, is_inner=False):
+        yield from _find_counters(test, variables, ends_loop=True)
 
 
-def _tests_to_leave(body: Sequence[ast.stmt], *, is_inner: bool) -> Iterator[ast.expr]:
-    """Yield the condition of each `if` that leaves the loop with this body: by `break`, or in inner
-    loops by `return`."""
+def _find_exit_tests(body: Sequence[ast.stmt], *, is_inner: bool) -> Iterator[ast.expr]:
+    """Yield the condition of each `if` that leaves the loop with this body, by `break`, `return` or `exit()`."""
     for node in body:
         if isinstance(node, _Function | ast.ClassDef):
             continue
@@ -178,26 +176,27 @@ def _tests_to_leave(body: Sequence[ast.stmt], *, is_inner: bool) -> Iterator[ast
             if any(_leaves_loop(one, is_inner=is_inner) for one in node.body):
                 yield node.test
         else:
-            yield from _tests_to_leave(getattr(node, "body", ()), is_inner=is_inner or isinstance(node, _Loop))
+            yield from _find_exit_tests(getattr(node, "body", ()), is_inner=is_inner or isinstance(node, _Loop))
 
 
 def _leaves_loop(node: ast.stmt, *, is_inner: bool) -> bool:
     is_exit = (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called_name(node.value) in ("exit", "quit")
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and _get_called_name(node.value) in ("exit", "quit")
     )
     return is_exit or isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not is_inner)
 
 
-def _find_counters(test: ast.expr, variables: Mapping[str, Any], *, leaves: bool) -> Iterator[Bound]:
-    """Yield bounds for counters and limits in a condition that ends a loop, or (`leaves` is False)
-    continues the loop."""
+def _find_counters(test: ast.expr, variables: Mapping[str, Any], *, ends_loop: bool) -> Iterator[Bound]:
+    """Yield bounds for counters and limits in a condition that ends a loop, or (not `ends_loop`) continues it."""
     # Each part of an `or` is enough to leave the loop, each part of an `and` to end the loop's condition.
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if leaves else ast.And):
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if ends_loop else ast.And):
         for part in test.values:
-            yield from _find_counters(part, variables, leaves=leaves)
+            yield from _find_counters(part, variables, ends_loop=ends_loop)
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return
-    comparison: type | None = type(test.ops[0]) if leaves else _OPPOSITE.get(type(test.ops[0]))
+    comparison: type | None = type(test.ops[0]) if ends_loop else _OPPOSITE.get(type(test.ops[0]))
     if comparison not in _END_COMPARISONS:
         return
     side, excess = _END_COMPARISONS[comparison]
@@ -212,7 +211,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _called_name(call: ast.Call) -> str:
+def _get_called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
@@ -233,9 +232,9 @@ def _evaluate(node: ast.expr, variables: Mapping[str, Any]) -> Any:
             if not (_is_count(left_value) and _is_count(right)) or (isinstance(node.op, ast.FloorDiv) and not right):
                 return None
             return _ARITHMETIC[type(node.op)](left_value, right)
-        case ast.Call(args=[only], keywords=[]) if _called_name(node) == "len":
+        case ast.Call(args=[only], keywords=[]) if _get_called_name(node) == "len":
             return _count_rounds(only, variables)
-        case ast.Call(args=[only], keywords=[]) if _called_name(node) == "int":
+        case ast.Call(args=[only], keywords=[]) if _get_called_name(node) == "int":
             value = _evaluate(only, variables)
             return int(value) if isinstance(value, int | float) and abs(value) < 1e18 else None
     return None
@@ -245,10 +244,10 @@ def _evaluate_range(node: ast.expr, variables: Mapping[str, Any]) -> range | Non
     """Return the range of `range(...)`, `trange(...)` or a progress bar around these; None for other expressions."""
     if not isinstance(node, ast.Call):
         return _evaluate(node, variables) if isinstance(_evaluate(node, variables), range) else None
-    if _called_name(node) in ("tqdm", "list") and node.args:
+    if _get_called_name(node) in ("tqdm", "list") and node.args:
         return _evaluate_range(node.args[0], variables)
     given = [_evaluate(one, variables) for one in node.args[:3]]
-    if _called_name(node) not in ("range", "trange") or not given or not all(map(_is_count, given)):
+    if _get_called_name(node) not in ("range", "trange") or not given or not all(map(_is_count, given)):
         return None
     return range(*given) if given[2:] != [0] else None
 
@@ -258,9 +257,9 @@ def _count_rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
     if rounds_range is not None:
         return len(rounds_range)
     if isinstance(node, ast.Call):
-        if _called_name(node) in _ITERATING_FUNCTIONS and node.args:
+        if _get_called_name(node) in _ITERATING_FUNCTIONS and node.args:
             return _count_rounds(node.args[0], variables)
-        if _called_name(node) == "zip" and node.args:
+        if _get_called_name(node) == "zip" and node.args:
             each = [_count_rounds(one, variables) for one in node.args]
             return None if None in each else min(one for one in each if one is not None)
         return None
@@ -279,7 +278,7 @@ def _count_done_rounds(target: ast.expr, node: ast.expr, variables: Mapping[str,
     if rounds_range is not None:
         value = _evaluate(target, variables)
         return rounds_range.index(value) if _is_count(value) and value in rounds_range else None
-    if isinstance(node, ast.Call) and _called_name(node) == "enumerate" and isinstance(target, ast.Tuple):
+    if isinstance(node, ast.Call) and _get_called_name(node) == "enumerate" and isinstance(target, ast.Tuple):
         starts = [*node.args[1:], *(one.value for one in node.keywords)]
         first = _evaluate(starts[0], variables) if starts else 0
         value = _evaluate(target.elts[0], variables)

@@ -83,20 +83,20 @@ class Program:
                 "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
             )
 
-    def start(self, place: ProcessSelection | None = None) -> ProcessStart | ScriptOutcome:
+    def start(self, selection: ProcessSelection | None = None) -> ProcessStart | ScriptOutcome:
         """Return the one process of the program to run, or the outcome of a launcher's own parser (`--help`).
 
         Raises UsageError where there is no such process, or too few GPUs for it.
         """
         from memprof.script import launchers
 
-        place = place or launchers.ProcessSelection()
+        selection = selection or launchers.ProcessSelection()
         launcher = self._find_launcher()
         if launcher is None:
-            return launchers.start_by_hand(self.name, self.arguments, self.is_module, place)
+            return launchers.start_without_launcher(self.name, self.arguments, self.is_module, selection)
         resolve, arguments = launcher
         try:
-            found: ProcessStart = resolve(arguments, place)
+            found: ProcessStart = resolve(arguments, selection)
             Program(found.name, found.arguments, found.is_module).check()
             return found
         except UsageError:
@@ -136,7 +136,7 @@ class Program:
         process = os.getpid()
         with self._set_up_main(handlers):
             try:
-                with rule.clock():
+                with rule.limit_time():
                     if self.is_module:
                         left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
                     else:
@@ -148,7 +148,7 @@ class Program:
             if exit_in_handler is not None and outcome.ended is EndReason.EXIT:
                 outcome = _make_outcome(exit_in_handler)
             if os.getpid() != process:
-                _end_fork(outcome)
+                _exit_forked_process(outcome)
         return outcome
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ class Program:
             if os.getpid() != process or threading.current_thread() is not threading.main_thread():
                 leave(status)
             if handlers is not None:
-                handlers.drop()
+                handlers.discard()
             raise SystemExit(status)
 
         sys.argv = ["-m" if self.is_module else self.name, *self.arguments]  # "-m" while parent packages are imported
@@ -176,9 +176,8 @@ class Program:
             sys.argv, sys.path[:] = argv, path
 
 
-def _end_fork(outcome: ScriptOutcome) -> NoReturn:
-    """End a process that the program has forked where the program ends in that process, as Python would, without a
-    report."""
+def _exit_forked_process(outcome: ScriptOutcome) -> NoReturn:
+    """Exit a process that the program has forked, as Python would at the program's end, without a report."""
     if outcome.error is not None:
         print_error(outcome.error)
     for stream in (sys.stdout, sys.stderr):
@@ -241,10 +240,10 @@ def _get_exit_code(end: SystemExit) -> int:
 
 def print_error(error: BaseException) -> None:
     """Print the program's own traceback on stderr."""
-    sys.stderr.write(error_text(error))
+    sys.stderr.write(format_traceback(error))
 
 
-def error_text(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """Return the program's own traceback, without memprof's frames."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     pending, seen = [shown], set()

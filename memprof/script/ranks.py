@@ -34,12 +34,12 @@ from memprof.virtual.subprocesses import refusal_file_prefix
 
 # Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp).
-LONGEST_WAIT = 600.0
+MAX_WAIT_SECONDS = 600.0
 _ERROR_SECONDS = 3.0  # seconds for a running rank to react to another rank's error
 _EXIT_SECONDS = 20.0  # seconds for a rank to end after a stop
 # Host memory of a small rank: the proportional set size of 16 ranks of `fsdp2` of
 # tests/programs/parallel.py minus that of 2 ranks, per rank, under torch 2.13.
-RANK_BYTES = 106 << 20
+HOST_BYTES_PER_RANK = 106 << 20
 _IDLE_CPU_SECONDS = 1.0  # seconds of a processor that ranks use while they wait
 # Seconds for a rank's children to end after the rank: as long as Python's resource tracker takes to unlink
 # shared memory.
@@ -60,12 +60,12 @@ class RankResult:
     error: tuple[type[MemprofError], str, Any, str | None] | None = None
 
 
-def check_memory(number: int) -> None:
-    """Raise UsageError if `number` processes do not fit this machine's host memory."""
+def check_host_memory(num_ranks: int) -> None:
+    """Raise UsageError if `num_ranks` processes do not fit this machine's host memory."""
     free = available_bytes()
-    if free is not None and number * RANK_BYTES > free:
+    if free is not None and num_ranks * HOST_BYTES_PER_RANK > free:
         raise UsageError(
-            f"{number} ranks together take {format_bytes(number * RANK_BYTES)} of host memory or more",
+            f"{num_ranks} ranks together take {format_bytes(num_ranks * HOST_BYTES_PER_RANK)} of host memory or more",
             value=f"{format_bytes(free)} are free",
             hint="name some of them (--ranks 0,1), or run one alone (--rank)",
         )
@@ -74,9 +74,9 @@ def check_memory(number: int) -> None:
 class _Process:
     """Process of one rank."""
 
-    def __init__(self, rank: int, pid: int, line: Connection) -> None:
-        self.rank, self.pid, self.line = rank, pid, line
-        self.ran: RankResult | None = None
+    def __init__(self, rank: int, pid: int, connection: Connection) -> None:
+        self.rank, self.pid, self.connection = rank, pid, connection
+        self.result: RankResult | None = None
         self.status: int | None = None  # status by `waitpid`; None: running
 
     def has_ended(self, *, wait: bool = False) -> bool:
@@ -92,22 +92,22 @@ class _Process:
             os.killpg(self.pid, number)
 
 
-def run_together(
+def run_ranks_together(
     ranks: Sequence[int],
     size: int,
-    body: Callable[[Channel], RankResult],
+    run_rank: Callable[[Channel], RankResult],
     *,
-    longest_wait: float = LONGEST_WAIT,
-    step_wait: float = LONGEST_WAIT,
+    max_wait_seconds: float = MAX_WAIT_SECONDS,
+    step_wait_seconds: float = MAX_WAIT_SECONDS,
 ) -> tuple[dict[int, RankResult], MemprofError | None]:
-    """Run `body` in a process for each of `ranks`, which can exchange messages.
+    """Run `run_rank` in a process for each of `ranks`, which can exchange messages.
 
     Args:
         ranks: the ranks to run.
         size: ranks of the whole program.
-        body: function of a process, called with the channel to the others.
-        longest_wait: seconds that a rank may wait for another that runs.
-        step_wait: seconds after which a rank that waits at its last step makes another, which others may need.
+        run_rank: function of a process, called with the channel to the others.
+        max_wait_seconds: seconds that a rank may wait for another that runs.
+        step_wait_seconds: seconds after which a rank that waits at its last step makes another, which others may need.
 
     Returns:
         The result of each rank, and the error between ranks, if any.
@@ -122,21 +122,21 @@ def run_together(
             with _block_sigterm():
                 pid = os.fork()
                 if pid == 0:
-                    for other in [one.line for one in processes] + [own_end]:
+                    for other in [one.connection for one in processes] + [own_end]:
                         other.close()
-                    _run_child(child_end, rank, ranks, size, body)
+                    _run_child(child_end, rank, ranks, size, run_rank)
                 processes.append(_Process(rank, pid, own_end))
             child_end.close()
             with contextlib.suppress(OSError):  # the child may have set its group, or have ended
                 os.setpgid(pid, pid)
-        return _exchange_until_end(processes, longest_wait, step_wait)
+        return _exchange_until_end(processes, max_wait_seconds, step_wait_seconds)
     finally:
         for process in processes:
             if not process.has_ended():
                 os.kill(process.pid, signal.SIGKILL)
                 process.has_ended(wait=True)
             process.signal(signal.SIGTERM)
-            process.line.close()
+            process.connection.close()
         end = time.monotonic() + _CLEANUP_SECONDS
         while _has_live_process({process.pid for process in processes}) and time.monotonic() < end:
             time.sleep(0.02)
@@ -149,8 +149,7 @@ def run_together(
 
 @contextlib.contextmanager
 def _block_sigterm() -> Iterator[None]:
-    """Context manager: block SIGTERM. An exception of its handler in a function that runs at fork (logging's) would be
-    lost."""
+    """Context manager: block SIGTERM, whose handler's exception would be lost in a function that runs at fork."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -159,7 +158,7 @@ def _block_sigterm() -> Iterator[None]:
 
 
 def _run_child(
-    line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], RankResult]
+    connection: Connection, rank: int, ranks: Sequence[int], size: int, run_rank: Callable[[Channel], RankResult]
 ) -> NoReturn:
     code, process = 1, os.getpid()
     try:
@@ -170,18 +169,18 @@ def _run_child(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         random.seed()
         torch.set_num_threads(1)  # as torchrun sets it; a thread pool does not survive a fork
-        channel = Channel(line, rank, ranks, size)
-        channel.on_stop = _stop
+        channel = Channel(connection, rank, ranks, size)
+        channel.on_stop = _raise_stop
 
         def end(number: int, frame: Any) -> NoReturn:
             if os.getpid() != process:  # a child that the program has forked
                 os._exit(128 + number)
             channel.stop_reason = PEER
-            _stop(PEER)
+            _raise_stop(PEER)
 
         signal.signal(signal.SIGTERM, end)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        ran = body(channel)
+        ran = run_rank(channel)
         if os.getpid() == process:  # not in a child that the program has forked
             code = 0
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -200,21 +199,21 @@ def _run_child(
         os._exit(code)
 
 
-def _stop(why: str) -> NoReturn:
+def _raise_stop(why: str) -> NoReturn:
     raise StopRun(EndReason(why))
 
 
 def _exchange_until_end(
-    processes: Sequence[_Process], longest_wait: float, step_wait: float
+    processes: Sequence[_Process], max_wait_seconds: float, step_wait_seconds: float
 ) -> tuple[dict[int, RankResult], MemprofError | None]:
     by_rank = {process.rank: process for process in processes}
-    living = {process.line: process for process in processes}
+    living = {process.connection: process for process in processes}
     since: dict[int, float] = {}
 
     def reply(rank: int, word: str, answer: Any) -> None:
         since.pop(rank, None)
         with contextlib.suppress(OSError):
-            by_rank[rank].line.send_bytes(pickle.dumps((word, answer)))
+            by_rank[rank].connection.send_bytes(pickle.dumps((word, answer)))
 
     idle_timer = _IdleTimer(processes)
     exchange = Exchange([process.rank for process in processes], reply)
@@ -233,10 +232,10 @@ def _exchange_until_end(
                     continue
                 if kind == "ended":
                     del living[line]
-                    process.ran = said[0]
+                    process.result = said[0]
                     _handle_end(process, said[0], exchange)
                 else:
-                    exchange.hear(process.rank, kind, *said)
+                    exchange.handle_message(process.rank, kind, *said)
                     if process.rank in exchange.waiting:
                         since[process.rank] = time.monotonic()
             for line, process in list(living.items()):
@@ -247,13 +246,13 @@ def _exchange_until_end(
                 waiting = exchange.waiting.get(rank)
                 if waiting is None or not exchange.running:
                     continue
-                if waiting.what == "step" and time.monotonic() - begun > step_wait:
-                    exchange.go_on()
-                elif waiting.what != "step" and time.monotonic() - begun > longest_wait:
-                    exchange.overdue(rank, longest_wait)
-            if exchange.why is None and idle_timer.is_idle_for(longest_wait):
+                if waiting.kind == "step" and time.monotonic() - begun > step_wait_seconds:
+                    exchange.resume_steps()
+                elif waiting.kind != "step" and time.monotonic() - begun > max_wait_seconds:
+                    exchange.fail_overdue(rank, max_wait_seconds)
+            if exchange.stop_reason is None and idle_timer.is_idle_for(max_wait_seconds):
                 exchange.fail(
-                    f"no rank has done anything for {longest_wait / 60:.0f} minutes",
+                    f"no rank has done anything for {max_wait_seconds / 60:.0f} minutes",
                     "see what they wait for: what other processes of the program would send does not come",
                 )
             next(deadlines)
@@ -261,7 +260,7 @@ def _exchange_until_end(
             exchange.stop(EndReason.INTERRUPTED.value)
             for process in living.values():
                 process.signal(signal.SIGINT)
-    return {process.rank: process.ran for process in processes if process.ran is not None}, exchange.problem
+    return {process.rank: process.result for process in processes if process.result is not None}, exchange.problem
 
 
 def _has_live_process(groups: Set[int]) -> bool:
@@ -310,11 +309,11 @@ def _get_cpu_seconds(pid: int) -> float:
 
 def _signal_overdue(exchange: Exchange, living: dict[Connection, _Process]) -> Iterator[None]:
     """Signal the ranks that do not react to a stop, first SIGTERM, then SIGKILL; a generator, advanced periodically."""
-    while exchange.why is None:
+    while exchange.stop_reason is None:
         yield
-    is_wrong = exchange.problem or exchange.why == PEER
+    is_wrong = exchange.problem or exchange.stop_reason == PEER
     for number, seconds in ((signal.SIGTERM, _ERROR_SECONDS), (signal.SIGKILL, _EXIT_SECONDS)):
-        end = time.monotonic() + (seconds if is_wrong else LONGEST_WAIT)
+        end = time.monotonic() + (seconds if is_wrong else MAX_WAIT_SECONDS)
         while time.monotonic() < end:
             yield
         for process in living.values():
@@ -323,12 +322,12 @@ def _signal_overdue(exchange: Exchange, living: dict[Connection, _Process]) -> I
         yield
 
 
-def _handle_end(process: _Process, ran: RankResult, exchange: Exchange) -> None:
-    if ran.ended in (EndReason.ERROR, EndReason.NOT_SIMULATED, EndReason.REFUSED) or ran.exit_code:
+def _handle_end(process: _Process, result: RankResult, exchange: Exchange) -> None:
+    if result.ended in (EndReason.ERROR, EndReason.NOT_SIMULATED, EndReason.REFUSED) or result.exit_code:
         exchange.stop(PEER)
-    elif ran.ended in (EndReason.TIMEOUT, EndReason.INTERRUPTED):
-        exchange.stop(ran.ended.value)
-    exchange.leave(process.rank, "has ended")
+    elif result.ended in (EndReason.TIMEOUT, EndReason.INTERRUPTED):
+        exchange.stop(result.ended.value)
+    exchange.record_end(process.rank, "has ended")
 
 
 def _handle_death(process: _Process, exchange: Exchange) -> None:
@@ -338,10 +337,10 @@ def _handle_death(process: _Process, exchange: Exchange) -> None:
         exchange.stop(EndReason.INTERRUPTED.value)
     name = signal.Signals(-code).name if code < 0 else ""
     ending_text = f"was killed by {name}" if name else f"ended without a word, with exit code {code}"
-    if exchange.why is None:
+    if exchange.stop_reason is None:
         hint = "the kernel kills what takes the memory of others: run fewer ranks (--ranks 0,1), or one alone (--rank)"
         exchange.fail(
             f"rank {process.rank} {ending_text}",
             hint if name == "SIGKILL" else "run it alone: --rank " + str(process.rank),
         )
-    exchange.leave(process.rank, ending_text)
+    exchange.record_end(process.rank, ending_text)

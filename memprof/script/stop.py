@@ -26,8 +26,7 @@ class EndReason(enum.StrEnum):
 
 
 class StopRun(BaseException):
-    """Exception that ends the script. Not an Exception, so that a script that catches its own errors does not catch
-    this."""
+    """Exception that ends the script; no subclass of Exception, which the script itself may catch."""
 
     def __init__(self, why: EndReason) -> None:
         super().__init__(f"memprof has seen enough ({why.value})")
@@ -37,7 +36,7 @@ class StopRun(BaseException):
 MIN_GROWTH_BYTES = 64 << 10  # Memory that a step adds. Less growth is a metric kept as a tensor, and fills no GPU.
 
 # Additional steps where memory grows by less: enough to fill a window of the last few tensors, and to make late state.
-PATIENCE = 6
+NUM_EXTRA_STEPS = 6
 
 # A run goes on past its steps up to here, to see what comes late: longer batches, an evaluation. As a rule the number
 # of events decides (they take 1.5 s of a processor); the time does for programs that wait for their data.
@@ -58,8 +57,7 @@ class RunProgress:
 
     @property
     def growth_bytes(self) -> int:
-        """Return the bytes that a step added, on average over the later half of the steps; 0 where
-        memory did not grow."""
+        """Return the bytes that a step added, on average over the later half of the steps; 0 without growth."""
         half = self.held_bytes[(len(self.held_bytes) - 1) // 2 :]
         return max(half[-1] - half[0], 0) // (len(half) - 1) if len(half) > 1 else 0
 
@@ -70,14 +68,13 @@ class StopRule:
 
     steps: int | None = 2  # number of training steps; None: no limit
     seconds: float | None = None  # time limit; None: no limit
-    goes_on: bool = False  # go on past `steps`, while that costs little or memory grows
+    continues_past_steps: bool = False  # go on past `steps`, while that costs little or memory grows
 
-    def after_step(self, progress: RunProgress, agreed: Callable[[bool], bool] = bool) -> None:
-        """Raise StopRun if the run can stop; `agreed`, called with whether this rank can stop, returns whether all
-        ranks can."""
+    def check_step(self, progress: RunProgress, all_ranks_agree: Callable[[bool], bool] = bool) -> None:
+        """Raise StopRun if all ranks can stop, which `all_ranks_agree` returns, given whether this rank can."""
         if self.steps is None or progress.completed < self.steps:
             return
-        if agreed(not (self.goes_on and self._should_go_on(self.steps, progress))):
+        if all_ranks_agree(not (self.continues_past_steps and self._should_go_on(self.steps, progress))):
             raise StopRun(EndReason.STEPS)
 
     def _should_go_on(self, steps: int, progress: RunProgress) -> bool:
@@ -88,10 +85,10 @@ class StopRule:
                 return True
             if growth >= MIN_GROWTH_BYTES:
                 return progress.num_events < GROWING_EVENTS and progress.seconds < GROWING_SECONDS
-        return growth > 0 and progress.completed < steps + PATIENCE
+        return growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS
 
     @contextlib.contextmanager
-    def clock(self) -> Iterator[None]:
+    def limit_time(self) -> Iterator[None]:
         """Context manager: stop the script in the body after `seconds`, by a signal, which needs the main thread."""
         if self.seconds is None or threading.current_thread() is not threading.main_thread():
             yield
@@ -111,9 +108,8 @@ class StopRule:
 
 
 @contextlib.contextmanager
-def stopping_from_threads() -> Iterator[Callable[[], None]]:
-    """Context manager: yield a function by which any thread can stop the script, by a signal: the main thread may be
-    waiting."""
+def allow_stop_from_threads() -> Iterator[Callable[[], None]]:
+    """Context manager: yield a function by which any thread can stop the script, by a signal to the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

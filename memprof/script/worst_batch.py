@@ -28,14 +28,14 @@ STEPS = 2  # training steps with largest batches only: the first makes the optim
 class _FedBatch:
     """The largest batch of one loader, fed in place of others."""
 
-    worst: Any = None  # the loader's largest batch, as long as it may be fed again
+    batch: Any = None  # the loader's largest batch, as long as it may be fed again
 
-    def take(self) -> Any:
+    def copy_batch(self) -> Any:
         """Return a copy of the batch, which the program may modify; a batch that cannot be copied is fed once."""
         try:
-            return copy.deepcopy(self.worst)
+            return copy.deepcopy(self.batch)
         except Exception:
-            batch, self.worst = self.worst, None
+            batch, self.batch = self.batch, None
             return batch
 
 
@@ -70,7 +70,7 @@ class WorstBatch:
     ) -> Iterator[Any]:
         self._is_searching = True
         try:
-            fed.worst, at, size, count, is_complete = self._find_largest(original(loader))
+            fed.batch, at, size, count, is_complete = self._find_largest(original(loader))
         finally:
             self._is_searching = False
         if not count:
@@ -81,7 +81,7 @@ class WorstBatch:
             f"--worst-batch: of {seen} of a data loader number {at + 1} is the largest ({size:,} bytes), and is "
             "fed first; where it is trained on, also in the place of others, until the second step has ended."
         )
-        yield from self._feed(fed.take(), fed)
+        yield from self._feed(fed.copy_batch(), fed)
         # The batch is skipped in its own place, so that the number of batches stays the same.
         rest = (batch for number, batch in enumerate(original(loader)) if number != at)
         yield from self._repeat_worst(rest, fed)
@@ -90,32 +90,30 @@ class WorstBatch:
         """Yield the largest batch in place of each batch of the first steps, and then the other batches."""
         for batch in batches:
             if self._is_fed_again(fed):
-                yield from self._feed(fed.take(), fed)
+                yield from self._feed(fed.copy_batch(), fed)
             else:
                 yield batch
 
     def _is_fed_again(self, fed: _FedBatch) -> bool:
         if self._phases.num_completed_steps >= STEPS:
-            fed.worst = None
+            fed.batch = None
         # Without an optimizer there is no optimizer state, and steps cannot be counted.
-        return fed.worst is not None and bool(self._phases.optimizers)
+        return fed.batch is not None and bool(self._phases.optimizers)
 
     def _feed(self, batch: Any, fed: _FedBatch) -> Iterator[Any]:
-        """Yield `batch`, and stop feeding if the loader is for evaluation; loops that prefetch do not use the batch at
-        first."""
+        """Yield `batch`; stop feeding if the loader is for evaluation: a forward and no backward followed."""
         forwards, backwards = self._phases.num_forwards, self._phases.num_backwards
         yield batch
         if self._phases.num_forwards > forwards and self._phases.num_backwards == backwards:
-            fed.worst = None  # a loader for evaluation
+            fed.batch = None  # a loader for evaluation
 
     @staticmethod
     def _find_largest(batches: Iterator[Any]) -> tuple[Any, int, int, int, bool]:
-        """Return the largest batch, its number, its bytes, the number of batches seen, and whether these are all
-        batches."""
+        """Return the largest batch, its number, its bytes, the number of batches seen, and whether all were."""
         worst, at, max_size, count = None, 0, -1, 0
         end = time.monotonic() + MAX_SECONDS
         for batch in batches:
-            size = bytes_of(batch)
+            size = count_tensor_bytes(batch)
             if size > max_size:
                 worst, at, max_size = batch, count, size
             count += 1
@@ -124,9 +122,9 @@ class WorstBatch:
         return worst, at, max_size, count, True
 
 
-def bytes_of(batch: Any) -> int:
+def count_tensor_bytes(batch: Any) -> int:
     """Return the bytes of the tensors in a batch, at any nesting."""
     leaves = tree_leaves(batch)
     # Batches of transformers are mappings of a special class, which torch treats as leaves.
-    nested = sum(bytes_of(dict(leaf)) for leaf in leaves if isinstance(leaf, Mapping))
+    nested = sum(count_tensor_bytes(dict(leaf)) for leaf in leaves if isinstance(leaf, Mapping))
     return nested + sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))

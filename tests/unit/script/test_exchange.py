@@ -20,7 +20,7 @@ class Meeting:
         self.exchange = Exchange(ranks, lambda rank, word, answer: self.told[rank].append((word, answer)))
 
     def __call__(self, rank: int, what: str, *said: Any) -> list[tuple[str, Any]]:
-        self.exchange.hear(rank, what, *said)
+        self.exchange.handle_message(rank, what, *said)
         told, self.told[rank] = self.told[rank], []
         return told
 
@@ -98,7 +98,7 @@ def test_a_rank_that_never_calls_is_named_with_what_it_did():
     for rank in (0, 2):
         meet(rank, "call", call(9, number=1), [])
         meet(rank, "collect", call(9, number=1).collective_id)
-    meet.exchange.leave(1, "has ended")
+    meet.exchange.record_end(1, "has ended")
     expected = (
         "rank 0 waits for ever in all_reduce of [4] at a/train.py:9: rank 1 has ended, after all_reduce of [4] at"
     )
@@ -145,7 +145,7 @@ def test_steps_are_agreed_on_once_nobody_runs():
 def test_measured_ranks_go_on_where_one_does_not_come():
     meet = Meeting()
     meet(0, "step", True)
-    meet.exchange.go_on()
+    meet.exchange.resume_steps()
     assert meet.told[0] == [("go", False)] and 0 in meet.exchange.running
 
 
@@ -169,7 +169,7 @@ def test_who_waits_too_long_is_told_for_whom():
     meet = Meeting()
     meet(0, "call", call(3), [])
     meet(0, "collect", call(3).collective_id)
-    meet.exchange.overdue(0, 600)
+    meet.exchange.fail_overdue(0, 600)
     assert (
         "rank 0 has waited 10 minutes in all_reduce of [4] at a/train.py:3, and ranks 1-2 did not come" in meet.problem
     )

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memprof.script.loops import Loop, Position, planned_steps, position
+from memprof.script.loops import Loop, Position, estimate_total_steps, find_position
 
 BEFORE = "i = 0\nargs = Namespace(steps=50, epochs=3)\nloader = [0] * 40\nconfig = {'steps': 60}\n"
 
@@ -24,7 +24,7 @@ def planned(text: str, stop: int = 4, **given: object) -> int | None:
         pass
 
     def step() -> None:
-        found.append(position(len(found) + 1, sys._getframe(1)))
+        found.append(find_position(len(found) + 1, sys._getframe(1)))
         if len(found) == stop:
             raise Stop
 
@@ -43,7 +43,7 @@ def planned(text: str, stop: int = 4, **given: object) -> int | None:
     thread.start()
     thread.join()
     assert isinstance(ended[0], Stop), ended
-    return planned_steps(found[1:-1], found[-1])
+    return estimate_total_steps(found[1:-1], found[-1])
 
 
 def function(text: str) -> str:
@@ -112,7 +112,7 @@ def test_a_loop_without_source_code_is_not_known() -> None:
     frame = SimpleNamespace(
         f_code=compile("pass", "nowhere to be found", "exec"), f_lineno=1, f_globals={}, f_locals={}, f_back=None
     )
-    assert position(1, frame).loops == (Loop(("nowhere to be found", 1)),)  # type: ignore[arg-type]
+    assert find_position(1, frame).loops == (Loop(("nowhere to be found", 1)),)  # type: ignore[arg-type]
 
 
 def test_a_length_that_raises_is_not_known() -> None:
@@ -150,6 +150,6 @@ def test_another_file_of_the_same_name_is_read_anew(tmp_path, monkeypatch) -> No
         text = f"# {steps}\nfor i in range({steps}):\n  found.append(position(i, sys._getframe()))\n  if i > 3: break\n"
         (tmp_path / "train.py").write_text(text)
         found: list[Position] = []
-        exec(compile(text, "train.py", "exec"), {"found": found, "position": position, "sys": sys})
+        exec(compile(text, "train.py", "exec"), {"found": found, "position": find_position, "sys": sys})
         loop = found[-1].loops[-1]
-        assert loop.place == ("train.py", 2) and loop.bounds[0].total == steps
+        assert loop.location == ("train.py", 2) and loop.bounds[0].total == steps

@@ -16,7 +16,7 @@ from memprof.script.stop import (
     GROWING_EVENTS,
     GROWING_SECONDS,
     MIN_GROWTH_BYTES,
-    PATIENCE,
+    NUM_EXTRA_STEPS,
     RunProgress,
     StopRun,
 )
@@ -148,7 +148,7 @@ def test_what_a_script_holds_outlives_it(script):
 
 def goes_on(rule: StopRule, progress: RunProgress) -> bool:
     try:
-        rule.after_step(progress)
+        rule.check_step(progress)
     except StopRun as stop:
         return stop.why is not EndReason.STEPS
     return True
@@ -191,7 +191,7 @@ def test_no_such_program(tmp_path, script):
     Program("json.tool", is_module=True).check()
 
 
-RULE = StopRule(2, goes_on=True)
+RULE = StopRule(2, continues_past_steps=True)
 
 
 def test_a_run_goes_on_while_that_is_cheap():
@@ -214,8 +214,8 @@ def test_a_run_goes_on_while_memory_grows():
 
 def test_patience_where_memory_grows_by_little_or_events_are_not_counted():
     for events in (None, CHEAP_EVENTS):
-        assert goes_on(RULE, RunProgress(1 + PATIENCE, list(range(1 + PATIENCE)), events))
-        assert not goes_on(RULE, RunProgress(2 + PATIENCE, list(range(2 + PATIENCE)), events))
+        assert goes_on(RULE, RunProgress(1 + NUM_EXTRA_STEPS, list(range(1 + NUM_EXTRA_STEPS)), events))
+        assert not goes_on(RULE, RunProgress(2 + NUM_EXTRA_STEPS, list(range(2 + NUM_EXTRA_STEPS)), events))
 
 
 def test_growth_is_that_of_the_later_half_of_the_steps():

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no pr
 HEAD = """
 import os, signal, sys, time
 from memprof.script import EndReason
-from memprof.script.ranks import RankResult, run_together
+from memprof.script.ranks import RankResult, run_ranks_together
 def done(result): return RankResult(EndReason.EXIT, 0, result)
 """
 TAIL = """
-ran, problem = run_together([0, 1], 2, body, longest_wait=2.0)
+ran, problem = run_ranks_together([0, 1], 2, body, max_wait_seconds=2.0)
 print(sorted((rank, one.ended.value, one.result) for rank, one in ran.items()), problem and problem.problem)
 """
 
@@ -90,7 +90,7 @@ def body(channel):
         os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(600)
 try:
-    run_together([0, 1], 2, body)
+    run_ranks_together([0, 1], 2, body)
 except SystemExit as end:
     print(end.code, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 try:
