@@ -15,8 +15,8 @@ from memprof.allocator.config import AllocatorConfig, config_from_environment, p
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
-from memprof.allocator.on_gpu import GpuReplay, MemoryNeeds, needs_of, replay_in_host_memory, replay_on_gpu
-from memprof.allocator.releases import release_for
+from memprof.allocator.on_gpu import GpuReplay, MemoryNeeds, compute_memory_needs, replay_in_host_memory, replay_on_gpu
+from memprof.allocator.releases import parse_release
 from memprof.allocator.replay import GpuMemory, Timeline, TraceReplay
 from memprof.allocator.settings import CurrentSettings, Settings
 from memprof.allocator.snapshot_replay import SnapshotReplay, replay_snapshot
@@ -39,11 +39,11 @@ __all__ = [
     "SnapshotReplay",
     "Timeline",
     "TraceReplay",
+    "compute_memory_needs",
     "config_from_environment",
     "format_size",
-    "needs_of",
     "parse_config",
-    "release_for",
+    "parse_release",
     "replay_in_host_memory",
     "replay_on_gpu",
     "replay_snapshot",

@@ -55,7 +55,7 @@ class Pool:
     calls: int = 0  # get_free_blocks_call_count: counted while garbage collection is on
     streams: dict[int, StreamPool] = field(default_factory=dict)
 
-    def of_stream(self, stream: int) -> StreamPool:
+    def get_stream_pool(self, stream: int) -> StreamPool:
         """Return the free blocks of `stream`, and create the stream's entry at its first use."""
         found = self.streams.get(stream)
         if found is None:

@@ -12,7 +12,7 @@ from memprof.allocator.blocks import ADDRESS_BITS, Block, StreamPool, absorb_nex
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import UNKNOWN_SPACE, Driver, SimulatedDriver
 from memprof.allocator.messages import ONE_EXABYTE, OomReport, OutOfMemory
-from memprof.allocator.pools import PrivatePool, layout_of
+from memprof.allocator.pools import PrivatePool, build_layout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size, segment_size
 from memprof.allocator.segments import Segments
@@ -96,7 +96,7 @@ class CachingAllocator:
             size = (num_bytes + 511) & -512 or MIN_BLOCK
         home = self.default_pool if pool is DEFAULT_POOL else self.pools[pool]
         sized = home.small if size <= SMALL_SIZE else home.large
-        owner = sized.streams.get(stream) or sized.of_stream(stream)
+        owner = sized.streams.get(stream) or sized.get_stream_pool(stream)
 
         # get_free_block, with the usual case inlined.
         block: Block | None = None
@@ -289,12 +289,12 @@ class CachingAllocator:
     def needs_driver(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
         """Return whether a request of `size` bytes (rounded) needs memory from the driver."""
         sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
-        owner = sized.of_stream(stream)
+        owner = sized.get_stream_pool(stream)
         block = self._find_free_block(owner, size)
         if block is not None:
             owner.insert(block)
             return False
-        room = self.segment_store.find_room(owner, size) if self.expandable else None
+        room = self.segment_store.find_free_stretch(owner, size) if self.expandable else None
         return room is None or not room.mapped or room.size < size
 
     def _should_split(self, owner: StreamPool, size: int, remaining: int) -> bool:
@@ -409,7 +409,7 @@ class CachingAllocator:
 
     def segments(self) -> list[SnapshotSegment]:
         """Return segments and blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
-        return layout_of(self.segment_store.live.values())
+        return build_layout(self.segment_store.live.values())
 
 
 def _mergeable_size(block: Block) -> int:

@@ -15,8 +15,8 @@ from memprof.trace.snapshot import Action, SnapshotEvent
 FIRST_RESERVATION = 0x10000000000  # begin of the address space for expandable segments, away from cudaMalloc's
 UNKNOWN_SPACE = 1 << 50  # address space of an expandable segment when the GPU's memory is unknown
 
-TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
-RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+SEGMENT_ADDITIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
+SEGMENT_REMOVALS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 
 _FOREIGN = 1 << 56  # addresses for segments that are not in the recording
 
@@ -105,7 +105,7 @@ class RecordedDriver:
                 return event.address
             self.differs(f"a segment was taken at {event.address:#x}, where there is one")
             return self._make_address(size)
-        if event is not None and (event.action in RETURNS or event.action is Action.OOM):
+        if event is not None and (event.action in SEGMENT_REMOVALS or event.action is Action.OOM):
             return None
         self.differs(f"a segment of {size} bytes was not taken")
         return self._make_address(size)
@@ -141,7 +141,7 @@ class RecordedDriver:
         if event is not None and event.action is Action.SEGMENT_MAP and (event.address, event.size) == (address, size):
             self.at += 1
             return True
-        if event is not None and (event.action in RETURNS or event.action is Action.OOM):
+        if event is not None and (event.action in SEGMENT_REMOVALS or event.action is Action.OOM):
             return False
         self.differs(f"{size} bytes at {address:#x} were not mapped")
         return True

@@ -89,7 +89,7 @@ class State:
     contradictions: list[str] = field(default_factory=list)  # if any, the trace is incomplete
 
 
-def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig) -> State:
+def rebuild_initial_state(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig) -> State:
     """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
     state = State()
     ranges = Ranges(segments, config)
@@ -286,7 +286,7 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
     previous: tuple[Range, Block] | None = None
     for run in state.ranges:
         home = allocator.create_pool(run.pool_id)
-        owner = (home.small if run.is_small else home.large).of_stream(run.stream)
+        owner = (home.small if run.is_small else home.large).get_stream_pool(run.stream)
         store = allocator.segment_store
         block: Block
         if run.expandable:

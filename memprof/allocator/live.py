@@ -45,7 +45,7 @@ class LiveAllocator:
         try:
             replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
-            return error.report.of_process(self._gpu.context_bytes).message(self._release)
+            return error.report.add_process_bytes(self._gpu.context_bytes).message(self._release)
         usable, allowed = self._gpu.usable_bytes, replay.allocator.allowed_bytes
         limit = usable if allowed is None else min(allowed, usable)
         self._min_room = limit - replay.allocator.counters.reserved_bytes

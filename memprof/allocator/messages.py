@@ -40,7 +40,7 @@ class OomReport:
     process_bytes: int | None = None  # what NVML shows for this process
     device: int = 0
 
-    def of_process(self, context_bytes: int) -> OomReport:
+    def add_process_bytes(self, context_bytes: int) -> OomReport:
         """Return the report with NVML's figure for the process: the CUDA context plus reserved memory."""
         return replace(self, process_bytes=self.reserved_bytes + context_bytes)
 

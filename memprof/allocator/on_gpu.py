@@ -84,10 +84,12 @@ class GpuReplay:
 
     def under(self, config: AllocatorConfig) -> MemoryNeeds:
         """Return the needs of the same run with other settings."""
-        return needs_of(self.trace, self.gpu, config, self.release)
+        return compute_memory_needs(self.trace, self.gpu, config, self.release)
 
 
-def needs_of(trace: Trace, gpu: GpuMemory | None, config: AllocatorConfig, release: Release = LATEST) -> MemoryNeeds:
+def compute_memory_needs(
+    trace: Trace, gpu: GpuMemory | None, config: AllocatorConfig, release: Release = LATEST
+) -> MemoryNeeds:
     """Return the needs of `trace`, in a fraction of the time of `replay_on_gpu`."""
     replay = TraceReplay(trace, None, config, release)
     replay.advance(writes=False)
@@ -129,7 +131,7 @@ def replay_on_gpu(
         return GpuReplay(
             trace, gpu, config, release, timeline, None, retries, required, frozenset(refused), bounds=bounds
         )
-    report = oom.report.of_process(gpu.context_bytes)
+    report = oom.report.add_process_bytes(gpu.context_bytes)
     oom = FirstOom(oom.event, report, report.message(release))
     return GpuReplay(
         trace, gpu, config, release, unlimited, oom, max(retries - 1, 0), required, frozenset(refused), bounds=bounds

@@ -23,7 +23,7 @@ def pool_name(is_small: bool, pool_id: PoolId) -> str:
     return size if pool_id == DEFAULT_POOL else f"{size}, private {pool_id}"
 
 
-def layout_of(segments: Iterable[Segment]) -> list[SnapshotSegment]:
+def build_layout(segments: Iterable[Segment]) -> list[SnapshotSegment]:
     """Return all mapped runs of `segments` by address, in the form of a snapshot."""
     found: list[SnapshotSegment] = []
     for segment in segments:

@@ -68,7 +68,7 @@ class Release:
         return f" {head} try setting {variable}=expandable_segments:True {see} Memory Management  (https://{page})"
 
 
-def release_for(version: str) -> Release:
+def parse_release(version: str) -> Release:
     """Return the release of a version such as "2.6.0+cu124". Raises UsageError: not a version, or older than 2.0."""
     match = re.match(r"\s*v?(\d+)\.(\d+)", version)
     if match is None:

@@ -79,7 +79,7 @@ class GpuMemory:
         return cls(total, device.context_bytes if usable is None else total - usable)
 
 
-def order_streams(
+def apply_stream_event(
     trace: Trace, allocator: CachingAllocator, live: Mapping[int, Block], time: int, event: Event
 ) -> None:
     """Apply the event at `time` if it is about several streams, else do nothing. `live` are blocks by storage."""
@@ -97,7 +97,7 @@ def order_streams(
         allocator.pending.end_phase(time)
 
 
-def private_pool(number: int) -> PoolId:
+def make_pool_id(number: int) -> PoolId:
     """Return the pool with this number in a trace; 0 is the default pool."""
     return (number, 0) if number else DEFAULT_POOL
 
@@ -229,12 +229,12 @@ class TraceReplay:
             elif kind is stream_set:
                 self.stream = ref
             elif kind is EventKind.POOL:
-                self.pool = private_pool(ref)
+                self.pool = make_pool_id(ref)
                 self.allocator.create_pool(self.pool)
             elif kind is EventKind.POOL_FREE:
-                self.allocator.retire_pool(private_pool(ref))
+                self.allocator.retire_pool(make_pool_id(ref))
             elif several:
-                order_streams(self.trace, self.allocator, live, time, Event(kind, ref))
+                apply_stream_event(self.trace, self.allocator, live, time, Event(kind, ref))
             if writes:
                 end_event(grew=has_grown)
                 if stop_at_oom and self.timeline.first_oom is not None:

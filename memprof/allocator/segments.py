@@ -74,7 +74,7 @@ class Segments:
 
         Memory mapped before the refusal stays, as free memory.
         """
-        block = self.find_room(owner, size) or self._reserve_segment(owner)
+        block = self.find_free_stretch(owner, size) or self._reserve_segment(owner)
         if not block.mapped:
             mapped = self._map_memory(block, min(block.size, size))
             if mapped is None:
@@ -94,7 +94,7 @@ class Segments:
     def shrink(self, block: Block) -> None:
         """Unmap the whole units inside the free `block`; its edges stay. Remove a segment without mapped memory."""
         segment, owner = block.segment, block.owner
-        begin, end = whole_units(block)
+        begin, end = find_mapping_units(block)
         if begin >= end:
             return
         self.driver.unmap(begin, end - begin)
@@ -120,7 +120,7 @@ class Segments:
             del self.live[segment.address]
             self.driver.unreserve(segment.address, segment.size)
 
-    def find_room(self, owner: StreamPool, size: int) -> Block | None:
+    def find_free_stretch(self, owner: StreamPool, size: int) -> Block | None:
         """Return the first stretch of free and unmapped blocks with room for `size`, in address order."""
         for address in owner.unmapped:
             block = owner.unmapped_blocks[address]
@@ -167,7 +167,7 @@ class Segments:
         return block
 
 
-def whole_units(block: Block) -> tuple[int, int]:
+def find_mapping_units(block: Block) -> tuple[int, int]:
     """Return begin and end of the whole mapping units inside a block; begin >= end if the block contains none."""
     base, unit = block.segment.address, block.segment.unit
     begin = base + -(-(block.address - base) // unit) * unit

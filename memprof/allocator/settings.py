@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
-from memprof.allocator.releases import LATEST, Release, release_for
+from memprof.allocator.releases import LATEST, Release, parse_release
 from memprof.trace.facts import AllocatorFacts
 
 _PROGRAM = "the program"
@@ -29,7 +29,7 @@ class Settings:
     @property
     def release(self) -> Release:
         """Return the torch release whose rules and messages apply."""
-        return LATEST if self.torch is None else release_for(self.torch)
+        return LATEST if self.torch is None else parse_release(self.torch)
 
     @classmethod
     def resolve(

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_settings
-from memprof.allocator.driver import RETURNS, TAKES, RecordedDriver
-from memprof.allocator.initial_state import OTHER_STREAM, State, completes_at_once, restore, state_before
+from memprof.allocator.driver import SEGMENT_ADDITIONS, SEGMENT_REMOVALS, RecordedDriver
+from memprof.allocator.initial_state import OTHER_STREAM, State, completes_at_once, rebuild_initial_state, restore
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
-from memprof.allocator.segments import whole_units
+from memprof.allocator.segments import find_mapping_units
 from memprof.allocator.streams import Completion
 from memprof.trace.columns import (
     ALLOC,
@@ -33,7 +33,7 @@ from memprof.trace.columns import (
 )
 from memprof.trace.snapshot import DEFAULT_POOL, Action, PoolId, Snapshot, SnapshotEvent, SnapshotSegment
 
-MAX_READINGS = 64  # replays of one trace at most
+MAX_REPLAYS = 64  # replays of one trace at most
 
 _REQUEST_ENDS = (Action.ALLOC, Action.OOM)
 _STOPS = frozenset(CODES[action] for action in (*_REQUEST_ENDS, Action.FREE_REQUESTED))
@@ -87,7 +87,7 @@ def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> 
     """
     choices: dict[int, bool] = {}
     best: SnapshotReplay | None = None
-    for _ in range(MAX_READINGS):
+    for _ in range(MAX_REPLAYS):
         replay = _Replay(snapshot, device, total_bytes, choices)
         found = replay.run()
         if best is None or found.exact or found.identical_addresses > best.identical_addresses:
@@ -116,7 +116,7 @@ class _Replay:
         # Snapshots and annotations change nothing; `places` has the trace's indices, for messages.
         self.events, self.places = trace.without(SNAPSHOT, ANNOTATE)
         config = config_from_settings(snapshot.settings)
-        self.state: State = state_before(self.final, self.events, config)
+        self.state: State = rebuild_initial_state(self.final, self.events, config)
         self.driver = RecordedDriver(self.events, config.large_segment_size)
         self.allocator = CachingAllocator(
             total_bytes, config, driver=self.driver, completion=Completion.AT_SYNC, counts=False
@@ -215,20 +215,24 @@ class _Replay:
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
         is_own = last is not None and last.action in _REQUEST_ENDS and self.is_from_request(window, last)
-        if last is not None and last.action in _REQUEST_ENDS and any(event.action not in TAKES for event in window):
+        if (
+            last is not None
+            and last.action in _REQUEST_ENDS
+            and any(event.action not in SEGMENT_ADDITIONS for event in window)
+        ):
             is_own = self.choices[start] = self.forced.get(start, is_own)
         if is_own:
             self.request(start, end)
             return end + 1
         # Done before the request; segments taken afterwards may still belong to the request.
-        taken = next((at for at in range(start, end) if self.events[at].action in TAKES), end)
+        taken = next((at for at in range(start, end) if self.events[at].action in SEGMENT_ADDITIONS), end)
         if taken > start:
             end = taken
         self.driver.at = start
         for event in self.events[start:end]:
             if event.action is Action.FREE_COMPLETED:
                 self.complete(event.address)
-            elif event.action in RETURNS and self.driver.at <= start:
+            elif event.action in SEGMENT_REMOVALS and self.driver.at <= start:
                 # Outside a request, only empty_cache releases segments.
                 self.allocator.empty_cache()
                 self.flushes.append(self.places[start])
@@ -238,12 +242,12 @@ class _Replay:
     def is_from_request(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
         """Return whether the request `last` caused the events in `window`: no free block served the request."""
         actions = {event.action for event in window}
-        if last.action is Action.ALLOC and not actions & {*TAKES} and not self.has_kept_edge(window, last):
+        if last.action is Action.ALLOC and not actions & {*SEGMENT_ADDITIONS} and not self.has_kept_edge(window, last):
             return False
         size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
         if not self.allocator.needs_driver(size, last.stream, self.pool_of(last)):
             return False
-        returned = [event.address for event in window if event.action in RETURNS]
+        returned = [event.address for event in window if event.action in SEGMENT_REMOVALS]
         if not returned:
             # A request polls the frees of other streams at its begin, unless it had to wait for them.
             return Action.FREE_COMPLETED not in actions or last.action is Action.OOM
@@ -257,13 +261,13 @@ class _Replay:
         home = self.allocator.pools[self.pool_of(last)]
         owners = [sized.streams[last.stream] for sized in (home.small, home.large) if last.stream in sized.streams]
         free = (block for owner in owners for block in owner.blocks.values() if block.segment.expandable)
-        return any(block.address == last.address and whole_units(block)[0] in unmapped for block in free)
+        return any(block.address == last.address and find_mapping_units(block)[0] in unmapped for block in free)
 
     def find_oversize_segment(self, size: int, last: SnapshotEvent) -> int | None:
         """Return the address of the oversize segment that a failed allocation would release first, or None."""
         limit = self.allocator.max_split_size
         home = self.allocator.pools[self.pool_of(last)]
-        owner = (home.small if size <= SMALL_SIZE else home.large).of_stream(last.stream)
+        owner = (home.small if size <= SMALL_SIZE else home.large).get_stream_pool(last.stream)
         whole = [owner.blocks[key] for key in owner.keys]
         large = [block for block in whole if block.size >= limit and not block.segment.expandable]
         enough = [block for block in large if block.size >= size]

@@ -15,12 +15,12 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from memprof.device.context import context_bytes_of
+from memprof.device.context import get_context_bytes
 from memprof.errors import UsageError, unknown_name
 from memprof.units import GIB, MIB, gib
 
 DEFAULT_GPU = "h100-80gb"
-SEE = "('memprof profile --gpu-vram GIB' takes any size)"
+CUSTOM_SIZE_HINT = "('memprof profile --gpu-vram GIB' takes any size)"
 
 DTYPES = ("float32", "tf32", "float16", "bfloat16", "int8", "float8")
 
@@ -54,7 +54,7 @@ class Gpu:
     @property
     def context_bytes(self) -> int:
         """Return the bytes of a process on the GPU besides torch's allocator: CUDA's context and libraries."""
-        return context_bytes_of(self.compute_capability)
+        return get_context_bytes(self.compute_capability)
 
     @property
     def link_bandwidth(self) -> int:
@@ -80,7 +80,7 @@ def find_gpu(name: str) -> Gpu:
     """
     gpu = _index_by_folded_name().get(_fold_name(name))
     if gpu is None:
-        raise unknown_name("GPU", name, [gpu.key for gpu in list_gpus()], see=SEE)
+        raise unknown_name("GPU", name, [gpu.key for gpu in list_gpus()], see=CUSTOM_SIZE_HINT)
     return gpu
 
 

@@ -14,10 +14,10 @@ from memprof.device.host import available_bytes
 from memprof.errors import UsageError
 from memprof.units import GIB, format_bytes, spell_size
 
-LEAST_BYTES = 2 * GIB  # limit for small files
-MEMORY_PER_BYTE = 12  # maximum for reading and analysing a snapshot: measured by tests/benchmarks/analyze.py
+MIN_LIMIT_BYTES = 2 * GIB  # limit for small files
+MEMORY_BYTES_PER_FILE_BYTE = 12  # maximum for reading and analysing a snapshot: measured by tests/benchmarks/analyze.py
 # Maximum where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured.
-REGULAR_PER_BYTE = 4
+MEMORY_BYTES_PER_COLUMN_FILE_BYTE = 4
 _MEMORY_PER_PACKED_BYTE = 400  # maximum for a compressed capture; a run of 150 steps took 280
 _UNLIMITED = 1 << 62
 _GZIP = b"\x1f\x8b"
@@ -25,15 +25,15 @@ _GZIP = b"\x1f\x8b"
 _current_limit: int | None = None
 
 
-def ceiling_bytes(*files: Path) -> int:
+def compute_limit_bytes(*files: Path) -> int:
     """Return the limit in bytes for reading files: the limit in force, else by size; at most available memory."""
     if _current_limit is not None:
         return _current_limit
-    limit, available = max(LEAST_BYTES, sum(map(_estimate_bytes, files))), available_bytes()
+    limit, available = max(MIN_LIMIT_BYTES, sum(map(_estimate_bytes, files))), available_bytes()
     return limit if available is None else min(limit, available)
 
 
-def allow_more(needed_bytes: int) -> str:
+def suggest_limit(needed_bytes: int) -> str:
     """Return the hint for a file that needs `needed_bytes`."""
     whole_gib = -(-needed_bytes // GIB) * GIB
     return f"if you trust it, let it take more: --max-memory {spell_size(whole_gib)}"
@@ -44,7 +44,7 @@ def limit_memory(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterato
     """Context manager: limit this process's additional memory (on Linux); raises UsageError where the body exceeds the
     limit."""
     global _current_limit
-    limit = ceiling_bytes(*files) if given_bytes is None else given_bytes
+    limit = compute_limit_bytes(*files) if given_bytes is None else given_bytes
     before, _current_limit = _current_limit, limit
     try:
         with _limit_process_memory(limit):
@@ -56,7 +56,7 @@ def limit_memory(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterato
         raise UsageError(
             "reading this takes more memory than it may",
             value=f"{', '.join(map(str, files)) or 'standard input'} (over {format_bytes(limit)})",
-            hint=allow_more(2 * limit),
+            hint=suggest_limit(2 * limit),
         ) from None
     finally:
         _current_limit = before
@@ -67,7 +67,7 @@ def _estimate_bytes(file: Path) -> int:
         if not file.is_file():  # opening a pipe would consume its data
             return 0
         with file.open("rb") as opened:
-            per_byte = _MEMORY_PER_PACKED_BYTE if opened.read(2) == _GZIP else MEMORY_PER_BYTE
+            per_byte = _MEMORY_PER_PACKED_BYTE if opened.read(2) == _GZIP else MEMORY_BYTES_PER_FILE_BYTE
         return file.stat().st_size * per_byte
     except (OSError, ValueError):
         return 0  # the reader reports the error

@@ -19,6 +19,6 @@ _IN_TRAINING = {(9, 0): 750 << 20}
 LARGEST_CONTEXT_BYTES = 1343 << 20
 
 
-def context_bytes_of(compute_capability: tuple[int, int]) -> int:
+def get_context_bytes(compute_capability: tuple[int, int]) -> int:
     """Return the context's bytes on a GPU of this compute capability: measured there, or else on another GPU."""
     return _IN_TRAINING.get(compute_capability, CONTEXT_BYTES)

@@ -12,7 +12,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 def processor_name() -> str:
     """Return the system's name of the processor."""
-    for key, value in lines_of(_CPUINFO):
+    for key, value in read_key_values(_CPUINFO):
         if key in ("model name", "Model", "Hardware") and value:
             return value
     return platform.processor() or platform.machine() or "CPU"
@@ -36,12 +36,12 @@ def available_bytes() -> int | None:
 
 def _read_meminfo(key: str) -> int | None:
     try:
-        return next((int(value.split()[0]) * 1024 for name, value in lines_of(_MEMINFO) if name == key), None)
+        return next((int(value.split()[0]) * 1024 for name, value in read_key_values(_MEMINFO) if name == key), None)
     except (IndexError, ValueError):
         return None
 
 
-def lines_of(file: Path) -> list[tuple[str, str]]:
+def read_key_values(file: Path) -> list[tuple[str, str]]:
     """Return names and values of a kernel file such as /proc/meminfo; an empty list where there is no such file."""
     try:
         lines = file.read_text(errors="replace").splitlines()

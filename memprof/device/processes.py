@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.device.host import lines_of
+from memprof.device.host import read_key_values
 
 PROC = Path("/proc")
 _MAX_NAME = 60
@@ -113,7 +113,7 @@ def own_peak_bytes() -> int | None:
 
 
 def _read_process(pid: int) -> Process | None:
-    status = dict(lines_of(PROC / str(pid) / "status"))
+    status = dict(read_key_values(PROC / str(pid) / "status"))
     if not status:
         return None
     peak, resident = (int(status[name].split()[0]) << 10 if name in status else None for name in ("VmHWM", "VmRSS"))

@@ -21,7 +21,7 @@ def hide_gpus() -> None:
         os.environ[VARIABLE] = ""
 
 
-def first_visible(gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
+def find_first_visible_gpu(gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
     """Return the GPU of NVML's that is CUDA's first; None where no GPU is visible, or the first is a slice (MIG).
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".

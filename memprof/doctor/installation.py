@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
-from memprof.allocator.releases import LATEST, Release, release_for
+from memprof.allocator.releases import LATEST, Release, parse_release
 from memprof.device.environment import Environment, installed_release, read_environment
 from memprof.device.gpus import NvmlSample
 from memprof.device.host import available_bytes, memory_bytes
@@ -137,7 +137,7 @@ def check_installation(
 
 def _find_torch_release(environment: Environment) -> Release:
     try:
-        return release_for(environment.torch_version) if environment.torch_version else LATEST
+        return parse_release(environment.torch_version) if environment.torch_version else LATEST
     except UsageError:
         return LATEST
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.device.context import CONTEXT_BYTES, context_bytes_of
+from memprof.device.context import CONTEXT_BYTES, get_context_bytes
 from memprof.estimate.layers import record_layer
 from memprof.estimate.methods import CHECKPOINT_FORMATS
 from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, FORMAT_GROUP, build_settings
@@ -25,7 +25,7 @@ class Constant:
 CONSTANTS = (
     Constant(
         "CUDA context",
-        f"{format_bytes(CONTEXT_BYTES)}, on compute capability 9.0 {format_bytes(context_bytes_of((9, 0)))}",
+        f"{format_bytes(CONTEXT_BYTES)}, on compute capability 9.0 {format_bytes(get_context_bytes((9, 0)))}",
         "RTX 6000 Ada, torch 2.10: unslothai/unsloth-zoo, pull request 1053; an H100 in training, torch 2.11; "
         "the band: up to 1.31 GiB (older drivers)",
     ),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memprof.allocator import needs_of
+from memprof.allocator import compute_memory_needs
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_leaks_of_steps
 from memprof.ledger.steps import TrainingStep, training_steps
@@ -159,7 +159,7 @@ class _Continuation:
                     trace.events.append(Event(EventKind.ALLOC, len(trace.storages)))
                     trace.storages.append(like._replace(num_bytes=num_bytes))
         trace.events += self._step(trace)
-        return needs_of(trace, run.gpu, run.config, run.release).fits
+        return compute_memory_needs(trace, run.gpu, run.config, run.release).fits
 
     def _step(self, trace: Trace) -> Iterator[Event]:
         """Yield the events of the template step, with new storages that are added to `trace`."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.nvml import read_gpus
-from memprof.device.visible import first_visible
+from memprof.device.visible import find_first_visible_gpu
 from memprof.errors import UsageError
 
 
@@ -50,7 +50,7 @@ def present_gpu() -> LocalGpu | None:
 
     CUDA itself is not used: a process that has initialized CUDA cannot be forked.
     """
-    gpu = first_visible(read_gpus().gpus)
+    gpu = find_first_visible_gpu(read_gpus().gpus)
     if gpu is None or gpu.slices or gpu.usable_bytes is None or gpu.free_bytes is None:
         return None
     return LocalGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - _context_bytes(gpu.name), 0))

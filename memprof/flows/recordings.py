@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.allocator import AllocatorConfig, GpuMemory, config_from_environment, parse_config
-from memprof.device.ceiling import MEMORY_PER_BYTE, REGULAR_PER_BYTE, allow_more, ceiling_bytes
+from memprof.device.ceiling import (
+    MEMORY_BYTES_PER_COLUMN_FILE_BYTE,
+    MEMORY_BYTES_PER_FILE_BYTE,
+    compute_limit_bytes,
+    suggest_limit,
+)
 from memprof.errors import UsageError
 from memprof.flows.rank_reports import rank_index
 from memprof.report.documents.analysis import Analysis
@@ -74,7 +79,7 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     if head == GZIP:
         return _open_capture(path)
     size = path.stat().st_size
-    _check_memory(path, size, MEMORY_PER_BYTE if head < REGULAR else REGULAR_PER_BYTE)
+    _check_memory(path, size, MEMORY_BYTES_PER_FILE_BYTE if head < REGULAR else MEMORY_BYTES_PER_COLUMN_FILE_BYTE)
     from memprof.trace.snapshot_file import read_snapshot
 
     progress(f"reading {format_bytes(size)}")
@@ -156,12 +161,12 @@ def _allocator_settings(trace: Trace) -> tuple[AllocatorConfig, str]:
 
 def _check_memory(path: Path, size: int, per_byte: int) -> None:
     """Raise UsageError if reading a file of `size` bytes would exceed the memory ceiling (device/ceiling.py)."""
-    needed, most = size * per_byte, ceiling_bytes(path)
+    needed, most = size * per_byte, compute_limit_bytes(path)
     if needed > most:
         raise UsageError(
             f"the file needs about {format_bytes(needed)} of memory to be read, and it may take {format_bytes(most)}",
             value=f"{path} ({format_bytes(size)})",
-            hint=f"record fewer events (max_entries=100000), or {allow_more(needed)}",
+            hint=f"record fewer events (max_entries=100000), or {suggest_limit(needed)}",
         )
 
 

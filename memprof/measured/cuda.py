@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memprof.device.context import context_bytes_of
+from memprof.device.context import get_context_bytes
 from memprof.device.cublas import CublasWorkspace
 from memprof.device.nvml import Nvml, read_gpu_usage
 from memprof.errors import MemprofError, UsageError, first_line
@@ -42,7 +42,7 @@ def current_gpu() -> CudaGpu:
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
         own = read_gpu_usage(nvml_gpu()).own_bytes
-        context = context_bytes_of(torch.cuda.get_device_capability()) if own is None else own - reserved
+        context = get_context_bytes(torch.cuda.get_device_capability()) if own is None else own - reserved
         usable = min(free + reserved, total)
         return CudaGpu(name, total, usable, max(min(context, total - usable), 0))
     except RuntimeError as error:

@@ -22,7 +22,7 @@ from memprof.allocator import (
     SimulatedDriver,
 )
 from memprof.allocator.driver import UNKNOWN_SPACE
-from memprof.allocator.replay import order_streams, private_pool
+from memprof.allocator.replay import apply_stream_event, make_pool_id
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
 from memprof.snapshots.origins import OUTSIDE_MODULES, Origin, Part
@@ -184,12 +184,12 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
         elif kind is EventKind.STREAM:
             driver.stream = ref
         elif kind is EventKind.POOL:
-            pool = private_pool(ref)
+            pool = make_pool_id(ref)
             allocator.create_pool(pool)
         elif kind is EventKind.POOL_FREE:
-            allocator.retire_pool(private_pool(ref))
+            allocator.retire_pool(make_pool_id(ref))
         else:
-            order_streams(trace, allocator, live, time, Event(kind, ref))
+            apply_stream_event(trace, allocator, live, time, Event(kind, ref))
     found.slices = slices(trace)
     found.snapshot = Snapshot(
         segments=_segments(allocator, stacks),

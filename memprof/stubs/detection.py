@@ -12,7 +12,7 @@ import torch
 
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import registry
-from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.copies import contiguous, make_copies_formula
 from memprof.virtual.kernels.registry import aten, scratch
 
 _BOXES_PER_BLOCK = 64
@@ -53,9 +53,9 @@ def box_iou_rotated(launch: KernelContext) -> Any:
 
 # Operators with contiguous copies of features and boxes; in the backward of boxes and argmax, or gradient and boxes.
 _POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
-scratch(*(f"torchvision.{name}" for name in _POOLED))(copies_of(0, 1))
-scratch("torchvision._roi_align_backward", "torchvision._roi_pool_backward")(copies_of(1, 2))
-scratch("torchvision._ps_roi_align_backward", "torchvision._ps_roi_pool_backward")(copies_of(0, 1))
+scratch(*(f"torchvision.{name}" for name in _POOLED))(make_copies_formula(0, 1))
+scratch("torchvision._roi_align_backward", "torchvision._roi_pool_backward")(make_copies_formula(1, 2))
+scratch("torchvision._ps_roi_align_backward", "torchvision._ps_roi_pool_backward")(make_copies_formula(0, 1))
 
 
 @registry.kernel("torchvision.deform_conv2d")

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memprof.device.ceiling import allow_more, ceiling_bytes
+from memprof.device.ceiling import compute_limit_bytes, suggest_limit
 from memprof.errors import UsageError
 from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.facts import Facts
@@ -84,12 +84,12 @@ def load_trace(path: Path) -> Trace:
     """Read a capture file. Raises UsageError: the file is missing, no capture, truncated, or of a newer memprof."""
     try:
         with gzip.open(path, "rb") as file:
-            most = ceiling_bytes(path) // _MEMORY_PER_BYTE
+            most = compute_limit_bytes(path) // _MEMORY_PER_BYTE
             text = file.read(most + 1)
         if len(text) > most:
             raise UsageError(
                 "the capture unpacks to more than memprof reads of it", value=f"{path} (over {format_bytes(most)})",
-                hint=f"record fewer steps, or {allow_more((most + 1) * _MEMORY_PER_BYTE)}",
+                hint=f"record fewer steps, or {suggest_limit((most + 1) * _MEMORY_PER_BYTE)}",
             )  # fmt: skip
         document = json.loads(text, parse_constant=_reject_constant)
     except FileNotFoundError:

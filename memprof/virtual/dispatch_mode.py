@@ -134,7 +134,7 @@ class DispatchMode(DeviceState):
                     operator.kind is OpKind.VIEW
                     and operator.handler is None
                     and not args[0].is_quantized
-                    and not (args[0].is_sparse and operator.packet in sparse.of_sparse)  # transposed: a copy
+                    and not (args[0].is_sparse and operator.packet in sparse.sparse_kernel)  # transposed: a copy
                 ):
                     if self.gpus.several:
                         self.nodes.note_gpu(self.device_of(args[0]))
@@ -202,7 +202,7 @@ class DispatchMode(DeviceState):
                 args, kwargs = tree_map_only(torch.Tensor, _to_virtual, (call.args, call.kwargs))
                 call = OperatorCall(call.func, args, kwargs, self)
         launch = KernelContext(self, operator, call, place)
-        kernel = sparse.of_sparse.get(operator.packet)
+        kernel = sparse.sparse_kernel.get(operator.packet)
         result = NotImplemented if kernel is None else kernel(launch)
         if result is NotImplemented:
             raise unsupported_error(f"gives a sparse tensor to {operator.name}", "make it dense: `.to_dense()`")

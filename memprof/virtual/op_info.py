@@ -34,7 +34,7 @@ def describe_operator(func: Any) -> OpInfo:
         kind = OpKind.VIEW
     else:
         kind = OpKind.IN_PLACE if func._schema.is_mutable else OpKind.ALLOCATES
-    handler = registry.kernel_of(packet) or registry.kernel_of(func)
+    handler = registry.find_kernel(packet) or registry.find_kernel(func)
     expanded = find_expansion(func) if handler is None else None
     return OpInfo(
         func=func,
@@ -42,7 +42,7 @@ def describe_operator(func: Any) -> OpInfo:
         name=func._schema.name.replace("::", "."),
         kind=kind,
         handler=handler,
-        runs_on_any_device=packet in registry.anywhere or func in registry.anywhere,
+        runs_on_any_device=packet in registry.host_kernels or func in registry.host_kernels,
         expansion=expanded,
         in_python=expanded is not None and find_python_body(func) is not None,
         input_copies=registry.input_copies.get(packet),

@@ -14,7 +14,7 @@ import pytest
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OutOfMemory
-from memprof.allocator.releases import release_for
+from memprof.allocator.releases import parse_release
 from memprof.device.catalog import find_gpu
 from tests.accuracy.truth import compare
 
@@ -26,7 +26,7 @@ def test_a_full_gpu_refuses_the_same_request() -> None:
     for path in RECORDED:
         recorded = json.loads(gzip.decompress(path.read_bytes()))
         driver = SimulatedDriver(recorded["total_bytes"], find_gpu("h100-80gb").context_bytes)
-        allocator = CachingAllocator(recorded["total_bytes"], None, release_for("2.11.0"), driver)
+        allocator = CachingAllocator(recorded["total_bytes"], None, parse_release("2.11.0"), driver)
         blocks = {}
         *served, failed = recorded["events"]
         for kind, block, num_bytes in served:

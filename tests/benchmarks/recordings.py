@@ -26,7 +26,7 @@ from typing import IO, Any
 import torch
 
 import memprof
-from memprof.allocator import config_from_environment, release_for
+from memprof.allocator import config_from_environment, parse_release
 from memprof.trace.events import HOST, EventKind, Trace, short_source
 from tests.unit.allocator.replaying import replay_trace
 
@@ -193,7 +193,7 @@ def trace_window(trace: Trace, start: int, end: int) -> Window:
         held += storage.num_bytes
         peak = max(peak, held)
     # Every process that made a recording may have had settings of its own; they are those of the environment here.
-    release = release_for(torch.__version__)
+    release = parse_release(torch.__version__)
     config, _ = config_from_environment(os.environ, release)
     reserved = replay_trace(trace, config=config, release=release).reserved
     return Window(allocations, peak, reserved[end - 1] if end else 0)

@@ -13,7 +13,7 @@ import torch
 
 from memprof.torch_private import dynamo
 from memprof.virtual.device_properties import DeviceProperties
-from memprof.virtual.kernels.convolution import cudnn_format, is_depthwise, padding_too_big, uses_cudnn
+from memprof.virtual.kernels.convolution import choose_cudnn_layout, is_depthwise, padding_too_big, uses_cudnn
 
 _CUDNN = ("Cudnn", "CudnnTranspose")
 
@@ -57,4 +57,4 @@ def _make_determine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    return cudnn_format(data, weight, dynamo.suggest_memory_format.get())
+    return choose_cudnn_layout(data, weight, dynamo.suggest_memory_format.get())

@@ -21,7 +21,7 @@ from memprof.patching import Extension, Patch
 from memprof.torch_private import cuda
 from memprof.torch_private.tensors import flatten_dense_tensors, unflatten_dense_tensors
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.kernels.copies import suggested_format
+from memprof.virtual.kernels.copies import suggest_layout
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -108,7 +108,7 @@ def _gather(tensors: _Tensors, dim: int, destination: int | None = None) -> torc
     """Return all parts in one new tensor, on a GPU or (-1) on the host."""
     size = list(tensors[0].shape)
     size[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    layouts = {suggested_format(tensor) for tensor in tensors}
+    layouts = {suggest_layout(tensor) for tensor in tensors}
     layout = layouts.pop() if len(layouts) == 1 else torch.contiguous_format
     device = "cpu" if destination == -1 else "cuda" if destination is None else f"cuda:{destination}"
     whole = torch.empty(size, dtype=tensors[0].dtype, device=device, memory_format=layout)

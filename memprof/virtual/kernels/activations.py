@@ -10,7 +10,7 @@ import torch
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.copies import contiguous, make_copies_formula
 from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
 
 
@@ -24,8 +24,8 @@ def safe_softmax(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 # native/cuda/SoftMax.cu, host_softmax and host_softmax_backward
-softmax = scratch(aten._softmax, aten._log_softmax)(copies_of(0))
-log_softmax_backward = scratch(aten._log_softmax_backward_data)(copies_of(0, 1))
+softmax = scratch(aten._softmax, aten._log_softmax)(make_copies_formula(0))
+log_softmax_backward = scratch(aten._log_softmax_backward_data)(make_copies_formula(0, 1))
 
 
 @scratch(aten._softmax_backward_data)

@@ -23,7 +23,7 @@ off and cuDNN 8 or 9 unless said otherwise, is this:
 Nothing was found for channels-last tensors, whose kernels need no copies, for groups, or for compute capability 10 on.
 
 Of compute capability 9.0 we have an H100's own requests (torch 2.11, cuDNN 9.19, TF32 on; the truth captures and
-operators.jsonl and convolutions.jsonl in tests/accuracy/truth): `_hopper_bytes`.
+operators.jsonl and convolutions.jsonl in tests/accuracy/truth): `_sm90_workspace_bytes`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from memprof.torch_private import kernels
 from memprof.units import round_up
 from memprof.virtual.device_properties import DeviceProperties, cudnn_version
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, suggested_format
-from memprof.virtual.kernels.reductions import opmath, reduction_buffers
+from memprof.virtual.kernels.copies import contiguous, suggest_layout
+from memprof.virtual.kernels.reductions import accumulator_bytes_per_value, reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, kernel
 
 _CONTIGUOUS = torch.contiguous_format
 
 
-def cudnn_format(
-    first: torch.Tensor, second: torch.Tensor, suggested: Callable[[Any], torch.memory_format] = suggested_format
+def choose_cudnn_layout(
+    first: torch.Tensor, second: torch.Tensor, suggested: Callable[[Any], torch.memory_format] = suggest_layout
 ) -> torch.memory_format:
     """Return the layout that cuDNN works in (cudnn_conv_suggest_memory_format): channels-last if either tensor is.
 
@@ -60,7 +60,7 @@ def cudnn_format(
     return found if found is not _CONTIGUOUS else suggested(second)
 
 
-def _in_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+def _copy_to_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
     """The tensor, or what its copy in this layout looks like."""
     if tensor.is_contiguous(memory_format=layout):
         return tensor
@@ -82,7 +82,7 @@ def uses_cudnn(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, 
     # torch 2.9 and later go round a fault of cuDNN 9.8 to 9.14.
     faulty = gpu.release >= (2, 9) and 90_800 <= cudnn_version(gpu.release) < 91_500
     if faulty and data.element_size() == 2 and weight.dim() == 5 and math.prod(weight.shape[2:]) > 1:
-        return cudnn_format(data, weight) is not _CONTIGUOUS
+        return choose_cudnn_layout(data, weight) is not _CONTIGUOUS
     return data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -93,7 +93,7 @@ def _output_shape(data: torch.Size, weight: torch.Size, dtype: torch.dtype, bias
     return aten.convolution.default(*made, *rest).shape  # type: ignore[no-any-return]
 
 
-def _two_dimensional(tensor: torch.Tensor) -> torch.Tensor:
+def _to_4d(tensor: torch.Tensor) -> torch.Tensor:
     """Convolutions over one dimension run as those over two (view4d)."""
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
@@ -111,7 +111,7 @@ def _columns_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tenso
     return math.prod(weight.shape[1:]) * positions * data.element_size()
 
 
-def _take_workspace(
+def _allocate_workspace(
     launch: KernelContext, tensors: tuple[torch.Tensor, ...], made: torch.Tensor, layout: torch.memory_format
 ) -> None:
     """Take cuDNN's own memory for one call, which makes one of data, weight and output; what is one of these is the
@@ -119,11 +119,13 @@ def _take_workspace(
     if torch.backends.cudnn.benchmark:
         launch.values.assume(BENCHMARK)
     launch.values.assume(RULE)
-    last = layout is not _CONTIGUOUS
+    is_channels_last = layout is not _CONTIGUOUS
     backward = launch.operator.packet is aten.convolution_backward
     stride, transposed = launch.args[3 + backward], launch.args[6 + backward]
     data, weight, output = reversed(tensors) if transposed else tensors
-    launch.workspace(*workspace(launch.gpu, data, weight, output, made, last=last, stride=stride))
+    launch.workspace(
+        *workspace(launch.gpu, data, weight, output, made, is_channels_last=is_channels_last, stride=stride)
+    )
 
 
 @kernel(aten.convolution)
@@ -134,24 +136,24 @@ def convolution(launch: KernelContext) -> Any:
         return NotImplemented
     sizes = (tuple(each) if isinstance(each, list) else each for each in launch.args[3:])
     shape = _output_shape(data.shape, weight.shape, data.dtype, None if bias is None else bias.shape, *sizes)
-    one_dimensional = data.dim() == 3
-    flat = _in_layout(data, _CONTIGUOUS) if one_dimensional else data
-    data4d, weight4d = _two_dimensional(flat), _two_dimensional(weight)
-    depthwise = is_depthwise(data, weight, transposed, groups)
-    too_big = transposed and padding_too_big(stride, output_padding)
-    cudnn = uses_cudnn(launch.gpu, data, weight, too_big)
-    layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
-    cudnn = cudnn and (not depthwise or layout is not _CONTIGUOUS)
-    flattened = contiguous(data) if one_dimensional else []
-    with launch.scratch(*flattened, *contiguous(data4d, layout=layout)):
-        result = launch.new((*shape[:2], 1, shape[2]) if one_dimensional else shape, data.dtype, layout)
+    is_1d = data.dim() == 3
+    contiguous_data = _copy_to_layout(data, _CONTIGUOUS) if is_1d else data
+    data4d, weight4d = _to_4d(contiguous_data), _to_4d(weight)
+    is_depthwise_conv = is_depthwise(data, weight, transposed, groups)
+    has_big_padding = transposed and padding_too_big(stride, output_padding)
+    is_on_cudnn = uses_cudnn(launch.gpu, data, weight, has_big_padding)
+    layout = choose_cudnn_layout(data4d, weight4d) if is_on_cudnn else _CONTIGUOUS
+    is_on_cudnn = is_on_cudnn and (not is_depthwise_conv or layout is not _CONTIGUOUS)
+    flat_copies = contiguous(data) if is_1d else []
+    with launch.scratch(*flat_copies, *contiguous(data4d, layout=layout)):
+        result = launch.new((*shape[:2], 1, shape[2]) if is_1d else shape, data.dtype, layout)
         with launch.scratch(*contiguous(weight4d, layout=layout)):
-            if cudnn:
-                _take_workspace(launch, (data4d, weight4d, result), result, layout)
-            elif not (depthwise or (result.shape[2:] == data4d.shape[2:] and math.prod(weight.shape[2:]) == 1)):
+            if is_on_cudnn:
+                _allocate_workspace(launch, (data4d, weight4d, result), result, layout)
+            elif not (is_depthwise_conv or (result.shape[2:] == data4d.shape[2:] and math.prod(weight.shape[2:]) == 1)):
                 launch.transients(_columns_bytes(data4d, weight4d, result, transposed))
     launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
-    return result.squeeze(2) if one_dimensional else result
+    return result.squeeze(2) if is_1d else result
 
 
 @kernel(aten.convolution_backward)
@@ -163,26 +165,26 @@ def convolution_backward(launch: KernelContext) -> Any:
     grad, data, weight, bias_sizes, stride, _, _, transposed, output_padding, groups, mask = launch.args
     if not (grad.is_meta and data.is_meta and weight.is_meta) or not data.numel():
         return NotImplemented
-    one_dimensional = weight.dim() == 3
-    flat = _in_layout(data, _CONTIGUOUS) if one_dimensional else data
-    grad4d, data4d, weight4d = map(_two_dimensional, (grad, flat, weight))
-    depthwise = is_depthwise(data, weight, transposed, groups)
-    too_big = transposed and padding_too_big(stride, output_padding)
-    cudnn = uses_cudnn(launch.gpu, data, weight, too_big)
-    layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
-    with launch.scratch(*contiguous(data) if one_dimensional else ()):
-        if cudnn and (not depthwise or layout is not _CONTIGUOUS):
+    is_1d = weight.dim() == 3
+    contiguous_data = _copy_to_layout(data, _CONTIGUOUS) if is_1d else data
+    grad4d, data4d, weight4d = map(_to_4d, (grad, contiguous_data, weight))
+    is_depthwise_conv = is_depthwise(data, weight, transposed, groups)
+    has_big_padding = transposed and padding_too_big(stride, output_padding)
+    is_on_cudnn = uses_cudnn(launch.gpu, data, weight, has_big_padding)
+    layout = choose_cudnn_layout(data4d, weight4d) if is_on_cudnn else _CONTIGUOUS
+    with launch.scratch(*contiguous(data) if is_1d else ()):
+        if is_on_cudnn and (not is_depthwise_conv or layout is not _CONTIGUOUS):
             grads = _cudnn_backward(launch, grad4d, data4d, weight4d, layout, mask)
         else:
-            grads = _native_backward(launch, grad4d, data4d, weight4d, mask, weight_first=depthwise)
-            if not depthwise:
+            grads = _native_backward(launch, grad4d, data4d, weight4d, mask, is_weight_first=is_depthwise_conv)
+            if not is_depthwise_conv:
                 launch.transients(_columns_bytes(data4d, weight4d, grad4d, transposed))
     grad_bias = None
     if mask[2]:
         grad_bias = launch.new((weight.shape[0],) if bias_sizes is None else tuple(bias_sizes), grad.dtype)
         dims = [dim for dim in range(grad4d.dim()) if dim != 1]
-        launch.transients(*reduction_buffers(grad4d, dims, opmath(grad), launch.gpu))
-    if one_dimensional:
+        launch.transients(*reduction_buffers(grad4d, dims, accumulator_bytes_per_value(grad), launch.gpu))
+    if is_1d:
         grads = tuple(None if each is None else each.squeeze(2) for each in grads)
     return (*grads, grad_bias)
 
@@ -197,23 +199,23 @@ def _cudnn_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """native/cudnn/ConvShared.cpp, cudnn_convolution_backward; a transposed convolution does likewise."""
     grad_data = grad_weight = None
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if mask[1]:
-            held.enter_context(launch.scratch(*contiguous(data, layout=layout)))
-            data = _in_layout(data, layout)
-        chosen = suggested_format(data)
-        held.enter_context(launch.scratch(*contiguous(grad, layout=chosen)))
-        grad = _in_layout(grad, chosen)
+            stack.enter_context(launch.scratch(*contiguous(data, layout=layout)))
+            data = _copy_to_layout(data, layout)
+        chosen_layout = suggest_layout(data)
+        stack.enter_context(launch.scratch(*contiguous(grad, layout=chosen_layout)))
+        grad = _copy_to_layout(grad, chosen_layout)
         if mask[0]:
-            chosen = cudnn_format(grad, weight)
-            grad_data = launch.new(data.shape, grad.dtype, chosen)
-            with launch.scratch(*contiguous(weight, grad, layout=chosen)):
-                _take_workspace(launch, (grad_data, weight, grad), grad_data, chosen)
+            chosen_layout = choose_cudnn_layout(grad, weight)
+            grad_data = launch.new(data.shape, grad.dtype, chosen_layout)
+            with launch.scratch(*contiguous(weight, grad, layout=chosen_layout)):
+                _allocate_workspace(launch, (grad_data, weight, grad), grad_data, chosen_layout)
         if mask[1]:
-            chosen = cudnn_format(data, grad)
-            with launch.scratch(*contiguous(grad, data, layout=chosen)):
-                grad_weight = launch.new(weight.shape, grad.dtype, chosen)
-                _take_workspace(launch, (data, grad_weight, grad), grad_weight, chosen)
+            chosen_layout = choose_cudnn_layout(data, grad)
+            with launch.scratch(*contiguous(grad, data, layout=chosen_layout)):
+                grad_weight = launch.new(weight.shape, grad.dtype, chosen_layout)
+                _allocate_workspace(launch, (data, grad_weight, grad), grad_weight, chosen_layout)
     return grad_data, grad_weight
 
 
@@ -224,12 +226,12 @@ def _native_backward(
     weight: torch.Tensor,
     mask: Any,
     *,
-    weight_first: bool,
+    is_weight_first: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """torch's own kernels work on contiguous tensors (native/cuda/DepthwiseConv2d.cu)."""
     grads: list[torch.Tensor | None] = [None, None]
     with launch.scratch(*contiguous(grad)):
-        for which in (1, 0) if weight_first else (0, 1):
+        for which in (1, 0) if is_weight_first else (0, 1):
             if mask[which]:
                 with launch.scratch(*contiguous((weight, data)[which])):
                     grads[which] = launch.new((data, weight)[which].shape, grad.dtype)
@@ -276,66 +278,68 @@ def workspace(
     output: torch.Tensor,
     made: torch.Tensor,
     *,
-    last: bool,
+    is_channels_last: bool,
     stride: Sequence[int] = (1,),
 ) -> WorkspaceBytes:
     """Return the workspace of one call, which makes one of `data`, `weight` and `output`, or of their gradients.
 
     `last` says whether it runs in a channels-last layout.
     """
-    half = data.element_size() == 2
-    by_weight = made is weight
+    is_half = data.element_size() == 2
+    is_weight_grad = made is weight
     tf32 = data.dtype is torch.float32 and gpu.compute_capability >= (8, 0) and kernels.get_cudnn_allow_tf32()
-    on_tensor_cores = gpu.compute_capability >= (7, 0) if half else tf32
-    copied = [_padded_bytes(data), _padded_bytes(output), _padded_bytes(weight, (0, 1))]
+    on_tensor_cores = gpu.compute_capability >= (7, 0) if is_half else tf32
+    copied_bytes = [_padded_bytes(data), _padded_bytes(output), _padded_bytes(weight, (0, 1))]
     # cuDNN 7.6 on a V100 kept what it made in half precision in float32: pytorch/pytorch issues 31500 and 50990.
-    twice = 0 if by_weight else _padded_bytes(made)
+    float32_result_bytes = 0 if is_weight_grad else _padded_bytes(made)
     # On 9.0 results are split as well as the gradients of weights, into up to two tiles for each multiprocessor.
-    tiles = 2 if on_tensor_cores and gpu.compute_capability == (9, 0) else int(by_weight)
+    tiles = 2 if on_tensor_cores and gpu.compute_capability == (9, 0) else int(is_weight_grad)
     sums = gpu.num_sms * _ACCUMULATORS_BYTES * tiles
-    most_bytes = sum(copied) + twice + max(sums, _FEW_CHANNELS_BYTES + _UNALIGNED_BYTES)
+    most_bytes = sum(copied_bytes) + float32_result_bytes + max(sums, _FEW_CHANNELS_BYTES + _UNALIGNED_BYTES)
     channels = made.shape[1]
-    few = _FEW_CHANNELS_BYTES if channels <= _FEW_CHANNELS else 0
+    few_channels_bytes = _FEW_CHANNELS_BYTES if channels <= _FEW_CHANNELS else 0
     if on_tensor_cores and gpu.compute_capability == (9, 0):
-        num_bytes = _hopper_bytes(gpu, data, weight, output, made, last=last, stride=stride)
-    elif half and by_weight and on_tensor_cores:
-        num_bytes = _PARTIAL_SUMS_BYTES + few + (0 if last else sum(copied))
-    elif last or not (on_tensor_cores or data.dtype is torch.float32):
+        num_bytes = _sm90_workspace_bytes(
+            gpu, data, weight, output, made, is_channels_last=is_channels_last, stride=stride
+        )
+    elif is_half and is_weight_grad and on_tensor_cores:
+        num_bytes = _PARTIAL_SUMS_BYTES + few_channels_bytes + (0 if is_channels_last else sum(copied_bytes))
+    elif is_channels_last or not (on_tensor_cores or data.dtype is torch.float32):
         num_bytes = 0
-    elif half or (on_tensor_cores and weight.dim() == 5):
-        num_bytes = sum(copied)
+    elif is_half or (on_tensor_cores and weight.dim() == 5):
+        num_bytes = sum(copied_bytes)
     elif math.prod(weight.shape[2:]) == 1:
         num_bytes = 0
     else:
         unaligned = any(tensor.shape[1] % 4 for tensor in (data, output))
-        num_bytes = weight.numel() * 4 + channels * 4 + few + (_UNALIGNED_BYTES if unaligned else 0)
+        num_bytes = weight.numel() * 4 + channels * 4 + few_channels_bytes + (_UNALIGNED_BYTES if unaligned else 0)
     return WorkspaceBytes(num_bytes, max(num_bytes, most_bytes))
 
 
 # -- compute capability 9.0 --------------------------------------------------------------------------------------------
 
-_COPIES_BYTES = 16  # beside what is copied
+_COPY_EXTRA_BYTES = 16  # beside what is copied
 _LARGE_KERNEL_BYTES = 131
-_LARGE = 1 << 21  # gradients of data from which on kernels take these; twice as many results
+_MIN_LARGE_ELEMENTS = 1 << 21  # gradients of data from which on kernels take these; twice as many results
 _TILE = 128
-_WINOGRAD_MOST_BYTES = 24 << 20  # 18 MiB were taken; where it would be 28 MiB another kernel ran
-_POINTS_OF_WINOGRAD = 36  # a tile of 4 x 4 results and 3 x 3 weights has 6 x 6 transformed values
-_FEW_POINTS = 27  # a kernel of 5 x 5, or of 3 x 3 x 3
-_SMALL_IMAGE = 64  # points: 7 x 7 took copies, 14 x 14 none
-_SLICES_OF_GROUPS = 16
-_LEAST_PER_SLICE = 768  # positions in float32
+_MAX_WINOGRAD_BYTES = 24 << 20  # 18 MiB were taken; where it would be 28 MiB another kernel ran
+_WINOGRAD_TILE_VALUES = 36  # a tile of 4 x 4 results and 3 x 3 weights has 6 x 6 transformed values
+_MAX_SMALL_KERNEL = 27  # a kernel of 5 x 5, or of 3 x 3 x 3
+_MIN_IMAGE_PIXELS = 64  # points: 7 x 7 took copies, 14 x 14 none
+_GROUPED_SLICES = 16
+_MIN_POSITIONS_PER_SLICE = 768  # positions in float32
 _MANY_POSITIONS = 16_384  # from there on half precision is split too, and few channels
-_SLICES_OF_FEW_CHANNELS = {2: 58, 4: 54}  # by bytes of an element; 54 to 67 in seven convolutions of two dimensions
+_FEW_CHANNELS_SLICES = {2: 58, 4: 54}  # by bytes of an element; 54 to 67 in seven convolutions of two dimensions
 
 
-def _hopper_bytes(
+def _sm90_workspace_bytes(
     gpu: DeviceProperties,
     data: torch.Tensor,
     weight: torch.Tensor,
     output: torch.Tensor,
     made: torch.Tensor,
     *,
-    last: bool,
+    is_channels_last: bool,
     stride: Sequence[int],
 ) -> int:
     """Return what an H100 was seen to take: copies in channels-last order, and partial sums of what is made.
@@ -343,72 +347,90 @@ def _hopper_bytes(
     Of 307 convolutions of real networks, forward and backward, all requests of 81 are right to the byte, and half are
     within 1.1%. The least certain is what is split, and into how many slices.
     """
-    half, by_weight = data.element_size() == 2, made is weight
+    is_half, is_weight_grad = data.element_size() == 2, made is weight
     filters, channels = weight.shape[:2]
-    points = math.prod(weight.shape[2:])
-    strided = any(step > 1 for step in stride)
-    patches = list(stride) == list(weight.shape[2:])
-    if data.shape[1] != channels and points != 1:
-        return _grouped_bytes(data, weight, output, made, last=last)
-    if channels < 4 and not (weight.dim() == 5 and (by_weight or filters == 1)):
+    kernel_elements = math.prod(weight.shape[2:])
+    is_strided = any(step > 1 for step in stride)
+    is_patch_embedding = list(stride) == list(weight.shape[2:])
+    if data.shape[1] != channels and kernel_elements != 1:
+        return _grouped_bytes(data, weight, output, made, is_channels_last=is_channels_last)
+    if channels < 4 and not (weight.dim() == 5 and (is_weight_grad or filters == 1)):
         # Images: small kernels need nothing, larger ones lay out what they read unpadded.
-        if not last and not half:
-            if points <= _FEW_POINTS or (patches and not by_weight and not weight.shape[-1] % 4):
+        if not is_channels_last and not is_half:
+            if kernel_elements <= _MAX_SMALL_KERNEL or (
+                is_patch_embedding and not is_weight_grad and not weight.shape[-1] % 4
+            ):
                 return 0
             if made is data:
-                return 0 if strided else data.nbytes
-        elif points <= _FEW_POINTS and (
-            (half and not last and made is output) or (by_weight and not (half or strided))
+                return 0 if is_strided else data.nbytes
+        elif kernel_elements <= _MAX_SMALL_KERNEL and (
+            (is_half and not is_channels_last and made is output) or (is_weight_grad and not (is_half or is_strided))
         ):
             return 0
-    as_it_stands = channels == 64 and not (half or last or by_weight)  # read and written so, where kernels are small
-    if points == 1 and not last and (as_it_stands or not strided):  # a product of matrices for each image
-        product = made.numel() * 4 * data.shape[0] if by_weight else 0
+    reads_in_place = channels == 64 and not (
+        is_half or is_channels_last or is_weight_grad
+    )  # read and written so, where kernels are small
+    if (
+        kernel_elements == 1 and not is_channels_last and (reads_in_place or not is_strided)
+    ):  # a product of matrices for each image
+        product = made.numel() * 4 * data.shape[0] if is_weight_grad else 0
         # ... unless images are so small that their weights outweigh them.
-        if math.prod(data.shape[2:]) >= _SMALL_IMAGE and product <= 2 * (data.nbytes + output.nbytes):
+        if math.prod(data.shape[2:]) >= _MIN_IMAGE_PIXELS and product <= 2 * (data.nbytes + output.nbytes):
             return product
-        if math.prod(data.shape[2:]) >= _SMALL_IMAGE or by_weight:
-            return data.nbytes + output.nbytes + _COPIES_BYTES
-    latent = 4 in (filters, channels) and not (half or last)  # the first and the last convolution of a diffusion model
-    if latent and made is data:
+        if math.prod(data.shape[2:]) >= _MIN_IMAGE_PIXELS or is_weight_grad:
+            return data.nbytes + output.nbytes + _COPY_EXTRA_BYTES
+    is_latent_conv = 4 in (filters, channels) and not (
+        is_half or is_channels_last
+    )  # the first and the last convolution of a diffusion model
+    if is_latent_conv and made is data:
         return 0
-    padded = half or by_weight or weight.dim() == 5 or channels >= 4 or (made is data and not strided)
-    read, written, weights = (
+    padded = is_half or is_weight_grad or weight.dim() == 5 or channels >= 4 or (made is data and not is_strided)
+    data_bytes, output_bytes, weight_bytes = (
         (_padded_bytes(each, dims) if padded else each.nbytes)
         for each, dims in ((data, (1,)), (output, (1,)), (weight, (0, 1)))
     )
     step = _ALIGNMENT_BYTES // data.element_size()
     aligned, aligned_filters = not channels % step or channels == 1, not filters % step
-    enough = made.numel() >= (_LARGE if made is data else 2 * _LARGE) or (strided and made is data and not half)
-    large = enough and min(filters, channels) > _FEW_CHANNELS
-    if as_it_stands and made is output and (strided or not large):
-        written, large = 0, False
-    copied = 0
-    if not last:
-        copied = read + (0 if latent and made is output else written) + (weights if points > 1 else 0)
-    elif points > 1 and not (aligned and aligned_filters):
-        both = not (half or aligned) and (by_weight or (made is data and strided))
-        copied = read * (not aligned) + weights + written * (both or not aligned_filters)
-    num_bytes = copied + _COPIES_BYTES if copied else 0
-    if by_weight:
-        transformed = _winograd_bytes(data, weight, output) if points == 9 and not (half or last or strided) else 0
+    is_large_result = made.numel() >= (_MIN_LARGE_ELEMENTS if made is data else 2 * _MIN_LARGE_ELEMENTS) or (
+        is_strided and made is data and not is_half
+    )
+    takes_large_kernel = is_large_result and min(filters, channels) > _FEW_CHANNELS
+    if reads_in_place and made is output and (is_strided or not takes_large_kernel):
+        output_bytes, takes_large_kernel = 0, False
+    copied_bytes = 0
+    if not is_channels_last:
+        copied_bytes = (
+            data_bytes
+            + (0 if is_latent_conv and made is output else output_bytes)
+            + (weight_bytes if kernel_elements > 1 else 0)
+        )
+    elif kernel_elements > 1 and not (aligned and aligned_filters):
+        copies_output = not (is_half or aligned) and (is_weight_grad or (made is data and is_strided))
+        copied_bytes = data_bytes * (not aligned) + weight_bytes + output_bytes * (copies_output or not aligned_filters)
+    num_bytes = copied_bytes + _COPY_EXTRA_BYTES if copied_bytes else 0
+    if is_weight_grad:
+        transformed = (
+            _winograd_bytes(data, weight, output)
+            if kernel_elements == 9 and not (is_half or is_channels_last or is_strided)
+            else 0
+        )
         return transformed or num_bytes + _partial_sums_bytes(gpu, data, weight, output)
-    return num_bytes + large * _LARGE_KERNEL_BYTES
+    return num_bytes + takes_large_kernel * _LARGE_KERNEL_BYTES
 
 
 def _grouped_bytes(
-    data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, made: torch.Tensor, *, last: bool
+    data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, made: torch.Tensor, *, is_channels_last: bool
 ) -> int:
     """Return what a convolution in groups was seen to take: copies where the layout is not the kernel's."""
-    half = data.element_size() == 2
+    is_half = data.element_size() == 2
     copies = data.nbytes + output.nbytes
-    if half:
-        return 0 if last or made is weight else copies + weight.nbytes + _COPIES_BYTES
+    if is_half:
+        return 0 if is_channels_last or made is weight else copies + weight.nbytes + _COPY_EXTRA_BYTES
     if made is weight:
-        return copies + _SLICES_OF_GROUPS * weight.nbytes + _COPIES_BYTES
-    if last or made is data:
+        return copies + _GROUPED_SLICES * weight.nbytes + _COPY_EXTRA_BYTES
+    if is_channels_last or made is data:
         return 0
-    return copies + weight.nbytes + _COPIES_BYTES + _LARGE_KERNEL_BYTES
+    return copies + weight.nbytes + _COPY_EXTRA_BYTES + _LARGE_KERNEL_BYTES
 
 
 def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
@@ -416,26 +438,29 @@ def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tens
     used. To the byte for two gradients of weights in float32 (128 and 256 channels, the truth case `convolutional`)."""
     filters, channels = weight.shape[:2]
     tiles = data.shape[0] * math.prod(-(-size // 4) for size in output.shape[2:])
-    num_bytes = _POINTS_OF_WINOGRAD * 4 * (filters * channels + (filters + channels) * tiles)
-    return num_bytes if min(filters, channels) >= 64 and num_bytes <= _WINOGRAD_MOST_BYTES else 0
+    num_bytes = _WINOGRAD_TILE_VALUES * 4 * (filters * channels + (filters + channels) * tiles)
+    return num_bytes if min(filters, channels) >= 64 and num_bytes <= _MAX_WINOGRAD_BYTES else 0
 
 
 def _partial_sums_bytes(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
     """Return the bytes of partial sums of a weight's gradient, in float32: its tiles are made for slices of the
     positions, as many as give each multiprocessor one, and each slice counts its tiles."""
     filters, channels = weight.shape[:2]
-    points = math.prod(weight.shape[2:])
+    kernel_elements = math.prod(weight.shape[2:])
     positions = output.numel() // output.shape[1]
     if channels <= _FEW_CHANNELS:
         if positions < _MANY_POSITIONS:
             return 128 if weight.dim() == 4 else 0
-        slices = _SLICES_OF_FEW_CHANNELS[weight.element_size()]
-        return 4 * slices * _padded_bytes(weight, (1,)) // weight.element_size() + 128
-    tiles = -(-filters // _TILE) * -(-channels // _TILE) * points
-    least = _LEAST_PER_SLICE if weight.element_size() == 4 else _MANY_POSITIONS
-    slices = gpu.num_sms // tiles if positions >= _MANY_POSITIONS else min(gpu.num_sms // tiles, positions // least)
-    if slices < 2:
+        num_slices = _FEW_CHANNELS_SLICES[weight.element_size()]
+        return 4 * num_slices * _padded_bytes(weight, (1,)) // weight.element_size() + 128
+    tiles = -(-filters // _TILE) * -(-channels // _TILE) * kernel_elements
+    least = _MIN_POSITIONS_PER_SLICE if weight.element_size() == 4 else _MANY_POSITIONS
+    num_slices = gpu.num_sms // tiles if positions >= _MANY_POSITIONS else min(gpu.num_sms // tiles, positions // least)
+    if num_slices < 2:
         return 0
-    sums = math.prod(size if size <= _TILE // 2 else round_up(size, _TILE) for size in (filters, channels)) * points
-    kept = slices - (weight.element_size() == 2)  # in half precision one less than there are
-    return 4 * (kept * sums + slices * tiles + 7) + _LARGE_KERNEL_BYTES
+    sums = (
+        math.prod(size if size <= _TILE // 2 else round_up(size, _TILE) for size in (filters, channels))
+        * kernel_elements
+    )
+    num_stored_slices = num_slices - (weight.element_size() == 2)  # in half precision one less than there are
+    return 4 * (num_stored_slices * sums + num_slices * tiles + 7) + _LARGE_KERNEL_BYTES

@@ -17,7 +17,7 @@ def contiguous(*tensors: torch.Tensor | None, layout: torch.memory_format = _CON
     return [t.numel() * t.element_size() for t in strided]
 
 
-def copies_of(*positions: int) -> Callable[..., list[int]]:
+def make_copies_formula(*positions: int) -> Callable[..., list[int]]:
     """Return the formula of an operator that makes contiguous copies of the arguments at `positions`."""
 
     def formula(args: Any, gpu: Any = None) -> list[int]:
@@ -28,7 +28,7 @@ def copies_of(*positions: int) -> Callable[..., list[int]]:
     return formula
 
 
-def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+def suggest_layout(tensor: torch.Tensor) -> torch.memory_format:
     """Return channels-last if the strides of `tensor` are so, else contiguous (`Tensor::suggest_memory_format`)."""
     rank = tensor.dim()
     if rank not in (4, 5) or not _is_channels_last(tensor.size(), tensor.stride()):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.reductions import opmath
+from memprof.virtual.kernels.reductions import accumulator_bytes_per_value
 from memprof.virtual.kernels.registry import aten, input_copies, kernel
 
 _CHUNK = 65_536  # elements of a tensor that a block of a multi-tensor kernel takes (native/cuda/MultiTensorApply.cuh)
@@ -29,7 +29,7 @@ def foreach_norm(args: Any) -> list[int]:
         return []
     if order not in (1, 2, math.inf):
         return []
-    item = opmath(tensors[0])
+    item = accumulator_bytes_per_value(tensors[0])
     chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
     return [item * len(tensors) * chunks, *([item * 320, tensors[0].element_size()] if _GLOBAL_NORM else [])]
 

@@ -21,7 +21,7 @@ from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.engine import in_backward
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import sorting
-from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.copies import contiguous, make_copies_formula
 from memprof.virtual.kernels.reductions import reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, input_copies, kernel, scratch
 from memprof.virtual.operator_call import OpKind, find_tensors
@@ -44,10 +44,10 @@ def _select_indices(launch: KernelContext, mask: torch.Tensor, select: Callable[
         return select()
     launch.wait()
     with launch.scratch(*contiguous(mask), 4):
-        launch.transients(sorting.reduce_scratch(count, launch.gpu))
+        launch.transients(sorting.reduce_bytes(count, launch.gpu))
         indices = select()
         if mask.dim():
-            launch.transients(sorting.scan_scratch(count, 4, launch.gpu, "flagged"))
+            launch.transients(sorting.scan_bytes(count, 4, launch.gpu, "flagged"))
     return indices
 
 
@@ -146,8 +146,8 @@ def index_put_accumulate(args: Any, gpu: DeviceProperties) -> list[int]:
     slice_size = math.prod(
         size for size, index in zip(data.shape, [*args[1], *[None] * data.dim()], strict=False) if index is None
     )
-    bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
-    sort = sorting.radix_sort_scratch(count, 8, 8, bits, gpu)
+    bits = sorting.count_key_bits(max(1, data.numel() // max(1, slice_size)))
+    sort = sorting.radix_sort_bytes(count, 8, 8, bits, gpu)
     on_gpu = sum(index.is_meta for index in indices)
     bounds_buffers: list[int] = []
     if not in_backward() and not (len(args) > 4 and args[4]):
@@ -202,11 +202,11 @@ def masked_scatter(args: Any, gpu: DeviceProperties) -> list[int]:
     broadcast mask and the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
     count = mask.numel()
-    return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8, gpu, "sum of int64")]
+    return [8 * count, *contiguous(mask, source), sorting.scan_bytes(count, 8, gpu, "sum of int64")]
 
 
 # Indices that cannot be viewed flat are copied (native/Embedding.cpp, embedding).
-embedding_copy = input_copies(aten.embedding)(copies_of(1))
+embedding_copy = input_copies(aten.embedding)(make_copies_formula(1))
 
 _FEW_INDICES = 3072
 _LARGEST = 2  # mode="max" of an embedding bag
@@ -229,7 +229,7 @@ def embedding_dense_backward(launch: KernelContext) -> Any:
         allocate(*contiguous(indices, grad))
         if needs_sort:
             allocate(count * item, count * item)  # sorted indices and original positions
-            launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, 8 * item, launch.gpu))
+            launch.transients(count * item, sorting.radix_sort_bytes(count, item, item, 8 * item, launch.gpu))
             if by_frequency:
                 allocate(count * item)
         if needs_sort and count:
@@ -245,9 +245,9 @@ def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tens
     segments = min(count, rows)
     parts = count // _ROWS_PER_PART + segments
     with launch.scratch(count * item, 8):
-        launch.transients(count * item, sorting.scan_scratch(count, 8, gpu, "unique by key"))
+        launch.transients(count * item, sorting.scan_bytes(count, 8, gpu, "unique by key"))
         with launch.scratch(segments * item, segments * item):
-            launch.transients(sorting.scan_scratch(segments, item, gpu, f"sum of int{8 * item}"))
+            launch.transients(sorting.scan_bytes(segments, item, gpu, f"sum of int{8 * item}"))
             launch.transients(8, parts * item, parts * width * max(4, grad.element_size()))
     return result
 
@@ -267,8 +267,8 @@ def make_embedding_bag_gradient(launch: KernelContext) -> Any:
     count, item = indices.numel(), indices.element_size()
     if mode == _LARGEST or not count or not launch.call.on_gpu:
         return NotImplemented
-    bits = sorting.num_bits(rows)
+    bits = sorting.count_key_bits(rows)
     with launch.scratch(*contiguous(indices, grad), count * item, count * item):
-        launch.transients(count * item, sorting.radix_sort_scratch(count, item, item, bits, launch.gpu))
+        launch.transients(count * item, sorting.radix_sort_bytes(count, item, item, bits, launch.gpu))
         with launch.scratch(count * item if by_frequency else 0):
             return _sum_segments(launch, grad, indices, rows)

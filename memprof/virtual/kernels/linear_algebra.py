@@ -29,56 +29,58 @@ def geqrf(launch: KernelContext) -> Any:
     return factored, factors
 
 
-def _batch(matrix: torch.Tensor) -> int:
+def _count_matrices(matrix: torch.Tensor) -> int:
     return math.prod(matrix.shape[:-2])
 
 
-def _flags(batch: int) -> list[int]:
+def _error_check_bytes(batch: int) -> list[int]:
     """Return the bytes for testing error codes (native/BatchLinearAlgebra.cpp, _linalg_check_errors; one is copied)."""
     return [1] * (2 if batch == 1 else 1)
 
 
-scratch(aten._linalg_check_errors)(lambda args, gpu: _flags(args[0].numel()))
+scratch(aten._linalg_check_errors)(lambda args, gpu: _error_check_bytes(args[0].numel()))
 # Copies in columns (native/cuda/linalg/BatchLinearAlgebra.cpp); of one matrix, by cuSOLVER, an error code as well.
-input_copies(aten._cholesky_solve_helper)(lambda args: [4] * (_batch(args[0]) == 1))
+input_copies(aten._cholesky_solve_helper)(lambda args: [4] * (_count_matrices(args[0]) == 1))
 scratch(aten._cholesky_solve_helper)(lambda args, gpu: [args[1].nbytes])
-scratch(aten.cholesky_inverse)(lambda args, gpu: [args[0].nbytes, *[4] * (_batch(args[0]) == 1)])
-scratch(aten.linalg_solve_triangular)(lambda args, gpu: _triangular(args[0].shape[-1], _batch(args[1])))
+scratch(aten.cholesky_inverse)(lambda args, gpu: [args[0].nbytes, *[4] * (_count_matrices(args[0]) == 1)])
+scratch(aten.linalg_solve_triangular)(
+    lambda args, gpu: _triangular_solve_pointers(args[0].shape[-1], _count_matrices(args[1]))
+)
 
 
-def _solver(gpu: DeviceProperties, num_bytes: int) -> list[int]:
+def _measured_buffer(gpu: DeviceProperties, num_bytes: int) -> list[int]:
     """Return a buffer of cuSOLVER where it was measured: see solver_buffers.py."""
     return [num_bytes] * (gpu.compute_capability == (9, 0))
 
 
-def _buffer(launch: KernelContext, num_bytes: int) -> list[int]:
+def _assumed_buffer(launch: KernelContext, num_bytes: int) -> list[int]:
     """Return a buffer that is large enough to be told of."""
     launch.values.assume(solver_buffers.RULE)
-    return _solver(launch.gpu, num_bytes)
+    return _measured_buffer(launch.gpu, num_bytes)
 
 
 @scratch(aten.linalg_cholesky_ex)
 def cholesky(args: Any, gpu: DeviceProperties) -> list[int]:
     """cuSOLVER's buffer, or pointers to each of several matrices (cuda/linalg/BatchLinearAlgebra.cpp)."""
-    batch = _batch(args[0])
-    return [8 * batch] if batch > 1 else _solver(gpu, solver_buffers.of_potrf(args[0].shape[-1]))
+    batch = _count_matrices(args[0])
+    return [8 * batch] if batch > 1 else _measured_buffer(gpu, solver_buffers.potrf_buffer_bytes(args[0].shape[-1]))
 
 
 @scratch(aten.linalg_ldl_factor_ex)
 def ldl_factor(args: Any, gpu: DeviceProperties) -> list[int]:
     """cuSOLVER's buffer."""
-    return _solver(gpu, solver_buffers.of_sytrf(args[0].shape[-1], args[0].element_size()))
+    return _measured_buffer(gpu, solver_buffers.sytrf_buffer_bytes(args[0].shape[-1], args[0].element_size()))
 
 
-def _lu(matrix: torch.Tensor, gpu: DeviceProperties) -> list[int]:
+def _lu_buffers(matrix: torch.Tensor, gpu: DeviceProperties) -> list[int]:
     """By cuSOLVER, cuBLAS with pointers to each matrix, or MAGMA (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
-    (rows, columns), batch = matrix.shape[-2:], _batch(matrix)
+    (rows, columns), batch = matrix.shape[-2:], _count_matrices(matrix)
     if rows != columns or not (batch == 1 or rows <= 16 or (rows <= 128 and batch <= 16)):
         return []
-    return _solver(gpu, solver_buffers.of_getrf(rows)) if batch == 1 or rows >= 512 else [8 * batch]
+    return _measured_buffer(gpu, solver_buffers.getrf_buffer_bytes(rows)) if batch == 1 or rows >= 512 else [8 * batch]
 
 
-scratch(aten.linalg_lu_factor_ex)(lambda args, gpu: _lu(args[0], gpu))
+scratch(aten.linalg_lu_factor_ex)(lambda args, gpu: _lu_buffers(args[0], gpu))
 
 
 @scratch(aten.linalg_lu)
@@ -87,30 +89,30 @@ def lu(args: Any, gpu: DeviceProperties) -> list[int]:
     matrix = args[0]
     *batch, rows, columns = matrix.shape
     count = math.prod(batch)
-    return [matrix.nbytes, 4 * min(rows, columns) * count, 4 * count, *_lu(matrix, gpu), 8 * rows * count]
+    return [matrix.nbytes, 4 * min(rows, columns) * count, 4 * count, *_lu_buffers(matrix, gpu), 8 * rows * count]
 
 
-def _pivot_sign(matrix: torch.Tensor) -> list[int]:
+def _pivot_sign_buffers(matrix: torch.Tensor) -> list[int]:
     """Numbers of rows, which pivots are not theirs, how many, and that as 64-bit integers (lu_det_P)."""
-    batch, rows = _batch(matrix), matrix.shape[-1]
+    batch, rows = _count_matrices(matrix), matrix.shape[-1]
     return [4 * rows, batch * rows, 8 * batch, 8 * batch * rows]
 
 
 @scratch(aten._linalg_det)
 def determinant(args: Any, gpu: DeviceProperties) -> list[int]:
     """Error codes, the product of the diagonal, the sign (native/LinearAlgebra.cpp, linalg_det_out)."""
-    matrix, batch = args[0], _batch(args[0])
-    return [4 * batch, *_lu(matrix, gpu), batch * matrix.element_size(), *_pivot_sign(matrix)]
+    matrix, batch = args[0], _count_matrices(args[0])
+    return [4 * batch, *_lu_buffers(matrix, gpu), batch * matrix.element_size(), *_pivot_sign_buffers(matrix)]
 
 
 @scratch(aten._linalg_slogdet)
 def log_determinant(args: Any, gpu: DeviceProperties) -> list[int]:
     """As of the determinant; signs of the diagonal, their product, absolute values (native/LinearAlgebra.cpp)."""
-    matrix, batch = args[0], _batch(args[0])
+    matrix, batch = args[0], _count_matrices(args[0])
     diagonal, real = batch * matrix.shape[-1], matrix.dtype.to_real().itemsize
     complex_bytes = diagonal * matrix.element_size()
-    of_sign = [complex_bytes, batch * matrix.element_size(), diagonal * real, complex_bytes * matrix.is_complex()]
-    return [4 * batch, *_lu(matrix, gpu), *_pivot_sign(matrix), *of_sign]
+    sign_buffers = [complex_bytes, batch * matrix.element_size(), diagonal * real, complex_bytes * matrix.is_complex()]
+    return [4 * batch, *_lu_buffers(matrix, gpu), *_pivot_sign_buffers(matrix), *sign_buffers]
 
 
 @kernel(aten._linalg_svd)
@@ -119,17 +121,25 @@ def singular_vectors(launch: KernelContext) -> Any:
     svd_kernel). Without vectors as many numbers are theirs all the same: of one matrix at a time, or of small ones."""
     matrix = launch.args[0]
     rows, columns = matrix.shape[-2:]
-    batch, item_bytes, computes_vectors = _batch(matrix), matrix.element_size(), launch.argument(2, "compute_uv", True)
+    batch, item_bytes, computes_vectors = (
+        _count_matrices(matrix),
+        matrix.element_size(),
+        launch.argument(2, "compute_uv", True),
+    )
     left, values, right = launch.func(*launch.args, **launch.kwargs)
     launch.record(left, right, values)
-    at_once = batch if max(rows, columns) <= 32 else 1
-    vectors = [] if computes_vectors else [at_once * size * min(rows, columns) * item_bytes for size in (rows, columns)]
+    num_concurrent = batch if max(rows, columns) <= 32 else 1
+    vectors = (
+        []
+        if computes_vectors
+        else [num_concurrent * size * min(rows, columns) * item_bytes for size in (rows, columns)]
+    )
     if max(rows, columns) <= 32 and batch > 1 and rows != columns and not launch.argument(1, "full_matrices", False):
         vectors.append(batch * max(rows, columns) ** 2 * item_bytes)  # of the square ones that are computed
-    buffer = _buffer(launch, solver_buffers.of_gesvdj(rows, columns, item_bytes))
+    buffer = _assumed_buffer(launch, solver_buffers.gesvdj_buffer_bytes(rows, columns, item_bytes))
     with launch.scratch(4 * batch):
         launch.transients(matrix.nbytes, *vectors, *buffer)
-        launch.transients(*_flags(batch))
+        launch.transients(*_error_check_bytes(batch))
     return left, values, right
 
 
@@ -138,24 +148,26 @@ def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
     """Vectors, which hold the matrix if nobody wants them, values, error codes, and a buffer for each matrix in turn
     (cuda/linalg/BatchLinearAlgebra.cpp, linalg_eigh_kernel). That of small batches is not counted."""
     matrix = launch.args[0]
-    rows, batch, item_bytes = matrix.shape[-1], _batch(matrix), matrix.element_size()
+    rows, batch, item_bytes = matrix.shape[-1], _count_matrices(matrix), matrix.element_size()
     computes_vectors = launch.argument(2, "compute_v", True)
     values, vectors = launch.func(*launch.args, **launch.kwargs)
     launch.record(*((vectors, values) if computes_vectors else (values,)))
     by_jacobi = matrix.dtype is torch.float32 and 32 <= rows <= 512
-    num_bytes = solver_buffers.of_syevj(rows) if by_jacobi else solver_buffers.of_syevd(rows, item_bytes)
-    buffers = [] if batch > 1 and rows <= 32 else batch * _buffer(launch, num_bytes)
+    num_bytes = (
+        solver_buffers.syevj_buffer_bytes(rows) if by_jacobi else solver_buffers.syevd_buffer_bytes(rows, item_bytes)
+    )
+    buffers = [] if batch > 1 and rows <= 32 else batch * _assumed_buffer(launch, num_bytes)
     with launch.scratch(0 if computes_vectors else matrix.nbytes, 4 * batch):
         for buffer in buffers:
             launch.transients(buffer)
-        launch.transients(*_flags(batch))
+        launch.transients(*_error_check_bytes(batch))
     return values, vectors
 
 
 @composite(torch.linalg.svdvals)
 def singular_values(machine: Any, *args: Any, **kwargs: Any) -> Any:
     """Without vectors where nothing is differentiated; of a meta tensor torch's C++ asks for them."""
-    if kwargs or not _lacks_gradient(machine, args[0]):
+    if kwargs or not _needs_no_gradient(machine, args[0]):
         return NotImplemented
     return aten._linalg_svd.default(*args, compute_uv=False)[1]
 
@@ -163,12 +175,12 @@ def singular_values(machine: Any, *args: Any, **kwargs: Any) -> Any:
 @composite(torch.linalg.eigvalsh)
 def eigenvalues(machine: Any, *args: Any, **kwargs: Any) -> Any:
     """As `singular_values`."""
-    if kwargs or not _lacks_gradient(machine, args[0]):
+    if kwargs or not _needs_no_gradient(machine, args[0]):
         return NotImplemented
     return aten._linalg_eigh.default(*args, compute_v=False)[0]
 
 
-def _lacks_gradient(machine: Any, matrix: Any) -> bool:
+def _needs_no_gradient(machine: Any, matrix: Any) -> bool:
     on_gpu = isinstance(matrix, torch.Tensor) and machine.is_on_gpu(matrix)
     return on_gpu and not (torch.is_grad_enabled() and matrix.requires_grad)
 
@@ -181,17 +193,19 @@ def eigenvectors(launch: KernelContext) -> Any:
     matrix = launch.args[0]
     if launch.gpu.release < (2, 11):
         return NotImplemented
-    batch, rows, item_bytes = _batch(matrix), matrix.shape[-1], matrix.element_size()
-    numbers, complex_bytes = batch * rows, matrix.dtype.to_complex().itemsize
+    batch, rows, item_bytes = _count_matrices(matrix), matrix.shape[-1], matrix.element_size()
+    num_values, complex_bytes = batch * rows, matrix.dtype.to_complex().itemsize
     with launch.inside():
         aten.all.default(aten.isfinite.default(matrix))
-    real = [] if matrix.is_complex() else [numbers * complex_bytes, matrix.nbytes]
-    with launch.scratch(4 * batch, numbers * rows * complex_bytes, numbers * complex_bytes):
+    real = [] if matrix.is_complex() else [num_values * complex_bytes, matrix.nbytes]
+    with launch.scratch(4 * batch, num_values * rows * complex_bytes, num_values * complex_bytes):
         with launch.scratch(*real):
-            launch.transients(matrix.nbytes, *_buffer(launch, solver_buffers.of_geev(rows, item_bytes)))
-            launch.transients(*[numbers, 1] * bool(real))
+            launch.transients(
+                matrix.nbytes, *_assumed_buffer(launch, solver_buffers.geev_buffer_bytes(rows, item_bytes))
+            )
+            launch.transients(*[num_values, 1] * bool(real))
         result = launch.run()
-        launch.transients(*_flags(batch))
+        launch.transients(*_error_check_bytes(batch))
     return result
 
 
@@ -200,31 +214,35 @@ def qr(launch: KernelContext) -> Any:
     """Reflectors, in the orthogonal matrix if that is wide enough, in the triangular one or in a copy
     (native/BatchLinearAlgebra.cpp, linalg_qr_out)."""
     matrix, mode = launch.args[0], launch.argument(1, "mode", "reduced")
-    (rows, columns), least = matrix.shape[-2:], min(matrix.shape[-2:])
+    (rows, columns), min_dim = matrix.shape[-2:], min(matrix.shape[-2:])
     result = launch.run()
-    size, batch = matrix.element_size(), _batch(matrix)
-    fits = (mode != "r" and result[0].shape[-1] == columns) or result[1].shape[-2] == rows
-    with launch.scratch(least * batch * size, 0 if fits else matrix.nbytes):
-        _take_reflectors(launch, rows, columns, batch, size)
+    size, batch = matrix.element_size(), _count_matrices(matrix)
+    has_room_for_reflectors = (mode != "r" and result[0].shape[-1] == columns) or result[1].shape[-2] == rows
+    with launch.scratch(min_dim * batch * size, 0 if has_room_for_reflectors else matrix.nbytes):
+        _allocate_for_reflectors(launch, rows, columns, batch, size)
         if mode != "r":
-            buffer = _buffer(launch, solver_buffers.of_orgqr(rows, result[0].shape[-1], least, size))
-            _take_in_turn(launch, batch, buffer)
+            buffer = _assumed_buffer(
+                launch, solver_buffers.orgqr_buffer_bytes(rows, result[0].shape[-1], min_dim, size)
+            )
+            _allocate_per_matrix(launch, batch, buffer)
     return result
 
 
-def _take_reflectors(launch: KernelContext, rows: int, columns: int, batch: int, item_bytes: int) -> None:
+def _allocate_for_reflectors(launch: KernelContext, rows: int, columns: int, batch: int, item_bytes: int) -> None:
     """Pointers to many small matrices twice, or buffers (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
-    if _are_small(rows, batch):
+    if _is_batched_by_cublas(rows, batch):
         launch.transients(8 * batch, 8 * batch)
     else:
-        _take_in_turn(launch, batch, _buffer(launch, solver_buffers.of_geqrf(columns, item_bytes)))
+        _allocate_per_matrix(
+            launch, batch, _assumed_buffer(launch, solver_buffers.geqrf_buffer_bytes(columns, item_bytes))
+        )
 
 
-def _are_small(rows: int, batch: int) -> bool:
+def _is_batched_by_cublas(rows: int, batch: int) -> bool:
     return rows <= 256 and batch >= max(2, rows // 16)
 
 
-def _take_in_turn(launch: KernelContext, batch: int, buffer: list[int]) -> None:
+def _allocate_per_matrix(launch: KernelContext, batch: int, buffer: list[int]) -> None:
     """Take an error code, and buffers for each matrix one after the other."""
     with launch.scratch(4):
         for _ in range(batch):
@@ -237,7 +255,7 @@ def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
     *batch, rows, _ = args[0].shape
     count = math.prod(batch)
     buffers = _lu_solve_buffers(rows, rows, count, args[0].element_size())
-    return [args[0].nbytes, 4 * rows * count, *_lu(args[0], gpu), *buffers]
+    return [args[0].nbytes, 4 * rows * count, *_lu_buffers(args[0], gpu), *buffers]
 
 
 @scratch(aten._linalg_solve_ex)
@@ -246,35 +264,35 @@ def solve(args: Any, gpu: DeviceProperties) -> list[int]:
     matrix, other = args[:2]
     is_vector = other.dim() == 1 or other.shape == matrix.shape[:-1]
     batch = torch.broadcast_shapes(matrix.shape[:-2], other.shape[:-1] if is_vector else other.shape[:-2])
-    sides = 1 if is_vector else other.shape[-1 if len(args) < 3 or args[2] else -2]
-    copied = [other.nbytes] * is_vector
+    num_sides = 1 if is_vector else other.shape[-1 if len(args) < 3 or args[2] else -2]
+    copy_bytes = [other.nbytes] * is_vector
     return [
-        *_lu(matrix, gpu), *copied,
-        *_lu_solve_buffers(matrix.shape[-1], sides, math.prod(batch), matrix.element_size()),
+        *_lu_buffers(matrix, gpu), *copy_bytes,
+        *_lu_solve_buffers(matrix.shape[-1], num_sides, math.prod(batch), matrix.element_size()),
     ]  # fmt: skip
 
 
-def _triangular(rows: int, batch: int) -> list[int]:
+def _triangular_solve_pointers(rows: int, batch: int) -> list[int]:
     """Pointers to each matrix twice, for cuBLAS (cuda/linalg/BatchLinearAlgebra.cpp, triangular_solve_kernel)."""
     return [] if (batch <= 8 and rows >= 64) or rows > 512 else [8 * batch] * 2
 
 
-def _lu_solve_buffers(rows: int, sides: int, batch: int, item_bytes: int) -> list[int]:
+def _lu_solve_buffers(rows: int, num_sides: int, batch: int, item_bytes: int) -> list[int]:
     """native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel: by triangular solves with the rows exchanged, or few
     at a time by cuBLAS, with pointers to each, or cuSOLVER, with an error code."""
-    if rows == sides:
+    if rows == num_sides:
         looped, triangular = False, rows > 16
     elif rows <= 64:
-        looped = rows > 8 and batch <= 2 and (sides <= 64 or rows <= 32)
-        triangular = rows > 8 and not looped and sides > 8
+        looped = rows > 8 and batch <= 2 and (num_sides <= 64 or rows <= 32)
+        triangular = rows > 8 and not looped and num_sides > 8
     else:
-        looped = rows <= 128 and batch <= 2 and sides <= 2
-        triangular = rows > 128 or sides > 2
+        looped = rows <= 128 and batch <= 2 and num_sides <= 2
+        triangular = rows > 128 or num_sides > 2
     if not triangular:
         return [4] if looped else [8 * batch] * 2
     order, orders = 8 * rows, 8 * rows * batch
-    moved = rows * sides * batch * item_bytes
-    return [order, *[orders] * (batch > 1), order, orders, moved, *2 * _triangular(rows, batch)]
+    permuted_bytes = rows * num_sides * batch * item_bytes
+    return [order, *[orders] * (batch > 1), order, orders, permuted_bytes, *2 * _triangular_solve_pointers(rows, batch)]
 
 
 @kernel(aten.linalg_lstsq)
@@ -296,29 +314,29 @@ def lstsq(launch: KernelContext) -> Any:
     _check_lstsq(matrix, other)
     *batch, rows, columns = matrix.shape
     is_vector = other.dim() == matrix.dim() - 1
-    *batch_of_other, _, sides = (*other.shape, 1) if is_vector else other.shape
-    whole = torch.broadcast_shapes(batch, batch_of_other)
-    count, most, least = math.prod(batch), max(rows, columns), min(rows, columns)
+    *batch_of_other, _, num_sides = (*other.shape, 1) if is_vector else other.shape
+    full_batch = torch.broadcast_shapes(batch, batch_of_other)
+    count, max_dim, min_dim = math.prod(batch), max(rows, columns), min(rows, columns)
     size = matrix.element_size()
     with launch.scratch(4 * max(1, count)):
-        solution = launch.new((*whole, sides, most), matrix.dtype).mT
-        of_whole = math.prod(whole)
+        solution = launch.new((*full_batch, num_sides, max_dim), matrix.dtype).mT
+        num_systems = math.prod(full_batch)
         with launch.scratch(matrix.numel() * size):
-            if rows >= columns and _are_small(rows, of_whole):  # gels_batched_cublas
-                launch.transients(of_whole * rows * columns * size, 8 * of_whole, 8 * of_whole)
+            if rows >= columns and _is_batched_by_cublas(rows, num_systems):  # gels_batched_cublas
+                launch.transients(num_systems * rows * columns * size, 8 * num_systems, 8 * num_systems)
             else:
-                with launch.scratch(count * least * size, matrix.numel() * size * (rows < columns)):
-                    _take_reflectors(launch, most, least, count, size)
-                    copied = (of_whole * most * least * size, of_whole * least * size)
-                    with launch.scratch(*copied * (tuple(batch) != tuple(whole))):
-                        triangular = _triangular(least, of_whole)
+                with launch.scratch(count * min_dim * size, matrix.numel() * size * (rows < columns)):
+                    _allocate_for_reflectors(launch, max_dim, min_dim, count, size)
+                    copy_bytes = (num_systems * max_dim * min_dim * size, num_systems * min_dim * size)
+                    with launch.scratch(*copy_bytes * (tuple(batch) != tuple(full_batch))):
+                        triangular = _triangular_solve_pointers(min_dim, num_systems)
                         launch.transients(*triangular * (rows < columns))
-                        num_bytes = solver_buffers.of_ormqr(most, least, sides, size)
-                        _take_in_turn(launch, of_whole, _buffer(launch, num_bytes))
+                        num_bytes = solver_buffers.ormqr_buffer_bytes(max_dim, min_dim, num_sides, size)
+                        _allocate_per_matrix(launch, num_systems, _assumed_buffer(launch, num_bytes))
                         launch.transients(*triangular * (rows >= columns))
         real = matrix.dtype.to_real()
-        residuals = launch.new((*whole, sides) if rows > columns else (0,), real)
-        launch.transients(*_flags(max(1, count)))
+        residuals = launch.new((*full_batch, num_sides) if rows > columns else (0,), real)
+        launch.transients(*_error_check_bytes(max(1, count)))
     solution = solution[..., :columns, :]
     solution = solution.squeeze(-1) if is_vector else solution
     return solution, residuals, launch.new((0,), torch.long), launch.new((0,), real)

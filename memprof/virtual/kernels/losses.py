@@ -15,8 +15,8 @@ import torch
 from memprof.torch_private import kernels
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import copies_of
-from memprof.virtual.kernels.reductions import opmath, reduction_buffers
+from memprof.virtual.kernels.copies import make_copies_formula
+from memprof.virtual.kernels.reductions import accumulator_bytes_per_value, reduction_buffers
 from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
 
 _NONE, _SUM = 0, 2  # `at::Reduction`; the mean is 1
@@ -30,7 +30,7 @@ def _is_unreduced(launch: KernelContext, reduction_at: int) -> bool:
 
 def _reduce(launch: KernelContext, loss: torch.Tensor) -> None:
     """Allocate the buffers of the reduction of `loss` to a scalar, for the time of the call."""
-    launch.transients(*reduction_buffers(loss, None, opmath(loss), launch.gpu))
+    launch.transients(*reduction_buffers(loss, None, accumulator_bytes_per_value(loss), launch.gpu))
 
 
 @kernel(aten.mse_loss, aten.smooth_l1_loss)
@@ -151,13 +151,17 @@ def ctc_loss_backward(launch: KernelContext) -> Any:
 
 
 # native/cuda/Loss.cu: input, target and weight; then target, input, gradient and weight.
-scratch(aten.nll_loss_forward)(copies_of(0, 1, 2))
-scratch(aten.nll_loss_backward)(copies_of(2, 1, 0, 3))
+scratch(aten.nll_loss_forward)(make_copies_formula(0, 1, 2))
+scratch(aten.nll_loss_backward)(make_copies_formula(2, 1, 0, 3))
 
 
 # Copies of all inputs if the loss of images is reduced, else of the weight only (native/cuda/NLLLoss2d.cu).
-scratch(aten.nll_loss2d_forward)(lambda args, gpu: (copies_of(0, 2, 1) if args[3] else copies_of(2))(args))
-scratch(aten.nll_loss2d_backward)(lambda args, gpu: (copies_of(2, 3) if args[4] else copies_of(3))(args))
+scratch(aten.nll_loss2d_forward)(
+    lambda args, gpu: (make_copies_formula(0, 2, 1) if args[3] else make_copies_formula(2))(args)
+)
+scratch(aten.nll_loss2d_backward)(
+    lambda args, gpu: (make_copies_formula(2, 3) if args[4] else make_copies_formula(3))(args)
+)
 
 
 @composite(kernels.cross_entropy_loss)

@@ -21,8 +21,8 @@ from memprof.trace.events import HOST
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, copies_of, suggested_format
-from memprof.virtual.kernels.reductions import opmath, power_of_two, reduction_buffers
+from memprof.virtual.kernels.copies import contiguous, make_copies_formula, suggest_layout
+from memprof.virtual.kernels.reductions import accumulator_bytes_per_value, floor_power_of_two, reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
 
 _WARP = 32
@@ -32,9 +32,9 @@ _MANY_ROWS = 64 * 1024
 
 
 # Copies of input, weight and bias, before the result (layer_norm_cuda, layer_norm_backward_cuda).
-layer_norm_copy = input_copies(aten.native_layer_norm)(copies_of(0, 2, 3))
-layer_norm_backward_copy = input_copies(aten.native_layer_norm_backward)(copies_of(1, 5, 6))
-rms_norm_backward_copy = input_copies("aten._fused_rms_norm_backward")(copies_of(1, 4))
+layer_norm_copy = input_copies(aten.native_layer_norm)(make_copies_formula(0, 2, 3))
+layer_norm_backward_copy = input_copies(aten.native_layer_norm_backward)(make_copies_formula(1, 5, 6))
+rms_norm_backward_copy = input_copies("aten._fused_rms_norm_backward")(make_copies_formula(1, 4))
 
 
 @kernel("aten._fused_rms_norm", on_host=True)
@@ -62,7 +62,7 @@ def _compute_partial_sums(data: torch.Tensor, width: int, parameters: int, gpu: 
     blocks = min(_MAX_BLOCKS // column_blocks, -(-rows // _ROWS_PER_BLOCK))
     item = data.element_size()
     partial = torch.empty(blocks, width, dtype=data.dtype, device="meta")
-    reductions = [width * item, *reduction_buffers(partial, [0], opmath(partial), gpu)]
+    reductions = [width * item, *reduction_buffers(partial, [0], accumulator_bytes_per_value(partial), gpu)]
     return parameters * [blocks * width * item] + parameters * reductions
 
 
@@ -97,7 +97,7 @@ def group_norm(args: Any, gpu: DeviceProperties) -> list[int]:
     data, weight, bias, batch, channels, positions = args[:6]
     if (weight is None and bias is None) or positions == 1:
         return []
-    return 2 * [opmath(data) * batch * channels]
+    return 2 * [accumulator_bytes_per_value(data) * batch * channels]
 
 
 @scratch(aten.native_group_norm_backward)
@@ -105,7 +105,7 @@ def group_norm_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of float32 sums for each channel, and of factors for each channel and group."""
     data, weight = args[1], args[4]
     batch, channels, positions, groups, mask = args[5:10]
-    item = opmath(data)
+    item = accumulator_bytes_per_value(data)
     buffers = 2 * [item * batch * channels]
     if mask[0]:
         buffers += 2 * [item * batch * groups]
@@ -186,7 +186,7 @@ def batch_norm(
     parameters = (weight, bias, running_mean, running_var)
     if not (input.numel() and machine.is_on_gpu(input) and uses_cudnn(input, parameters, training)):
         return NotImplemented
-    data = input.contiguous(memory_format=suggested_format(input))
+    data = input.contiguous(memory_format=suggest_layout(input))
     packed = [None if each is None else each.contiguous() for each in parameters]
     return aten.cudnn_batch_norm(data, *packed, training, momentum, eps)[0]
 
@@ -233,7 +233,7 @@ def cudnn_batch_norm(launch: KernelContext) -> Any:
     data, weight, training = launch.args[0], launch.args[1], launch.args[5]
     if training:
         _forget_statistics(launch)
-    layout = suggested_format(data)
+    layout = suggest_layout(data)
     if layout is not torch.contiguous_format:
         launch.values.assume(CHANNELS_LAST)
     output = launch.new(data.shape, data.dtype, layout)
@@ -249,7 +249,7 @@ def cudnn_batch_norm(launch: KernelContext) -> Any:
 def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
     """Make the gradients of the input, in the input's memory format, and always of both parameters."""
     data, grad, weight = launch.args[:3]
-    layout = suggested_format(data)
+    layout = suggest_layout(data)
     with launch.scratch(*contiguous(grad, layout=layout)):
         gradients = (
             launch.new(data.shape, data.dtype, layout),
@@ -281,10 +281,10 @@ def _compute_staging_buffers(data: torch.Tensor, per_channel: int) -> list[int]:
     """Return the bytes of the buffers of channels-last kernels that reduce over blocks (flexible_launch_configs)."""
     channels = data.shape[1]
     reduction = data.numel() // channels
-    width = min(power_of_two(channels), _TILE_WIDTH)
-    height = min(power_of_two(-(-reduction // _VALUES_PER_THREAD)), _BLOCK_THREADS // width)
+    width = min(floor_power_of_two(channels), _TILE_WIDTH)
+    height = min(floor_power_of_two(-(-reduction // _VALUES_PER_THREAD)), _BLOCK_THREADS // width)
     if width * height != _BLOCK_THREADS:
-        width = min(power_of_two(channels), _BLOCK_THREADS // height)
+        width = min(floor_power_of_two(channels), _BLOCK_THREADS // height)
     rows = min(-(-reduction // (height * _VALUES_PER_THREAD)), _MAX_ROWS_OF_BLOCKS)
     if rows < 8:
         return []

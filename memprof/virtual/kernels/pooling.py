@@ -15,12 +15,12 @@ import torch
 
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, copies_of, suggested_format
+from memprof.virtual.kernels.copies import contiguous, make_copies_formula, suggest_layout
 from memprof.virtual.kernels.registry import aten, input_copies, kernel, scratch
 
 # Copies keep the suggested memory format of the input.
 scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)(
-    lambda args, gpu: contiguous(args[0], layout=suggested_format(args[0]))
+    lambda args, gpu: contiguous(args[0], layout=suggest_layout(args[0]))
 )
 
 
@@ -28,14 +28,14 @@ scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indi
 def pool_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of copies of input, gradient and indices, in the input's memory format."""
     indices = (arg for arg in args[2:] if isinstance(arg, torch.Tensor))
-    return contiguous(args[1], args[0], *indices, layout=suggested_format(args[1]))
+    return contiguous(args[1], args[0], *indices, layout=suggest_layout(args[1]))
 
 
-scratch(aten.avg_pool3d, aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward)(copies_of(0))
-scratch(aten.adaptive_max_pool2d_backward, aten.adaptive_max_pool3d_backward)(copies_of(0, 2))
-scratch(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)(copies_of(0))
-scratch(*(getattr(aten, f"reflection_pad{dims}d_backward") for dims in (1, 2, 3)))(copies_of(0))
-input_copies(aten.max_unpool2d, aten.max_unpool3d)(copies_of(0, 1))
+scratch(aten.avg_pool3d, aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward)(make_copies_formula(0))
+scratch(aten.adaptive_max_pool2d_backward, aten.adaptive_max_pool3d_backward)(make_copies_formula(0, 2))
+scratch(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)(make_copies_formula(0))
+scratch(*(getattr(aten, f"reflection_pad{dims}d_backward") for dims in (1, 2, 3)))(make_copies_formula(0))
+input_copies(aten.max_unpool2d, aten.max_unpool3d)(make_copies_formula(0, 1))
 
 
 @kernel(aten.im2col, aten.col2im)
@@ -55,7 +55,7 @@ def fold(launch: KernelContext) -> Any:
 @scratch(aten._adaptive_avg_pool2d_backward)
 def adaptive_average_backward(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a copy of the gradient, unless the input is channels-last."""
-    return contiguous(args[0]) if suggested_format(args[1]) is torch.contiguous_format else []
+    return contiguous(args[0]) if suggest_layout(args[1]) is torch.contiguous_format else []
 
 
 @scratch(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
@@ -67,7 +67,7 @@ def adaptive_max(args: Any, gpu: DeviceProperties | None = None) -> list[int]:
 @input_copies(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
 def adaptive_average(args: Any) -> list[int]:
     """Return the bytes of a copy before the result; a channels-last input in two dimensions is not copied."""
-    channels_last = args[0].dim() == 4 and suggested_format(args[0]) is not torch.contiguous_format
+    channels_last = args[0].dim() == 4 and suggest_layout(args[0]) is not torch.contiguous_format
     return [] if channels_last else adaptive_max(args)
 
 
@@ -80,7 +80,7 @@ def _copy_image(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
     source, result = args[0], (*args[0].shape[:2], *args[size_at][-2:])
     if tuple(source.shape) == result or not source.numel():
         return []
-    if suggested_format(source) is torch.contiguous_format:
+    if suggest_layout(source) is torch.contiguous_format:
         return contiguous(source)
     if source.shape[1] < _MIN_CHANNELS_LAST:
         return [math.prod(result) * source.element_size(), *contiguous(source)]
@@ -96,14 +96,14 @@ upsample_2d_backward = partial(_copy_image, 2)
 scratch(aten.upsample_nearest2d_backward, aten._upsample_nearest_exact2d_backward)(upsample_2d_backward)
 scratch(aten.upsample_bilinear2d_backward)(upsample_2d_backward)
 # Rows and their gradients are made contiguous (native/cuda/UpSampleNearest1d.cu).
-scratch(aten.upsample_nearest1d, aten.upsample_nearest1d_backward)(copies_of(0))
-scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)(copies_of(0))
+scratch(aten.upsample_nearest1d, aten.upsample_nearest1d_backward)(make_copies_formula(0))
+scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)(make_copies_formula(0))
 
 
 def _copy_volume(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a contiguous result, if the source is channels-last, and of a copy of the source."""
     source, result = args[0], (*args[0].shape[:2], *args[size_at][-3:])
-    is_plain = suggested_format(source) is torch.contiguous_format
+    is_plain = suggest_layout(source) is torch.contiguous_format
     return contiguous(source) if is_plain else [math.prod(result) * source.element_size(), *contiguous(source)]
 
 

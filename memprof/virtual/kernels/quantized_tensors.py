@@ -20,7 +20,7 @@ from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
 from memprof.virtual.device_rules import lacks_quantized_kernel
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, suggested_format
+from memprof.virtual.kernels.copies import contiguous, suggest_layout
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
 from memprof.virtual.limits import unsupported_error
 
@@ -36,7 +36,7 @@ _PLAIN = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torc
 _SMALLER_THAN_BYTES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
 
 # Kernels, functions of (launch), of operators with a virtual quantized operand.
-of_quantized = Table("kernel for quantized tensors")
+quantized_kernel = Table("kernel for quantized tensors")
 # Operators with one C++ function for CPU and CUDA, which allocates by other operators.
 _DEVICE_INDEPENDENT = frozenset(
     {
@@ -58,7 +58,7 @@ def run_quantized(launch: KernelContext) -> Any:
     missing = lacks_quantized_kernel(name) if launch.device != HOST else ""
     if missing:
         raise _missing_kernel_error(missing, "QuantizedCUDA")
-    found = of_quantized.get(launch.operator.packet)
+    found = quantized_kernel.get(launch.operator.packet)
     if found is not None:
         return found(launch)
     if launch.operator.packet in _DEVICE_INDEPENDENT:
@@ -87,7 +87,7 @@ def _unsupported_dtype_error(kernel: str, dtype: torch.dtype) -> NotImplementedE
 def _layout(tensor: torch.Tensor) -> torch.memory_format:
     """Return the memory format of the result of quantizing or dequantizing `tensor`."""
     with_floats = tensor.is_quantized and _scheme(tensor) == _PER_CHANNEL_FLOATS
-    return torch.contiguous_format if with_floats else suggested_format(tensor)
+    return torch.contiguous_format if with_floats else suggest_layout(tensor)
 
 
 def _scheme(tensor: torch.Tensor) -> int:
@@ -195,7 +195,7 @@ def dequantize_floats(launch: KernelContext) -> Any:
         return launch.args[0].to(torch.float32)
 
 
-@of_quantized(aten.dequantize)
+@quantized_kernel(aten.dequantize)
 def dequantize(launch: KernelContext) -> Any:
     """Make the float32 result, then a contiguous copy of the integers."""
     data = launch.args[0]
@@ -205,16 +205,16 @@ def dequantize(launch: KernelContext) -> Any:
     return result
 
 
-@of_quantized(aten.int_repr)
+@quantized_kernel(aten.int_repr)
 def int_repr(launch: KernelContext) -> Any:
     """Make a tensor of the stored integers (native/quantized/cuda/IntReprQuant.cu)."""
     data = launch.args[0]
     if data.dtype not in _PLAIN:
         raise _unsupported_dtype_error("int_repr", data.dtype)
-    return launch.new(data.shape, _PLAIN[data.dtype], suggested_format(data))
+    return launch.new(data.shape, _PLAIN[data.dtype], suggest_layout(data))
 
 
-@of_quantized(aten.clone, aten.flip, aten.index_select)
+@quantized_kernel(aten.clone, aten.flip, aten.index_select)
 def copy_quantizer(launch: KernelContext) -> Any:
     """Make the result, a quantized tensor with the quantizer of the input."""
     data, *rest = launch.args
@@ -222,11 +222,11 @@ def copy_quantizer(launch: KernelContext) -> Any:
     if launch.operator.packet is aten.index_select:
         size[rest[0]] = rest[1].numel()
     elif layout is torch.preserve_format or launch.operator.packet is aten.flip:
-        layout = suggested_format(data)
+        layout = suggest_layout(data)
     return _make_quantized(launch, size, data.dtype, layout, **_quantizer_parameters(data))
 
 
-@of_quantized(aten._to_copy)
+@quantized_kernel(aten._to_copy)
 def to_copy(launch: KernelContext) -> Any:
     """Copy to another device with the scales (TensorConversions.cpp, empty_quantized); a copy to the host is ones."""
     data, device = launch.args[0], launch.kwargs.get("device")
@@ -240,7 +240,7 @@ def to_copy(launch: KernelContext) -> Any:
                 parameters[name] = aten._to_copy.default(parameters[name], **device_argument)
     if device is None or device.type == "meta":
         target = launch.machine.factory_device if device is not None else None
-        return _make_quantized(launch, data.shape, data.dtype, suggested_format(data), target, **parameters)
+        return _make_quantized(launch, data.shape, data.dtype, suggest_layout(data), target, **parameters)
     operator = aten._empty_per_channel_affine_quantized if "axis" in parameters else aten._empty_affine_quantized
     result = operator(data.shape, dtype=data.dtype, **parameters).fill_(1.0)
     launch.record_real(result)
@@ -253,7 +253,7 @@ _NOT_TO_FLOATS = (
 )
 
 
-@of_quantized(aten.copy_)
+@quantized_kernel(aten.copy_)
 def copy_(launch: KernelContext) -> Any:
     """Copy into a quantized tensor (native/Copy.cpp, copy_impl)."""
     if not launch.args[0].is_quantized:
@@ -261,7 +261,7 @@ def copy_(launch: KernelContext) -> Any:
     return launch.args[0]
 
 
-@of_quantized(aten.masked_fill_, aten._index_put_impl_, aten.relu_, aten.fill_)
+@quantized_kernel(aten.masked_fill_, aten._index_put_impl_, aten.relu_, aten.fill_)
 def update_in_place(launch: KernelContext) -> Any:
     """Allocate nothing, except in `fill_`: floats of the tensor's size (native/Fill.cpp, fill_quantized_)."""
     if launch.operator.packet is aten.fill_:
@@ -269,7 +269,7 @@ def update_in_place(launch: KernelContext) -> Any:
     return launch.args[0]
 
 
-@of_quantized(aten.gelu, aten._adaptive_avg_pool2d)
+@quantized_kernel(aten.gelu, aten._adaptive_avg_pool2d)
 def compute_in_floats(launch: KernelContext) -> Any:
     """Dequantize, compute and quantize again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
     data, *rest = launch.args
@@ -279,7 +279,7 @@ def compute_in_floats(launch: KernelContext) -> Any:
         return aten.quantize_per_tensor.default(result, *_quantizer_parameters(data).values(), data.dtype)
 
 
-@of_quantized(aten.relu)
+@quantized_kernel(aten.relu)
 def relu(launch: KernelContext) -> Any:
     """Make the maximum of the integers and the zero point (native/quantized/cuda/Activation.cpp)."""
     scale, zero_point = _quantizer_parameters(launch.args[0]).values()
@@ -290,7 +290,7 @@ def relu(launch: KernelContext) -> Any:
         return aten._make_per_tensor_quantized_tensor.default(above, scale, zero_point)
 
 
-@of_quantized(aten.quantized_max_pool2d, "quantized.max_pool2d")
+@quantized_kernel(aten.quantized_max_pool2d, "quantized.max_pool2d")
 def max_pool2d(launch: KernelContext) -> Any:
     """Pool channels-last images, or a channels-last copy of other images (native/quantized/cudnn/Pooling.cpp)."""
     data, *rest = launch.args
@@ -300,7 +300,7 @@ def max_pool2d(launch: KernelContext) -> Any:
         return _make_quantized(launch, size, torch.qint8, layout, **_quantizer_parameters(data))
 
 
-@of_quantized("quantized.add", "quantized.add_relu")
+@quantized_kernel("quantized.add", "quantized.add_relu")
 def add(launch: KernelContext) -> Any:
     """Add by a sum and two factors in float32, each as large as an operand (native/quantized/cudnn/BinaryOps.cpp)."""
     data, _, scale, zero_point = launch.args

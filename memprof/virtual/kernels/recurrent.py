@@ -21,7 +21,7 @@ from memprof.virtual.kernels.registry import META, aten, composite, kernel
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # kind of layer -> its number in cuDNN (cudnnRNNMode_t)
 # Hidden-sized vectors that the backward needs of a time step: the gates, an LSTM's cell, a GRU's hidden candidate.
-_KEPT_FOR_BACKWARD = {0: 1, 1: 1, 2: 5, 3: 4}
+_SAVED_VECTORS = {0: 1, 1: 1, 2: 5, 3: 4}
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 DTYPES = (torch.float16, torch.float32, torch.float64)
 DROPOUT_STATE_BYTES = 2 << 20
@@ -31,7 +31,7 @@ DROPOUT_STATE_BYTES = 2 << 20
 # directions, with dropout, packed or projected: of 105,090 sizes 101,962 to the byte, the others within 128 bytes (but
 # for 5, of an algorithm that torch does not choose there).
 _MEASURED_CUDNN = 91_900
-_KEPT_BY_GRU = 6
+_SAVED_GRU_VECTORS = 6
 _EXTRA_BYTES = 256
 _ALIGNMENT = 32  # of each of the buffers
 _BYTES_PER_CELL = 8 << 20  # of each layer and direction, beside its buffers
@@ -69,7 +69,7 @@ def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
     return dtype in DTYPES or (dtype is torch.bfloat16 and takes_bfloat16)
 
 
-def _run(name: str, machine: DeviceState, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_rnn(name: str, machine: DeviceState, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     acceptable = kernels.get_cudnn_enabled() and _runs_on_cudnn(machine.gpu, data.dtype) and data.numel() > 0
     if kwargs or not acceptable or not machine.is_on_gpu(data):
         return NotImplemented
@@ -91,27 +91,27 @@ def _run(name: str, machine: DeviceState, data: torch.Tensor, *args: Any, **kwar
     if cx is not None and cx.shape[2] != size:
         size, projected = cx.shape[2], size
     per_layer = (4 if biases else 2) + bool(projected)
-    packing = Packing(MODES[name], data.shape[-1], size, projected, layers, bidirectional)
+    packing = WeightLayout(MODES[name], data.shape[-1], size, projected, layers, bidirectional)
     weights = list(weights)
-    buffer = packing.buffer_of(weights)
+    buffer = packing.find_shared_buffer(weights)
     if torch.is_autocast_enabled("cuda") and torch.float32 in (data.dtype, weights[0].dtype):
         half = torch.get_autocast_dtype("cuda")
         data, hx = data.to(half), hx.to(half)
         cx = None if cx is None else cx.to(half)
-        buffer, weights = _cast(machine, packing, weights, per_layer, half)
+        buffer, weights = _cast_weights(machine, packing, weights, per_layer, half)
     elif buffer is None:
         assume(COPIED_WEIGHTS)
-    state = _dropout_state(machine, machine.device_of(data)) if training and dropout > 0 else None
+    state = _get_dropout_state(machine, machine.device_of(data)) if training and dropout > 0 else None
     options = (MODES[name], size, projected, layers, batch_first, dropout, training, bidirectional, sizes, state)
     output, hy, cy, _, _ = aten._cudnn_rnn(data, weights, per_layer, buffer, hx, cx, *options)
     return (output, hy, cy) if name == "lstm" else (output, hy)
 
 
 for _name in MODES:
-    composite(getattr(torch, _name))(functools.partial(_run, _name))
+    composite(getattr(torch, _name))(functools.partial(_run_rnn, _name))
 
 
-def _dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
+def _get_dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
     """The state of cuDNN's random numbers: made once on each GPU, kept for good (get_dropout_state)."""
     key = f"state of cuDNN's dropout {device}"
     if key not in machine.kept:
@@ -126,8 +126,8 @@ def _dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
     return machine.kept[key]
 
 
-def _cast(
-    machine: DeviceState, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
+def _cast_weights(
+    machine: DeviceState, packing: WeightLayout, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
 ) -> Any:
     """Cast the weights under autocast: into a new half-precision buffer at every call."""
     with machine.factory_device_as(machine.device_of(weights[0])):
@@ -138,7 +138,7 @@ def _cast(
     return buffer, [part.copy_(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
-class Packing:
+class WeightLayout:
     """The layout of all weights of a recurrent layer in cuDNN's one buffer: matrices first, then both biases."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Packing:
         # Elements of the buffer: it has room for both biases even where the layer has none.
         self.numel = matrices + layers * directions * 2 * rows
 
-    def buffer_of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def find_shared_buffer(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The buffer whose parts these weights are (try_get_weight_buf), or None."""
         with torch.DisableTorchFunction():
             first = weights[0].detach()
@@ -178,7 +178,7 @@ class Packing:
 def flatten_weight(launch: KernelContext) -> Any:
     """A new buffer; every parameter becomes a part of it, and its own storage is dropped."""
     weights, per_layer, input_size, kind, hidden_size, projected, layers, _, bidirectional = launch.args
-    packing = Packing(kind, input_size, hidden_size, projected, layers, bidirectional)
+    packing = WeightLayout(kind, input_size, hidden_size, projected, layers, bidirectional)
     buffer = launch.new(packing.numel, weights[0].dtype)
     with torch.no_grad():
         parts = packing.views(buffer, [weight.shape for weight in weights], per_layer)
@@ -188,7 +188,7 @@ def flatten_weight(launch: KernelContext) -> Any:
     return buffer
 
 
-def _shapes(args: Any) -> tuple[int, int, int, int]:
+def _read_shapes(args: Any) -> tuple[int, int, int, int]:
     """Time steps, sequences, directions and the rows of a packed input (0 if it is not packed)."""
     data, batch_first, bidirectional, sizes = args[0], args[10], args[13], args[14]
     directions = 2 if bidirectional else 1
@@ -200,18 +200,18 @@ def _shapes(args: Any) -> tuple[int, int, int, int]:
 
 def _reserve_bytes(gpu: DeviceProperties, args: Any) -> int:
     """Return the bytes that the backward pass needs at least: cuDNN's reserve space, or a lower bound of it."""
-    steps, batch, directions, rows = _shapes(args)
+    steps, batch, directions, rows = _read_shapes(args)
     data, kind, size, projected, layers, dropout = args[0], args[6], args[7], args[8], args[9], args[11]
     item, positions = data.element_size(), (rows or steps * batch) * directions
     if not is_measured(gpu):
-        return int(positions * (layers * _KEPT_FOR_BACKWARD[kind] * size + (layers - 1) * (projected or size)) * item)
-    kept = layers * (_KEPT_BY_GRU if kind == MODES["gru"] else _KEPT_FOR_BACKWARD[kind]) * size
+        return int(positions * (layers * _SAVED_VECTORS[kind] * size + (layers - 1) * (projected or size)) * item)
+    saved_vectors = layers * (_SAVED_GRU_VECTORS if kind == MODES["gru"] else _SAVED_VECTORS[kind]) * size
     if projected:
-        kept += layers * (size + projected)
-    between = positions * size
-    mask = _aligned(between * directions // 8) if dropout else 0  # a bit for each output between two layers
-    kept_bytes = _aligned(positions * kept * item) + _aligned((layers - 1) * between * item)
-    return kept_bytes + (layers - 1) * mask + _EXTRA_BYTES
+        saved_vectors += layers * (size + projected)
+    output_values = positions * size
+    mask = _aligned(output_values * directions // 8) if dropout else 0  # a bit for each output between two layers
+    saved_bytes = _aligned(positions * saved_vectors * item) + _aligned((layers - 1) * output_values * item)
+    return saved_bytes + (layers - 1) * mask + _EXTRA_BYTES
 
 
 def _aligned(num_bytes: int) -> int:
@@ -225,7 +225,7 @@ def _is_persistent(gpu: DeviceProperties, args: Any, forward: bool) -> bool:
         return False
     if size <= (192 if forward else 128) * (1 if kind in (MODES["lstm"], MODES["gru"]) else 2):
         return True  # CUDNN_RNN_ALGO_PERSIST_STATIC_SMALL_H
-    batch, fits = _shapes(args)[1], layers == 1 and not args[13] and size <= 1024
+    batch, fits = _read_shapes(args)[1], layers == 1 and not args[13] and size <= 1024
     fits = fits and size % 128 == data.shape[-1] % 128 == 0 and batch % 8 == 0 and batch <= 128
     large, minor = gpu.compute_capability >= (8, 0) and gpu.num_sms >= 98, gpu.compute_capability[1]
     few = kind == MODES["lstm"] or (kind != MODES["gru"] and (batch < 96 or size < 896))
@@ -240,11 +240,11 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
     data, kind, size, projected, layers, dropout, train = (args[place] for place in (0, 6, 7, 8, 9, 11, 12))
     if not is_measured(launch.gpu) or not launch.machine.workspaces:
         return 0
-    steps, batch, directions, packed_rows = _shapes(args)
+    steps, batch, directions, packed_rows = _read_shapes(args)
     rows, features, out = packed_rows or steps * batch, data.shape[-1], projected or size
-    both, deep, lstm, gates = directions == 2, layers > 1, kind == MODES["lstm"], _GATES[kind]
-    persistent = _is_persistent(launch.gpu, args, forward)
-    matrices = Packing(kind, features, size, projected, layers, both).matrices
+    is_bidirectional, is_multilayer, is_lstm, gates = directions == 2, layers > 1, kind == MODES["lstm"], _GATES[kind]
+    is_persistent = _is_persistent(launch.gpu, args, forward)
+    matrices = WeightLayout(kind, features, size, projected, layers, is_bidirectional).matrices
     vectors, outputs, states = rows * size, rows * directions * size, layers * directions * batch * size
 
     def common(copies: int) -> list[tuple[int, int]]:
@@ -252,32 +252,35 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
         buffers = [(1, matrices), (projected > 0, outputs)]
         if not packed_rows:
             buffers += [(copies, rows * features), (copies, rows * directions * out)]
-            buffers += [(2 * copies, layers * directions * batch * out), (2 * copies * lstm, states)]
+            buffers += [(2 * copies, layers * directions * batch * out), (2 * copies * is_lstm, states)]
         return buffers
 
     # (how many buffers, elements of each)
-    forward_pass = [*common(1), (train and dropout > 0 and deep and not both, vectors)]
-    if persistent:
+    forward_pass = [*common(1), (train and dropout > 0 and is_multilayer and not is_bidirectional, vectors)]
+    if is_persistent:
         forward_pass += [
-            (1, (3 * gates + 2 if both else 5 * gates) * outputs),
-            (1, (4 if lstm else 2) * states),
-            (both, states),
+            (1, (3 * gates + 2 if is_bidirectional else 5 * gates) * outputs),
+            (1, (4 if is_lstm else 2) * states),
+            (is_bidirectional, states),
         ]
     else:
-        gated = outputs if both else min(vectors, 256 * batch * size)  # of 256 time steps at once
+        gated = outputs if is_bidirectional else min(vectors, 256 * batch * size)  # of 256 time steps at once
         forward_pass += [
             (1, gates * gated),
-            (both, 4 * vectors),
+            (is_bidirectional, 4 * vectors),
             (1, gates * states),
-            (lstm, 2 * states),
-            (both, 2 * states),
+            (is_lstm, 2 * states),
+            (is_bidirectional, 2 * states),
         ]
-    backward_pass = [*common(2), (4 if both else 1, rows * max(size, features))]  # with gradients of what is copied
-    backward_pass += [(1, (3 if lstm else 1) * states), (both, 2 * states)]
-    if persistent:
-        backward_pass += [(1, _PERSISTENT_BACKWARD[kind] * vectors), (not both, states)]
-    if both or persistent or not deep:
-        backward_pass += [(1 + deep, outputs)]
+    backward_pass = [
+        *common(2),
+        (4 if is_bidirectional else 1, rows * max(size, features)),
+    ]  # with gradients of what is copied
+    backward_pass += [(1, (3 if is_lstm else 1) * states), (is_bidirectional, 2 * states)]
+    if is_persistent:
+        backward_pass += [(1, _PERSISTENT_BACKWARD[kind] * vectors), (not is_bidirectional, states)]
+    if is_bidirectional or is_persistent or not is_multilayer:
+        backward_pass += [(1 + is_multilayer, outputs)]
     else:  # the layers work at the same time, on some time steps each
         few = 16 if batch <= 8 else 8 if batch <= 16 or steps >= 128 else 4 if batch <= 96 else 2
         backward_pass += [(1, min(rows, (few * layers + max(few, 8)) * batch) * size)]
@@ -293,20 +296,20 @@ def cudnn_rnn(launch: KernelContext) -> Any:
     args = launch.args
     data, _, _, buffer, hx, cx = args[:6]
     size, projected, layers, batch_first, train = args[7], args[8], args[9], args[10], args[12]
-    steps, batch, directions, rows = _shapes(args)
+    steps, batch, directions, rows = _read_shapes(args)
     out = projected or size
-    turned = batch_first and not rows
-    with launch.scratch(*contiguous(data.transpose(0, 1) if turned else data)):
+    is_transposed = batch_first and not rows
+    with launch.scratch(*contiguous(data.transpose(0, 1) if is_transposed else data)):
         shape = (rows, out * directions) if rows else (steps, batch, out * directions)
         output = launch.new(shape, data.dtype)
         hy = launch.new((layers * directions, batch, out), hx.dtype)
         cy = launch.new((0,) if cx is None else (layers * directions, batch, size), (hx if cx is None else cx).dtype)
         if buffer is None:
-            packing = Packing(args[6], data.shape[-1], size, projected, layers, args[13])
+            packing = WeightLayout(args[6], data.shape[-1], size, projected, layers, args[13])
             buffer = launch.new(packing.numel, data.dtype)
         with launch.scratch(_workspace_bytes(launch, args, True)):
             reserve = launch.new(_reserve_bytes(launch.gpu, args) if train else 0, torch.uint8)
-    return (output.transpose(0, 1) if turned else output), hy, cy, reserve, buffer
+    return (output.transpose(0, 1) if is_transposed else output), hy, cy, reserve, buffer
 
 
 @kernel(aten._cudnn_rnn_backward)
@@ -319,21 +322,21 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
     kind, size, projected, layers, batch_first, _, _, bidirectional, sizes, _, _, mask = launch.args[10:]
     if all(grad is None for grad in grads):
         return None, None, None, [None] * len(weights)
-    turned = batch_first and not sizes
+    is_transposed = batch_first and not sizes
     workspace = _workspace_bytes(launch, (data, *[None] * 5, *launch.args[10:]), False)
     missing = [like for grad, like in zip(grads, (output, hx, cx), strict=True) if grad is None and like is not None]
-    again = data.transpose(0, 1) if turned else data
-    arrived = [grads[0].transpose(0, 1) if turned and grads[0] is not None else grads[0], *grads[1:]]
+    contiguous_input = data.transpose(0, 1) if is_transposed else data
+    grads_by_step = [grads[0].transpose(0, 1) if is_transposed and grads[0] is not None else grads[0], *grads[1:]]
     grad_weights: list[torch.Tensor | None] = [None] * len(weights)
     with launch.scratch(*(like.numel() * like.element_size() for like in missing)):
-        with launch.scratch(*contiguous(again, *arrived)):
-            grad_data = launch.new(again.shape, data.dtype)
+        with launch.scratch(*contiguous(contiguous_input, *grads_by_step)):
+            grad_data = launch.new(contiguous_input.shape, data.dtype)
             grad_hx = launch.new(hx.shape, hx.dtype)
             grad_cx = None if cx is None else launch.new(cx.shape, cx.dtype)
             launch.transients(workspace)
         if mask[3]:
-            with launch.scratch(*contiguous(again)):
-                packing = Packing(kind, data.shape[-1], size, projected, layers, bidirectional)
+            with launch.scratch(*contiguous(contiguous_input)):
+                packing = WeightLayout(kind, data.shape[-1], size, projected, layers, bidirectional)
                 if per_layer == 4 + bool(projected):
                     flat = launch.new(buffer.numel(), buffer.dtype)
                     launch.transients(workspace)
@@ -342,7 +345,7 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
                     with launch.scratch(buffer.numel() * buffer.element_size()):
                         launch.transients(workspace)
                         grad_weights = [launch.new(weight.shape, weight.dtype) for weight in weights]
-    return (grad_data.transpose(0, 1) if turned else grad_data), grad_hx, grad_cx, grad_weights
+    return (grad_data.transpose(0, 1) if is_transposed else grad_data), grad_hx, grad_cx, grad_weights
 
 
 @kernel(aten._pack_padded_sequence, on_host=True)
@@ -356,10 +359,10 @@ def pack_padded_sequence(launch: KernelContext) -> Any:
         return NotImplemented
     steps = data.transpose(0, 1) if batch_first else data
     copied: list[int] = []
-    done = 0
+    first_step = 0
     for length in sorted(set(lengths.tolist())):
-        copied += contiguous(steps[done:length, : int((lengths >= length).sum())])
-        done = length
+        copied += contiguous(steps[first_step:length, : int((lengths >= length).sum())])
+        first_step = length
     with launch.scratch(*copied):
         packed, batch_sizes = launch.func(data, lengths, batch_first)
         launch.record(packed)

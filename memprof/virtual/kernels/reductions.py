@@ -83,7 +83,7 @@ class Reduction:
                 vector = self._output_vector()
                 width //= vector
         limit = _SPLIT_THREADS // vector
-        widest, highest = min(power_of_two(width), limit), min(power_of_two(height), limit)
+        widest, highest = min(floor_power_of_two(width), limit), min(floor_power_of_two(height), limit)
         rows = min(highest, limit // min(widest, 32))
         columns = min(widest, limit // rows)
         step_input, step_output = (columns, 1) if along_inputs else (1, columns)
@@ -134,12 +134,12 @@ def _merge_dims(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def power_of_two(value: int) -> int:
+def floor_power_of_two(value: int) -> int:
     """Return the largest power of two up to `value`, or 1 if `value` is not positive."""
     return 1 << (value.bit_length() - 1) if value > 0 else 1
 
 
-def opmath(tensor: torch.Tensor) -> int:
+def accumulator_bytes_per_value(tensor: torch.Tensor) -> int:
     """Return the bytes of the accumulation dtype of `tensor`: float32 for half precision, int64 for integers."""
     if tensor.is_floating_point() or tensor.is_complex():
         return max(4, tensor.element_size())
@@ -204,11 +204,11 @@ def _pair_bytes(tensor: torch.Tensor) -> int:
 _HALVES_PER_LOAD = 8 if torch_release() >= (2, 10) else 4
 
 # Operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu), by the accumulation dtype.
-scratch(aten.sum)(_make_formula(opmath, half_per_load=_HALVES_PER_LOAD, cast=True))
-scratch(aten.prod)(_make_formula(opmath, cast=True))
-scratch(aten.nansum)(_make_formula(opmath))
-scratch(aten.mean)(_make_formula(opmath, half_per_load=_HALVES_PER_LOAD))
-scratch(aten.linalg_vector_norm)(_make_formula(opmath, dims_at=2))
+scratch(aten.sum)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD, cast=True))
+scratch(aten.prod)(_make_formula(accumulator_bytes_per_value, cast=True))
+scratch(aten.nansum)(_make_formula(accumulator_bytes_per_value))
+scratch(aten.mean)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD))
+scratch(aten.linalg_vector_norm)(_make_formula(accumulator_bytes_per_value, dims_at=2))
 scratch(aten.amax, aten.amin, aten.any, aten.all)(_make_formula(torch.Tensor.element_size))
 scratch(aten.max, aten.min)(_make_formula(_pair_bytes))
 scratch(aten.argmax, aten.argmin)(_make_formula(lambda tensor: _PAIR_BYTES))  # with an index even without a dimension

@@ -95,7 +95,7 @@ composite = Table("composite")  # function of (machine, *arguments)
 uses_cublas = Table("user of cuBLAS")
 uses_cublaslt = Table("user of cuBLASLt")  # function of (args): whether cuBLASLt runs the call
 expanded_composites = Table("composite that is looked into")  # see expansion.py
-anywhere = Table("kernel for any device")
+host_kernels = Table("kernel for any device")
 
 
 def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Function]:
@@ -104,11 +104,11 @@ def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Funct
     The kernel runs if an input is on the GPU; with `on_host` always, also for CPU tensors and without tensors.
     """
     if on_host:
-        anywhere.mark(*operators)
+        host_kernels.mark(*operators)
     return _kernels(*operators)
 
 
-kernel_of = _kernels.get
+find_kernel = _kernels.get
 
 
 def composites(machine: Any) -> dict[Any, Callable[..., Any]]:

@@ -14,69 +14,69 @@ RULE = (
 )
 
 
-def of_potrf(rows: int) -> int:
+def potrf_buffer_bytes(rows: int) -> int:
     """Return the bytes for Cholesky factors. Exact for all 13 recorded sizes, 8 to 3000 rows, of every dtype."""
     return 128 + round_up(4 * (round_up(rows, 32) // 32) ** 2, 32)
 
 
-def of_getrf(rows: int) -> int:
+def getrf_buffer_bytes(rows: int) -> int:
     """Return the bytes for LU factors. Exact for all 12 sizes up to 1024 rows; 34 KiB too few for 2048 and 3000."""
     return 256 + round_up(8 * rows, 256) + 8 * min(512, max(32, 1 << (rows - 1).bit_length()))
 
 
-def of_sytrf(rows: int, item_bytes: int) -> int:
+def sytrf_buffer_bytes(rows: int, item_bytes: int) -> int:
     """Return the bytes for LDL factors. Exact for all 23 recorded matrices, 8 to 3000 rows."""
     return max(90_240 + 2048 * item_bytes, 64 * item_bytes * (rows + 1))
 
 
-def of_geqrf(columns: int, item_bytes: int) -> int:
+def geqrf_buffer_bytes(columns: int, item_bytes: int) -> int:
     """Return the bytes for Householder reflectors. Exact for all 31 recorded matrices, 8 to 3000 columns."""
     return 128 + item_bytes * (1024 * max(columns, 256) + (1 << 19))
 
 
-def of_orgqr(rows: int, columns: int, reflectors: int, item_bytes: int) -> int:
+def orgqr_buffer_bytes(rows: int, columns: int, reflectors: int, item_bytes: int) -> int:
     """Return the bytes for the orthogonal matrix. Exact for all 44 matrices, none with 65 to 127 reflectors."""
     block = min(reflectors, 128)
-    numbers = max(33_024 + rows * min(reflectors, 64), 16_640 + block * (rows + 2 * columns))
-    return round_up(numbers, 32) * item_bytes
+    num_values = max(33_024 + rows * min(reflectors, 64), 16_640 + block * (rows + 2 * columns))
+    return round_up(num_values, 32) * item_bytes
 
 
-def of_ormqr(rows: int, reflectors: int, sides: int, item_bytes: int) -> int:
+def ormqr_buffer_bytes(rows: int, reflectors: int, num_sides: int, item_bytes: int) -> int:
     """Return the bytes for the product of the orthogonal matrix with `sides` columns. Exact for 25 of 26 matrices."""
-    numbers = (rows + reflectors) * reflectors + 256 * rows + 65_792 + 512 * sides + round_up(sides, 32)
-    return round_up(numbers, 32) * item_bytes
+    num_values = (rows + reflectors) * reflectors + 256 * rows + 65_792 + 512 * num_sides + round_up(num_sides, 32)
+    return round_up(num_values, 32) * item_bytes
 
 
-def of_syevj(rows: int) -> int:
+def syevj_buffer_bytes(rows: int) -> int:
     """Return the bytes for eigenvalues by Jacobi's method, in float32. Exact for all 7 sizes of 33 to 512 rows."""
-    return 4 * (rows * rows + _count_jacobi_numbers(rows, 32))
+    return 4 * (rows * rows + _count_jacobi_values(rows, 32))
 
 
-def of_syevd(rows: int, item_bytes: int) -> int:
+def syevd_buffer_bytes(rows: int, item_bytes: int) -> int:
     """Return the bytes for eigenvalues of a symmetric matrix. Exact for 768, 1024 and 2048 rows, within 32 bytes for
     3000; 150 KB and 1 MB too few for 8 and 256 rows."""
     return 128 + item_bytes * (4 * rows * rows + 127 * rows + 32_963)
 
 
-def of_geev(rows: int, item_bytes: int) -> int:
+def geev_buffer_bytes(rows: int, item_bytes: int) -> int:
     """Return the bytes for eigenvalues. Exact for real matrices of 512 to 2048 rows, within 12 KB for 19 others."""
-    return max(of_orgqr(rows, rows, rows, item_bytes), item_bytes * (rows * rows + 4 * rows) + 512)
+    return max(orgqr_buffer_bytes(rows, rows, rows, item_bytes), item_bytes * (rows * rows + 4 * rows) + 512)
 
 
-def of_gesvdj(rows: int, columns: int, item_bytes: int) -> int:
+def gesvdj_buffer_bytes(rows: int, columns: int, item_bytes: int) -> int:
     """Return the bytes for singular values; rectangles are reduced to squares by reflectors. Exact for all 23 recorded
     squares and 7 of 10 rectangles; up to a third of the others."""
     min_dim = min(rows, columns)
     if max(rows, columns) <= 32:
         return 992 * item_bytes
     if rows == columns:
-        numbers = rows * rows + round_up(rows * rows, 32) + _count_jacobi_numbers(rows, 64)
-        return round_up(numbers, 32) * item_bytes
-    numbers = 1024 * max(min_dim, 256) + (1 << 19) + 32 + round_up(min_dim, 32)
-    numbers += round_up(rows * columns, 32) * (rows < columns)  # transposed
-    return numbers * item_bytes
+        num_values = rows * rows + round_up(rows * rows, 32) + _count_jacobi_values(rows, 64)
+        return round_up(num_values, 32) * item_bytes
+    num_values = 1024 * max(min_dim, 256) + (1 << 19) + 32 + round_up(min_dim, 32)
+    num_values += round_up(rows * columns, 32) * (rows < columns)  # transposed
+    return num_values * item_bytes
 
 
-def _count_jacobi_numbers(rows: int, per_row: int) -> int:
+def _count_jacobi_values(rows: int, per_row: int) -> int:
     padded = round_up(rows, 32)
     return per_row * padded + rows + (padded // 16) ** 2 + padded // 32 + 1024

@@ -15,7 +15,7 @@ from memprof.torch_private import kernels
 from memprof.virtual.device_properties import DeviceProperties, cuda_version
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, copies_of
+from memprof.virtual.kernels.copies import contiguous, make_copies_formula
 from memprof.virtual.kernels.reductions import reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
 
@@ -50,7 +50,7 @@ def _sum_aligned(sizes: list[int]) -> int:
     return total + _ALIGNMENT - 1 if total else 1
 
 
-def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, gpu: DeviceProperties) -> int:
+def radix_sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int, gpu: DeviceProperties) -> int:
     """Return the bytes of DeviceRadixSort's scratch for `count` keys of `bits` significant bits; 1 up to one tile
     (cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep)."""
     if count <= _SINGLE_TILE_ITEMS:
@@ -81,7 +81,7 @@ def _tile(algorithm: str, gpu: DeviceProperties) -> int:
     return _TILES[algorithm][(gpu.compute_capability == (8, 0)) + 2 * (gpu.compute_capability >= (9, 0))]
 
 
-def scan_scratch(count: int, item_bytes: int, gpu: DeviceProperties, algorithm: str = "") -> int:
+def scan_bytes(count: int, item_bytes: int, gpu: DeviceProperties, algorithm: str = "") -> int:
     """Return the bytes of the scratch of DeviceScan and DeviceSelect: a status word for every tile.
 
     `algorithm` is a key of _TILES, for the algorithms with a tuned tile; torch's operators use the generic tile ("").
@@ -92,19 +92,19 @@ def scan_scratch(count: int, item_bytes: int, gpu: DeviceProperties, algorithm: 
     return _sum_aligned([_sum_aligned([size]) if cuda_version(gpu.release) >= "13" else size])
 
 
-def reduce_scratch(count: int, gpu: DeviceProperties) -> int:
+def reduce_bytes(count: int, gpu: DeviceProperties) -> int:
     """Return the bytes of DeviceReduce's scratch for a 32-bit sum: one sum for each possible block, 1 up to one tile
     (cub/device/dispatch/dispatch_reduce.cuh, InvokePasses)."""
     blocks = gpu.num_sms * (gpu.threads_per_sm // _REDUCE_THREADS) * _BLOCKS_PER_RESIDENT
     return 1 if count <= _REDUCE_THREADS * 16 else _sum_aligned([4 * blocks])
 
 
-def run_length_scratch(count: int) -> int:
+def run_length_bytes(count: int) -> int:
     """Return the bytes of DeviceRunLengthEncode's scratch: a status word with a key for every tile."""
     return _sum_aligned([(-(-count // _RUN_LENGTH_TILE) + 32) * 16])
 
 
-def num_bits(largest: int) -> int:
+def count_key_bits(largest: int) -> int:
     """Return the significant bits of keys up to `largest` (aten/src/ATen/cuda/cub.h, get_num_bits)."""
     return max(1, largest.bit_length())
 
@@ -130,10 +130,10 @@ def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[i
     segments = min(count, _INT_MAX) // length
     batch_items = segments * length
     if segments == 1 or length >= 1_000_000:
-        return [*buffers, 8 * length, radix_sort_scratch(length, item, 8, 8 * item, gpu)]
+        return [*buffers, 8 * length, radix_sort_bytes(length, item, 8, 8 * item, gpu)]
     if segments < 128:
         # (segment, position) pairs twice, the sorted keys, and the larger scratch of two consecutive sorts.
-        sort = radix_sort_scratch(batch_items, item, 8, 8 * item, gpu)
+        sort = radix_sort_bytes(batch_items, item, 8, 8 * item, gpu)
         return [*buffers, 8 * batch_items, 8 * batch_items, batch_items * item, sort]
     return [*buffers, 8 * batch_items, _sum_aligned([batch_items * item, batch_items * 8])]
 
@@ -185,8 +185,8 @@ def _sum_by_key_scratch(count: int, gpu: DeviceProperties) -> int:
 
 
 # native/cuda/ScanUtils.cuh, scan_dim_with_indices; native/cuda/Bucketization.cu: numbers and boundaries
-scratch(aten.cummax, aten.cummin)(copies_of(0))
-scratch(aten.searchsorted, aten.bucketize)(copies_of(0, 1))
+scratch(aten.cummax, aten.cummin)(make_copies_formula(0))
+scratch(aten.searchsorted, aten.bucketize)(make_copies_formula(0, 1))
 
 
 @scratch(aten.mode)
@@ -212,7 +212,7 @@ def scan(args: Any, gpu: DeviceProperties) -> list[int]:
     copies += contiguous(data)
     dim = _read_dim(args, 1, data.dim())
     is_one_dim = data.dim() > 0 and data.numel() == data.shape[dim]
-    return copies + ([scan_scratch(data.numel(), data.element_size(), gpu)] if is_one_dim else [])
+    return copies + ([scan_bytes(data.numel(), data.element_size(), gpu)] if is_one_dim else [])
 
 
 @scratch(aten.multinomial)
@@ -251,7 +251,7 @@ def randperm(args: Any, gpu: DeviceProperties) -> list[int]:
         return []
     bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
     key = 4 if bits <= 32 else 8
-    return [8, 8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits, gpu)]
+    return [8, 8 * count, key * count, key * count, radix_sort_bytes(count, key, 8, bits, gpu)]
 
 
 @kernel(aten.median, aten.nanmedian)
@@ -311,7 +311,7 @@ def roll(launch: KernelContext) -> Any:
 
 
 # A single dimension is rolled from contiguous memory (native/cuda/TensorTransformations.cu).
-input_copies(aten.roll)(copies_of(0))
+input_copies(aten.roll)(make_copies_formula(0))
 
 
 @scratch(aten.histc)

@@ -19,21 +19,21 @@ from memprof.virtual.device_state import REAL
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.indexing import make_embedding_bag_gradient
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
-from memprof.virtual.kernels.sorting import radix_sort_scratch
+from memprof.virtual.kernels.sorting import radix_sort_bytes
 from memprof.virtual.kernels.transfers import copies_gradient_of_real_tensor
 from memprof.watch.wrappers import get_sparse_parts
 
 # Function of (launch), called where an operand is sparse and virtual, or a sparse result is to be made of one.
-of_sparse = Table("kernel for sparse tensors")
+sparse_kernel = Table("kernel for sparse tensors")
 
 
-def _with_parts(sparse: torch.Tensor, parts: list[torch.Tensor], size: Any = None, coalesced: bool = False) -> Any:
+def _replace_parts(sparse: torch.Tensor, parts: list[torch.Tensor], size: Any = None, coalesced: bool = False) -> Any:
     """Return a sparse tensor like `sparse` around other indices and values."""
     sparse_dims = sparse.sparse_dim() if len(parts) == 2 else 0
-    return _sparse(sparse.layout, sparse_dims, parts, size or sparse.size(), coalesced)
+    return _make_sparse(sparse.layout, sparse_dims, parts, size or sparse.size(), coalesced)
 
 
-def _sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], size: Any, coalesced: bool) -> Any:
+def _make_sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], size: Any, coalesced: bool) -> Any:
     """Return a sparse tensor of these indices and values."""
     values = parts[-1]
     options: dict[str, Any] = {"dtype": values.dtype, "layout": layout, "device": values.device}
@@ -44,12 +44,12 @@ def _sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], s
     return make(*dims, size, *parts, **options, is_coalesced=coalesced)
 
 
-@of_sparse(aten._to_copy, aten.clone)
+@sparse_kernel(aten._to_copy, aten.clone)
 def copy(launch: KernelContext) -> Any:
     """A copy of the indices and of the values; of these alone the dtype changes."""
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
     *indices, values = get_sparse_parts(sparse)
-    of_indices = {k: v for k, v in kwargs.items() if k == "device"}
+    index_kwargs = {k: v for k, v in kwargs.items() if k == "device"}
     coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
     if values.is_meta and kwargs.get("device") == torch.device("cpu"):
         # A copy on the host is virtual, its indices as well, if its values are not known.
@@ -59,24 +59,24 @@ def copy(launch: KernelContext) -> Any:
             if copies_gradient_of_real_tensor(launch)
             else contextlib.nullcontext(),
         ):
-            made = launch.func(values, **kwargs)
-        with launch.inside(), launch.machine.factory_device_as(HOST if made.is_meta else REAL):
-            parts = [*(launch.func(index, device=made.device) for index in indices), made]
+            copied_values = launch.func(values, **kwargs)
+        with launch.inside(), launch.machine.factory_device_as(HOST if copied_values.is_meta else REAL):
+            parts = [*(launch.func(index, device=copied_values.device) for index in indices), copied_values]
     else:
         with launch.inside():
-            parts = [launch.func(index, **of_indices) for index in indices] + [launch.func(values, **kwargs)]
-    return _with_parts(sparse, parts, coalesced=coalesced)
+            parts = [launch.func(index, **index_kwargs) for index in indices] + [launch.func(values, **kwargs)]
+    return _replace_parts(sparse, parts, coalesced=coalesced)
 
 
-@of_sparse(aten._sparse_coo_tensor_with_dims_and_tensors, aten._sparse_compressed_tensor_unsafe, aten.detach)
-@of_sparse(aten.sparse_coo_tensor, aten._coalesced_, aten._sparse_coo_tensor_unsafe, aten.is_coalesced, aten._nnz)
-@of_sparse(aten.sparse_dim, aten.dense_dim, aten._dimI, aten._dimV)
+@sparse_kernel(aten._sparse_coo_tensor_with_dims_and_tensors, aten._sparse_compressed_tensor_unsafe, aten.detach)
+@sparse_kernel(aten.sparse_coo_tensor, aten._coalesced_, aten._sparse_coo_tensor_unsafe, aten.is_coalesced, aten._nnz)
+@sparse_kernel(aten.sparse_dim, aten.dense_dim, aten._dimI, aten._dimV)
 def pass_through(launch: KernelContext) -> Any:
     """Nothing is made but the tensor around indices and values."""
     return launch.func(*launch.args, **launch.kwargs)
 
 
-@of_sparse(aten._coalesce)
+@sparse_kernel(aten._coalesce)
 def coalesce(launch: KernelContext) -> Any:
     """Sort and add up: as many rows as there are different indices, which is taken to be all, or all that there can be.
 
@@ -85,15 +85,15 @@ def coalesce(launch: KernelContext) -> Any:
     sparse = launch.args[0]
     indices, values = get_sparse_parts(sparse)
     count = indices.shape[1]
-    different = min(count, math.prod(sparse.shape[: len(indices)]))
+    num_unique = min(count, math.prod(sparse.shape[: len(indices)]))
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
     with launch.scratch(*3 * [8 * count]):
-        launch.transients(radix_sort_scratch(count, 8, 8, 64, launch.gpu))
-        added = launch.new((different, *values.shape[1:]), values.dtype)
-    return _with_parts(sparse, [launch.new((len(indices), different), indices.dtype), added], coalesced=True)
+        launch.transients(radix_sort_bytes(count, 8, 8, 64, launch.gpu))
+        added = launch.new((num_unique, *values.shape[1:]), values.dtype)
+    return _replace_parts(sparse, [launch.new((len(indices), num_unique), indices.dtype), added], coalesced=True)
 
 
-@of_sparse(aten._to_sparse)
+@sparse_kernel(aten._to_sparse)
 def to_sparse(launch: KernelContext) -> Any:
     """The places of what is not zero, and those elements (native/TensorConversions.cpp, dense_to_sparse)."""
     dense, layout = launch.args[0], launch.kwargs.get("layout") or torch.sparse_coo
@@ -104,10 +104,10 @@ def to_sparse(launch: KernelContext) -> Any:
     with launch.inside():
         places = aten.nonzero.default(dense).t()
     values = launch.new(places.shape[1:], dense.dtype)
-    return _sparse(torch.sparse_coo, dense.dim(), [places, values], dense.size(), True)
+    return _make_sparse(torch.sparse_coo, dense.dim(), [places, values], dense.size(), True)
 
 
-@of_sparse(aten._to_sparse_csr)
+@sparse_kernel(aten._to_sparse_csr)
 def to_sparse_csr(launch: KernelContext) -> Any:
     """Take the columns and values of a coalesced tensor, and where each row begins; of a dense one its elements
     that are not zero (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
@@ -122,27 +122,27 @@ def to_sparse_csr(launch: KernelContext) -> Any:
             mask = aten.ne.Scalar(source, 0)
             rows, columns = aten.nonzero.default(mask).unbind(1)
             values = source.flatten().index_select(0, mask.flatten().nonzero().view(-1))
-        begins = aten._convert_indices_from_coo_to_csr.default(rows, len(source))
-    return _sparse(torch.sparse_csr, 0, [begins, columns, values], source.size(), True)
+        row_offsets = aten._convert_indices_from_coo_to_csr.default(rows, len(source))
+    return _make_sparse(torch.sparse_csr, 0, [row_offsets, columns, values], source.size(), True)
 
 
-@of_sparse(aten._sparse_sum)
+@sparse_kernel(aten._sparse_sum)
 def sparse_sum(launch: KernelContext) -> Any:
     """Values, and the indices that are left, are copied and coalesced (native/sparse/SparseTensorMath.cpp)."""
     sparse, dims = launch.args[0], {dim % launch.args[0].dim() for dim in launch.args[1]}
     indices, values = get_sparse_parts(sparse)
-    left = [dim for dim in range(len(indices)) if dim not in dims]
-    of_values = [dim - len(indices) + 1 for dim in dims if dim >= len(indices)]
+    kept_dims = [dim for dim in range(len(indices)) if dim not in dims]
+    value_dims = [dim - len(indices) + 1 for dim in dims if dim >= len(indices)]
     with launch.inside():
-        added = values.sum(of_values) if of_values else values.clone()
-        if not left:
+        added = values.sum(value_dims) if value_dims else values.clone()
+        if not kept_dims:
             return added.sum(0)
-        kept = indices.clone() if len(left) == len(indices) else indices[left]
+        kept = indices.clone() if len(kept_dims) == len(indices) else indices[kept_dims]
         size = [size for dim, size in enumerate(sparse.shape) if dim not in dims]
-        return _sparse(torch.sparse_coo, len(left), [kept, added], size, False).coalesce()
+        return _make_sparse(torch.sparse_coo, len(kept_dims), [kept, added], size, False).coalesce()
 
 
-@of_sparse(aten.sparse_compressed_tensor)
+@sparse_kernel(aten.sparse_compressed_tensor)
 def compressed_tensor(launch: KernelContext) -> Any:
     """Nothing is made but the tensor. Where no size is given, it is that of the compressed indices and of the largest
     plain one (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
@@ -168,22 +168,22 @@ def embedding_bag_backward(launch: KernelContext) -> Any:
     if not is_sparse:
         return make_embedding_bag_gradient(launch)
     rest = [*rest, launch.kwargs.get("padding_idx", -1)] if len(rest) < 2 else rest
-    given = (grad, indices, offsets, bags, sizes, weights, by_frequency, mode, *rest)
+    arguments = (grad, indices, offsets, bags, sizes, weights, by_frequency, mode, *rest)
     with launch.inside():
-        return aten._embedding_bag_sparse_backward.default(*given)
+        return aten._embedding_bag_sparse_backward.default(*arguments)
 
 
-@of_sparse(aten.sparse_mask)
+@sparse_kernel(aten.sparse_mask)
 def sparse_mask(launch: KernelContext) -> Any:
     """The dense tensor's values at the mask's indices."""
     dense, mask = launch.args[:2]
     *indices, values = get_sparse_parts(mask)
     with launch.inside():
         copies = [aten.clone.default(index) for index in indices]
-    return _with_parts(mask, [*copies, launch.new(values.shape, dense.dtype)])
+    return _replace_parts(mask, [*copies, launch.new(values.shape, dense.dtype)])
 
 
-@of_sparse(aten.add, aten.sub, aten.add_, aten.sub_)
+@sparse_kernel(aten.add, aten.sub, aten.add_, aten.sub_)
 def add(launch: KernelContext) -> Any:
     """Sparse to dense: one index for each row if rows may be equal (add_out_dense_sparse_cuda). Sparse to sparse: the
     indices and values of both, one after the other."""
@@ -201,7 +201,7 @@ def add(launch: KernelContext) -> Any:
         return result
     both = zip(get_sparse_parts(first), get_sparse_parts(second), (1, 0), strict=True)
     with launch.inside():
-        added = _with_parts(first, [aten.cat.default([one, other], dim) for one, other, dim in both])
+        added = _replace_parts(first, [aten.cat.default([one, other], dim) for one, other, dim in both])
         if added._nnz() > added.numel():  # so that sums of sums do not grow without bound (add_out_sparse_cuda)
             added = added.coalesce()
     if launch.operator.name.endswith("_"):
@@ -210,7 +210,7 @@ def add(launch: KernelContext) -> Any:
     return added
 
 
-@of_sparse(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
+@sparse_kernel(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
 def map_values(launch: KernelContext) -> Any:
     """Apply the operator to the values, with a number."""
     sparse, *rest = launch.args
@@ -221,10 +221,10 @@ def map_values(launch: KernelContext) -> Any:
         result = launch.func(values, *rest, **launch.kwargs)
         if result is values:
             return sparse
-        return _with_parts(sparse, [*(aten.clone.default(index) for index in indices), result])
+        return _replace_parts(sparse, [*(aten.clone.default(index) for index in indices), result])
 
 
-@of_sparse(aten.t, aten.transpose)
+@sparse_kernel(aten.t, aten.transpose)
 def transpose(launch: KernelContext) -> Any:
     """Indices and values are copied, and the indices of one dimension while two change places
     (native/TensorShape.cpp, sparse_transpose_)."""
@@ -234,10 +234,10 @@ def transpose(launch: KernelContext) -> Any:
     with launch.inside():
         parts = [aten.clone.default(part) for part in reversed(get_sparse_parts(sparse))][::-1]
     launch.transients(8 * sparse._nnz())
-    return _with_parts(sparse, parts, sparse.shape[::-1])
+    return _replace_parts(sparse, parts, sparse.shape[::-1])
 
 
-@of_sparse(aten.mm, aten.mv, aten.addmm, aten._sparse_addmm)
+@sparse_kernel(aten.mm, aten.mv, aten.addmm, aten._sparse_addmm)
 def multiply(launch: KernelContext) -> Any:
     """Multiply a sparse matrix by a dense one (SparseCUDATensorMath.cu, s_addmm_out_sparse_dense_cuda).
 
@@ -259,10 +259,10 @@ def multiply(launch: KernelContext) -> Any:
     is_vector = launch.operator.packet is aten.mv
     with launch.scratch(result_bytes * (not adds and not (is_csr and is_vector))):
         result = launch.new(shape, dense.dtype)
-        in_order = matrix.is_contiguous() or matrix.mT.is_contiguous()
-        copied = dense.numel() * dense.element_size() * (not in_order)
+        is_dense_layout = matrix.is_contiguous() or matrix.mT.is_contiguous()
+        copied = dense.numel() * dense.element_size() * (not is_dense_layout)
         if is_csr:
-            launch.transients(copied, *_buffer(launch, sparse._nnz(), matrix.shape[1] == 1, is_csr))
+            launch.transients(copied, *_cusparse_buffer(launch, sparse._nnz(), matrix.shape[1] == 1, is_csr))
             return result
         with launch.inside():
             coalesced = sparse.coalesce()
@@ -270,11 +270,11 @@ def multiply(launch: KernelContext) -> Any:
         with launch.scratch(4 * (len(sparse) + 1)):
             launch.transients(4 * count)
             with launch.scratch(4 * count):
-                launch.transients(result_bytes, copied, *_buffer(launch, count, matrix.shape[1] == 1, is_csr))
+                launch.transients(result_bytes, copied, *_cusparse_buffer(launch, count, matrix.shape[1] == 1, is_csr))
     return result
 
 
-def _buffer(launch: KernelContext, count: int, is_vector: bool, is_csr: bool) -> list[int]:
+def _cusparse_buffer(launch: KernelContext, count: int, is_vector: bool, is_csr: bool) -> list[int]:
     """Return cuSPARSE's buffer for a product: a fit of all 248 that an H100 was recorded to allocate, from 600 to
     2,500,000 elements and for 1 to 256 columns, with CUDA 13.0; on other GPUs it is not counted."""
     if launch.gpu.compute_capability != (9, 0):
@@ -284,16 +284,16 @@ def _buffer(launch: KernelContext, count: int, is_vector: bool, is_csr: bool) ->
     return [8 * -(-count // 24) + 7 if is_csr else 4 * (-(-count // 256) + 1) + 3]
 
 
-@of_sparse(aten.bmm, aten._to_dense, aten.sum)
+@sparse_kernel(aten.bmm, aten._to_dense, aten.sum)
 def dense_result(launch: KernelContext) -> Any:
     """Run as if all operands were dense: the result is."""
 
-    def filled(value: Any) -> Any:
+    def make_dense(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             return torch.empty(value.shape, dtype=value.dtype, device=META)
         return value
 
-    args = [filled(arg) for arg in launch.args]
+    args = [make_dense(arg) for arg in launch.args]
     if launch.func.overloadpacket is aten._to_dense:
         return launch.new(args[0].shape, launch.argument(1, "dtype") or args[0].dtype)
     is_addmm = launch.func.overloadpacket is aten._sparse_addmm

@@ -10,7 +10,7 @@ import torch
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import aten, kernel
-from memprof.virtual.kernels.sorting import radix_sort_scratch, run_length_scratch, scan_scratch
+from memprof.virtual.kernels.sorting import radix_sort_bytes, run_length_bytes, scan_bytes
 from memprof.virtual.values import budget
 
 _TOO_LARGE = (
@@ -99,19 +99,19 @@ def _unique(launch: KernelContext, data: torch.Tensor, rows: Any, where: Any, co
         if not is_consecutive:
             with launch.scratch(8 * count if inverse else 0):
                 stack.enter_context(launch.scratch(8 * count if inverse else 0))
-                launch.transients(radix_sort_scratch(count, item, 8 if inverse else 0, 8 * item, gpu))
+                launch.transients(radix_sort_bytes(count, item, 8 if inverse else 0, 8 * item, gpu))
         where = launch.known(where)
         if inverse:
             with launch.scratch((4 if is_consecutive else 8) * count):
-                launch.transients(scan_scratch(count, 4, gpu, "sum of int32"))
+                launch.transients(scan_bytes(count, 4, gpu, "sum of int32"))
         rows = make_with_capacity(rows)
         stack.enter_context(launch.scratch(8))
         if has_counts:
             counts = make_with_capacity(counts)
-            launch.transients(run_length_scratch(count))
+            launch.transients(run_length_bytes(count))
         else:
             counts = launch.known(counts)
-            launch.transients(scan_scratch(count, 4, gpu, f"unique of int{32 if item <= 4 else 64}"))
+            launch.transients(scan_bytes(count, 4, gpu, f"unique of int{32 if item <= 4 else 64}"))
     return rows, where, counts
 
 

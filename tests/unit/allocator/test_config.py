@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memprof.allocator import AllocatorConfig, CachingAllocator, config_from_environment, parse_config, release_for
+from memprof.allocator import AllocatorConfig, CachingAllocator, config_from_environment, parse_config, parse_release
 from memprof.allocator.config import UNLIMITED, config_from_settings
 from memprof.errors import UsageError
 
@@ -81,7 +81,7 @@ for text in sys.stdin.read().split("\\n"):
 
 def _accepts(text: str, release: str) -> bool:
     try:
-        parse_config(text, release_for(release))
+        parse_config(text, parse_release(release))
     except UsageError:
         return False
     return True
@@ -92,7 +92,7 @@ def test_agrees_with_torch_about_what_is_allowed():
     if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         pytest.skip("this torch has no settings that accelerators share")
     version = torch.__version__
-    if not release_for(version).knows("large_segment_size_mb"):
+    if not parse_release(version).knows("large_segment_size_mb"):
         pytest.skip(f"torch {version} has no large_segment_size_mb")
     done = subprocess.run(
         [sys.executable, "-c", ASK_TORCH], input="\n".join(SHARED), capture_output=True, text=True, check=True
@@ -155,14 +155,14 @@ def test_releases_differ():
     assert not _accepts("throw_on_cudamalloc_oom:True", "2.10.0")
     assert not _accepts("expandable_segments_reserve:0.5", "2.14.1")
     # `>` began at the last key, not above it
-    old = parse_config("roundup_power2_divisions:[1:8,4:4,>:2]", release_for("2.6")).roundup_power2_divisions
-    new = parse_config("roundup_power2_divisions:[1:8,4:4,>:2]", release_for("2.13")).roundup_power2_divisions
+    old = parse_config("roundup_power2_divisions:[1:8,4:4,>:2]", parse_release("2.6")).roundup_power2_divisions
+    new = parse_config("roundup_power2_divisions:[1:8,4:4,>:2]", parse_release("2.13")).roundup_power2_divisions
     assert old == (8, 0, 2) + (2,) * 13
     assert new == (8, 0, 4) + (2,) * 13
 
 
 def test_reserve_of_expandable_segments():
-    release = release_for("2.15")
+    release = parse_release("2.15")
     assert parse_config("expandable_segments_reserve:0.5", release).expandable_segments_reserve == 0.5
     assert parse_config("expandable_segments_reserve:40G", release).expandable_segments_reserve_bytes == 40 << 30
     assert parse_config("expandable_segments_reserve:none", release).expandable_segments_reserve == 9 / 8
@@ -178,7 +178,7 @@ def test_environment():
     assert (config.max_split_size, name) == (32 * MIB, "PYTORCH_CUDA_ALLOC_CONF")
     config, name = config_from_environment({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert (config.max_split_size, name) == (64 * MIB, "PYTORCH_ALLOC_CONF")
-    assert config_from_environment({"PYTORCH_ALLOC_CONF": "x:1"}, release_for("2.8"))[1] is None
+    assert config_from_environment({"PYTORCH_ALLOC_CONF": "x:1"}, parse_release("2.8"))[1] is None
     with pytest.raises(UsageError, match="unknown allocator setting 'x'") as caught:
         config_from_environment({"PYTORCH_ALLOC_CONF": "x:1"})
     assert caught.value.value == "PYTORCH_ALLOC_CONF=x:1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import OomReport, format_size, release_for
+from memprof.allocator import OomReport, format_size, parse_release
 from memprof.errors import UsageError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -51,7 +51,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("version", EXPECTED)
 def test_message(version):
-    assert REPORT.message(release_for(version)) == EXPECTED[version]
+    assert REPORT.message(parse_release(version)) == EXPECTED[version]
 
 
 def test_optional_parts():
@@ -67,13 +67,13 @@ def test_optional_parts():
         process_bytes=4 * GIB + 500 * MIB,
         device=3,
     )
-    assert report.message(release_for("2.13")).startswith(
+    assert report.message(parse_release("2.13")).startswith(
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 3 has a total capacity of 8.00 GiB of which 0 bytes is "
         "free. Including non-PyTorch memory, this process has 4.49 GiB memory in use. 4.00 GiB allowed; Of the "
         "allocated memory 3.00 GiB is allocated by PyTorch, with 64.00 MiB allocated in private pools (e.g., CUDA "
         "Graphs), and 1024.00 MiB is reserved by PyTorch but unallocated."
     )
-    assert "4.00 GiB allowed; 4.00 GiB reserved in total by PyTorch)" in report.message(release_for("2.0"))
+    assert "4.00 GiB allowed; 4.00 GiB reserved in total by PyTorch)" in report.message(parse_release("2.0"))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_format_size(num_bytes, text):
 
 
 def test_releases():
-    assert release_for("2.13.0+cpu").version == (2, 13)
-    assert not release_for("2.0").has_expandable_segments
+    assert parse_release("2.13.0+cpu").version == (2, 13)
+    assert not parse_release("2.0").has_expandable_segments
     for wrong in ("1.13.1", "torch", ""):
         with pytest.raises(UsageError):
-            release_for(wrong)
+            parse_release(wrong)

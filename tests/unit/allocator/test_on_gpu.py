@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import GpuMemory, TraceReplay, parse_config, release_for, replay_on_gpu
+from memprof.allocator import GpuMemory, TraceReplay, parse_config, parse_release, replay_on_gpu
 from memprof.errors import MemprofError
 from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
@@ -34,7 +34,7 @@ def test_fits_because_the_cache_is_given_back():
 
 def test_the_refused_request_and_its_message():
     trace = outgrown_blocks()
-    run = replay_on_gpu(trace, GpuMemory(119 * MIB + CONTEXT, CONTEXT), release=release_for("2.6.0"))
+    run = replay_on_gpu(trace, GpuMemory(119 * MIB + CONTEXT, CONTEXT), release=parse_release("2.6.0"))
     oom = run.first_oom
     assert oom is not None
     # The fourth small tensor: 90 of 119 MiB are in use, and nothing can be released.

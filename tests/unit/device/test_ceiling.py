@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from memprof.device import ceiling as module
-from memprof.device.ceiling import LEAST_BYTES, ceiling_bytes, limit_memory
+from memprof.device.ceiling import MIN_LIMIT_BYTES, compute_limit_bytes, limit_memory
 from memprof.errors import UsageError
 
 MIB = 1 << 20
@@ -21,20 +21,25 @@ def test_by_size(tmp_path, monkeypatch):
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     plain.write_bytes(b"\x80\x04")
     packed.write_bytes(b"\x1f\x8b")
-    assert ceiling_bytes() == ceiling_bytes(plain, packed) == ceiling_bytes(tmp_path, tmp_path / "none") == LEAST_BYTES
+    assert (
+        compute_limit_bytes()
+        == compute_limit_bytes(plain, packed)
+        == compute_limit_bytes(tmp_path, tmp_path / "none")
+        == MIN_LIMIT_BYTES
+    )
     with plain.open("r+b") as one, packed.open("r+b") as other:  # holes take no room
         one.truncate(1 << 30)
         other.truncate(1 << 24)
-    assert ceiling_bytes(plain) == 12 << 30
-    assert ceiling_bytes(packed, plain) == (400 << 24) + (12 << 30)
+    assert compute_limit_bytes(plain) == 12 << 30
+    assert compute_limit_bytes(packed, plain) == (400 << 24) + (12 << 30)
     monkeypatch.setattr(module, "available_bytes", lambda: 3 << 30)
-    assert ceiling_bytes(plain) == 3 << 30
+    assert compute_limit_bytes(plain) == 3 << 30
 
 
 def test_what_is_given_holds_inside(tmp_path):
     with limit_memory(5 << 40):
-        assert ceiling_bytes(tmp_path) == 5 << 40
-    assert ceiling_bytes(tmp_path) <= LEAST_BYTES
+        assert compute_limit_bytes(tmp_path) == 5 << 40
+    assert compute_limit_bytes(tmp_path) <= MIN_LIMIT_BYTES
 
 
 @on_linux
@@ -63,7 +68,7 @@ def test_a_limit_of_the_process_stays():
 
 
 def test_the_system_may_refuse_a_folder_too(tmp_path):
-    with pytest.raises(UsageError, match="more memory than it may"), limit_memory(LEAST_BYTES, [tmp_path]):
+    with pytest.raises(UsageError, match="more memory than it may"), limit_memory(MIN_LIMIT_BYTES, [tmp_path]):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
-    with pytest.raises(FileNotFoundError), limit_memory(LEAST_BYTES, [tmp_path]):
+    with pytest.raises(FileNotFoundError), limit_memory(MIN_LIMIT_BYTES, [tmp_path]):
         (tmp_path / "none").read_bytes()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.allocator import OomReport, release_for
+from memprof.allocator import OomReport, parse_release
 from memprof.doctor import Cause, Diagnosis, ReportedRun, diagnose
 from memprof.doctor.dimensions import find_dimensions, find_model_name, get_dimensions
 from memprof.doctor.tensors import TensorQuery, find_candidates
@@ -37,7 +37,7 @@ def report(find_request_range: int = LOGITS, **changes: int) -> OomReport:
 @pytest.mark.parametrize("version", ["2.0.1", "2.1.2", "2.2.0", "2.6.0", "2.9.1", "2.10.0", "2.13.0", "2.15.0"])
 def test_the_message_of_every_release_gives_its_figures_back(version: str):
     wanted = report(private_pool_bytes=0 if version == "2.0.1" else 64 * MIB)
-    (found,) = diagnoses("torch.OutOfMemoryError: " + wanted.message(release_for(version)))
+    (found,) = diagnoses("torch.OutOfMemoryError: " + wanted.message(parse_release(version)))
     figures = found.figures
     for size, expected in (
         (figures.tried, wanted.tried_bytes),
@@ -284,7 +284,7 @@ def full_gpu(unused: int, **changes: int) -> OomReport:
 @pytest.mark.parametrize("version", ["2.0.1", "2.1.2", "2.15.0"])
 @pytest.mark.parametrize("unused", [0, 4 * MIB, 90 * MIB, 300 * MIB])
 def test_a_gpu_full_of_tensors_is_not_fragmented(version: str, unused: int):
-    (found,) = diagnoses("torch.OutOfMemoryError: " + full_gpu(unused).message(release_for(version)))
+    (found,) = diagnoses("torch.OutOfMemoryError: " + full_gpu(unused).message(parse_release(version)))
     assert found.cause is Cause.GPU_FULL
     assert all("ALLOC_CONF" not in step.command for step in found.steps)
     serves = any("in one piece the rest would serve this request" in line for line in found.explanation)
@@ -301,7 +301,7 @@ def test_a_gpu_full_of_tensors_is_not_fragmented(version: str, unused: int):
 )
 def test_what_helps_against_fragmentation_is_what_the_release_has(version: str, before: str, command: str):
     gaps = full_gpu(3 * GIB, allocated_bytes=4 * GIB, reserved_bytes=7 * GIB)
-    (found,) = diagnoses(before + "torch.OutOfMemoryError: " + gaps.message(release_for(version)))
+    (found,) = diagnoses(before + "torch.OutOfMemoryError: " + gaps.message(parse_release(version)))
     assert found.cause is Cause.FRAGMENTATION
     assert found.steps[0].command == command
 

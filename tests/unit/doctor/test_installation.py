@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.allocator import release_for
+from memprof.allocator import parse_release
 from memprof.device.environment import Environment
 from memprof.device.gpus import GpuProcess, NvmlGpu, NvmlSample
 from memprof.doctor.installation import (
@@ -31,7 +31,7 @@ def environment(**changes: object) -> Environment:
 
 
 def problems(text: str, release: str = "2.13", name: str = "PYTORCH_CUDA_ALLOC_CONF", **others: str) -> list[str]:
-    return [check.problem for check in check_allocator_settings({name: text, **others}, release_for(release))]
+    return [check.problem for check in check_allocator_settings({name: text, **others}, parse_release(release))]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_settings_that_do_not_do_what_they_seem_to(text: str, words: str):
 def test_good_settings_are_left_alone():
     assert problems("expandable_segments:True") == []
     assert problems("garbage_collection_threshold:0.8,per_process_memory_fraction:0.9") == []
-    assert not list(check_allocator_settings({}, release_for("2.13")))
+    assert not list(check_allocator_settings({}, parse_release("2.13")))
 
 
 def test_the_new_name_in_an_old_release():

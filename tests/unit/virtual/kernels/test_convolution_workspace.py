@@ -23,7 +23,7 @@ def asked(gpu, data, weight, output, *, made="output", dtype=HALF, **named):
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in (("data", data), ("weight", weight), ("output", output))
     }
-    return workspace(gpu, *tensors.values(), tensors[made], **{"last": False, **named})
+    return workspace(gpu, *tensors.values(), tensors[made], **{"is_channels_last": False, **named})
 
 
 def numel_bytes(shape, dtype=HALF):
@@ -101,7 +101,7 @@ PATCHES = (8, 3, 224, 224), (768, 3, 16, 16), (8, 768, 14, 14)
 WIDE = (32, 256, 28, 28), (256, 256, 3, 3), (32, 256, 28, 28)
 SMALL = (32, 512, 7, 7), (2048, 512, 1, 1), (32, 2048, 7, 7)
 GROUPS = (8, 128, 56, 56), (128, 4, 3, 3), (8, 128, 56, 56)
-IN_LAST_ORDER = {"last": True}
+IN_LAST_ORDER = {"is_channels_last": True}
 BY_TWO = {"stride": [2, 2]}
 
 
@@ -159,11 +159,14 @@ def test_channels_are_padded():
 
 def test_without_copies():
     shapes = (2, 16, 32, 32), (32, 16, 3, 3), (2, 32, 32, 32)
-    assert asked(A100, *shapes, last=True).num_bytes == 0
+    assert asked(A100, *shapes, is_channels_last=True).num_bytes == 0
     assert asked(P100, *shapes).num_bytes == 0
     assert asked(A100, *shapes, dtype=torch.float64).num_bytes == 0
     assert asked(A100, (2, 16, 32, 32), (32, 16, 1, 1), (2, 32, 32, 32), dtype=SINGLE).num_bytes == 0
-    assert asked(A100, *shapes, made="weight", last=True).num_bytes < asked(A100, *shapes, made="weight").num_bytes
+    assert (
+        asked(A100, *shapes, made="weight", is_channels_last=True).num_bytes
+        < asked(A100, *shapes, made="weight").num_bytes
+    )
 
 
 def test_float32_in_three_dimensions_is_copied_with_tf32(monkeypatch):

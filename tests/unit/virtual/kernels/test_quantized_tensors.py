@@ -150,7 +150,7 @@ def test_every_operator_that_cuda_has_for_quantized_tensors() -> None:
 
 
 def _here() -> set[str]:
-    return {operator.__name__ for operator, _ in quantized_tensors.of_quantized.items()} | {
+    return {operator.__name__ for operator, _ in quantized_tensors.quantized_kernel.items()} | {
         "_empty_affine_quantized",
         "_empty_per_channel_affine_quantized",
     }

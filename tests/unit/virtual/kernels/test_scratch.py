@@ -36,16 +36,16 @@ def made(gpu, first, op):
 
 
 def test_cubs_sort_takes_nothing_of_note_for_one_tile_and_copies_of_keys_and_values_beyond():
-    assert sorting.radix_sort_scratch(512, 8, 8, 20, GPU) == 1  # as recorded with 512 indices
-    assert sorting.radix_sort_scratch(4096, 8, 8, 14, GPU) == 72_191  # as recorded with 4,096 of a vocabulary of 10,000
+    assert sorting.radix_sort_bytes(512, 8, 8, 20, GPU) == 1  # as recorded with 512 indices
+    assert sorting.radix_sort_bytes(4096, 8, 8, 14, GPU) == 72_191  # as recorded with 4,096 of a vocabulary of 10,000
     # 8-byte keys: 384 threads of 10 items; 4 passes. 27 tiles of 256 counters, digits of every pass, two copies.
     count = 100_000
     parts = [4 * 256 * 8, 27 * 256 * 4, 8 * count, 8 * count, 16]
-    assert sorting.radix_sort_scratch(count, 8, 8, 32, GPU) == sum(-(-part // 256) * 256 for part in parts) + 255
+    assert sorting.radix_sort_bytes(count, 8, 8, 32, GPU) == sum(-(-part // 256) * 256 for part in parts) + 255
     # With one pass there is nothing to exchange.
-    assert sorting.radix_sort_scratch(count, 8, 8, 8, GPU) == 2048 + 27 * 1024 + 256 + 255
+    assert sorting.radix_sort_bytes(count, 8, 8, 8, GPU) == 2048 + 27 * 1024 + 256 + 255
     # A GPU of compute capability 9.0 has tiles of 384 x 12.
-    assert sorting.radix_sort_scratch(count, 8, 8, 8, HOPPER) == 2048 + 22 * 1024 + 256 + 255
+    assert sorting.radix_sort_bytes(count, 8, 8, 8, HOPPER) == 2048 + 22 * 1024 + 256 + 255
 
 
 def test_short_slices_are_sorted_in_place_with_a_range():
@@ -53,7 +53,7 @@ def test_short_slices_are_sorted_in_place_with_a_range():
 
 
 def test_one_long_slice_takes_a_range_and_cubs_scratch():
-    assert sorting.sort((empty(128_256),), GPU) == [8 * 128_256, sorting.radix_sort_scratch(128_256, 4, 8, 32, GPU)]
+    assert sorting.sort((empty(128_256),), GPU) == [8 * 128_256, sorting.radix_sort_bytes(128_256, 4, 8, 32, GPU)]
 
 
 def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
@@ -104,10 +104,10 @@ TILES = {
 @pytest.mark.parametrize(("tuned", "item_bytes", "expected"), [(name, *rest) for name, rest in TILES.items()])
 def test_cub_has_a_tile_for_each_gpu(tuned, item_bytes, expected):
     gpus = [dataclasses.replace(GPU, compute_capability=capability) for capability in ((8, 6), (8, 0), (9, 0))]
-    assert [sorting.scan_scratch(1 << 22, item_bytes, gpu, tuned) for gpu in gpus] == expected
-    assert sorting.scan_scratch(1 << 22, 8, GPU) == 76_031
-    assert sorting.reduce_scratch(1 << 22, HOPPER) == 21_503
-    assert sorting.run_length_scratch(1 << 22) == 88_319
+    assert [sorting.scan_bytes(1 << 22, item_bytes, gpu, tuned) for gpu in gpus] == expected
+    assert sorting.scan_bytes(1 << 22, 8, GPU) == 76_031
+    assert sorting.reduce_bytes(1 << 22, HOPPER) == 21_503
+    assert sorting.run_length_bytes(1 << 22) == 88_319
 
 
 # What an H100 (torch 2.11.0+cu130) requested, results among it, of 4,194,304 numbers; in order.
@@ -281,7 +281,7 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
     result.backward(grad)
     sizes = made(gpu, first, "embedding_dense_backward")
     assert sizes[:3] == [32_000] * 3
-    assert sizes[3] == sorting.radix_sort_scratch(4000, 8, 8, 64, GPU)
+    assert sizes[3] == sorting.radix_sort_bytes(4000, 8, 8, 64, GPU)
     # 4,000 / 10 and at most 1,000 different ones: 1,400 rows of 16 in float32.
     assert sizes[-2:] == [8 * 1400, 4 * 1400 * 16]
     assert sizes[4] == 32_000
@@ -303,7 +303,7 @@ def test_adding_at_indices_checks_their_bounds_but_not_for_a_gradient(gpu):
 def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
     index = empty(10_000, dtype=torch.int64)
     sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True, True), GPU)
-    assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16, GPU)]
+    assert sizes == [80_000] * 5 + [sorting.radix_sort_bytes(10_000, 8, 8, 16, GPU)]
 
 
 @pytest.mark.parametrize(
