@@ -94,7 +94,7 @@ def custom_gpu(total_bytes: int) -> Gpu:
     least = min(matching_gpus, key=lambda gpu: gpu.total_bytes, default=None)
     less = ""
     if least is not None:
-        less = f"a GPU matching_gpus with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
+        less = f"a GPU sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
     return replace(
         model,
         key="custom",

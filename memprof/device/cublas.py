@@ -6,8 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-KIB = 1 << 10
-MIB = 1 << 20
+from memprof.units import KIB, MIB
 
 WORKSPACE = "cublas workspace"  # names in a trace
 LT_WORKSPACE = "cublaslt workspace"
@@ -42,8 +41,7 @@ class CublasWorkspace:
         return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, permanent)
 
     def name(self, op: str, num_bytes: int) -> str | None:
-        """Return the name of the workspace that an operator's memory without tensor is, by its size; None for other
-        memory."""
+        """Return the name of a workspace of `num_bytes` that `op` allocated; None for other memory."""
         if op.removeprefix("aten.") not in PRODUCTS:
             return None
         return {self.num_bytes: WORKSPACE, self.lt_num_bytes: LT_WORKSPACE}.get(num_bytes)

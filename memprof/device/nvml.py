@@ -4,7 +4,7 @@ Nothing here raises. A refused value is None, and `notes` has a line with the re
 of a GPU, a GPU that is lost. This is the only file that imports pynvml.
 
     >>> from memprof.device.nvml import read_gpus
-    >>> [(GPU.name, GPU.used_bytes) for GPU in read_gpus().GPUs]  # doctest: +SKIP
+    >>> [(gpu.name, gpu.used_bytes) for gpu in read_gpus().gpus]  # doctest: +SKIP
     [('NVIDIA H100 80GB HBM3', 2_516_582_400)]
 
 Source of what the calls mean: NVML API reference (docs.nvidia.com/deploy/nvml-api), and pynvml.py of nvidia-ml-py.
@@ -35,7 +35,7 @@ def read_gpu_usage(gpu: int | str) -> GpuUsage:
     """Return the current memory use of a GPU: in total, by process, and by this process.
 
     Args:
-        GPU: NVML's index, or better the UUID of the GPU or slice, with or without its "GPU-" or "MIG-", which is
+        gpu: NVML's index, or better the UUID of the GPU or slice, with or without its "GPU-" or "MIG-", which is
             `str(torch.cuda.get_device_properties(0).uuid)`: CUDA's ordinal is not NVML's index where
             CUDA_VISIBLE_DEVICES is set.
     """

@@ -52,7 +52,7 @@ def choose_cudnn_layout(
 ) -> torch.memory_format:
     """Return the layout that cuDNN works in (cudnn_conv_suggest_memory_format): channels-last if either tensor is.
 
-    `suggested` says it of one tensor; another than this is for sizes that are symbols.
+    `suggested` returns the layout of one tensor; compiled code passes a function for symbolic sizes.
     """
     if torch.float64 in (first.dtype, second.dtype):
         return _CONTIGUOUS
@@ -61,7 +61,7 @@ def choose_cudnn_layout(
 
 
 def _copy_to_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    """The tensor, or what its copy in this layout looks like."""
+    """Return `tensor`, or an unrecorded meta tensor with the strides of its copy in `layout`."""
     if tensor.is_contiguous(memory_format=layout):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=META, memory_format=layout)
@@ -94,7 +94,7 @@ def _output_shape(data: torch.Size, weight: torch.Size, dtype: torch.dtype, bias
 
 
 def _to_4d(tensor: torch.Tensor) -> torch.Tensor:
-    """Convolutions over one dimension run as those over two (view4d)."""
+    """Return a batch of sequences as images of height 1 (view4d); other tensors unchanged."""
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
@@ -114,8 +114,8 @@ def _columns_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tenso
 def _allocate_workspace(
     launch: KernelContext, tensors: tuple[torch.Tensor, ...], made: torch.Tensor, layout: torch.memory_format
 ) -> None:
-    """Take cuDNN's own memory for one call, which makes one of data, weight and output; what is one of these is the
-    other in a transposed convolution."""
+    """Allocate and free cuDNN's workspace for one call, which computes one of `tensors`: data, weight and output, which
+    a transposed convolution exchanges."""
     if torch.backends.cudnn.benchmark:
         launch.values.assume(BENCHMARK)
     launch.values.assume(RULE)
@@ -130,7 +130,7 @@ def _allocate_workspace(
 
 @kernel(aten.convolution)
 def convolution(launch: KernelContext) -> Any:
-    """The output in cuDNN's layout; the bias is added to it in place (native/Convolution.cpp, _convolution)."""
+    """Make the output in cuDNN's layout; the bias is added in place (native/Convolution.cpp, _convolution)."""
     data, weight, bias, stride, _, _, transposed, output_padding, groups = launch.args
     if not data.is_meta or not weight.is_meta or data.dim() != weight.dim() or not data.numel():
         return NotImplemented
@@ -158,10 +158,8 @@ def convolution(launch: KernelContext) -> Any:
 
 @kernel(aten.convolution_backward)
 def convolution_backward(launch: KernelContext) -> Any:
-    """Gradients in the layouts that cuDNN gives them (native/Convolution.cpp, convolution_backward).
-
-    The gradient of the bias is a sum over the batch and all positions, made last.
-    """
+    """Make gradients in cuDNN's layouts, then the bias's gradient, a sum over the batch and all positions
+    (native/Convolution.cpp, convolution_backward)."""
     grad, data, weight, bias_sizes, stride, _, _, transposed, output_padding, groups, mask = launch.args
     if not (grad.is_meta and data.is_meta and weight.is_meta) or not data.numel():
         return NotImplemented
@@ -197,7 +195,8 @@ def _cudnn_backward(
     layout: torch.memory_format,
     mask: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """native/cudnn/ConvShared.cpp, cudnn_convolution_backward; a transposed convolution does likewise."""
+    """Make the gradients of data and weight as cuDNN does, also for transposed convolutions
+    (native/cudnn/ConvShared.cpp, cudnn_convolution_backward)."""
     grad_data = grad_weight = None
     with contextlib.ExitStack() as stack:
         if mask[1]:
@@ -228,7 +227,8 @@ def _native_backward(
     *,
     is_weight_first: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """torch's own kernels work on contiguous tensors (native/cuda/DepthwiseConv2d.cu)."""
+    """Make the gradients of data and weight as torch's own kernels do, from contiguous tensors
+    (native/cuda/DepthwiseConv2d.cu)."""
     grads: list[torch.Tensor | None] = [None, None]
     with launch.scratch(*contiguous(grad)):
         for which in (1, 0) if is_weight_first else (0, 1):
@@ -258,14 +258,14 @@ _ACCUMULATORS_BYTES = 64 << 10  # of one multiprocessor: a tile of 128 x 128 sum
 
 
 class WorkspaceBytes(NamedTuple):
-    """The memory that a convolution takes beside its result, in bytes."""
+    """The workspace of one convolution, in bytes."""
 
     num_bytes: int  # by the rule
     most_bytes: int  # the bound: the most that was measured of a convolution of its kind
 
 
 def _padded_bytes(tensor: torch.Tensor, dims: tuple[int, ...] = (1,)) -> int:
-    """Bytes of a copy whose channels are rounded up."""
+    """Return the bytes of a copy of `tensor` with the sizes of `dims` rounded up to 16 bytes of elements."""
     step = _ALIGNMENT_BYTES // tensor.element_size()
     sizes = (round_up(size, step) if dim in dims else size for dim, size in enumerate(tensor.shape))
     return math.prod(sizes) * tensor.element_size()
@@ -281,10 +281,8 @@ def workspace(
     is_channels_last: bool,
     stride: Sequence[int] = (1,),
 ) -> WorkspaceBytes:
-    """Return the workspace of one call, which makes one of `data`, `weight` and `output`, or of their gradients.
-
-    `last` says whether it runs in a channels-last layout.
-    """
+    """Return the workspace of one call, which computes `made`: one of `data`, `weight` and `output`, or its
+    gradient."""
     is_half = data.element_size() == 2
     is_weight_grad = made is weight
     tf32 = data.dtype is torch.float32 and gpu.compute_capability >= (8, 0) and kernels.get_cudnn_allow_tf32()
@@ -342,7 +340,7 @@ def _sm90_workspace_bytes(
     is_channels_last: bool,
     stride: Sequence[int],
 ) -> int:
-    """Return what an H100 was seen to take: copies in channels-last order, and partial sums of what is made.
+    """Return the workspace recorded on an H100: copies in channels-last order, and partial sums of the result.
 
     Of 307 convolutions of real networks, forward and backward, all requests of 81 are right to the byte, and half are
     within 1.1%. The least certain is what is split, and into how many slices.
@@ -421,7 +419,7 @@ def _sm90_workspace_bytes(
 def _grouped_bytes(
     data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, made: torch.Tensor, *, is_channels_last: bool
 ) -> int:
-    """Return what a convolution in groups was seen to take: copies where the layout is not the kernel's."""
+    """Return the workspace recorded for a grouped convolution: copies where the layout is not the kernel's."""
     is_half = data.element_size() == 2
     copies = data.nbytes + output.nbytes
     if is_half:

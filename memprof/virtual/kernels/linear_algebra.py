@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import solver_buffers
 from memprof.virtual.kernels.copies import contiguous
@@ -18,7 +20,8 @@ _FEW_ROWS = 25
 
 @kernel(aten.geqrf, on_host=True)
 def geqrf(launch: KernelContext) -> Any:
-    """A matrix in columns like the input, and one factor for each reflector (native/BatchLinearAlgebra.cpp, geqrf)."""
+    """Make a column-major copy of the matrix and one factor for each reflector (native/BatchLinearAlgebra.cpp,
+    geqrf)."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
@@ -49,31 +52,33 @@ scratch(aten.linalg_solve_triangular)(
 
 
 def _measured_buffer(gpu: DeviceProperties, num_bytes: int) -> list[int]:
-    """Return a buffer of cuSOLVER where it was measured: see solver_buffers.py."""
+    """Return [num_bytes] of a cuSOLVER buffer on compute capability 9.0, where it was measured; else []."""
     return [num_bytes] * (gpu.compute_capability == (9, 0))
 
 
 def _assumed_buffer(launch: KernelContext, num_bytes: int) -> list[int]:
-    """Return a buffer that is large enough to be told of."""
+    """Return `_measured_buffer`, and add the rule of cuSOLVER's buffers to the report's assumptions."""
     launch.values.assume(solver_buffers.RULE)
     return _measured_buffer(launch.gpu, num_bytes)
 
 
 @scratch(aten.linalg_cholesky_ex)
 def cholesky(args: Any, gpu: DeviceProperties) -> list[int]:
-    """cuSOLVER's buffer, or pointers to each of several matrices (cuda/linalg/BatchLinearAlgebra.cpp)."""
+    """Return the bytes of cuSOLVER's buffer, or of pointers to each of several matrices
+    (cuda/linalg/BatchLinearAlgebra.cpp)."""
     batch = _count_matrices(args[0])
     return [8 * batch] if batch > 1 else _measured_buffer(gpu, solver_buffers.potrf_buffer_bytes(args[0].shape[-1]))
 
 
 @scratch(aten.linalg_ldl_factor_ex)
 def ldl_factor(args: Any, gpu: DeviceProperties) -> list[int]:
-    """cuSOLVER's buffer."""
+    """Return the bytes of cuSOLVER's buffer for LDL factors."""
     return _measured_buffer(gpu, solver_buffers.sytrf_buffer_bytes(args[0].shape[-1], args[0].element_size()))
 
 
 def _lu_buffers(matrix: torch.Tensor, gpu: DeviceProperties) -> list[int]:
-    """By cuSOLVER, cuBLAS with pointers to each matrix, or MAGMA (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
+    """Return the bytes of an LU factorization: cuSOLVER's buffer, pointers to each matrix for cuBLAS, or none for MAGMA
+    (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
     (rows, columns), batch = matrix.shape[-2:], _count_matrices(matrix)
     if rows != columns or not (batch == 1 or rows <= 16 or (rows <= 128 and batch <= 16)):
         return []
@@ -85,7 +90,8 @@ scratch(aten.linalg_lu_factor_ex)(lambda args, gpu: _lu_buffers(args[0], gpu))
 
 @scratch(aten.linalg_lu)
 def lu(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Factors in a copy, their pivots and error codes, and the permutation (native/BatchLinearAlgebra.cpp)."""
+    """Return the bytes of a copy for the factors, pivots, error codes, and the permutation
+    (native/BatchLinearAlgebra.cpp)."""
     matrix = args[0]
     *batch, rows, columns = matrix.shape
     count = math.prod(batch)
@@ -93,21 +99,24 @@ def lu(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 def _pivot_sign_buffers(matrix: torch.Tensor) -> list[int]:
-    """Numbers of rows, which pivots are not theirs, how many, and that as 64-bit integers (lu_det_P)."""
+    """Return the bytes for the sign of a permutation: row indices, a mask of exchanged rows, the count of exchanges,
+    and the mask as 64-bit integers (lu_det_P)."""
     batch, rows = _count_matrices(matrix), matrix.shape[-1]
     return [4 * rows, batch * rows, 8 * batch, 8 * batch * rows]
 
 
 @scratch(aten._linalg_det)
 def determinant(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Error codes, the product of the diagonal, the sign (native/LinearAlgebra.cpp, linalg_det_out)."""
+    """Return the bytes of error codes, the diagonal's product, and the sign (native/LinearAlgebra.cpp,
+    linalg_det_out)."""
     matrix, batch = args[0], _count_matrices(args[0])
     return [4 * batch, *_lu_buffers(matrix, gpu), batch * matrix.element_size(), *_pivot_sign_buffers(matrix)]
 
 
 @scratch(aten._linalg_slogdet)
 def log_determinant(args: Any, gpu: DeviceProperties) -> list[int]:
-    """As of the determinant; signs of the diagonal, their product, absolute values (native/LinearAlgebra.cpp)."""
+    """Return the bytes of error codes, the permutation's sign, the diagonal's signs, their product, and absolute values
+    (native/LinearAlgebra.cpp, linalg_slogdet_out)."""
     matrix, batch = args[0], _count_matrices(args[0])
     diagonal, real = batch * matrix.shape[-1], matrix.dtype.to_real().itemsize
     complex_bytes = diagonal * matrix.element_size()
@@ -117,8 +126,9 @@ def log_determinant(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @kernel(aten._linalg_svd)
 def singular_vectors(launch: KernelContext) -> Any:
-    """Vectors before values, error codes, a copy in columns, cuSOLVER's buffer (cuda/linalg/BatchLinearAlgebra.cpp,
-    svd_kernel). Without vectors as many numbers are theirs all the same: of one matrix at a time, or of small ones."""
+    """Make vectors before values, and allocate error codes, a column-major copy and cuSOLVER's buffer
+    (cuda/linalg/BatchLinearAlgebra.cpp, svd_kernel). Without vectors, cuSOLVER still gets buffers for the vectors of
+    one matrix, or of all small matrices."""
     matrix = launch.args[0]
     rows, columns = matrix.shape[-2:]
     batch, item_bytes, computes_vectors = (
@@ -145,8 +155,9 @@ def singular_vectors(launch: KernelContext) -> Any:
 
 @kernel(aten._linalg_eigh)
 def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
-    """Vectors, which hold the matrix if nobody wants them, values, error codes, and a buffer for each matrix in turn
-    (cuda/linalg/BatchLinearAlgebra.cpp, linalg_eigh_kernel). That of small batches is not counted."""
+    """Make vectors and values, and allocate error codes and a buffer for each matrix in turn
+    (cuda/linalg/BatchLinearAlgebra.cpp, linalg_eigh_kernel). Without vectors, a copy of the matrix is scratch memory.
+    The buffer of batches of small matrices is not counted."""
     matrix = launch.args[0]
     rows, batch, item_bytes = matrix.shape[-1], _count_matrices(matrix), matrix.element_size()
     computes_vectors = launch.argument(2, "compute_v", True)
@@ -164,32 +175,28 @@ def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
     return values, vectors
 
 
-@composite(torch.linalg.svdvals)
-def singular_values(machine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without vectors where nothing is differentiated; of a meta tensor torch's C++ asks for them."""
-    if kwargs or not _needs_no_gradient(machine, args[0]):
+def _compute_values_only(
+    operator: Any, option: str, position: int, machine: DeviceState, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute values without vectors if no gradient is needed; for meta tensors, torch's C++ computes both."""
+    if kwargs or not isinstance(args[0], torch.Tensor) or not machine.is_on_gpu(args[0]):
         return NotImplemented
-    return aten._linalg_svd.default(*args, compute_uv=False)[1]
-
-
-@composite(torch.linalg.eigvalsh)
-def eigenvalues(machine: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `singular_values`."""
-    if kwargs or not _needs_no_gradient(machine, args[0]):
+    if torch.is_grad_enabled() and args[0].requires_grad:
         return NotImplemented
-    return aten._linalg_eigh.default(*args, compute_v=False)[0]
+    return operator(*args, **{option: False})[position]
 
 
-def _needs_no_gradient(machine: Any, matrix: Any) -> bool:
-    on_gpu = isinstance(matrix, torch.Tensor) and machine.is_on_gpu(matrix)
-    return on_gpu and not (torch.is_grad_enabled() and matrix.requires_grad)
+composite(torch.linalg.svdvals)(partial(_compute_values_only, aten._linalg_svd.default, "compute_uv", 1))
+composite(torch.linalg.eigvalsh)(partial(_compute_values_only, aten._linalg_eigh.default, "compute_v", 0))
 
 
 @kernel(aten.linalg_eig)
 def eigenvectors(launch: KernelContext) -> Any:
-    """A check that all numbers are finite, complex vectors and values apart from the results, and of real numbers real
-    ones as well, with a check whether any is complex (native/BatchLinearAlgebra.cpp, linalg_eig_out). Recorded with
-    torch 2.11; earlier releases compute them on the host."""
+    """Check that all elements are finite, and compute complex vectors and values in temporaries; for real matrices also
+    real ones, and whether any value is complex (native/BatchLinearAlgebra.cpp, linalg_eig_out).
+
+    Recorded with torch 2.11; earlier releases compute them on the host.
+    """
     matrix = launch.args[0]
     if launch.gpu.release < (2, 11):
         return NotImplemented
@@ -211,7 +218,7 @@ def eigenvectors(launch: KernelContext) -> Any:
 
 @kernel(aten.linalg_qr)
 def qr(launch: KernelContext) -> Any:
-    """Reflectors, in the orthogonal matrix if that is wide enough, in the triangular one or in a copy
+    """Compute reflectors in place in a wide enough orthogonal matrix or in the triangular one, else in a copy
     (native/BatchLinearAlgebra.cpp, linalg_qr_out)."""
     matrix, mode = launch.args[0], launch.argument(1, "mode", "reduced")
     (rows, columns), min_dim = matrix.shape[-2:], min(matrix.shape[-2:])
@@ -229,7 +236,8 @@ def qr(launch: KernelContext) -> Any:
 
 
 def _allocate_for_reflectors(launch: KernelContext, rows: int, columns: int, batch: int, item_bytes: int) -> None:
-    """Pointers to many small matrices twice, or buffers (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
+    """Allocate two pointers for each of many small matrices, or cuSOLVER's buffer for each matrix in turn
+    (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
     if _is_batched_by_cublas(rows, batch):
         launch.transients(8 * batch, 8 * batch)
     else:
@@ -243,7 +251,7 @@ def _is_batched_by_cublas(rows: int, batch: int) -> bool:
 
 
 def _allocate_per_matrix(launch: KernelContext, batch: int, buffer: list[int]) -> None:
-    """Take an error code, and buffers for each matrix one after the other."""
+    """Allocate an error code, and for each matrix in turn `buffer`."""
     with launch.scratch(4):
         for _ in range(batch):
             launch.transients(*buffer)
@@ -251,7 +259,8 @@ def _allocate_per_matrix(launch: KernelContext, batch: int, buffer: list[int]) -
 
 @scratch(aten.linalg_inv_ex)
 def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Factors in a copy, their pivots, and what solving for the identity takes (native/BatchLinearAlgebra.cpp)."""
+    """Return the bytes of a copy for the factors, of pivots, and of solving for the identity
+    (native/BatchLinearAlgebra.cpp)."""
     *batch, rows, _ = args[0].shape
     count = math.prod(batch)
     buffers = _lu_solve_buffers(rows, rows, count, args[0].element_size())
@@ -260,7 +269,8 @@ def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten._linalg_solve_ex)
 def solve(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return what solving with the factors takes, which are a result; a vector is copied."""
+    """Return the bytes of the factorization, of a copied vector, and of solving with the factors, which are a
+    result."""
     matrix, other = args[:2]
     is_vector = other.dim() == 1 or other.shape == matrix.shape[:-1]
     batch = torch.broadcast_shapes(matrix.shape[:-2], other.shape[:-1] if is_vector else other.shape[:-2])
@@ -273,13 +283,14 @@ def solve(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 def _triangular_solve_pointers(rows: int, batch: int) -> list[int]:
-    """Pointers to each matrix twice, for cuBLAS (cuda/linalg/BatchLinearAlgebra.cpp, triangular_solve_kernel)."""
+    """Return the bytes of two pointers per matrix for cuBLAS's batched solve; [] where matrices are solved one by one
+    (cuda/linalg/BatchLinearAlgebra.cpp, triangular_solve_kernel)."""
     return [] if (batch <= 8 and rows >= 64) or rows > 512 else [8 * batch] * 2
 
 
 def _lu_solve_buffers(rows: int, num_sides: int, batch: int, item_bytes: int) -> list[int]:
-    """native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel: by triangular solves with the rows exchanged, or few
-    at a time by cuBLAS, with pointers to each, or cuSOLVER, with an error code."""
+    """Return the bytes of solving with LU factors: triangular solves of permuted rows, cuBLAS with pointers to each
+    matrix, or cuSOLVER with an error code (native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel)."""
     if rows == num_sides:
         looped, triangular = False, rows > 16
     elif rows <= 64:
@@ -297,16 +308,15 @@ def _lu_solve_buffers(rows: int, num_sides: int, batch: int, item_bytes: int) ->
 
 @kernel(aten.linalg_lstsq)
 def lstsq(launch: KernelContext) -> Any:
-    """Solve least squares by QR ("gels"), which is the one driver on a GPU and finds no rank and no singular values.
+    """Solve least squares by QR ("gels"), the only driver on a GPU, which computes no rank and no singular values.
 
-    The solution is a part of a matrix in columns whose other rows the residuals are taken from; beside it are an error
-    flag for each matrix, a copy of the matrices in columns and a factor for each of their reflectors; where they are
-    wider than high their transposes too, and for each right-hand side one where several share a matrix
-    (native/BatchLinearAlgebra.cpp, linalg_lstsq_out_info; native/cuda/linalg/BatchLinearAlgebra.cpp,
-    linalg_lstsq_gels).
+    The solution is a part of a column-major matrix, whose other rows give the residuals. Temporaries are an error code
+    for each matrix, a column-major copy of the matrices and a factor for each reflector; transposes of wide matrices;
+    and copies for each right-hand side where several share a matrix (native/BatchLinearAlgebra.cpp,
+    linalg_lstsq_out_info; native/cuda/linalg/BatchLinearAlgebra.cpp, linalg_lstsq_gels).
 
     Raises:
-        RuntimeError: as torch says it, of another driver and of shapes that do not go together.
+        RuntimeError: torch's message for another driver, or for shapes that do not match.
     """
     matrix, other = launch.args[:2]
     if (launch.kwargs.get("driver") or "gels").lower() != "gels":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private import kernels
+from memprof.units import round_up
 from memprof.virtual.device_properties import DeviceProperties, cudnn_version
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
@@ -52,7 +53,7 @@ COPIED_WEIGHTS = "Recurrent weights that are not parts of one buffer are copied 
 
 
 def is_acceptable(tensor: torch.Tensor) -> bool:
-    """cudnn_is_acceptable: on the GPU, not bfloat16, and cuDNN enabled."""
+    """Return whether torch.backends.cudnn.is_acceptable is true: on the GPU, not bfloat16, and cuDNN enabled."""
     return kernels.get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0
 
 
@@ -62,9 +63,9 @@ def is_measured(gpu: DeviceProperties) -> bool:
 
 
 def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
-    """use_cudnn (native/RNN.cpp): bfloat16 from cuDNN 9.13 and compute capability 8.0 on (cuda/detail/CUDAHooks.cpp,
-    supportsBFloat16RNNWithCuDNN), though torch.backends.cudnn.is_acceptable, by which parameters are flattened, says
-    no."""
+    """Return whether cuDNN runs the dtype (use_cudnn, native/RNN.cpp): bfloat16 from cuDNN 9.13 and compute capability
+    8.0 on (cuda/detail/CUDAHooks.cpp, supportsBFloat16RNNWithCuDNN), though torch.backends.cudnn.is_acceptable, by
+    which parameters are flattened, says no."""
     takes_bfloat16 = gpu.compute_capability >= (8, 0) and cudnn_version(gpu.release) >= 91_300
     return dtype in DTYPES or (dtype is torch.bfloat16 and takes_bfloat16)
 
@@ -112,7 +113,7 @@ for _name in MODES:
 
 
 def _get_dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
-    """The state of cuDNN's random numbers: made once on each GPU, kept for good (get_dropout_state)."""
+    """Return the state of cuDNN's random numbers, made once on each GPU and never freed (get_dropout_state)."""
     key = f"state of cuDNN's dropout {device}"
     if key not in machine.kept:
         gpu, size = machine.gpu, DROPOUT_STATE_BYTES
@@ -129,7 +130,7 @@ def _get_dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
 def _cast_weights(
     machine: DeviceState, packing: WeightLayout, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
 ) -> Any:
-    """Cast the weights under autocast: into a new half-precision buffer at every call."""
+    """Return a new half-precision buffer, and the weights cast into its parts, as autocast does at every call."""
     with machine.factory_device_as(machine.device_of(weights[0])):
         buffer = torch.zeros(packing.numel, dtype=dtype, device=META)
     views = packing.views(buffer, [weight.shape for weight in weights], per_layer)
@@ -153,7 +154,7 @@ class WeightLayout:
         self.numel = matrices + layers * directions * 2 * rows
 
     def find_shared_buffer(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The buffer whose parts these weights are (try_get_weight_buf), or None."""
+        """Return the buffer that `weights` are parts of (try_get_weight_buf), or None."""
         with torch.DisableTorchFunction():
             first = weights[0].detach()
             storage = first.untyped_storage()
@@ -164,7 +165,7 @@ class WeightLayout:
             return first.as_strided((self.numel,), (1,), 0)
 
     def views(self, buffer: torch.Tensor, shapes: Sequence[torch.Size], per_layer: int) -> list[torch.Tensor]:
-        """The parts of a buffer for weights of these shapes, in the order of `nn.RNNBase._flat_weights`."""
+        """Return the parts of `buffer` for weights of `shapes`, in the order of `nn.RNNBase._flat_weights`."""
         offsets = {True: 0, False: self.matrices}
         parts = []
         for shape in shapes:
@@ -176,7 +177,7 @@ class WeightLayout:
 
 @kernel(aten._cudnn_rnn_flatten_weight, on_host=True)
 def flatten_weight(launch: KernelContext) -> Any:
-    """A new buffer; every parameter becomes a part of it, and its own storage is dropped."""
+    """Make a buffer for all weights; every parameter becomes a part of the buffer, and its own storage is freed."""
     weights, per_layer, input_size, kind, hidden_size, projected, layers, _, bidirectional = launch.args
     packing = WeightLayout(kind, input_size, hidden_size, projected, layers, bidirectional)
     buffer = launch.new(packing.numel, weights[0].dtype)
@@ -189,7 +190,7 @@ def flatten_weight(launch: KernelContext) -> Any:
 
 
 def _read_shapes(args: Any) -> tuple[int, int, int, int]:
-    """Time steps, sequences, directions and the rows of a packed input (0 if it is not packed)."""
+    """Return time steps, sequences, directions, and the rows of a packed input (0 for other inputs)."""
     data, batch_first, bidirectional, sizes = args[0], args[10], args[13], args[14]
     directions = 2 if bidirectional else 1
     if sizes:
@@ -209,17 +210,18 @@ def _reserve_bytes(gpu: DeviceProperties, args: Any) -> int:
     if projected:
         saved_vectors += layers * (size + projected)
     output_values = positions * size
-    mask = _aligned(output_values * directions // 8) if dropout else 0  # a bit for each output between two layers
-    saved_bytes = _aligned(positions * saved_vectors * item) + _aligned((layers - 1) * output_values * item)
+    mask = (
+        round_up(output_values * directions // 8, _ALIGNMENT) if dropout else 0
+    )  # a bit for each output between two layers
+    saved_bytes = round_up(positions * saved_vectors * item, _ALIGNMENT) + round_up(
+        (layers - 1) * output_values * item, _ALIGNMENT
+    )
     return saved_bytes + (layers - 1) * mask + _EXTRA_BYTES
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 def _is_persistent(gpu: DeviceProperties, args: Any, forward: bool) -> bool:
-    """get_algo (native/cudnn/RNN.cpp); in bfloat16 and float64 cuDNN's workspace is that of the standard algorithm."""
+    """Return whether a persistent algorithm runs (get_algo, native/cudnn/RNN.cpp); in bfloat16 and float64 cuDNN's
+    workspace is that of the standard algorithm."""
     data, kind, size, projected, layers = args[0], args[6], args[7], args[8], args[9]
     if projected or args[14] or data.dtype not in (torch.float32, torch.float16):
         return False
@@ -285,8 +287,10 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
         few = 16 if batch <= 8 else 8 if batch <= 16 or steps >= 128 else 4 if batch <= 96 else 2
         backward_pass += [(1, min(rows, (few * layers + max(few, 8)) * batch) * size)]
     passes = [forward_pass, backward_pass] if train else [forward_pass]
-    num_bytes = max(sum(count * _aligned(each * data.element_size()) for count, each in buffers) for buffers in passes)
-    lengths = 0 if packed_rows else _aligned(8 * batch)
+    num_bytes = max(
+        sum(count * round_up(each * data.element_size(), _ALIGNMENT) for count, each in buffers) for buffers in passes
+    )
+    lengths = 0 if packed_rows else round_up(8 * batch, _ALIGNMENT)
     return num_bytes + lengths + _EXTRA_BYTES + _BYTES_PER_CELL * layers * directions
 
 
@@ -314,9 +318,10 @@ def cudnn_rnn(launch: KernelContext) -> Any:
 
 @kernel(aten._cudnn_rnn_backward)
 def cudnn_rnn_backward(launch: KernelContext) -> Any:
-    """Gradients of the input, the states and, as parts of one buffer, the weights; those not given are zeros meanwhile.
+    """Make gradients of the input, the states and, as parts of one buffer, the weights. Missing output gradients are
+    zeros during the call.
 
-    A batch-first input is transposed again, for the gradient of the input and once more for that of the weights.
+    A batch-first input is transposed for the gradient of the input, and again for that of the weights.
     """
     data, weights, per_layer, buffer, hx, cx, output, *grads = launch.args[:10]
     kind, size, projected, layers, batch_first, _, _, bidirectional, sizes, _, _, mask = launch.args[10:]
@@ -350,10 +355,8 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
 
 @kernel(aten._pack_padded_sequence, on_host=True)
 def pack_padded_sequence(launch: KernelContext) -> Any:
-    """Rows of stretches of equal batch size, copied where they are not neighbours, then joined (PackedSequence.cpp).
-
-    The lengths are on the host and stay there.
-    """
+    """Copy the rows of time steps of equal batch size where they are not contiguous, and concatenate them
+    (native/PackedSequence.cpp). The lengths are on the host and stay there."""
     data, lengths, batch_first = launch.args
     if not data.is_meta or lengths.is_meta:
         return NotImplemented

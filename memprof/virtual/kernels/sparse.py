@@ -1,9 +1,8 @@
-"""Sparse tensors: their indices and values, which are what takes memory, each a tensor on the GPU.
+"""Sparse tensors on the GPU: torch's sparse meta tensors around recorded indices and values.
 
-Those of the host are torch's own affair. On the GPU a sparse tensor is torch's for the meta device around recorded
-indices and values; how many elements are not zero is taken from known values, else all of them are, which bounds the
-memory from above. Sources: native/sparse/SparseTensor.cpp, native/sparse/cuda/SparseCUDATensor.cu and
-SparseCUDATensorMath.cu.
+The number of nonzero elements is taken from known values; of unknown values all count as nonzero, which bounds the
+memory from above. Sparse CPU tensors are torch's own. Sources: native/sparse/SparseTensor.cpp,
+native/sparse/cuda/SparseCUDATensor.cu and SparseCUDATensorMath.cu.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def _make_sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tenso
 
 @sparse_kernel(aten._to_copy, aten.clone)
 def copy(launch: KernelContext) -> Any:
-    """A copy of the indices and of the values; of these alone the dtype changes."""
+    """Copy indices and values to a device; the dtype of values alone changes."""
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
     *indices, values = get_sparse_parts(sparse)
     index_kwargs = {k: v for k, v in kwargs.items() if k == "device"}
@@ -72,15 +71,15 @@ def copy(launch: KernelContext) -> Any:
 @sparse_kernel(aten.sparse_coo_tensor, aten._coalesced_, aten._sparse_coo_tensor_unsafe, aten.is_coalesced, aten._nnz)
 @sparse_kernel(aten.sparse_dim, aten.dense_dim, aten._dimI, aten._dimV)
 def pass_through(launch: KernelContext) -> Any:
-    """Nothing is made but the tensor around indices and values."""
+    """Make the tensor object around existing indices and values, without memory."""
     return launch.func(*launch.args, **launch.kwargs)
 
 
 @sparse_kernel(aten._coalesce)
 def coalesce(launch: KernelContext) -> Any:
-    """Sort and add up: as many rows as there are different indices, which is taken to be all, or all that there can be.
+    """Sort indices and sum the values of equal ones, with one row per index: all are assumed to differ.
 
-    _coalesce_sparse_cuda takes flat indices, where each was, which are the first of their kind; new values, indices.
+    _coalesce_sparse_cuda allocates flat indices, their origins and first occurrences, then new values and indices.
     """
     sparse = launch.args[0]
     indices, values = get_sparse_parts(sparse)
@@ -95,7 +94,7 @@ def coalesce(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten._to_sparse)
 def to_sparse(launch: KernelContext) -> Any:
-    """The places of what is not zero, and those elements (native/TensorConversions.cpp, dense_to_sparse)."""
+    """Make the indices of nonzero elements, and their values (native/TensorConversions.cpp, dense_to_sparse)."""
     dense, layout = launch.args[0], launch.kwargs.get("layout") or torch.sparse_coo
     if layout is torch.sparse_csr:
         return to_sparse_csr(launch)
@@ -109,8 +108,8 @@ def to_sparse(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten._to_sparse_csr)
 def to_sparse_csr(launch: KernelContext) -> Any:
-    """Take the columns and values of a coalesced tensor, and where each row begins; of a dense one its elements
-    that are not zero (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
+    """Make row offsets, columns and values, from a coalesced tensor or from the nonzero elements of a dense one
+    (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
     source = launch.args[0]
     if source.dim() != 2 or source.layout not in (torch.strided, torch.sparse_coo):
         return NotImplemented
@@ -128,7 +127,8 @@ def to_sparse_csr(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten._sparse_sum)
 def sparse_sum(launch: KernelContext) -> Any:
-    """Values, and the indices that are left, are copied and coalesced (native/sparse/SparseTensorMath.cpp)."""
+    """Copy and coalesce the values and the indices of the dimensions not summed
+    (native/sparse/SparseTensorMath.cpp)."""
     sparse, dims = launch.args[0], {dim % launch.args[0].dim() for dim in launch.args[1]}
     indices, values = get_sparse_parts(sparse)
     kept_dims = [dim for dim in range(len(indices)) if dim not in dims]
@@ -144,8 +144,8 @@ def sparse_sum(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.sparse_compressed_tensor)
 def compressed_tensor(launch: KernelContext) -> Any:
-    """Nothing is made but the tensor. Where no size is given, it is that of the compressed indices and of the largest
-    plain one (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
+    """Make the tensor object. Without `size`, the size follows the compressed indices and the largest plain index
+    (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
     indices, plain, values, *size = launch.args
     if not size:
         with launch.inside():
@@ -161,7 +161,8 @@ def compressed_tensor(launch: KernelContext) -> Any:
 
 @kernel(aten._embedding_bag_backward, on_host=True)
 def embedding_bag_backward(launch: KernelContext) -> Any:
-    """The gradient, for sparse=True a row for each index (native/EmbeddingBag.cpp, _embedding_bag_sparse_backward)."""
+    """Make the gradient; for sparse=True, a row for each index (native/EmbeddingBag.cpp,
+    _embedding_bag_sparse_backward)."""
     grad, indices, offsets, bags, sizes, _, weights, by_frequency, mode, is_sparse, *rest = launch.args
     if launch.call.device is None:
         return NotImplemented
@@ -175,7 +176,7 @@ def embedding_bag_backward(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.sparse_mask)
 def sparse_mask(launch: KernelContext) -> Any:
-    """The dense tensor's values at the mask's indices."""
+    """Make a sparse tensor of the dense tensor's values at the mask's indices."""
     dense, mask = launch.args[:2]
     *indices, values = get_sparse_parts(mask)
     with launch.inside():
@@ -185,8 +186,8 @@ def sparse_mask(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.add, aten.sub, aten.add_, aten.sub_)
 def add(launch: KernelContext) -> Any:
-    """Sparse to dense: one index for each row if rows may be equal (add_out_dense_sparse_cuda). Sparse to sparse: the
-    indices and values of both, one after the other."""
+    """Add a sparse tensor to a dense one, with a temporary index per row if rows may be equal
+    (add_out_dense_sparse_cuda), or two sparse tensors, by concatenation of indices and values."""
     first, second = launch.args[:2]
     if not isinstance(second, torch.Tensor) or second.layout is torch.strided:
         return NotImplemented
@@ -226,8 +227,8 @@ def map_values(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.t, aten.transpose)
 def transpose(launch: KernelContext) -> Any:
-    """Indices and values are copied, and the indices of one dimension while two change places
-    (native/TensorShape.cpp, sparse_transpose_)."""
+    """Copy indices and values, and one dimension's indices while two dimensions are exchanged (native/TensorShape.cpp,
+    sparse_transpose_)."""
     sparse = launch.args[0]
     if sparse.layout is not torch.sparse_coo or sparse.sparse_dim() != 2 or sparse.dim() != 2:
         return NotImplemented
@@ -241,9 +242,9 @@ def transpose(launch: KernelContext) -> Any:
 def multiply(launch: KernelContext) -> Any:
     """Multiply a sparse matrix by a dense one (SparseCUDATensorMath.cu, s_addmm_out_sparse_dense_cuda).
 
-    Beside the result: zeros as large, which products that add nothing add to, and cuSPARSE's buffer. If it is not
-    compressed, the matrix coalesced, its indices as 32-bit numbers, and the result once more in columns, as cuSPARSE
-    writes it; the dense one too if it is in neither order.
+    Temporaries are zeros as large as the result, except in addmm, and cuSPARSE's buffer. A COO matrix is coalesced, its
+    indices are converted to 32 bits, and cuSPARSE writes a column-major copy of the result. A dense matrix that is
+    neither row-major nor column-major is copied.
     """
     adds = launch.operator.packet not in (aten.mm, aten.mv)
     sparse, dense = launch.args[1:3] if adds else launch.args[:2]
@@ -275,7 +276,7 @@ def multiply(launch: KernelContext) -> Any:
 
 
 def _cusparse_buffer(launch: KernelContext, count: int, is_vector: bool, is_csr: bool) -> list[int]:
-    """Return cuSPARSE's buffer for a product: a fit of all 248 that an H100 was recorded to allocate, from 600 to
+    """Return the bytes of cuSPARSE's buffer for a product: a fit of all 248 buffers recorded on an H100, from 600 to
     2,500,000 elements and for 1 to 256 columns, with CUDA 13.0; on other GPUs it is not counted."""
     if launch.gpu.compute_capability != (9, 0):
         return []
@@ -286,7 +287,7 @@ def _cusparse_buffer(launch: KernelContext, count: int, is_vector: bool, is_csr:
 
 @sparse_kernel(aten.bmm, aten._to_dense, aten.sum)
 def dense_result(launch: KernelContext) -> Any:
-    """Run as if all operands were dense: the result is."""
+    """Run the operator with empty dense operands in place of sparse ones, for operators with dense results."""
 
     def make_dense(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
