@@ -45,7 +45,7 @@ from memprof.virtual.operator_call import (
     written,
 )
 from memprof.virtual.values import Values
-from memprof.virtual.values.unknown_values import EMPTY
+from memprof.virtual.values.unknown_values import UNINITIALIZED
 from memprof.watch.caches import KVCacheDetector
 from memprof.watch.failure import clear_frames
 from memprof.watch.forward import CallSite
@@ -297,7 +297,7 @@ class DispatchMode(DeviceState):
             made = find_tensors(result)
             self.record(made, operator.name, place, HOST)
             self.values.propagate(call.func, call.args, kwargs, made)
-            if operator.packet in EMPTY:
+            if operator.packet in UNINITIALIZED:
                 for tensor in made:  # the program may fill the tensor where no mode sees it, as a NumPy array
                     self.values.store.set_uniform(tensor, 0)
             return result

@@ -70,7 +70,7 @@ class VirtualGpu(Watch):
         )
         if chosen.refuses:
             self.recorder.storages.find_oom_message = self._oom_message
-        self._context.values.policy.on_unknown = self._note_unknown
+        self._context.values.policy.on_unknown_read = self._note_unknown
         self.tracker = self._context.tracker
         self._updates = self.tracker.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
         self._updates.on_step = lambda: self._growth.record_phase_begin(PhaseKind.OPTIMIZER_STEP, in_step=True)

@@ -42,7 +42,7 @@ class InPlaceOperators:
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors are not recorded: their addresses may be reused by recorded storages.
         is_live = address in machine.recorder.storages.index_by_address
-        if is_live and (machine.values.store.knows(address) or call.func.overloadpacket in OVERWRITES):
+        if is_live and (machine.values.store.is_known(address) or call.func.overloadpacket in OVERWRITES):
             machine.values.write(call.func, call.args, call.kwargs, target)
         key, changes_nothing = self._look_up(call)
         if changes_nothing:

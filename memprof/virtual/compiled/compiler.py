@@ -25,25 +25,27 @@ import torch
 
 from memprof.patching import Extension, Patch, PatchSet
 from memprof.torch_private import cuda, dynamo, inductor
+from memprof.virtual.compiled.cuda_graphs import CudaGraphs
 from memprof.virtual.compiled.diagnostics import CompileDiagnostics
-from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.mode_suspension import Suspension
-from memprof.virtual.compiled.origins import Origins
+from memprof.virtual.compiled.origins import BufferOrigins
 from memprof.virtual.cuda_api.driver import driver_patches, returning
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.integrations.compiled import BLOCK_MASK, allocate_block_mask, is_block_mask
 from memprof.watch.program_code import GENERATED_CODE_FOLDERS, is_program
 
-COMPILED = (
+_COMPILED_ASSUMPTION = (
     "torch.compile compiles for the GPU, down to the code around its kernels, which allocates as it does there; "
     "kernels are neither made nor run, and what they would write is not known."
 )
-EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as a rule needs less."
-_NO_TIMING = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
+_EAGER_ASSUMPTION = "torch.compile runs eagerly here{}: compiled code fuses operators and as a rule needs less."
+_NO_TIMING_ASSUMPTION = (
+    "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
+)
 _TIMING_OPTIONS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 # Settings of Inductor during compilation: no caches for other processes, no timing.
-_INDUCTOR = {
+_INDUCTOR_SETTINGS = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "autotune_local_cache": False,
@@ -52,8 +54,8 @@ _INDUCTOR = {
     "triton.autotune_at_compile_time": False,
     **dict.fromkeys(_TIMING_OPTIONS, False),
 }
-_DYNAMO = {"run_gc_after_compile": False}  # memprof runs a full collection after compilation
-_AOT = {
+_DYNAMO_SETTINGS = {"run_gc_after_compile": False}  # memprof runs a full collection after compilation
+_AOT_SETTINGS = {
     "enable_autograd_cache": False,
     "enable_remote_autograd_cache": False,
     "force_non_lazy_backward_lowering": True,  # errors of the backward appear before the forward runs
@@ -65,37 +67,39 @@ _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Compiler(Extension):
-    """Replacement of `torch.compile` in one run, the patches of torch's compiler, and the state of compilation."""
+    """Extension that replaces `torch.compile`, with the patches of torch's compiler and the state of compilation."""
 
     def __init__(self) -> None:
         self._compiler_patches = PatchSet()
-        self._stack = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
         self._is_installed = False
-        self._frame = "a function"
+        self._function_name = "a function"
         self._folder = ""
-        self._drivers: list[Patch] = []
-        self._graphs_for_all = False
+        self._driver_patches: list[Patch] = []
+        self._uses_cuda_graphs = False
 
-    def _begin(self, context: InstallContext) -> None:
-        self._machine, self._function_mode = context.tracker, context.function_mode
+    def _initialize(self, context: InstallContext) -> None:
+        self._device_state, self._function_mode = context.tracker, context.function_mode
         self._patches, self._assume = context.run_patches, context.assume
         self._reason_not_to_compile = "" if context.options.compiles else ", as requested"
         if context.options.compiles and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
             self._reason_not_to_compile = ", for Triton is not installed"
-        self._suspension = Suspension(self._patches, (self._machine, self._function_mode), self._prepare_compilation)
-        self._origins = Origins(context.recorder, lambda: self._folder)
-        self._graphs = Graphs(context.recorder, self._assume)
+        self._suspension = Suspension(
+            self._patches, (self._device_state, self._function_mode), self._prepare_compilation
+        )
+        self._origins = BufferOrigins(context.recorder, lambda: self._folder)
+        self._graphs = CudaGraphs(context.recorder, self._assume)
         self._diagnostics = CompileDiagnostics(self._suspension, context.recorder, self._assume)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Replace `torch.compile`; `nn.Module.compile` calls it."""
-        self._begin(context)
+        """Yield the replacement of `torch.compile`, which `nn.Module.compile` also calls."""
+        self._initialize(context)
         original = torch.compile
 
         def compile_(model: Any = None, **options: Any) -> Any:
-            known = _FUSED_FUNCTIONS.get(getattr(model, "__name__", ""))
-            if known and model.__module__.partition(".")[0] == "torchao":
-                self._assume(known)
+            assumption = _FUSED_FUNCTION_ASSUMPTIONS.get(getattr(model, "__name__", ""))
+            if assumption and model.__module__.partition(".")[0] == "torchao":
+                self._assume(assumption)
                 return lambda *args, **kwargs: None
             if options.get("disable"):
                 return original(model, **options)
@@ -107,9 +111,9 @@ class Compiler(Extension):
             backend = options.get("backend")
             reason = self._reason_not_to_compile or (f" (backend {backend})" if backend == "cudagraphs" else "")
             if reason:
-                self._assume(EAGER.format(reason))
+                self._assume(_EAGER_ASSUMPTION.format(reason))
                 return (lambda function: function) if model is None else model
-            self._assume(COMPILED)
+            self._assume(_COMPILED_ASSUMPTION)
             if options.get("fullgraph") and isinstance(model, torch.nn.Module):
                 # Dynamo has to trace the module's call without memprof's patch of `__call__`.
                 with self._patches.suspended():
@@ -124,19 +128,19 @@ class Compiler(Extension):
         with contextlib.ExitStack() as stack:
             if dynamo.catch_errors.is_imported():
                 if not self._reason_not_to_compile:
-                    self._attempt(self._watch_frames)
+                    self._try(self._patch_frame_entry)
                 if self._reason_not_to_compile:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
             try:
                 yield
             finally:
                 self._compiler_patches.undo()
-                self._stack.close()
+                self._exit_stack.close()
 
     def leave_in_child(self) -> None:
         """Undo the compiler's patches in a child process; the folder of generated files belongs to the parent."""
         self._compiler_patches.undo()
-        self._stack.pop_all()
+        self._exit_stack.pop_all()
 
     # -- installed when something is compiled -----------------------------------------------------------------------
 
@@ -144,21 +148,21 @@ class Compiler(Extension):
         """Import torch's compiler and install the patches, once per run."""
         if not self._is_installed:
             self._is_installed = True
-            self._attempt(self._prepare)
+            self._try(self._install_patches)
 
-    def _attempt(self, prepare: Callable[[], None]) -> None:
-        """Call `prepare`; if a requirement is missing, undo the patches and note the reason."""
+    def _try(self, install: Callable[[], None]) -> None:
+        """Call `install`; if a requirement is missing, undo the patches and record the reason."""
         try:
-            prepare()
+            install()
         except (ImportError, AttributeError) as error:
-            # Releases of torch differ in what is private, and some are built without a compiler.
+            # Releases of torch differ in their private names, and some builds have no compiler.
             self._compiler_patches.undo()
             self._reason_not_to_compile = f", for torch {torch.__version__} is not prepared for it ({error})"
         except OSError as error:
             self._compiler_patches.undo()
             self._reason_not_to_compile = f", for there is no folder to write its code in ({error})"
 
-    def _prepare(self) -> None:
+    def _install_patches(self) -> None:
         with self._patches.suspended():
             for module in (dynamo.functorch_config, inductor.compile_fx):
                 module.get()  # imports it
@@ -166,30 +170,32 @@ class Compiler(Extension):
             dynamo.get_torch_obj_rule_map()
             if dynamo.get_handlers.exists():
                 dynamo.get_handlers()
-        from memprof.virtual.compiled import program_side, saved, tracing, wrapper
+        from memprof.virtual.compiled import saved_tensors, side_effects, tracing, wrapper
 
         self._properties = torch.cuda.get_device_properties(0)
-        self._drivers = list(driver_patches(self._machine.gpus))
-        self._choices = tracing.Choices(self._machine)
-        self._watch_frames()
+        self._driver_patches = list(driver_patches(self._device_state.gpus))
+        self._device_choices = tracing.DeviceChoices(self._device_state)
+        self._patch_frame_entry()
         self._compiler_patches.set_all(self._make_patches())
         self._compiler_patches.set_all(self._diagnostics.patches())
-        self._compiler_patches.set_all(saved.patches(self._diagnostics.note_saved_tensors))
-        self._compiler_patches.set_all(program_side.patches(self._suspension, self._function_mode, self._assume))
-        self._compiler_patches.set_all(wrapper.patches(self._machine, self._origins, self._diagnostics.note_kernel))
-        wrapper.add_rules(type(self._machine))
+        self._compiler_patches.set_all(saved_tensors.patches(self._diagnostics.record_saved_tensors))
+        self._compiler_patches.set_all(side_effects.patches(self._suspension, self._function_mode, self._assume))
+        self._compiler_patches.set_all(
+            wrapper.patches(self._device_state, self._origins, self._diagnostics.record_kernel)
+        )
+        wrapper.register_rng_operators(type(self._device_state))
         with self._suspension():
             pass  # raises here if the release of torch lacks a patched name
         self._folder = tempfile.mkdtemp(prefix="memprof-inductor-")
-        self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._exit_stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
         GENERATED_CODE_FOLDERS.append(self._folder)
-        self._stack.callback(GENERATED_CODE_FOLDERS.remove, self._folder)
-        self._stack.callback(_set_cache_folder, os.environ.get(_CACHE_VARIABLE))
+        self._exit_stack.callback(GENERATED_CODE_FOLDERS.remove, self._folder)
+        self._exit_stack.callback(_set_cache_folder, os.environ.get(_CACHE_VARIABLE))
         _set_cache_folder(self._folder)
-        self._stack.callback(self._restore_dynamo, list(dynamo.SKIP_DIRS.get()))
+        self._exit_stack.callback(self._restore_dynamo, list(dynamo.SKIP_DIRS.get()))
         for name in _SKIPPED_PACKAGES:
             dynamo.skip_module(f"memprof.{name}")
-        self._stack.enter_context(program_side.register_constant_type(type(self._properties)))
+        self._exit_stack.enter_context(side_effects.register_constant_type(type(self._properties)))
 
     def _restore_dynamo(self, skipped: list[str]) -> None:
         dynamo.SKIP_DIRS.get()[:] = skipped
@@ -197,7 +203,7 @@ class Compiler(Extension):
         with self._patches.suspended():
             dynamo.reset()
 
-    def _watch_frames(self) -> None:
+    def _patch_frame_entry(self) -> None:
         """Patch Dynamo's entry so that it compiles without memprof's modes, under which Dynamo does not compile."""
         call, skipped = dynamo.catch_errors.get(), dynamo.ConvertFrameReturn.get()
         if "memprof" in call.__module__:
@@ -209,22 +215,22 @@ class Compiler(Extension):
             if is_called_by_memprof and not is_program(frame.f_code):
                 return skipped()
             self.install()
-            outer, code = self._frame, frame.f_code
-            self._frame = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+            outer_name, code = self._function_name, frame.f_code
+            self._function_name = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
             num_frames, is_skipped = counters["frames"]["total"], False
             try:
                 with self._measure_time(), self._suspension():
                     converted = call(self_, frame, *args, **kwargs)
                 is_skipped = converted.guarded_code is None and counters["frames"]["total"] == num_frames
                 if converted.frame_exec_strategy.cur_action.name == "RUN_ONLY":
-                    self._diagnostics.note_recompile_limit(self._frame)
+                    self._diagnostics.report_recompile_limit(self._function_name)
                 return converted
             except dynamo.InternalTorchDynamoError.get() as error:
-                self._fall_back(error)
+                self._report_fallback(error)
                 return skipped()
             finally:
-                self._frame = outer
-                if self._suspension.is_active and not is_skipped:
+                self._function_name = outer_name
+                if self._suspension.are_modes_active and not is_skipped:
                     gc.collect()  # a real run collects during compilation: tracing leaves reference cycles
 
         self._compiler_patches.set(*dynamo.catch_errors.patch(compile_frame))
@@ -232,20 +238,22 @@ class Compiler(Extension):
     @contextlib.contextmanager
     def _measure_time(self) -> Iterator[None]:
         """Context manager: add the elapsed time to the compile time, for the outermost call only."""
-        is_outer, began = self._suspension.is_active, time.perf_counter()
+        is_outer, began = self._suspension.are_modes_active, time.perf_counter()
         try:
             yield
         finally:
             if is_outer:
                 self._diagnostics.add_compile_time(time.perf_counter() - began)
 
-    def _fall_back(self, error: BaseException) -> None:
+    def _report_fallback(self, error: BaseException) -> None:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        kind = type(error).__name__
-        self._assume(f"{self._frame} is not compiled here and runs eagerly: {reason[:200] or kind}.")
+        self._assume(
+            f"{self._function_name} is not compiled here and runs eagerly: {reason[:200] or type(error).__name__}."
+        )
 
     def _make_patches(self) -> Iterator[Patch]:
-        suspension, use_choices = self._suspension, self._choices.activate
+        """Yield the patches of Dynamo's and Inductor's functions that stay active during the whole run."""
+        suspension, activate_choices = self._suspension, self._device_choices.activate
         build = dynamo.build_guards.get()
         original_compile, original_inner = inductor.compile_fx.get(), inductor.compile_fx_inner.get()
 
@@ -256,7 +264,7 @@ class Compiler(Extension):
 
         def wrap_with_choices(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                with use_choices():
+                with activate_choices():
                     return function(*args, **kwargs)
 
             return run
@@ -267,7 +275,7 @@ class Compiler(Extension):
 
         def compile_with_graphs(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             compiled = compile_inner(graph, inputs, *args, **kwargs)
-            self._graphs.keep(compiled, kwargs, self._frame)
+            self._graphs.wrap_compiled(compiled, kwargs, self._function_name)
             return compiled
 
         def compile_on_gpu(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +291,7 @@ class Compiler(Extension):
                 with suspension():
                     return original_compile(model, inputs, *(args or (compile_graph,)), **kwargs)
             except Exception as error:  # any error: what Inductor does not compile without a GPU runs eagerly
-                self._fall_back(error)
+                self._report_fallback(error)
                 return eager_model
 
         yield dynamo.build_guards.patch(build_guards)
@@ -305,43 +313,44 @@ class Compiler(Extension):
         options = dict(options or {})
         timing_options = [name for name in _TIMING_OPTIONS if options.pop(name, False)]
         if timing_options:
-            self._assume(_NO_TIMING.format(", ".join(timing_options)))
-        return options, options.pop("triton.cudagraphs", self._graphs_for_all)
+            self._assume(_NO_TIMING_ASSUMPTION.format(", ".join(timing_options)))
+        return options, options.pop("triton.cudagraphs", self._uses_cuda_graphs)
 
     @contextlib.contextmanager
     def _prepare_compilation(self) -> Iterator[None]:
-        from memprof.virtual.compiled import convolutions, tracing
+        """Context manager: patches and settings of torch's compiler are active while it compiles."""
+        from memprof.virtual.compiled import convolution_formats, tracing
 
         dynamo_config, aot_config = dynamo.config.get(), dynamo.functorch_config.get()
         inductor_config = inductor.config.get()
-        self._graphs_for_all = bool(inductor_config.triton.cudagraphs)
+        self._uses_cuda_graphs = bool(inductor_config.triton.cudagraphs)
         timing_options = [name for name in _TIMING_OPTIONS if getattr(inductor_config, name, False)]
         if timing_options:
-            self._assume(_NO_TIMING.format(", ".join(timing_options)))
-        own = PatchSet()
+            self._assume(_NO_TIMING_ASSUMPTION.format(", ".join(timing_options)))
+        compile_patches = PatchSet()
         _clear_triton_caches()
         try:
-            own.set_all(tracing.patches(self._machine))
-            own.set_all(convolutions.patches(self._machine.gpu))
-            own.set_all(_gpu_patches(self._machine.gpus, self._properties, self._drivers))
+            compile_patches.set_all(tracing.patches(self._device_state))
+            compile_patches.set_all(convolution_formats.patches(self._device_state.gpu))
+            compile_patches.set_all(_gpu_patches(self._device_state.gpus, self._properties, self._driver_patches))
             with (
-                dynamo_config.patch(_select_known_settings(dynamo_config, _DYNAMO)),
-                inductor_config.patch(_select_known_settings(inductor_config, _INDUCTOR)),
-                aot_config.patch(_select_known_settings(aot_config, _AOT)),
+                dynamo_config.patch(_select_known_settings(dynamo_config, _DYNAMO_SETTINGS)),
+                inductor_config.patch(_select_known_settings(inductor_config, _INDUCTOR_SETTINGS)),
+                aot_config.patch(_select_known_settings(aot_config, _AOT_SETTINGS)),
                 warnings.catch_warnings(),
             ):
                 # Dynamo reads `.grad` of results of layers, which is no mistake of the program.
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 yield
         finally:
-            own.undo(but_below=self._folder)  # generated code keeps the patches of the driver
+            compile_patches.undo(but_below=self._folder)  # generated code keeps the patches of the driver
             _clear_triton_caches()
 
 
-def _gpu_patches(gpus: Gpus, properties: Any, drivers: list[Patch]) -> Iterator[Patch]:
+def _gpu_patches(gpus: Gpus, properties: Any, patches: list[Patch]) -> Iterator[Patch]:
     """Yield patches of the functions below `torch.cuda` by which Dynamo and Inductor query the GPU."""
     # Inductor queries the accelerator's streams.
-    yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")
+    yield from (patch for patch in patches if patch[1].startswith("_cuda") or patch[1] == "default_generators")
     # torch built for CUDA would query the current device of a driver that does not exist.
     yield cuda.accelerator_get_accelerator.patch(returning(None))
     for name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
@@ -360,8 +369,8 @@ def _gpu_patches(gpus: Gpus, properties: Any, drivers: list[Patch]) -> Iterator[
     triton = sys.modules.get("triton.runtime.driver")
     if triton is not None:
         # Triton compiles the program's kernels for a target; the first stage shows which arguments a kernel writes.
-        kind: Any = importlib.import_module("triton.backends.compiler")
-        target = kind.GPUTarget("cuda", 10 * properties.major + properties.minor, properties.warp_size)
+        compiler: Any = importlib.import_module("triton.backends.compiler")
+        target = compiler.GPUTarget("cuda", 10 * properties.major + properties.minor, properties.warp_size)
         yield triton.driver, "_active", SimpleNamespace(get_current_target=returning(target))
 
 
@@ -380,6 +389,7 @@ def _set_cache_folder(folder: str | None) -> None:
 
 
 def _select_known_settings(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the `settings` that the configuration `module` of this release has."""
     names = set(module.get_config_copy()) if hasattr(module, "get_config_copy") else set(module._config)
     return {name: value for name, value in settings.items() if name in names}
 
@@ -393,7 +403,7 @@ def _is_on_gpu(model: Any, inputs: Any) -> bool:
 # Functions of torchao (torchao/optim/adam.py) that are always compiled and only write into their arguments. Inductor
 # makes one kernel of each: elementwise operators around two maxima over a block of state. Tracing for the shape of each
 # parameter would take longer than the rest of a run.
-_FUSED_FUNCTIONS = {
+_FUSED_FUNCTION_ASSUMPTIONS = {
     "single_param_adam": (
         "torchao's optimizers update each parameter in one compiled kernel: nothing is allocated beside their state."
     )

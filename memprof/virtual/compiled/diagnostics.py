@@ -17,13 +17,13 @@ from memprof.torch_private import dynamo
 from memprof.trace.events import CompiledSavedTensors, CompileStats, GraphBreak
 from memprof.units import format_bytes
 from memprof.virtual.compiled.mode_suspension import Suspension
-from memprof.virtual.compiled.saved import SavedResult, traced_bytes
+from memprof.virtual.compiled.saved_tensors import SavedResult, count_traced_bytes
 from memprof.watch.program_code import is_program, is_program_file
 from memprof.watch.recorder import Recorder
 
 _NUMBERS = re.compile(r"\d+")
 _MAX_CHARS = 160
-_RESUMED_PREFIX = "torch_dynamo_resume_in"  # Dynamo's functions after a graph break, recompiled with the whole function
+_RESUME_PREFIX = "torch_dynamo_resume_in"  # Dynamo's functions after a graph break, recompiled with the whole function
 
 
 class CompileDiagnostics:
@@ -34,15 +34,15 @@ class CompileDiagnostics:
         self._recorder = recorder
         self._assume = assume
         self._reported: set[tuple[Any, str]] = set()
-        # Code of functions that were compiled in this run; Dynamo's caches also have those of earlier runs.
-        self._compiled: set[Any] = set()
+        # Code objects of functions that were compiled in this run; Dynamo's caches also have those of earlier runs.
+        self._compiled_code: set[Any] = set()
         self._graph_break: Any = None
         self._seconds = 0.0
         self._kernels: set[str] = set()
-        self._graphs = 0
+        self._num_saving_graphs = 0
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield the patches (owner, name, replacement) of Dynamo."""
+        """Yield the patches (owner, name, replacement) of Dynamo's functions."""
 
         original_reasons = dynamo.get_and_maybe_log_recompilation_reasons.get()
         original_subgraph, compile_graph = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
@@ -56,7 +56,7 @@ class CompileDiagnostics:
 
         def compile_subgraph(graph: Any, tracer: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
             self._graph_break = reason if reason.graph_break else None
-            self._compiled.add(tracer.f_code)
+            self._compiled_code.add(tracer.f_code)
             return original_subgraph(graph, tracer, reason, *args, **kwargs)
 
         def call_user_compiler(graph: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,19 +73,27 @@ class CompileDiagnostics:
         self._seconds += seconds
         self._recorder.trace.compiling = CompileStats(round(self._seconds, 3), len(self._kernels))
 
-    def note_kernel(self, source: str) -> None:
-        """Note a kernel that Inductor wrote."""
+    def record_kernel(self, source: str) -> None:
+        """Record the source of a kernel that Inductor generated."""
         self._kernels.add(source)
 
-    def note_saved_tensors(self, saved: list[SavedResult], more_bytes: int) -> None:
-        """Note the results that a graph saves for the backward, and the bytes beyond those of eager code."""
-        self._graphs += 1
+    def record_saved_tensors(self, saved: list[SavedResult], excess_bytes: int) -> None:
+        """Record the results that a graph saves for the backward, and the bytes beyond those of eager code."""
+        self._num_saving_graphs += 1
         for result, count in Counter(saved).items():
-            key = self._graphs, more_bytes, result.op, result.source, result.num_bytes, count, result.recomputed
+            key = (
+                self._num_saving_graphs,
+                excess_bytes,
+                result.op,
+                result.source,
+                result.num_bytes,
+                count,
+                result.is_recomputed,
+            )
             self._recorder.trace.compiled_keeps.append(CompiledSavedTensors(*key))
 
-    def note_recompile_limit(self, name: str) -> None:
-        """Note that the function `name` (with its source line) reached Dynamo's recompile limit."""
+    def report_recompile_limit(self, name: str) -> None:
+        """Report that the function `name` (with its source line) reached Dynamo's recompile limit."""
         limit = dynamo.config.get().recompile_limit
         self._assume(
             f"{name} was compiled {limit} times (torch._dynamo.config.recompile_limit), and for whatever fits none of "
@@ -93,9 +101,9 @@ class CompileDiagnostics:
         )
 
     def _report_recompilation(self, code: Any, reasons: list[str]) -> None:
-        if not reasons or code not in self._compiled:
+        if not reasons or code not in self._compiled_code:
             return
-        if not is_program(code) or code.co_name.startswith(_RESUMED_PREFIX):
+        if not is_program(code) or code.co_name.startswith(_RESUME_PREFIX):
             return
         reason = reasons[-1].partition(": ")[2].partition("\n")[0] or reasons[-1]
         reason = reason.partition("  # ")[0].strip().rstrip(".")
@@ -112,16 +120,16 @@ class CompileDiagnostics:
         frames = [frame for frame in reason.user_stack if is_program_file(frame.filename)]
         if not frames:
             return
-        at = f"{frames[-1].filename}:{frames[-1].lineno}"
-        if (at, "") in self._reported:
+        location = f"{frames[-1].filename}:{frames[-1].lineno}"
+        if (location, "") in self._reported:
             return
-        self._reported.add((at, ""))
-        why = str(reason.reason).strip().partition("\n")[0].rstrip(".")
-        cut = GraphBreak(f"{at} {frames[-1].name}", why[:_MAX_CHARS], _count_output_bytes(module))
-        self._recorder.trace.graph_ends.append(cut)
+        self._reported.add((location, ""))
+        cause = str(reason.reason).strip().partition("\n")[0].rstrip(".")
+        entry = GraphBreak(f"{location} {frames[-1].name}", cause[:_MAX_CHARS], _count_output_bytes(module))
+        self._recorder.trace.graph_ends.append(entry)
         self._assume(
-            f"A graph ends at {at} ({cut.why}): {format_bytes(cut.num_bytes)} are left there in memory for what "
-            "follows, with which nothing before it is fused."
+            f"A graph ends at {location} ({entry.why}): {format_bytes(entry.num_bytes)} are left there in memory for "
+            "what follows, with which nothing before it is fused."
         )
 
 
@@ -131,4 +139,4 @@ def _count_output_bytes(module: torch.fx.GraphModule) -> int:
     results = {
         id(value): value for node in output.all_input_nodes if (value := node.meta.get("example_value")) is not None
     }
-    return sum(traced_bytes(value) for key, value in results.items() if key not in inputs)
+    return sum(count_traced_bytes(value) for key, value in results.items() if key not in inputs)

@@ -13,7 +13,7 @@ from memprof.torch_private.dispatch import pop_function_mode, push_function_mode
 
 
 class Suspension:
-    """Suspension of the run's `patches` and `modes`, in place of which the context manager `replacement` is entered."""
+    """Context manager that suspends the run's `patches` and `modes`, and enters `replacement` in their place."""
 
     def __init__(
         self, patches: PatchSet, modes: tuple[object, ...], replacement: Callable[[], AbstractContextManager[Any]]
@@ -24,8 +24,8 @@ class Suspension:
         self._stack: contextlib.ExitStack | None = None
 
     @property
-    def is_active(self) -> bool:
-        """Return whether patches and modes are active, and not suspended."""
+    def are_modes_active(self) -> bool:
+        """Return whether the run's patches and modes are active, and not suspended."""
         return self._stack is None
 
     @contextlib.contextmanager
@@ -54,7 +54,7 @@ class Suspension:
 
     def _suspend(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._without_modes())
+            stack.enter_context(self._remove_modes())
             stack.enter_context(self._patches.suspended())
             stack.enter_context(self._replacement())
             self._stack = stack.pop_all()
@@ -65,11 +65,11 @@ class Suspension:
             stack.close()
 
     @contextlib.contextmanager
-    def _without_modes(self) -> Iterator[None]:
-        functions = [pop_function_mode() for _ in range(dispatch.len_torch_function_stack())]
-        operators = [dispatch.pop_dispatch_mode() for _ in range(dispatch.len_torch_dispatch_stack())]
-        _push_modes(functions, push_function_mode, self._modes)
-        _push_modes(operators, dispatch.push_dispatch_mode, self._modes)
+    def _remove_modes(self) -> Iterator[None]:
+        function_modes = [pop_function_mode() for _ in range(dispatch.len_torch_function_stack())]
+        dispatch_modes = [dispatch.pop_dispatch_mode() for _ in range(dispatch.len_torch_dispatch_stack())]
+        _push_modes(function_modes, push_function_mode, self._modes)
+        _push_modes(dispatch_modes, dispatch.push_dispatch_mode, self._modes)
         try:
             yield
         finally:
@@ -77,11 +77,11 @@ class Suspension:
                 pop_function_mode()
             for _ in range(dispatch.len_torch_dispatch_stack()):
                 dispatch.pop_dispatch_mode()
-            _push_modes(functions, push_function_mode)
-            _push_modes(operators, dispatch.push_dispatch_mode)
+            _push_modes(function_modes, push_function_mode)
+            _push_modes(dispatch_modes, dispatch.push_dispatch_mode)
 
 
 def _push_modes(modes: list[Any], push: Callable[[Any], None], excluded: tuple[object, ...] = ()) -> None:
     for mode in reversed(modes):
-        if not any(mode is one for one in excluded):
+        if not any(mode is other for other in excluded):
             push(mode)

@@ -1,4 +1,4 @@
-"""Origins of the buffers of generated code: module, source line and operator of the result in each buffer.
+"""BufferOrigins of the buffers of generated code: module, source line and operator of the result in each buffer.
 
 Inductor keeps the graph nodes of every buffer; Dynamo keeps, in every node, the stack of modules and the program's
 stack. A generated file has one line for each allocation, with the name of the buffer.
@@ -18,10 +18,12 @@ from memprof.watch.recorder import Recorder
 
 _ALLOCATION = re.compile(r"^\s*(\w+) = ")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
-_ROOT = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")  # Dynamo's name of the compiled object
+_ROOT_NAME = re.compile(r"^L\[[^\]]*\](\._orig_mod)?\.?")  # Dynamo's name of the compiled object
 # Operators that change the layout of another operator's result.
-_VIEWS = frozenset({"view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "alias"})
-UNKNOWN = "compiled kernel"  # operator of a buffer without a node
+_VIEW_OPERATORS = frozenset(
+    {"view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "alias"}
+)
+UNKNOWN_OPERATOR = "compiled kernel"  # operator of a buffer without a node
 
 
 class BufferOrigin(NamedTuple):
@@ -32,43 +34,43 @@ class BufferOrigin(NamedTuple):
     source: str
 
 
-class Origins:
-    """Table of the origins of all buffers, by generated file."""
+class BufferOrigins:
+    """Table of the origins of all buffers, by generated file; `folder` returns the folder of these files."""
 
     def __init__(self, recorder: Recorder, folder: Callable[[], str]) -> None:
         self._recorder = recorder
         self._folder = folder
-        self._buffers: dict[str, dict[str, BufferOrigin]] = {}
-        self._lines: dict[tuple[str, int], BufferOrigin | None] = {}
-        self._places: dict[tuple[int, BufferOrigin], CallSite] = {}
+        self._origins_by_file: dict[str, dict[str, BufferOrigin]] = {}
+        self._origins_by_line: dict[tuple[str, int], BufferOrigin | None] = {}
+        self._call_sites: dict[tuple[int, BufferOrigin], CallSite] = {}
 
     def record_buffers(self, graph: Any, file: str) -> None:
         """Record the origins of the buffers of `graph`, lowered by Inductor to the generated `file`."""
-        self._buffers[file] = {name: find_node_origin(node) for name, node in _find_buffer_nodes(graph)}
+        self._origins_by_file[file] = {name: find_node_origin(node) for name, node in _find_buffer_nodes(graph)}
 
-    def find_place(self, frame: FrameType | None, call_site: CallSite) -> tuple[str, CallSite]:
+    def find_call_site(self, frame: FrameType | None, call_site: CallSite) -> tuple[str, CallSite]:
         """Return operator and call site of an allocation, from the nearest generated code above `frame`."""
         while frame is not None and not frame.f_code.co_filename.startswith(self._folder()):
             frame = frame.f_back
         origin = None if frame is None else self._find_origin(frame.f_code.co_filename, frame.f_lineno)
         if origin is None:
-            return UNKNOWN, call_site
+            return UNKNOWN_OPERATOR, call_site
         key = (call_site.module, origin)
-        place = self._places.get(key)
-        if place is None:
+        site = self._call_sites.get(key)
+        if site is None:
             recorder = self._recorder
             source = recorder.attribution.index_source_line(origin.source) if origin.source else call_site.source
-            place = CallSite(recorder.modules.find_innermost_module(call_site.module, origin.module), source, NONE)
-            self._places[key] = place
-        return origin.op, CallSite(place.module, place.source, call_site.forward_event)
+            site = CallSite(recorder.modules.find_innermost_module(call_site.module, origin.module), source, NONE)
+            self._call_sites[key] = site
+        return origin.op, CallSite(site.module, site.source, call_site.forward_event)
 
     def _find_origin(self, file: str, line: int) -> BufferOrigin | None:
         key = (file, line)
-        if key not in self._lines:
+        if key not in self._origins_by_line:
             with open(file, encoding="utf-8") as text:
                 found = _ALLOCATION.match(text.read().splitlines()[line - 1])
-            self._lines[key] = self._buffers.get(file, {}).get(found[1]) if found else None
-        return self._lines[key]
+            self._origins_by_line[key] = self._origins_by_file.get(file, {}).get(found[1]) if found else None
+        return self._origins_by_line[key]
 
 
 def _find_buffer_nodes(graph: Any) -> Iterator[tuple[str, Any]]:
@@ -77,20 +79,24 @@ def _find_buffer_nodes(graph: Any) -> Iterator[tuple[str, Any]]:
         nodes = list(getattr(buffer, "origins", ()))
         node = getattr(buffer, "origin_node", None) or next(iter(nodes), None)
         if node is not None:
-            yield name, next((one for one in (node, *nodes) if _operator_name(one) not in _VIEWS), node)
+            yield name, next((n for n in (node, *nodes) if _find_operator_name(n) not in _VIEW_OPERATORS), node)
 
 
-def _operator_name(node: Any) -> str:
+def _find_operator_name(node: Any) -> str:
     target = node.meta.get("original_aten") or node.target
     return str(getattr(target, "__name__", target)).partition(".")[0]
 
 
 def find_node_origin(node: Any) -> BufferOrigin:
-    """Return the origin of a traced node."""
+    """Return the origin of the result of a traced node, from the metadata that Dynamo recorded."""
     meta = node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
-    path = next((_ROOT.sub("", str(found[0])) for found in reversed(list(modules.values()))), "")
+    path = next((_ROOT_NAME.sub("", str(found[0])) for found in reversed(list(modules.values()))), "")
     frames = list(_FRAME.finditer(meta.get("stack_trace") or ""))
-    own = [frame for frame in frames if is_program_file(frame["file"])]
-    source = f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}" if own else ""
-    return BufferOrigin(f"aten.{_operator_name(node)}", path, source)
+    program_frames = [frame for frame in frames if is_program_file(frame["file"])]
+    source = (
+        f"{program_frames[-1]['file']}:{program_frames[-1]['line']} {program_frames[-1]['function']}"
+        if program_frames
+        else ""
+    )
+    return BufferOrigin(f"aten.{_find_operator_name(node)}", path, source)

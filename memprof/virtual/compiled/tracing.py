@@ -29,18 +29,18 @@ _CPU = torch.device("cpu")
 _get_cpp_device: Callable[[torch.Tensor], torch.device] = tensors.TensorBase.device.__get__
 
 
-def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
+def patches(device_state: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) by which virtual tensors are traced as those of the GPU."""
-    make, original_wrapper = tensors.make_subclass.get(), tensors.make_wrapper_subclass.get()
-    fake, new = dynamo.FakeTensor.get(), dynamo.new_fake_tensor.get()
+    original_subclass, original_wrapper = tensors.make_subclass.get(), tensors.make_wrapper_subclass.get()
+    fake, original_fake = dynamo.FakeTensor.get(), dynamo.new_fake_tensor.get()
     functional, unwrap = dynamo.FunctionalTensor.get(), dynamo.from_functional_tensor.get()
-    describe, layout = dynamo.describe_tensor.get(), dynamo.TensorMeta.get()
+    original_describe, original_meta = dynamo.describe_tensor.get(), dynamo.TensorMeta.get()
 
     def make_subclass(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
         keys = kwargs.get("device_for_backend_keys")
         if keys is not None and keys.type == "cuda":
             kwargs["dispatch_device"] = False
-        return make(cls, data, require_grad, **kwargs)
+        return original_subclass(cls, data, require_grad, **kwargs)
 
     def make_wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = original_wrapper(cls, *args, **kwargs)
@@ -48,32 +48,34 @@ def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
             return result
         # The class's own dispatch would handle the copy, before functionalization is set up.
         with dispatch.DisableTorchDispatch():
-            return make(cls, result, result.requires_grad, device_for_backend_keys=torch.device(machine.gpus.named()))
+            return original_subclass(
+                cls, result, result.requires_grad, device_for_backend_keys=torch.device(device_state.gpus.named())
+            )
 
     def make_fake_tensor(cls: Any, fake_mode: Any, elem: Any, *args: Any, **kwargs: Any) -> Any:
         # C++ also makes tensors on the device of its inputs, which is meta for C++.
-        gpu = torch.device(machine.gpus.named())
+        gpu = torch.device(device_state.gpus.named())
         args = tuple(gpu if arg == _META else arg for arg in args)
         kwargs = {name: gpu if value == _META else value for name, value in kwargs.items()}
-        return new(cls, fake_mode, elem, *args, **kwargs)
+        return original_fake(cls, fake_mode, elem, *args, **kwargs)
 
     def describe_tensor(describer: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        result = describe(describer, tensor, **kwargs)
+        result = original_describe(describer, tensor, **kwargs)
         if type(tensor) is not fake and tensor.is_meta:
-            device = machine.device_of(tensor)
+            device = device_state.device_of(tensor)
             if device != "meta":
                 object.__setattr__(result, "device", torch.device(device))
         return result
 
-    def tensor_meta(*args: Any, **kwargs: Any) -> Any:
+    def make_tensor_meta(*args: Any, **kwargs: Any) -> Any:
         if dispatch.get_dispatch_mode(dispatch.TorchDispatchModeKey.FAKE) is None and _is_cuda(kwargs.get("device")):
             kwargs["device"] = _META
-        return layout(*args, **kwargs)
+        return original_meta(*args, **kwargs)
 
     yield inductor.deduce_value.patch(_deduce_on_host(inductor.deduce_value.get()))
-    yield dynamo.TensorMeta.patch(tensor_meta)
+    yield dynamo.TensorMeta.patch(make_tensor_meta)
     for mode in (dynamo.FunctionalTensorMode.get(), proxy_tensor.ProxyTorchDispatchMode):
-        yield mode, "__torch_dispatch__", _replace_meta_device(mode.__torch_dispatch__, machine)
+        yield mode, "__torch_dispatch__", _replace_meta_device(mode.__torch_dispatch__, device_state)
     yield dynamo.device_of_functional_tensor.patch(property(lambda tensor: unwrap(tensor.elem).device))
     yield dynamo.is_meta_of_functional_tensor.patch(property(lambda tensor: unwrap(tensor.elem).is_meta))
     yield tensors.make_wrapper_subclass.patch(staticmethod(make_wrapper))
@@ -86,18 +88,18 @@ def patches(machine: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     yield dynamo.ensure_cuda_device_guard_set.patch(lambda: None)
 
 
-def _replace_meta_device(dispatch: Callable[..., Any], machine: DeviceState) -> Callable[..., Any]:
+def _replace_meta_device(dispatch: Callable[..., Any], device_state: DeviceState) -> Callable[..., Any]:
     """Return `dispatch` with meta devices replaced by the GPU: C++ reads meta as the device of traced tensors."""
 
-    def on_gpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch_on_gpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == _META:
-            kwargs = {**kwargs, "device": torch.device(machine.gpus.named())}
+            kwargs = {**kwargs, "device": torch.device(device_state.gpus.named())}
         if any(arg == _META for arg in args if isinstance(arg, torch.device)):
-            gpu = torch.device(machine.gpus.named())
+            gpu = torch.device(device_state.gpus.named())
             args = tuple(gpu if isinstance(arg, torch.device) and arg == _META else arg for arg in args)
         return dispatch(mode, func, types, args, kwargs)
 
-    return on_gpu
+    return dispatch_on_gpu
 
 
 class _HostConstants(TorchDispatchMode):
@@ -109,6 +111,8 @@ class _HostConstants(TorchDispatchMode):
 
 
 def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `_deduce_value` of Inductor's constant folder, run on the host."""
+
     def _deduce_value(folder: Any, node: torch.fx.Node) -> Any:
         with _HostConstants():
             return deduce(folder, node)
@@ -116,13 +120,13 @@ def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
     return _deduce_value
 
 
-class Choices(OwnFunctionMode):
-    """Function mode with the choices that C++ makes by device above operators: autocast, and composites of kernels/."""
+class DeviceChoices(OwnFunctionMode):
+    """Function mode that makes the choices of C++ that depend on the device: autocast, and composites of kernels/."""
 
-    def __init__(self, machine: DeviceState) -> None:
+    def __init__(self, device_state: DeviceState) -> None:
         super().__init__()
-        self._composites = registry.composites(machine)
-        self._autocast = Autocast(machine.is_on_gpu)
+        self._composites = registry.composites(device_state)
+        self._autocast = Autocast(device_state.is_on_gpu)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

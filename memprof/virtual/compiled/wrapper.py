@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private import dispatch, dynamo, inductor
-from memprof.virtual.compiled.origins import UNKNOWN, Origins
+from memprof.virtual.compiled.origins import UNKNOWN_OPERATOR, BufferOrigins
 from memprof.virtual.device_state import DeviceState
 
 _META = torch.device("meta")
@@ -21,7 +21,7 @@ _WRITTEN_PREFIXES = ("out_ptr", _UPDATED_PREFIX)
 
 
 class SkippedKernel:
-    """Stub of a kernel that Inductor generated; the values of written tensors become unknown.
+    """Kernel that Inductor generated and that is not run; the values of written tensors become unknown.
 
     Args:
         source: Python source of the kernel.
@@ -34,30 +34,32 @@ class SkippedKernel:
     ) -> None:
         found = _SIGNATURE.search(source)
         names = [name.split(":")[0].strip() for name in found[1].split(",")] if found else []
-        self._outputs = [at for at, name in enumerate(names) if name.startswith(_WRITTEN_PREFIXES)]
-        self._updated = [at for at, name in enumerate(names) if name.startswith(_UPDATED_PREFIX)]
+        self._written_positions = [i for i, name in enumerate(names) if name.startswith(_WRITTEN_PREFIXES)]
+        self._updated_positions = [i for i, name in enumerate(names) if name.startswith(_UPDATED_PREFIX)]
         self._on_write = on_write
         self._on_launch = on_launch
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Handle a launch of the kernel by the wrapper."""
-        tensors = {at: value for at, value in enumerate(args) if isinstance(value, torch.Tensor)}
-        with torch.DisableTorchFunction():  # reads of sizes are not the program's
-            for at in self._outputs:
-                if at in tensors:
-                    self._on_write(tensors[at])
-            self._on_launch([*tensors.values(), *(tensors[at] for at in self._updated if at in tensors)])
+        """Report the tensors that a launch of the kernel would read and write."""
+        tensors = {i: value for i, value in enumerate(args) if isinstance(value, torch.Tensor)}
+        with torch.DisableTorchFunction():  # sizes are not read by the program
+            for i in self._written_positions:
+                if i in tensors:
+                    self._on_write(tensors[i])
+            self._on_launch([*tensors.values(), *(tensors[i] for i in self._updated_positions if i in tensors)])
 
 
-def patches(machine: DeviceState, origins: Origins, on_kernel: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+def patches(
+    device_state: DeviceState, origins: BufferOrigins, on_kernel: Callable[[str], None]
+) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) of the functions of torch that a generated wrapper calls."""
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         with torch.DisableTorchFunction(), dispatch.DisableTorchDispatch():
             buffer = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
-            op, place = origins.find_place(frame, machine.recorder.attribution.find_call_site(frame))
-            machine.record([buffer], op, place, machine.gpus.named())
+            op, call_site = origins.find_call_site(frame, device_state.recorder.attribution.find_call_site(frame))
+            device_state.record([buffer], op, call_site, device_state.gpus.named())
         return buffer
 
     def copy_if_misaligned(tensor: Any) -> Any:
@@ -68,11 +70,13 @@ def patches(machine: DeviceState, origins: Origins, on_kernel: Callable[[str], N
         return tensor if is_aligned else inductor.clone_preserve_strides(tensor)
 
     def forget_values(tensor: torch.Tensor) -> None:
-        machine.values.store.drop(tensor.untyped_storage()._cdata)
+        device_state.values.store.drop(tensor.untyped_storage()._cdata)
 
     def make_kernel(compiler: Any, name: str, source: str, device_str: str = "cuda") -> SkippedKernel:
         on_kernel(source)
-        return SkippedKernel(source, forget_values, lambda tensors: machine.meter.kernel(UNKNOWN, tensors))
+        return SkippedKernel(
+            source, forget_values, lambda tensors: device_state.meter.kernel(UNKNOWN_OPERATOR, tensors)
+        )
 
     def reject_host_code(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("part of it runs on the CPU")
@@ -86,7 +90,7 @@ def patches(machine: DeviceState, origins: Origins, on_kernel: Callable[[str], N
     yield inductor.wait.patch(lambda compiler, scope: None)
 
 
-def add_rules(mode: type) -> None:
+def register_rng_operators(mode: type) -> None:
     """Register, for the run's `mode`, the operators by which a graph saves the state of the random number generator.
 
     No random number is drawn, and the states are on the host (torch/_prims/rng_prims.py).
@@ -102,8 +106,8 @@ def add_rules(mode: type) -> None:
     }
 
     def wrap_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def run(active: Any, *args: Any, **kwargs: Any) -> Any:
-            with active:
+        def run(active_mode: Any, *args: Any, **kwargs: Any) -> Any:
+            with active_mode:
                 return rule(*args, **kwargs)
 
         return run

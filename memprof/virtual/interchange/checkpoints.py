@@ -134,7 +134,7 @@ class Checkpoints:
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known = self._tracker.values.store.flat(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
+        known = self._tracker.values.store.read_elements(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
         if known is None or not is_cheap_to_compute(known):
             return None
         with torch.DisableTorchFunction():
@@ -247,7 +247,7 @@ class Checkpoints:
             if not (is_cheap_to_compute(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):
                 return result
             is_real = storage.device.type != "meta"
-            known = torch.empty(0, dtype=dtype).set_(storage) if is_real else values.store.flat(storage)  # type: ignore[call-overload]
+            known = torch.empty(0, dtype=dtype).set_(storage) if is_real else values.store.read_elements(storage)  # type: ignore[call-overload]
             if known is not None and known.dtype == dtype and known.numel() == copy.numel():
                 values.store.set(copy, known)
         return result

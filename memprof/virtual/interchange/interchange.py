@@ -132,7 +132,7 @@ class Interchange:
                 "memory first."
             )
         with disable_current_modes():
-            writable = None if force else self._tracker.values.store.writable(tensor.detach())
+            writable = None if force else self._tracker.values.store.get_writable(tensor.detach())
             return (self.read_values(tensor) if writable is None else writable).numpy()
 
     @_override_for_meta(torch.Tensor.__array__)

@@ -33,7 +33,7 @@ def nonzero(launch: KernelContext) -> Any:
     mask = launch.args[0]
     if not mask.is_meta:
         return NotImplemented
-    return _select_indices(launch, mask, lambda: launch.known(launch.values.policy.selected(mask)))
+    return _select_indices(launch, mask, lambda: launch.known(launch.values.policy.find_selected_indices(mask)))
 
 
 def _select_indices(launch: KernelContext, mask: torch.Tensor, select: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -85,7 +85,7 @@ def index(launch: KernelContext) -> Any:
             expanded.append(index)
             selected.append(index)
             continue
-        columns = launch.values.policy.selected(index)
+        columns = launch.values.policy.find_selected_indices(index)
         if _writes_fewer(launch, index, columns):
             columns = columns[: launch.args[2].shape[0]]
         # One tensor of all coordinates; the columns are the indices (IndexingUtils.h, expandTensors).

@@ -72,7 +72,7 @@ def to_copy(launch: KernelContext) -> Any:
     has_several = source.numel() > 1
     is_unknown = launch.values.store.get(source) is None
     is_virtual = (is_unknown and (is_large or has_several)) or (is_large and launch.values.store.is_uniform(source))
-    if is_virtual or launch.values.store.tokens.find([source]):
+    if is_virtual or launch.values.store.tokens.find_placeholders([source]):
         result = torch.empty_like(source, dtype=dtype, memory_format=layout)
         launch.record(result, device=HOST)
         launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])

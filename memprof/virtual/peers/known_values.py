@@ -65,7 +65,7 @@ class KnownValues:
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether values of `tensor` are known."""
-        return not has_no_data(tensor) or self._values.store.knows(tensor.untyped_storage()._cdata)
+        return not has_no_data(tensor) or self._values.store.is_known(tensor.untyped_storage()._cdata)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of `tensor`, read-only; None if they are not known, or too large to send."""

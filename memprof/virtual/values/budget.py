@@ -1,4 +1,4 @@
-"""Bounds on the memory and work that computing tensors' values may take."""
+"""Limits of the host memory and of the work that the values of tensors may take."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from memprof.virtual.values import unknown_values
 MAX_TENSOR_BYTES = 1 << 30
 MAX_SHADOW_BYTES = 1 << 31  # limit of all shadows together
 MAX_TRIANGLE_BYTES = 1 << 26  # limit of a triangular mask that is cached for the next layer
-MAX_WORK = 1 << 33  # elements visited in computing large tensors over a run (some ten seconds of one core)
+MAX_VISITED_ELEMENTS = 1 << 33  # limit of elements visited on large tensors in a run (ten seconds of one core)
 
 SMALL_INTEGER_ELEMENTS = 1 << 20
-SMALL_FLOAT_ELEMENTS = 1 << 12  # tensors up to the two sizes are computed by any operator and at no charge
+SMALL_FLOAT_ELEMENTS = 1 << 12  # tensors up to these sizes are computed by any operator, and not charged to the budget
 # Integer tensors up to this size are computed by any operator; larger ones, and floats, by operators of linear work.
 MODERATE_ELEMENTS = 1 << 24
 
@@ -30,13 +30,18 @@ def is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def is_linear(func: Any) -> bool:
-    """Return whether the work of `func` is linear in the number of elements, or that of a matrix product."""
+def has_linear_cost(func: Any) -> bool:
+    """Return whether `func` visits each element about once, or is a matrix product."""
     packet = func.overloadpacket
-    return torch.Tag.pointwise in func.tags or packet in unknown_values.LINEAR or packet in unknown_values.PRODUCTS
+    return (
+        torch.Tag.pointwise in func.tags
+        or packet in unknown_values.LINEAR_COST
+        or packet in unknown_values.MATRIX_PRODUCTS
+    )
 
 
-def work_of(func: Any, tensors: list[torch.Tensor]) -> int:
+def count_visited_elements(func: Any, tensors: list[torch.Tensor]) -> int:
     """Return the number of elements that `func` visits; `tensors` are the inputs, then the output."""
-    visits = tensors[-2].shape[-2] if func.overloadpacket in unknown_values.PRODUCTS else 1
-    return visits * max(tensor.numel() for tensor in tensors)
+    # A product of [n, k] and [k, m] visits k elements for each of the output.
+    visits_per_element = tensors[-2].shape[-2] if func.overloadpacket in unknown_values.MATRIX_PRODUCTS else 1
+    return visits_per_element * max(tensor.numel() for tensor in tensors)

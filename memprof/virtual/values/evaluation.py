@@ -1,4 +1,4 @@
-"""Evaluation of operators on known tensors, on the CPU: at once, or when the program reads the result."""
+"""Evaluation of operators on known tensors, on the CPU: immediately, or deferred until the program reads the result."""
 
 from __future__ import annotations
 
@@ -10,60 +10,65 @@ import torch
 from memprof.virtual.flops import COLLECTIVES
 from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget
-from memprof.virtual.values.budget import is_cheap_to_compute, is_integer, is_linear, work_of
+from memprof.virtual.values.budget import count_visited_elements, has_linear_cost, is_cheap_to_compute, is_integer
 from memprof.virtual.values.shadows import MAX_DEFERRED_STEPS, DeferredTensor, Shadow, TensorLayout, limit_threads
 from memprof.virtual.values.store import ValueStore
 
 
 class Evaluator:
-    """Evaluator of operators on known tensors, within one budget of work per run; `assume` receives its limits."""
+    """Evaluator of operators on known tensors, within a budget of work per run.
+
+    Args:
+        store: the known values of tensors.
+        assume: called with an assumption once the budget is exhausted.
+    """
 
     def __init__(self, store: ValueStore, assume: Callable[[str], None]) -> None:
         self._store = store
         self._assume = assume
-        self._work = 0
-        self._draws = 0
+        self._num_visited_elements = 0
+        self._num_draws = 0
 
-    def compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
+    def compute(self, func: Any, args: Any, kwargs: Any, outputs: Any = ()) -> Any:
         """Return the result of the overload `func`, or None if an input is not known or the work exceeds the budget.
 
-        `made` are the meta tensors of the results, where they exist already.
+        `outputs` are the meta tensors of the results, if they exist already.
         """
         if not self.are_known((args, kwargs)):
             return None
-        if not self.is_within_budget(func, [*find_tensors([*args, *kwargs.values()]), *made]):
+        if not self.is_within_budget(func, [*find_tensors([*args, *kwargs.values()]), *outputs]):
             return None
         return self._call(func, args, kwargs)
 
     def defer(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> bool:
-        """Put off computing a large `output` of floats or bytes until the program reads it, and return whether that is
-        possible. Most such tensors, such as positions, images and quantized weights, are never read."""
+        """Defer computing a large `output` of floats or bytes until the program reads `output`; return whether that is
+        possible. Most such tensors (positions, images, quantized weights) are never read."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         controls_flow = is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
         if (
             is_cheap_to_compute(output)
             or controls_flow
             or is_random
-            or not is_linear(func)
+            or not has_linear_cost(func)
             or not self._store.is_trackable(output)
         ):
             return False
         inputs: list[Shadow] = []
-        work = work_of(func, [*find_tensors([*args, *kwargs.values()]), output])
+        work = count_visited_elements(func, [*find_tensors([*args, *kwargs.values()]), output])
         try:
             args, kwargs = self._defer_reads((args, kwargs), inputs)
         except LookupError:
             return False
-        steps = 1 + max((shadow.steps for shadow in inputs), default=0)
-        if steps > MAX_DEFERRED_STEPS:
+        num_steps = 1 + max((shadow.num_deferred_steps for shadow in inputs), default=0)
+        if num_steps > MAX_DEFERRED_STEPS:
             return False
-        geometry = TensorLayout.of(output)
+        layout = TensorLayout.from_tensor(output)
 
         def compute_flat() -> torch.Tensor | None:
             known = self._call(func, args, kwargs) if self._charge_budget(work) else None
-            return None if known is None or known.shape != geometry.size else geometry.spread(known)
+            return None if known is None or known.shape != layout.size else layout.fill_storage(known)
 
-        self._store.keep(output.untyped_storage(), None, compute_flat).steps = steps
+        self._store.set_elements(output.untyped_storage(), None, compute_flat).num_deferred_steps = num_steps
         for shadow in inputs:
             shadow.has_pending_readers = True
         return True
@@ -72,11 +77,11 @@ class Evaluator:
         """Return whether the values of every tensor in `value` and its nested collections are known, or can be
         computed."""
         if isinstance(value, torch.Tensor):
-            return self._store.may_have(value)
+            return self._store.can_read(value)
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         return all(self.are_known(item) for item in items)
 
-    def known(self, value: Any) -> Any:
+    def find_known_values(self, value: Any) -> Any:
         """Return `value` with a CPU tensor in place of each tensor on the virtual GPU.
 
         Raises:
@@ -92,21 +97,21 @@ class Evaluator:
         return _replace_tensors(value, read_tensor)
 
     def is_within_budget(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether the work of `func` is small, or is linear and fits the rest of the budget; charge the budget.
+        """Return whether `func` may be computed: small work, or linear work that is charged to the budget.
 
         `tensors` are the inputs of `func`, then its outputs.
         """
         if all(is_cheap_to_compute(tensor) for tensor in tensors):
             return True
-        work = work_of(func, tensors)
-        moderate = work <= budget.MODERATE_ELEMENTS and all(is_cheap_to_compute(t) or is_integer(t) for t in tensors)
-        return (moderate or is_linear(func)) and self._charge_budget(work)
+        work = count_visited_elements(func, tensors)
+        is_moderate = work <= budget.MODERATE_ELEMENTS and all(is_cheap_to_compute(t) or is_integer(t) for t in tensors)
+        return (is_moderate or has_linear_cost(func)) and self._charge_budget(work)
 
     def _charge_budget(self, work: int) -> bool:
-        if self._work + work > budget.MAX_WORK:
+        if self._num_visited_elements + work > budget.MAX_VISITED_ELEMENTS:
             self._assume("Masks and indices made late in the run are not computed: there were too many large ones.")
             return False
-        self._work += work
+        self._num_visited_elements += work
         return True
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -114,25 +119,25 @@ class Evaluator:
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         try:
-            known, kwargs = self.known((args, kwargs))
+            known, kwargs = self.find_known_values((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
-                return self._draw(func, known, kwargs)
+                return self._draw_random_integers(func, known, kwargs)
             with limit_threads(max((tensor.numel() for tensor in find_tensors(known)), default=0)):
                 result = func(*known, **kwargs)
             if func.namespace == COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
-                for tensor in find_tensors(result):  # torch keeps tensors for which no one has waited
+                for tensor in find_tensors(result):  # torch keeps the tensors of a collective until `wait_tensor`
                     torch.ops._c10d_functional.wait_tensor(tensor)
             return self._store.tokens.mask_comparison(func, args, known, result)
         except (LookupError, RuntimeError, NotImplementedError):
             # The CPU has no such kernel, or the same call on the meta tensors will raise the user's own error.
             return None
 
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return random integers, equal in every run and without use of the program's generator; None for floats."""
+    def _draw_random_integers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return random integers, equal in every run, without using the program's generator; None for floats."""
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self._draws)
-            self._draws += 1
+            torch.default_generator.manual_seed(self._num_draws)
+            self._num_draws += 1
             result = func(*args, **kwargs)
         return None if any(item.is_floating_point() for item in find_tensors(result)) else result
 
@@ -140,11 +145,11 @@ class Evaluator:
         """Return `value` with a `DeferredTensor` for each tensor that has a shadow; the shadows go to `inputs`."""
 
         def defer_read(tensor: torch.Tensor) -> Any:
-            shadow = self._store.shadow_of(tensor) if tensor.is_meta else None
+            shadow = self._store.get_shadow(tensor) if tensor.is_meta else None
             if shadow is None:
-                return self.known(tensor) if tensor.is_meta else tensor.clone()
+                return self.find_known_values(tensor) if tensor.is_meta else tensor.clone()
             inputs.append(shadow)
-            return DeferredTensor(shadow, TensorLayout.of(tensor))
+            return DeferredTensor(shadow, TensorLayout.from_tensor(tensor))
 
         return _replace_tensors(value, defer_read)
 

@@ -1,6 +1,5 @@
-"""Assumptions about values that are not known.
+"""Policy for values that are not known: fixed values, which the run's assumptions state.
 
-Reads of unknown values follow a fixed policy, stated in the run's assumptions:
 
 * a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a condition False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;
@@ -24,24 +23,24 @@ from memprof.virtual.values.store import ValueStore
 
 _aten = torch.ops.aten
 
-TOO_MANY_INDICES = (
+TOO_MANY_INDICES_ASSUMPTION = (
     "Indices of a selection beyond 1 GiB are counted, and not computed: which elements they name is not known."
 )
 
 
-class UnknownPolicy:
-    """Values that a program reads, selects and chooses where a store has none; `assume` receives each assumption."""
+class UnknownValuePolicy:
+    """Values that operators and the program get for unknown tensors; `assume` is called with each assumption."""
 
     def __init__(self, store: ValueStore, assume: Callable[[str], None]) -> None:
         self._store = store
         self._assume = assume
-        # Tokens that end or pad a text, where the program has named them.
+        # Tokens that end or pad a text, as far as the program has named them.
         self.end_tokens: set[int] = set()
-        # Called with a tensor whose value is not known, when the program reads it, and a description of the answer.
-        self.on_unknown: Callable[[torch.Tensor, str], None] = lambda tensor, shown: None
+        # Called when the program reads an unknown tensor, with the tensor and a description of the assumed value.
+        self.on_unknown_read: Callable[[torch.Tensor, str], None] = lambda tensor, description: None
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor for a program that reads `tensor`: the known value, or the value that the policy sets."""
+        """Return a CPU tensor with the known values of `tensor`, or with the value that the policy sets."""
         known = self._store.get(tensor)
         if known is not None:
             return known
@@ -52,32 +51,36 @@ class UnknownPolicy:
         # An element of a mask is part of a selection; a boolean that owns its storage is a condition.
         is_scalar = not tensor.dim() and tensor.untyped_storage().nbytes() == tensor.element_size()
         is_flag = tensor.dtype is torch.bool and is_scalar
-        shown = False if is_flag else True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
-        self.on_unknown(tensor, f"{shown} for an unknown {str(tensor.dtype).removeprefix('torch.')}")
-        return torch.full(tensor.shape, shown, dtype=tensor.dtype)
+        value = False if is_flag else True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+        self.on_unknown_read(tensor, f"{value} for an unknown {str(tensor.dtype).removeprefix('torch.')}")
+        return torch.full(tensor.shape, value, dtype=tensor.dtype)
 
-    def selected(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the elements that `mask` selects, int64 [number, dimensions] as of `nonzero`.
+    def find_selected_indices(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the elements that `mask` selects, int64 [indices, dimensions] as of `nonzero`.
 
         A mask that is not known selects every element. Indices of more than `budget.MAX_TENSOR_BYTES` are not computed:
         the result is a meta tensor then.
         """
-        known = None if is_cheap_to_compute(mask) else self._store.uniform_value(mask)
+        known = None if is_cheap_to_compute(mask) else self._store.get_uniform_value(mask)
         known = self._store.get(mask) if known is None else known
-        density = self._store.density_of(mask)
+        density = self._store.get_density(mask)
         if known is not None:
-            number = mask.numel() * bool(known) if not known.dim() else int(known.count_nonzero())
+            num_indices = mask.numel() * bool(known) if not known.dim() else int(known.count_nonzero())
         elif density is not None:
             self._assume("Selections by masks too large to compute are spread evenly.")
-            number = round(density * mask.numel())
+            num_indices = round(density * mask.numel())
         else:
             self._assume("A selection by a mask whose values are not known keeps every element.")
-            number = mask.numel()
-        if number * max(1, mask.dim()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
-            self._assume(TOO_MANY_INDICES)
-            return torch.empty(number, mask.dim(), dtype=torch.int64, device="meta")
+            num_indices = mask.numel()
+        if num_indices * max(1, mask.dim()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
+            self._assume(TOO_MANY_INDICES_ASSUMPTION)
+            return torch.empty(num_indices, mask.dim(), dtype=torch.int64, device="meta")
         if known is not None:
-            return known.expand(mask.shape).nonzero() if number else known.new_empty((0, mask.dim()), dtype=torch.int64)
+            return (
+                known.expand(mask.shape).nonzero()
+                if num_indices
+                else known.new_empty((0, mask.dim()), dtype=torch.int64)
+            )
         if density is not None:
             return unknown_values.spread_indices(mask.shape, density)
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
@@ -101,27 +104,27 @@ class UnknownPolicy:
             store.set(outputs[-1], assumed)
             return
         if density is not None and density < 1.0:
-            if packet in unknown_values.KEEP_DENSITY:
+            if packet in unknown_values.DENSITY_PRESERVING:
                 store.set_density(outputs[-1], density)
             return
         if store.get(args[0]) is None and store.is_trackable(outputs[-1]):
             with limit_threads(outputs[-1].numel()):
                 chosen = unknown_values.spread_choices(func, args, kwargs, outputs, self.end_tokens)
             if chosen is not None:
-                self._assume(unknown_values.CHOICES)
+                self._assume(unknown_values.CHOICES_ASSUMPTION)
                 store.set(outputs[-1], chosen[0])
-                store.tokens.mark(outputs[-1], chosen[1])
+                store.tokens.mark_placeholders(outputs[-1], chosen[1])
 
     def _find_density(self, tensor: torch.Tensor) -> float | None:
         """Return the fraction (0 to 1) of the elements of a mask that is true, if only that is known or assumed."""
-        density = self._store.density_of(tensor) if tensor.is_meta else None
+        density = self._store.get_density(tensor) if tensor.is_meta else None
         if density is not None:
             return density
         return 1.0 if tensor.dtype is torch.bool and self._store.get(tensor) is None else None
 
     def record_density(self, func: Any, args: Any, target: torch.Tensor) -> None:
-        """Record only the fraction of ones of a `target` that is too large to compute (a routing mask of one_hot)."""
-        one = self._store.uniform_value(target)
+        """Forget the values of `target`, and record a density if `func` scatters ones into zeros (one_hot)."""
+        old_value = self._store.get_uniform_value(target)
         self._store.drop(target.untyped_storage()._cdata)
-        if func is _aten.scatter_.value and one is not None and one == 0 and args[3] == 1 and target.dim():
+        if func is _aten.scatter_.value and old_value is not None and old_value == 0 and args[3] == 1 and target.dim():
             self._store.set_density(target, args[2].numel() / target.numel())

@@ -1,4 +1,4 @@
-"""Contents of one storage of the virtual GPU, in host memory: present, or computed when the program reads them."""
+"""Shadows: elements of storages of the virtual GPU, in host memory or to be computed when the program reads them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import NamedTuple
 
 import torch
 
-MAX_DEFERRED_STEPS = 64  # operators in a chain of deferred ones; the next operator is computed at once
-MAX_SINGLE_THREAD_ELEMENTS = 1 << 20  # elements that one thread visits before other threads have woken
+MAX_DEFERRED_STEPS = 64  # limit of operators in a chain of deferred operators; the next one is computed immediately
+MAX_SINGLE_THREAD_ELEMENTS = 1 << 20  # elements that one thread visits before other threads have started
 
 # Pages that take no memory until they are written (MAP_NORESERVE, in Python's mmap from 3.13 on).
 PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
 _MIN_MMAP_BYTES = 1 << 16  # shadows of zeros from this size on are pages that the kernel allocates on the first write
 
 
-# Returns the elements of a storage, [elements], when the program reads them; None if they are not known.
-Compute = Callable[[], torch.Tensor | None]
+# Function that computes the elements of a storage, [elements]; returns None if they are not known.
+ComputeElements = Callable[[], torch.Tensor | None]
 
 
 @contextlib.contextmanager
 def limit_threads(num_elements: int) -> Iterator[None]:
     """Context manager: torch computes on one thread if `num_elements` is small."""
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     if num_elements <= MAX_SINGLE_THREAD_ELEMENTS:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 class TensorLayout(NamedTuple):
@@ -44,17 +44,17 @@ class TensorLayout(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorLayout:
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorLayout:
         """Return the layout of `tensor`."""
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(num_elements, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
+    def view_elements(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor with this layout; `flat` are the storage's elements, [num_elements]."""
         view = torch.empty(0, dtype=self.dtype)
         return view.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
 
-    def spread(self, value: torch.Tensor) -> torch.Tensor:
+    def fill_storage(self, value: torch.Tensor) -> torch.Tensor:
         """Return the elements, [num_elements], of the storage of a tensor with this layout that holds `value`."""
         flat = torch.empty(self.num_elements, dtype=self.dtype)
         # An expanded tensor repeats elements: each element is written once.
@@ -66,22 +66,22 @@ class TensorLayout(NamedTuple):
 
 
 class Shadow:
-    """Elements of one storage, [elements], present or yet to be computed."""
+    """Elements of one storage in host memory, [elements], present or yet to be computed."""
 
-    __slots__ = ("_compute", "_flat", "has_pending_readers", "num_bytes", "steps")
+    __slots__ = ("_compute", "_flat", "has_pending_readers", "num_bytes", "num_deferred_steps")
 
-    def __init__(self, num_bytes: int, flat: torch.Tensor | None, compute: Compute | None = None):
+    def __init__(self, num_bytes: int, flat: torch.Tensor | None, compute: ComputeElements | None = None):
         self.num_bytes = num_bytes  # host memory that the shadow counts for
         self._flat = flat
         self._compute = compute
         # Whether a deferred operator reads this shadow, which must not change before.
         self.has_pending_readers = False
-        self.steps = 0  # length of the chain of deferred operators behind this shadow
+        self.num_deferred_steps = 0  # length of the chain of deferred operators behind this shadow
 
-    def flat(self) -> torch.Tensor | None:
+    def read(self) -> torch.Tensor | None:
         """Return all elements, [elements], after computing them if needed; None if they are not known."""
         if self._compute is not None:
-            self._flat, self._compute, self.steps = self._compute(), None, 0
+            self._flat, self._compute, self.num_deferred_steps = self._compute(), None, 0
         return self._flat
 
 
@@ -89,12 +89,12 @@ class DeferredTensor(NamedTuple):
     """Argument of a deferred operator: a tensor's shadow and layout."""
 
     shadow: Shadow
-    geometry: TensorLayout
+    layout: TensorLayout
 
     def read(self) -> torch.Tensor | None:
         """Return the CPU tensor; None if its contents are not known."""
-        flat = self.shadow.flat()
-        return None if flat is None else self.geometry.view(flat)
+        flat = self.shadow.read()
+        return None if flat is None else self.layout.view_elements(flat)
 
 
 def make_zeros(num_elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Known contents of each storage on the virtual GPU, and the tokens that unknown scores have chosen.
+"""Store of the known contents of each storage on the virtual GPU, and of tokens that unknown scores have chosen.
 
-A token that unknown scores have chosen is a placeholder number. The store follows the placeholder through the integers
-computed from it, so that it differs from every token that the program names (the end of a text, padding).
+A token that unknown scores have chosen is a placeholder, which differs from every token that the program names (the end
+of a text, padding). `ChosenTokens` records which tensors hold placeholders, also in integers computed from them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from memprof.virtual.operator_call import find_tensors
 from memprof.virtual.values import budget, unknown_values
 from memprof.virtual.values.budget import is_cheap_to_compute
-from memprof.virtual.values.shadows import Compute, Shadow, TensorLayout, make_zeros
+from memprof.virtual.values.shadows import ComputeElements, Shadow, TensorLayout, make_zeros
 
 # Operators by which a program compares tokens with a token that it names.
 _COMPARISONS = frozenset({torch.ops.aten.eq, torch.ops.aten.ne, torch.ops.aten.isin, torch.ops.aten.equal})
@@ -30,24 +30,24 @@ class ValueStore:
         self._shadows: dict[int, Shadow] = {}
         self._uniform: dict[int, torch.Tensor] = {}
         self._densities: dict[int, float] = {}
-        self._held_bytes = 0
+        self._shadow_bytes = 0
         self.tokens = ChosenTokens()
 
     def drop(self, address: int) -> None:
         """Forget the storage at `address`, which was freed or whose contents are no longer known."""
         shadow = self._shadows.pop(address, None)
         if shadow is not None:
-            self._held_bytes -= shadow.num_bytes
+            self._shadow_bytes -= shadow.num_bytes
         self._uniform.pop(address, None)
         self._densities.pop(address, None)
         self.tokens.drop(address)
 
-    def knows(self, address: int) -> bool:
+    def is_known(self, address: int) -> bool:
         """Return whether the storage at `address` has known values or a known density."""
         return address in self._shadows or address in self._uniform or address in self._densities
 
-    def may_have(self, value: Any) -> bool:
-        """Return whether the values of a tensor are known or can be computed; True if `value` is no tensor."""
+    def can_read(self, value: Any) -> bool:
+        """Return whether the values of `value` are known or can be computed; True if `value` is no meta tensor."""
         if not isinstance(value, torch.Tensor) or not value.is_meta or not value.numel():
             return True
         address = value.untyped_storage()._cdata
@@ -58,10 +58,10 @@ class ValueStore:
         if is_cheap_to_compute(tensor):
             return True
         num_bytes = tensor.untyped_storage().nbytes()
-        return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
+        return num_bytes <= budget.MAX_TENSOR_BYTES and self._shadow_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the CPU tensor with the contents of `tensor` (a CPU tensor is returned), or None if not known."""
+        """Return a CPU tensor with the contents of `tensor`, which may be a CPU tensor itself; None if not known."""
         if not tensor.is_meta:
             return tensor
         if not tensor.numel():
@@ -69,25 +69,25 @@ class ValueStore:
         uniform = self._uniform.get(tensor.untyped_storage()._cdata)
         if uniform is not None and uniform.dtype == tensor.dtype:
             return uniform.expand(tensor.shape)
-        flat = self.flat(tensor.untyped_storage())
-        return None if flat is None else TensorLayout.of(tensor).view(flat)
+        flat = self.read_elements(tensor.untyped_storage())
+        return None if flat is None else TensorLayout.from_tensor(tensor).view_elements(flat)
 
-    def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """Return all elements of `storage`, [elements], in a shadow's memory; None if they are not known."""
+    def read_elements(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """Return all elements of `storage`, [elements], in the memory of its shadow; None if they are not known."""
         value = self._uniform.get(storage._cdata)
         if value is not None:
             if value != 0 and storage.nbytes() > budget.MAX_TENSOR_BYTES:
                 return None
             self.materialize(storage)
         shadow = self._shadows.get(storage._cdata)
-        flat = None if shadow is None else shadow.flat()
+        flat = None if shadow is None else shadow.read()
         if shadow is not None and flat is not None and not shadow.num_bytes:
             shadow.num_bytes = storage.nbytes()  # the elements take memory from now on
-            self._held_bytes += shadow.num_bytes
+            self._shadow_bytes += shadow.num_bytes
         return flat
 
-    def shadow_of(self, tensor: torch.Tensor) -> Shadow | None:
-        """Return the shadow of the storage of a meta tensor, present or yet to be computed; None if it has none."""
+    def get_shadow(self, tensor: torch.Tensor) -> Shadow | None:
+        """Return the shadow of the storage of a meta tensor; None if the storage has no shadow."""
         return self._shadows.get(tensor.untyped_storage()._cdata)
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -97,19 +97,21 @@ class ValueStore:
         if value.numel() == 1 or (value.dim() and not any(value.stride())):
             self.set_uniform(tensor, value.as_strided((), ()) if value.dim() else value)
             return
-        self.keep(tensor.untyped_storage(), TensorLayout.of(tensor).spread(value))
+        self.set_elements(tensor.untyped_storage(), TensorLayout.from_tensor(tensor).fill_storage(value))
 
-    def keep(self, storage: torch.UntypedStorage, flat: torch.Tensor | None, compute: Compute | None = None) -> Shadow:
+    def set_elements(
+        self, storage: torch.UntypedStorage, flat: torch.Tensor | None, compute: ComputeElements | None = None
+    ) -> Shadow:
         """Record that `storage` holds the elements `flat`, or those that `compute` returns when they are read."""
         self.drop(storage._cdata)
         return self._add_shadow(storage, Shadow(0 if compute else storage.nbytes(), flat, compute))
 
     def _add_shadow(self, storage: torch.UntypedStorage, shadow: Shadow) -> Shadow:
         self._shadows[storage._cdata] = shadow
-        self._held_bytes += shadow.num_bytes
+        self._shadow_bytes += shadow.num_bytes
         return shadow
 
-    def writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def get_writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the CPU tensor with the contents of `tensor`, in memory through which the program may write to the
         tensor; None if the contents are not known."""
         flat = self.make_writable(tensor.untyped_storage())
@@ -118,7 +120,7 @@ class ValueStore:
     def make_writable(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """Return all elements of `storage`, [elements], to be changed in place; deferred operators still read the old
         elements. None if the elements are not known."""
-        flat, shadow = self.flat(storage), self._shadows.get(storage._cdata)
+        flat, shadow = self.read_elements(storage), self._shadows.get(storage._cdata)
         if flat is not None and shadow is not None and shadow.has_pending_readers:
             flat = flat.clone()
             self._shadows[storage._cdata] = Shadow(shadow.num_bytes, flat)
@@ -136,7 +138,7 @@ class ValueStore:
             is_tensor = isinstance(value, torch.Tensor)
             self._uniform[address] = value.to(dtype, copy=True) if is_tensor else torch.full((), value, dtype=dtype)
 
-    def uniform_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def get_uniform_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the value of all elements as a 0-dimensional tensor; None if the elements differ or are not known."""
         if not tensor.is_meta:
             return tensor.reshape(()) if tensor.numel() == 1 else None
@@ -153,7 +155,7 @@ class ValueStore:
             flat.fill_(value)
         self._add_shadow(storage, Shadow(storage.nbytes(), flat))
 
-    def density_of(self, tensor: torch.Tensor) -> float | None:
+    def get_density(self, tensor: torch.Tensor) -> float | None:
         """Return the fraction (0 to 1) of the elements of a mask that is true, if only that fraction is known."""
         return self._densities.get(tensor.untyped_storage()._cdata)
 
@@ -163,45 +165,45 @@ class ValueStore:
 
 
 class ChosenTokens:
-    """Placeholder numbers of chosen tokens in the tensors of a run, by the address of their storage."""
+    """Ranges of placeholders of chosen tokens in the tensors of a run, by the address of the storage."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, range] = {}
+        self._placeholders: dict[int, range] = {}
 
     def drop(self, address: int) -> None:
         """Forget the storage at `address`, which was freed or overwritten."""
-        self._numbers.pop(address, None)
+        self._placeholders.pop(address, None)
 
-    def find(self, value: Any) -> range:
-        """Return the placeholder numbers in `value`, a tensor or a collection of tensors; empty for most."""
-        if not self._numbers:
+    def find_placeholders(self, value: Any) -> range:
+        """Return the range of placeholders in `value`, a tensor or a collection of tensors; empty for most."""
+        if not self._placeholders:
             return range(0)
-        found = [self._numbers.get(t.untyped_storage()._cdata) for t in find_tensors(value) if t.is_meta]
-        ranges = [numbers for numbers in found if numbers]
+        found = [self._placeholders.get(t.untyped_storage()._cdata) for t in find_tensors(value) if t.is_meta]
+        ranges = [placeholders for placeholders in found if placeholders]
         return range(min(r.start for r in ranges), max(r.stop for r in ranges)) if ranges else range(0)
 
-    def mark(self, tensor: torch.Tensor, numbers: range) -> None:
-        """Record that `numbers` are placeholders of chosen tokens in `tensor`."""
-        if numbers:
-            self._numbers[tensor.untyped_storage()._cdata] = numbers
+    def mark_placeholders(self, tensor: torch.Tensor, placeholders: range) -> None:
+        """Record that `tensor` may hold the numbers `placeholders`, which stand for chosen tokens."""
+        if placeholders:
+            self._placeholders[tensor.untyped_storage()._cdata] = placeholders
 
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Record that integer `outputs` computed from chosen tokens hold their placeholder numbers."""
-        if not self._numbers:
+        """Record that integer `outputs` computed from chosen tokens hold their placeholders."""
+        if not self._placeholders:
             return
-        inputs = args[1:] if func.overloadpacket in unknown_values.UNIFORM else args
-        numbers = self.find([*inputs, *kwargs.values()])
+        inputs = args[1:] if func.overloadpacket in unknown_values.UNIFORM_FILLS else args
+        placeholders = self.find_placeholders([*inputs, *kwargs.values()])
         for tensor in outputs:
             if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
-                self.mark(tensor, numbers)
+                self.mark_placeholders(tensor, placeholders)
 
     def mask_comparison(self, func: Any, args: Any, known: Any, result: Any) -> Any:
-        """Return `result`, of `func` on the arguments `known`, with chosen tokens unequal to every other token."""
-        if not self._numbers or func.overloadpacket not in _COMPARISONS:
+        """Return `result` of the comparison `func` of `known`, with chosen tokens unequal to every other token."""
+        if not self._placeholders or func.overloadpacket not in _COMPARISONS:
             return result
-        left, right = (self.find([arg]) for arg in args[:2])
+        left, right = (self.find_placeholders([arg]) for arg in args[:2])
         if bool(left) == bool(right):
             return result
-        number, chosen = torch.as_tensor(known[0]), left or right
-        unknown = (number >= chosen.start) & (number < chosen.stop)
-        return result | unknown if func.overloadpacket is torch.ops.aten.ne else result & ~unknown
+        value, chosen = torch.as_tensor(known[0]), left or right
+        is_placeholder = (value >= chosen.start) & (value < chosen.stop)
+        return result | is_placeholder if func.overloadpacket is torch.ops.aten.ne else result & ~is_placeholder

@@ -1,4 +1,4 @@
-"""Placeholders for values that are not known: evenly spread choices, and masks of known density."""
+"""Assumed results of operators on unknown values: evenly spread choices, counts of masks; and tables of operators."""
 
 from __future__ import annotations
 
@@ -10,65 +10,66 @@ import torch
 
 _aten = torch.ops.aten
 
-CHOICES = (
+CHOICES_ASSUMPTION = (
     "Choices by values that are not known (topk, argmax, sort, multinomial) are spread evenly. "
     "A chosen token is not one that ends a text: generation goes on to its longest length."
 )
-# Choices from more alternatives than the largest published mixture has experts, fewer than the alternatives, are tokens
-# of a vocabulary. A chosen token is not known, and differs from every token that the program names.
-MOST_EXPERTS = 512
-# Where in a vocabulary placeholders begin, as a fraction. In published tokenizers, tokens that end or pad a text are
-# the first or the last of the vocabulary.
-_GOLDEN = 0.6180339887
+# Number of experts of the largest published mixture. A choice from more alternatives is a choice of tokens from a
+# vocabulary, unless all alternatives are chosen.
+MAX_EXPERTS = 512
+# First placeholder as a fraction of the vocabulary: far from both ends, where published tokenizers have the tokens that
+# end or pad a text.
+_FIRST_PLACEHOLDER_FRACTION = 0.6180339887
 
 
 def spread_choices(
     overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], avoided: Collection[int]
 ) -> tuple[torch.Tensor, range] | None:
-    """Return indices for the last of `outputs`, and the range of token numbers; None if `overload` does not choose.
+    """Return indices for the last of `outputs`, and the range of chosen tokens; None if `overload` does not choose.
 
-    Each index is chosen equally often over all rows, and no index twice in one row; few rows avoid `avoided` tokens.
+    Each index is chosen equally often over all rows, and not twice in one row. If possible, `avoided` tokens are not
+    chosen.
     """
-    at = _DIM_POSITIONS.get(overload.overloadpacket)
-    if at is None or (overload.overloadpacket in _OVERLOADED and len(outputs) != 2):
+    dim_argument = _DIM_ARGUMENTS.get(overload.overloadpacket)
+    if dim_argument is None or (overload.overloadpacket in _CHOOSING_WITH_TWO_RESULTS and len(outputs) != 2):
         return None
-    position, default = at
+    position, default = dim_argument
     dim = args[position] if len(args) > position else kwargs.get("dim", default)
     data, output = args[0], outputs[-1]
-    is_whole = dim is None or not data.dim()
-    dim = 0 if is_whole else dim % data.dim()
-    available, rows = max(1, data.numel() if is_whole else data.shape[dim]), output.reshape(-1) if is_whole else output
-    count = output.numel()
-    last = max(0, available - count)
-    first = min(int(_GOLDEN * available), last)
-    free = (at for at in chain(range(first, last + 1), range(first)) if not any(at <= i < at + count for i in avoided))
-    first = next(free, first)
-    tokens = range(first, first + count) if available > max(MOST_EXPERTS, count) else range(0)
-    numbers = (torch.arange(count) + first).remainder(available).to(output.dtype)
+    is_flat = dim is None or not data.dim()
+    dim = 0 if is_flat else dim % data.dim()
+    available, rows = max(1, data.numel() if is_flat else data.shape[dim]), output.reshape(-1) if is_flat else output
+    num_chosen = output.numel()
+    last = max(0, available - num_chosen)
+    first = min(int(_FIRST_PLACEHOLDER_FRACTION * available), last)
+    starts = chain(range(first, last + 1), range(first))
+    first = next((s for s in starts if not any(s <= token < s + num_chosen for token in avoided)), first)
+    tokens = range(first, first + num_chosen) if available > max(MAX_EXPERTS, num_chosen) else range(0)
+    indices = (torch.arange(num_chosen) + first).remainder(available).to(output.dtype)
     if output.dim() != data.dim() or output.shape[dim] == 1:
-        return numbers.reshape(output.shape), tokens
-    return numbers.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(output.shape), tokens
+        return indices.reshape(output.shape), tokens
+    return indices.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(output.shape), tokens
 
 
 # Operator that chooses -> position of its argument `dim` (9: no such argument), and the default (None: all dimensions).
-_DIM_POSITIONS: dict[Any, tuple[int, int | None]] = {
+_DIM_ARGUMENTS: dict[Any, tuple[int, int | None]] = {
     **dict.fromkeys((_aten.argmax, _aten.argmin), (1, None)),
     **dict.fromkeys((_aten.max, _aten.min, _aten.median, _aten.nanmedian, _aten.cummax, _aten.cummin), (1, -1)),
     **dict.fromkeys((_aten.sort, _aten.argsort, _aten.mode), (1, -1)),
     **dict.fromkeys((_aten.topk, _aten.kthvalue), (2, -1)),
     _aten.multinomial: (9, -1),
 }
-# Operators that choose only in the overloads that return values and indices.
-_OVERLOADED = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
+# Operators that choose only in the overloads with two results, values and indices.
+_CHOOSING_WITH_TWO_RESULTS = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
 
 
 def count_mask(overload: Any, args: Any, output: torch.Tensor, density: float) -> torch.Tensor | None:
     """Return the result of an operator that counts a mask, `args[0]`, of known `density`; None for other operators."""
     packet, data = overload.overloadpacket, args[0]
-    if packet in _COUNTS and not output.is_floating_point():
+    if packet in _COUNTING and not output.is_floating_point():
         total = round(density * data.numel())
-        quotient, rest = divmod(total, max(1, output.numel()))
-        return (quotient + (torch.arange(output.numel()) < rest)).to(output.dtype).reshape(output.shape)
+        quotient, remainder = divmod(total, max(1, output.numel()))
+        return (quotient + (torch.arange(output.numel()) < remainder)).to(output.dtype).reshape(output.shape)
     if packet is _aten._to_copy and density == 1.0 and not output.is_floating_point():
         return torch.ones((), dtype=output.dtype).expand(output.shape)
     if packet is _aten.cumsum and density == 1.0:  # all rows are equal
@@ -78,21 +79,21 @@ def count_mask(overload: Any, args: Any, output: torch.Tensor, density: float) -
     return None
 
 
-_COUNTS = frozenset({_aten.sum, _aten.count_nonzero})
+_COUNTING = frozenset({_aten.sum, _aten.count_nonzero})
 # Operators that keep the density of a tensor of zeros and ones (comparisons are with 0 or 1, as for masks).
-KEEP_DENSITY = frozenset({_aten._to_copy, _aten.clone, _aten.ne, _aten.eq, _aten.gt, _aten.ge})
+DENSITY_PRESERVING = frozenset({_aten._to_copy, _aten.clone, _aten.ne, _aten.eq, _aten.gt, _aten.ge})
 
 
 def spread_indices(shape: torch.Size, density: float) -> torch.Tensor:
-    """Return the indices, int64 [number, dimensions], of a fraction `density` of the elements, spread evenly."""
+    """Return the indices, int64 [indices, dimensions], of a fraction `density` of the elements, spread evenly."""
     total = shape.numel()
-    number = round(density * total)
-    flat = (torch.arange(number) * total).div(max(1, number), rounding_mode="floor")
-    return torch.stack(torch.unravel_index(flat, shape), dim=1) if shape else flat.new_zeros(number, 0)
+    num_indices = round(density * total)
+    flat = (torch.arange(num_indices) * total).div(max(1, num_indices), rounding_mode="floor")
+    return torch.stack(torch.unravel_index(flat, shape), dim=1) if shape else flat.new_zeros(num_indices, 0)
 
 
 # Operator that sets all elements to one value -> function of (args, kwargs) that returns the value.
-UNIFORM: dict[Any, Callable[[Any, Any], Any]] = {
+UNIFORM_FILLS: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(
         (_aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten.empty, _aten.empty_like, _aten.empty_strided,
          _aten.new_empty, _aten.new_empty_strided, _aten.zero_),
@@ -103,14 +104,16 @@ UNIFORM: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys((_aten.fill_, _aten.fill), lambda args, kwargs: args[1]),
     _aten.new_full: lambda args, kwargs: args[2],
 }  # fmt: skip
-# Operators whose results have no defined contents; zeros stand for them.
-EMPTY = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
+# Operators whose results have undefined contents, which are taken as zeros.
+UNINITIALIZED = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+)
 # Operators, besides pointwise ones, whose result has equal elements if the input has.
-ANY_ELEMENT = frozenset(
+UNIFORM_PRESERVING = frozenset(
     {_aten.any, _aten.all, _aten.amax, _aten.amin, _aten.index_select, _aten._to_copy, _aten.repeat}
 )
 # Operators, besides pointwise ones, that visit each element about once.
-LINEAR = frozenset(
+LINEAR_COST = frozenset(
     {
         *(_aten._to_copy, _aten.copy_, _aten.tril, _aten.triu, _aten.tril_, _aten.triu_, _aten.cat, _aten.stack),
         *(_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten.index_select, _aten.gather),
@@ -126,5 +129,5 @@ LINEAR = frozenset(
         *(_aten.upsample_bilinear2d, _aten._adaptive_avg_pool2d),
     }
 )
-# Products by a matrix, or a batch of matrices: the work is elements of the output x rows of the last input.
-PRODUCTS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm})
+# Matrix products.
+MATRIX_PRODUCTS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm})

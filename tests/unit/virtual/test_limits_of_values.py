@@ -124,7 +124,7 @@ def test_balance_on_both_sides_of_the_limits(monkeypatch: pytest.MonkeyPatch, li
 
 
 def test_the_work_of_a_run_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MAX_WORK", 5 * SIDE * SIDE)
+    monkeypatch.setattr(budget, "MAX_VISITED_ELEMENTS", 5 * SIDE * SIDE)
     with VirtualGpu(GPU, workspaces=False) as gpu:
         counts = [int((planted("cuda") == 1.0).sum()) for _ in range(4)]
         assert counts[0] == 1000 and counts[-1] == SIDE * SIDE
@@ -216,7 +216,7 @@ def test_what_nothing_reads_is_not_computed(gpu: VirtualGpu, monkeypatch: pytest
 
 def test_what_is_too_much_when_it_is_read_is_unknown(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     late = positions("cuda") * 2
-    monkeypatch.setattr(budget, "MAX_WORK", 0)
+    monkeypatch.setattr(budget, "MAX_VISITED_ELEMENTS", 0)
     assert late[4].item() == 1.0
 
 

@@ -62,11 +62,11 @@ def test_the_gpu_says_which_layout_its_kernels_give() -> None:
     from torch._subclasses import FakeTensorMode
 
     from memprof.patching import PatchSet
-    from memprof.virtual.compiled import convolutions
+    from memprof.virtual.compiled import convolution_formats
 
     strides = {}
     own = PatchSet()
-    own.set_all(convolutions.patches(DeviceProperties.of(GPU)))
+    own.set_all(convolution_formats.patches(DeviceProperties.of(GPU)))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             for name, groups, dtype in (("dense", 1, torch.float32), ("double", 1, torch.float64)):

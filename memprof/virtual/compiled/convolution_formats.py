@@ -1,4 +1,4 @@
-"""Convolutions of fake GPU tensors, with the memory formats of cuDNN's results.
+"""Memory formats of cuDNN for convolutions of fake GPU tensors.
 
 Tracing queries C++ for the convolution backend and the memory format of the result. A CPU build of torch has no cuDNN:
 Inductor would expect contiguous results of channels-last images, and check the strides in generated code.
@@ -15,46 +15,46 @@ from memprof.torch_private import dynamo
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels.convolution import choose_cudnn_layout, is_depthwise, padding_too_big, uses_cudnn
 
-_CUDNN = ("Cudnn", "CudnnTranspose")
+_CUDNN_BACKENDS = ("Cudnn", "CudnnTranspose")
 
 
 def patches(gpu: DeviceProperties) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) of the queries for backend and memory format."""
     select_backend, determine_format = dynamo.select_conv_backend, dynamo.conv_determine_backend_memory_format
     if select_backend.exists() and determine_format.exists():  # called by torch/_subclasses/fake_impls.py, `conv`
-        yield select_backend.patch(_make_select(gpu, select_backend.get()))
-        yield determine_format.patch(_make_determine(determine_format.get()))
+        yield select_backend.patch(_wrap_select_backend(gpu, select_backend.get()))
+        yield determine_format.patch(_wrap_determine_format(determine_format.get()))
 
 
-def _make_select(gpu: DeviceProperties, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of `_select_conv_backend` (native/Convolution.cpp) that is exact as to memory formats."""
+def _wrap_select_backend(gpu: DeviceProperties, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of `_select_conv_backend` (native/Convolution.cpp), exact in memory formats."""
     backends = dynamo.ConvBackend.get()
 
-    def select_backend(*args: Any, **named: Any) -> Any:
-        arguments = dict(zip(("input", "weight"), args, strict=False)) | named  # releases differ in keywords
+    def select_backend(*args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(("input", "weight"), args, strict=False)) | kwargs  # releases differ in keywords
         data, weight = arguments["input"], arguments["weight"]
         if data.device.type != "cuda":
-            return original(*args, **named)
+            return original(*args, **kwargs)
         is_transposed = arguments["transposed"]
         is_too_big = is_transposed and padding_too_big(arguments["stride"], arguments["output_padding"])
         if not uses_cudnn(gpu, data, weight, is_too_big):
             return backends.Slow2d
-        depthwise = is_depthwise(data, weight, is_transposed, arguments["groups"])
-        if depthwise and _layout(data, weight) is torch.contiguous_format:
+        is_depthwise_conv = is_depthwise(data, weight, is_transposed, arguments["groups"])
+        if is_depthwise_conv and _find_cudnn_format(data, weight) is torch.contiguous_format:
             return backends.CudaDepthwise2d
         return backends.CudnnTranspose if is_transposed else backends.Cudnn
 
     return select_backend
 
 
-def _make_determine(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_determine_format(original: Callable[..., Any]) -> Callable[..., Any]:
     def determine_format(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
         if data.device.type != "cuda":
             return original(data, weight, backend)
-        return _layout(data, weight) if backend.name in _CUDNN else torch.contiguous_format
+        return _find_cudnn_format(data, weight) if backend.name in _CUDNN_BACKENDS else torch.contiguous_format
 
     return determine_format
 
 
-def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+def _find_cudnn_format(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
     return choose_cudnn_layout(data, weight, dynamo.suggest_memory_format.get())

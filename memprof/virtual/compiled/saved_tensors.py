@@ -18,9 +18,9 @@ import torch
 from memprof.torch_private import inductor
 from memprof.virtual.compiled.origins import find_node_origin
 
-MIN_BYTES = 1 << 20  # smallest number of bytes that is reported, in one call of a graph
+MIN_BYTES = 1 << 20  # smallest excess, and smallest result, that is reported of a graph
 # Tags of nodes that were traced in the forward; nodes that passes insert have no tag.
-_FORWARD = ("is_forward", "must_be_in_forward")
+_FORWARD_TAGS = ("is_forward", "must_be_in_forward")
 
 
 class SavedResult(NamedTuple):
@@ -29,7 +29,7 @@ class SavedResult(NamedTuple):
     source: str
     op: str
     num_bytes: int
-    recomputed: bool
+    is_recomputed: bool
 
 
 def patches(report: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[Any, str, Any]]:
@@ -45,13 +45,15 @@ def patches(report: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[
         forward, backward = partition(joint, inputs, *args, num_fwd_outputs=num_fwd_outputs, **options)
         results = next(node for node in forward.graph.nodes if node.op == "output").args[0]
         output_names = {base.name for base in _find_base_nodes(results[:num_fwd_outputs])}
-        saved = {one.name: one for one in _find_base_nodes(results[num_fwd_outputs:]) if one.name not in output_names}
+        saved = {
+            base.name: base for base in _find_base_nodes(results[num_fwd_outputs:]) if base.name not in output_names
+        }
         eager_bytes = sum(num_bytes for name, num_bytes in eager.items() if name not in output_names)
-        more_bytes = sum(_num_bytes(node) for node in saved.values()) - eager_bytes
-        if more_bytes >= MIN_BYTES:
-            nodes = sorted((node for name, node in saved.items() if name not in eager), key=_num_bytes, reverse=True)
-            large = [node for node in nodes if _num_bytes(node) >= MIN_BYTES]
-            report([_make_saved_result(node, node.name in recomputed) for node in large], more_bytes)
+        excess_bytes = sum(_count_bytes(node) for node in saved.values()) - eager_bytes
+        if excess_bytes >= MIN_BYTES:
+            nodes = sorted((node for name, node in saved.items() if name not in eager), key=_count_bytes, reverse=True)
+            large = [node for node in nodes if _count_bytes(node) >= MIN_BYTES]
+            report([_make_saved_result(node, node.name in recomputed) for node in large], excess_bytes)
         return forward, backward
 
     yield inductor.min_cut_rematerialization_partition.patch(partition_and_report)
@@ -61,23 +63,23 @@ def _find_eager_saved(graph: Any) -> tuple[dict[str, int], set[str]]:
     """Return names and bytes of the results that eager autograd saves, and names of recomputed results."""
     saved: dict[str, int] = {}
     recomputed: set[str] = set()
-    numbers: dict[Any, int] = {}  # computation -> number
-    known: dict[Any, int] = {}  # node -> number of the node's computation
-    first: dict[int, str] = {}  # number of a computation -> first forward node
+    computations: dict[Any, int] = {}  # key of a computation -> number
+    computation_by_node: dict[Any, int] = {}
+    first_names: dict[int, str] = {}  # number of a computation -> name of the first forward node
     nodes = list(graph.nodes)
-    traced = [at for at, node in enumerate(nodes) if node.meta.get("partitioner_tag") in _FORWARD]
-    backward = {*nodes[max(traced, default=len(nodes)) + 1 :]}
+    forward_indices = [i for i, node in enumerate(nodes) if node.meta.get("partitioner_tag") in _FORWARD_TAGS]
+    backward = {*nodes[max(forward_indices, default=len(nodes)) + 1 :]}
     for node in nodes:
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: known[argument])
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: computation_by_node[argument])
         key = (node.name if node.op == "placeholder" else "", str(node.target), str(arguments))
-        number = known[node] = numbers.setdefault(key, len(numbers))
+        number = computation_by_node[node] = computations.setdefault(key, len(computations))
         if node in backward:
-            if number in first:
-                recomputed.add(first[number])
+            if number in first_names:
+                recomputed.add(first_names[number])
             continue
-        first.setdefault(number, node.name)
+        first_names.setdefault(number, node.name)
         if not backward.isdisjoint(user for user in node.users if user.op != "output"):
-            saved |= {base.name: _num_bytes(base) for base in _find_base_nodes([node])}
+            saved |= {base.name: _count_bytes(base) for base in _find_base_nodes([node])}
     return saved, recomputed
 
 
@@ -86,7 +88,7 @@ def _find_base_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
     for node in nodes:
         while isinstance(node, torch.fx.Node) and node.args and _is_view(node):
             node = node.args[0]
-        if isinstance(node, torch.fx.Node) and node.op == "call_function" and _num_bytes(node):
+        if isinstance(node, torch.fx.Node) and node.op == "call_function" and _count_bytes(node):
             yield node
 
 
@@ -96,11 +98,11 @@ def _is_view(node: Any) -> bool:
     return bool(getattr(node.target, "is_view", False))
 
 
-def _num_bytes(node: Any) -> int:
-    return traced_bytes(node.meta.get("val"))
+def _count_bytes(node: Any) -> int:
+    return count_traced_bytes(node.meta.get("val"))
 
 
-def traced_bytes(value: Any) -> int:
+def count_traced_bytes(value: Any) -> int:
     """Return the bytes of a traced tensor, with the sizes of the trace; 0 for other values."""
     if not isinstance(value, torch.Tensor):
         return 0
@@ -108,8 +110,6 @@ def traced_bytes(value: Any) -> int:
     return math.prod(sizes, start=value.element_size())
 
 
-def _make_saved_result(node: Any, recomputed: bool) -> SavedResult:
+def _make_saved_result(node: Any, is_recomputed: bool) -> SavedResult:
     origin = find_node_origin(node)
-    return SavedResult(
-        origin.source if origin else "", origin.op if origin else str(node.target), _num_bytes(node), recomputed
-    )
+    return SavedResult(origin.source, origin.op, _count_bytes(node), is_recomputed)

@@ -1,4 +1,4 @@
-"""Side effects of Dynamo on the program's objects: performed under memprof's patches, or omitted."""
+"""Patches of Dynamo where compilation has effects on the program's objects: run under memprof's patches, or omitted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_COMPILED_AUTOGRAD = "Backward passes are not compiled as one graph here (com
 def patches(
     suspension: Suspension, function_mode: Any, assume: Callable[[str], None]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) of Dynamo."""
+    """Yield the patches (owner, name, replacement) of Dynamo's functions."""
 
     yield from _patch_optimizers(dynamo.OptimizerVariable.get(), suspension)
     yield from _patch_streams()
@@ -32,28 +32,28 @@ def patches(
 
         def set_modes(modes: list[Any]) -> None:
             # Compiled code that has entered or left a mode sets the stack of the time of compilation.
-            own = [mode for mode in get_current_function_mode_stack() if mode is function_mode]
-            replace([*(mode for mode in own if mode not in modes), *modes])
+            own_modes = [mode for mode in get_current_function_mode_stack() if mode is function_mode]
+            replace([*(mode for mode in own_modes if mode not in modes), *modes])
 
         yield dynamo.set_torch_function_mode_stack.patch(set_modes)
 
 
 @contextlib.contextmanager
-def register_constant_type(kind: type) -> Iterator[None]:
-    """Context manager: Dynamo treats values of the type `kind` as constants, as it does a GPU's properties."""
+def register_constant_type(constant_type: type) -> Iterator[None]:
+    """Context manager: Dynamo treats values of the type `constant_type` as constants, as it does a GPU's properties."""
     constant_types, variable = dynamo.common_constant_types.get(), dynamo.ConstantVariable.get()
-    constant_types.add(kind)
+    constant_types.add(constant_type)
     handlers = dynamo.type_handlers.get({})
-    handlers[kind] = lambda tracer, value: variable.create(value)
+    handlers[constant_type] = lambda tracer, value: variable.create(value)
     try:
         yield
     finally:
-        constant_types.discard(kind)
-        handlers.pop(kind, None)
+        constant_types.discard(constant_type)
+        handlers.pop(constant_type, None)
 
 
 def _patch_optimizers(variable: Any, suspension: Suspension) -> Iterator[tuple[Any, str, Any]]:
-    """Yield patches by which Dynamo creates an optimizer's state under memprof's patches, by `_init_group`."""
+    """Yield patches by which Dynamo creates the state of an optimizer (`_init_group`) under memprof's patches."""
     call = variable.call_method
 
     def call_method(self: Any, tracer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -62,9 +62,9 @@ def _patch_optimizers(variable: Any, suspension: Suspension) -> Iterator[tuple[A
             return call(self, tracer, name, *args, **kwargs)
         original = optimizer._init_group
 
-        def init_group(*given: Any, **named: Any) -> Any:
+        def init_group(*init_args: Any, **init_kwargs: Any) -> Any:
             with suspension.resume():
-                return original(*given, **named)
+                return original(*init_args, **init_kwargs)
 
         optimizer._init_group = init_group
         try:
