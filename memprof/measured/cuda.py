@@ -41,7 +41,7 @@ def current_gpu() -> CudaGpu:
         name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        own = read_gpu_usage(nvml_gpu()).own_bytes
+        own = read_gpu_usage(get_nvml_key()).own_bytes
         context = get_context_bytes(torch.cuda.get_device_capability()) if own is None else own - reserved
         usable = min(free + reserved, total)
         return CudaGpu(name, total, usable, max(min(context, total - usable), 0))
@@ -60,29 +60,29 @@ def _refuse_without_cuda() -> None:
         raise MemprofError("there is no CUDA GPU to measure on", value=reason, hint=hint)
 
 
-def check_gpus(number: int) -> None:
-    """Check that this machine has `number` GPUs, without initializing CUDA, so that processes may be forked.
+def check_gpus(num_gpus: int) -> None:
+    """Check that this machine has `num_gpus` GPUs, without initializing CUDA, so that processes may be forked.
     Raises MemprofError if CUDA has no usable GPU, UsageError if there are fewer GPUs."""
     _refuse_without_cuda()
-    if torch.cuda.device_count() < number:
+    if torch.cuda.device_count() < num_gpus:
         raise UsageError(
-            f"{number} processes are to be measured on a GPU each", value=f"{torch.cuda.device_count()} are here",
-            hint=f"leave out --device: on virtual GPUs there may be {number}",
+            f"{num_gpus} processes are to be measured on a GPU each", value=f"{torch.cuda.device_count()} are here",
+            hint=f"leave out --device: on virtual GPUs there may be {num_gpus}",
         )  # fmt: skip
 
 
-def cublas_workspace(number: int) -> CublasWorkspace:
-    """Return the workspace of torch's cuBLAS handles on GPU `number`."""
+def get_cublas_workspace(gpu: int) -> CublasWorkspace:
+    """Return the workspace of torch's cuBLAS handles on a GPU."""
     major, minor = torch.__version__.split(".")[:2]
-    return CublasWorkspace.of(torch.cuda.get_device_capability(number), (int(major), int(minor)))
+    return CublasWorkspace.of(torch.cuda.get_device_capability(gpu), (int(major), int(minor)))
 
 
-def set_current_gpu(number: int) -> None:
-    """Make GPU `number` this process's current GPU."""
-    torch.cuda.set_device(number)
+def set_current_gpu(gpu: int) -> None:
+    """Make `gpu` this process's current GPU."""
+    torch.cuda.set_device(gpu)
 
 
-def nvml_gpu() -> int | str:
+def get_nvml_key() -> int | str:
     """Return NVML's key of the current GPU: CUDA's ordinal is NVML's index only where no GPU is hidden."""
     current = torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(current), "uuid", None)
@@ -93,13 +93,13 @@ def cuda_unavailable_reason() -> str | None:
     """Return why this process has no CUDA GPU, None if there is a GPU. CUDA is not initialized."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    before = os.environ.get(_NVML_CHECK_VARIABLE)
+    previous = os.environ.get(_NVML_CHECK_VARIABLE)
     os.environ[_NVML_CHECK_VARIABLE] = "1"
     try:
         return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no driver or no GPU"
     finally:
         del os.environ[_NVML_CHECK_VARIABLE]
-        os.environ.update({} if before is None else {_NVML_CHECK_VARIABLE: before})
+        os.environ.update({} if previous is None else {_NVML_CHECK_VARIABLE: previous})
 
 
 def check_allocator() -> None:
@@ -126,7 +126,7 @@ def keep_recording_history(original: Callable[..., None]) -> Iterator[Patch]:
     yield cuda.record_memory_history.patch(record)
 
 
-def why_incomplete(
+def find_incompleteness(
     history: History, difference: CounterGap | None, missing: int, max_entries: int = MAX_ENTRIES
 ) -> MemprofError | None:
     """Return why the recorded history is incomplete; None if the history is complete.
@@ -143,8 +143,8 @@ def why_incomplete(
         evidence = f"the counters say {format_bytes(counted)}, what was recorded adds up to {format_bytes(recorded)}"
     elif missing:
         evidence = f"the allocator's blocks at the end and what was recorded differ by {format_bytes(missing)}"
-    elif history.unmatched:
-        evidence = f"{history.unmatched:,} allocations and frees that the profiler saw"
+    elif history.num_unmatched:
+        evidence = f"{history.num_unmatched:,} allocations and frees that the profiler saw"
     else:
         return None
     return MemprofError(
@@ -161,7 +161,7 @@ class NvmlUse:
         self._gpu: int | str = 0
 
     def __enter__(self) -> NvmlUse:
-        self._gpu = nvml_gpu()
+        self._gpu = get_nvml_key()
         self._nvml.__enter__()
         return self
 
@@ -200,7 +200,7 @@ class SharedPeaks:
         self._peaks_for_memprof: dict[int, int] = {}  # by GPU, bytes: the peak before the program's resets
         self._peaks_for_program: dict[int, dict[str, Any]] = {}  # by GPU: the peaks before memprof's resets
 
-    def take(self, device: int) -> int:
+    def take_peak(self, device: int) -> int:
         """Return the peak of allocated bytes on the GPU since the last call."""
         stats = self._read_stats(device)
         self._peaks_for_program[device] = _raise_peaks(stats, self._peaks_for_program.get(device, {}))

@@ -18,7 +18,7 @@ from memprof.device.cublas import CublasWorkspace
 from memprof.errors import MemprofError
 from memprof.measured import cuda
 from memprof.measured.cuda import NvmlUse, SharedPeaks
-from memprof.measured.history import CounterSample, History, largest_difference, live_blocks, read_history
+from memprof.measured.history import CounterSample, History, find_largest_gap, get_live_blocks, read_history
 from memprof.measured.marks import Claim, Counters, Mark, Marks
 from memprof.measured.merge import collect_allocations, merge
 from memprof.measured.operators import Profile, quiet_profiler, read_events
@@ -87,7 +87,7 @@ class MeasuredDevice(Watch):
         profile, history = Profile(), None
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self._stop_watching)
-            self._marks.reading()
+            self._marks.read_counters()
             if self._outside is not None:  # before the run's memory is freed
                 with self._record_errors():
                     self.trace.facts = Facts(nvml=self._outside.facts())
@@ -104,7 +104,7 @@ class MeasuredDevice(Watch):
         # Modules that were never called have no source.
         self._module_sources += [NONE] * (len(self.modules.table) - len(self._module_sources))
         self.trace.sources = list(self._sources)
-        recorded = collect_allocations(profile, history, self._marks.gone)
+        recorded = collect_allocations(profile, history, self._marks.freed_storages)
         merge(self.trace, self._marks, recorded, self._module_sources, self._cublas)
         self._write_facts(self.trace)
 
@@ -125,12 +125,12 @@ class MeasuredDevice(Watch):
             cuda.check_allocator()
             torch.cuda.init()
             self._gpu = torch.cuda.current_device()
-            self._cublas = cuda.cublas_workspace(self._gpu)
+            self._cublas = cuda.get_cublas_workspace(self._gpu)
             if self._outside is not None:
                 self._stack.enter_context(self._outside)
             self._patches.set_all(self._peaks.patches())
             self._begin_history()
-            self._peaks.take(self._gpu)
+            self._peaks.take_peak(self._gpu)
         profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=self._detail
         )
@@ -153,7 +153,7 @@ class MeasuredDevice(Watch):
         return profiler.profiler.kineto_results
 
     def _begin_history(self) -> None:
-        self._initial_blocks = live_blocks(private_cuda.snapshot(), self._gpu)
+        self._initial_blocks = get_live_blocks(private_cuda.snapshot(), self._gpu)
         self._initial_bytes = self._peaks.requested_bytes(self._gpu)
         record = private_cuda.record_memory_history.get()
         self._stack.callback(record, enabled=None)
@@ -177,9 +177,9 @@ class MeasuredDevice(Watch):
             )  # fmt: skip
         history = read_history(snapshot, self._gpu, [entry for entry in profile.memory if entry.device == here])
         if self.error is None:
-            difference = largest_difference(history, self._counter_samples, self._initial_bytes)
-            missing = history.missing(live_blocks(snapshot, self._gpu), self._initial_blocks)
-            self.error = cuda.why_incomplete(history, difference, missing)
+            difference = find_largest_gap(history, self._counter_samples, self._initial_bytes)
+            missing = history.count_missing_bytes(get_live_blocks(snapshot, self._gpu), self._initial_blocks)
+            self.error = cuda.find_incompleteness(history, difference, missing)
         return history
 
     @property
@@ -209,7 +209,7 @@ class MeasuredDevice(Watch):
         dtype = str(tensor.dtype).removeprefix("torch.")
         storage = tensor.untyped_storage()
         if storage.device.type == HOST:
-            self._marks.watch(storage)
+            self._marks.watch_storage(storage)
         claim = Claim(time.time_ns(), storage.data_ptr(), owner, tuple(tensor.shape), dtype, on_host)
         self._marks.claims.append(claim)
 
@@ -220,7 +220,7 @@ class MeasuredDevice(Watch):
 
     def _on_module_event(self, kind: EventKind, module: int) -> None:
         if self.name == "cpu" and self.modules.table[module].role in _SAMPLED_ROLES:
-            self._marks.reading()
+            self._marks.read_counters()
         self._marks.marks.append(Mark(time.time_ns(), kind, module))
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ class MeasuredDevice(Watch):
                 requested = self._peaks.requested_bytes(gpu)
                 self._counter_samples.append(CounterSample(begin_ns, time.time_ns(), requested))
                 allocated, reserved = torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)
-                return allocated, self._peaks.take(gpu), reserved, used, resident_bytes()
+                return allocated, self._peaks.take_peak(gpu), reserved, used, resident_bytes()
         return *_NO_COUNTERS, resident_bytes()
 
 

@@ -54,21 +54,23 @@ class History:
 
     device: str
     allocations: list[Allocation] = field(default_factory=list)  # in the allocator's order
-    retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)  # as `events.Recorded.retired`
+    released_pools: list[tuple[int, tuple[int, int]]] = field(
+        default_factory=list
+    )  # as `merge.Recorded.released_pools`
     # (time, requested bytes minus freed bytes since the begin) after each allocation and free.
     # Negative after frees of memory allocated before the run.
-    held: list[tuple[int, int]] = field(default_factory=list)
+    requested_bytes: list[tuple[int, int]] = field(default_factory=list)
     num_entries: int = 0  # entries in the recording
-    unmatched: int = 0  # the profiler's allocations and frees that the allocator did not record
+    num_unmatched: int = 0  # the profiler's allocations and frees that the allocator did not record
 
-    def missing(self, blocks: Mapping[int, int], before: Mapping[int, int]) -> int:
+    def count_missing_bytes(self, blocks: Mapping[int, int], initial_blocks: Mapping[int, int]) -> int:
         """Return the bytes that differ between `blocks`, allocated when the run ended, and the live allocations of the
-        history. Blocks that were there `before` the run are ignored."""
+        history. `initial_blocks`, allocated before the run, are ignored."""
         alive = {one.address: one.num_bytes for one in self.allocations if one.freed_ns is None}
         return sum(
             max(alive.get(address, 0), blocks.get(address, 0))
             for address in alive.keys() | blocks.keys()
-            if alive.get(address) != blocks.get(address) and before.get(address) != blocks.get(address)
+            if alive.get(address) != blocks.get(address) and initial_blocks.get(address) != blocks.get(address)
         )
 
 
@@ -88,20 +90,20 @@ class CounterGap(NamedTuple):
     recorded_bytes: int  # requested minus freed bytes by the recorded history
 
 
-def read_history(snapshot: Mapping[str, Any], gpu: int, seen: Sequence[MemoryEvent]) -> History:
-    """Return the history of GPU `gpu` in a torch.cuda snapshot; `seen` are the profiler's events by time."""
+def read_history(snapshot: Mapping[str, Any], gpu: int, profiler_events: Sequence[MemoryEvent]) -> History:
+    """Return the history of GPU `gpu` in a torch.cuda snapshot; `profiler_events` are the profiler's by time."""
     recorded = snapshot["device_traces"][gpu]
     entries = [entry for entry in recorded if "addr" in entry]
     pools = _Pools(snapshot, gpu)
-    times, origins, unmatched = _match_entries(entries, seen)
-    found = History(f"cuda:{gpu}", num_entries=len(recorded), unmatched=unmatched)
+    times, origins, num_unmatched = _match_entries(entries, profiler_events)
+    found = History(f"cuda:{gpu}", num_entries=len(recorded), num_unmatched=num_unmatched)
     alive: dict[int, Allocation] = {}
     freed: dict[int, tuple[int, Allocation]] = {}
     private: set[tuple[int, int]] = set()
     held = 0
     for number, (entry, time_ns) in enumerate(zip(entries, times, strict=True)):
         action, address, size = entry["action"], entry["addr"], entry["size"]
-        pool = pools.of(entry)
+        pool = pools.find_pool(entry)
         if action == Action.ALLOC:
             origin = origins.get(number, OUTSIDE)
             allocation = Allocation(time_ns, address, size, found.device, origin, entry["stream"], pool)
@@ -124,32 +126,35 @@ def read_history(snapshot: Mapping[str, Any], gpu: int, seen: Sequence[MemoryEve
                 freed_allocation.released_ns = time_ns
         elif action == Action.SEGMENT_FREE and pool != DEFAULT_POOL and pool not in private:
             private.add(pool)
-            found.retired.append((time_ns, pool))
+            found.released_pools.append((time_ns, pool))
         if action in _ALLOC_AND_FREE:
-            found.held.append((time_ns, held))
+            found.requested_bytes.append((time_ns, held))
     return found
 
 
-def largest_difference(history: History, readings: Iterable[CounterSample], before_bytes: int) -> CounterGap | None:
+def find_largest_gap(history: History, samples: Iterable[CounterSample], initial_bytes: int) -> CounterGap | None:
     """Return the largest gap between counters and history, None if they agree at every reading of torch's
-    `requested_bytes`, which had the value `before_bytes` when the run began."""
-    times = [time_ns for time_ns, _ in history.held]
+    `requested_bytes`, which had the value `initial_bytes` when the run began."""
+    times = [time_ns for time_ns, _ in history.requested_bytes]
     found, largest = None, 0
-    for from_ns, to_ns, requested in readings:
-        counted = requested - before_bytes
+    for from_ns, to_ns, requested in samples:
+        counted = requested - initial_bytes
         # Another thread may allocate while the counters are read: any value in that interval is right.
         begin, end = (
             bisect.bisect_left(times, from_ns - _CLOCK_TOLERANCE_NS),
             bisect.bisect_right(times, to_ns + _CLOCK_TOLERANCE_NS),
         )
-        recorded = [history.held[begin - 1][1] if begin else 0, *(held for _, held in history.held[begin:end])]
+        recorded = [
+            history.requested_bytes[begin - 1][1] if begin else 0,
+            *(held for _, held in history.requested_bytes[begin:end]),
+        ]
         nearest = min(recorded, key=lambda held: abs(held - counted))
         if abs(nearest - counted) > largest:
             found, largest = CounterGap(to_ns, counted, nearest), abs(nearest - counted)
     return found
 
 
-def live_blocks(snapshot: Mapping[str, Any], gpu: int) -> dict[int, int]:
+def get_live_blocks(snapshot: Mapping[str, Any], gpu: int) -> dict[int, int]:
     """Return requested bytes by address of the blocks allocated in a snapshot."""
     return {
         block["address"]: block["requested_size"]
@@ -171,7 +176,7 @@ class _Pools:
             if "segment_pool_id" in segment
         )
 
-    def of(self, entry: Mapping[str, Any]) -> tuple[int, int]:
+    def find_pool(self, entry: Mapping[str, Any]) -> tuple[int, int]:
         if "pool_id" in entry:
             return tuple(entry["pool_id"])
         at = bisect.bisect_right(self._segments, entry["addr"], key=lambda segment: segment[0]) - 1
@@ -181,7 +186,7 @@ class _Pools:
 
 
 def _match_entries(
-    entries: Sequence[Any], seen: Sequence[MemoryEvent]
+    entries: Sequence[Any], profiler_events: Sequence[MemoryEvent]
 ) -> tuple[list[int], dict[int, OperatorOrigin], int]:
     """Return the time of each entry in nanoseconds, the operator of each entry that the profiler saw, and the number of
     the profiler's events without an entry."""
@@ -189,29 +194,29 @@ def _match_entries(
     for number, entry in enumerate(entries):
         if entry["action"] in _ALLOC_AND_FREE:
             entry_numbers[entry["addr"], entry["action"] == Action.ALLOC].append(number)
-    profiler_events: dict[tuple[int, bool], list[MemoryEvent]] = defaultdict(list)
-    for one in seen:
-        profiler_events[one.address, one.num_bytes >= 0].append(one)
+    events_by_key: dict[tuple[int, bool], list[MemoryEvent]] = defaultdict(list)
+    for one in profiler_events:
+        events_by_key[one.address, one.num_bytes >= 0].append(one)
     entry_times = [entry["time_us"] * 1000 for entry in entries]
     clock_offsets = [
         one.time_ns - entry_times[number]
-        for key, events in profiler_events.items()
+        for key, events in events_by_key.items()
         if len(events) == len(entry_numbers.get(key, ()))
         for number, one in zip(entry_numbers[key], events, strict=True)
     ]
     skew = int(median(clock_offsets)) if clock_offsets else 0
     times = [time_ns + skew for time_ns in entry_times]
     origins: dict[int, OperatorOrigin] = {}
-    unmatched = 0
-    for key, events in profiler_events.items():
+    num_unmatched = 0
+    for key, events in events_by_key.items():
         numbers = entry_numbers.get(key, [])
-        unmatched += max(len(events) - len(numbers), 0)
+        num_unmatched += max(len(events) - len(numbers), 0)
         for number, one in _pair_nearest(events, numbers, times):
             origins[number], times[number] = one.origin, one.time_ns
     # The allocator's order is right; times are made strictly increasing.
     for number in range(1, len(times)):
         times[number] = max(times[number], times[number - 1] + 1)
-    return times, origins, unmatched
+    return times, origins, num_unmatched
 
 
 def _pair_nearest(events: list[MemoryEvent], numbers: list[int], times: list[int]) -> list[tuple[int, MemoryEvent]]:

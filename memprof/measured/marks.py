@@ -34,11 +34,11 @@ class Claim(NamedTuple):
     on_host: bool  # the tensor stays in host memory on any device (an optimizer's step count)
 
 
-class Gone(NamedTuple):
+class FreedStorage(NamedTuple):
     """Storage in host memory that was seen at an address, and freed later."""
 
     seen_ns: int
-    gone_ns: int
+    freed_ns: int
     address: int
 
 
@@ -54,23 +54,23 @@ class Marks:
         self.phases: list[Phase] = []
         self.marks: list[Mark] = []
         self.claims: list[Claim] = []
-        self.gone: list[Gone] = []
-        self.readings: list[tuple[int, Counters]] = []  # each with its time, in nanoseconds
+        self.freed_storages: list[FreedStorage] = []
+        self.counter_samples: list[tuple[int, Counters]] = []  # each with its time, in nanoseconds
 
     def begin_phase(self, phase: Phase) -> None:
         """Begin `phase`, to which events belong from now on."""
-        self.reading()
+        self.read_counters()
         self.phases.append(phase)
         self.marks.append(Mark(time.time_ns(), EventKind.PHASE, len(self.phases) - 1))
 
-    def watch(self, storage: torch.UntypedStorage) -> None:
+    def watch_storage(self, storage: torch.UntypedStorage) -> None:
         """Record when `storage` is freed: the profiler does not see a free by another thread."""
-        seen_ns, address, gone = time.time_ns(), storage.data_ptr(), self.gone
+        seen_ns, address, append = time.time_ns(), storage.data_ptr(), self.freed_storages.append
         # torch keeps the Python object of a storage for as long as the storage itself.
-        weakref.finalize(storage, lambda: gone.append(Gone(seen_ns, time.time_ns(), address))).atexit = False
+        weakref.finalize(storage, lambda: append(FreedStorage(seen_ns, time.time_ns(), address))).atexit = False
 
-    def reading(self) -> None:
+    def read_counters(self) -> None:
         """Read the counters and append them with the time."""
         # The time is taken after the read: the GPU work that the read waited for is done.
         values = self._read()
-        self.readings.append((time.time_ns(), values))
+        self.counter_samples.append((time.time_ns(), values))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from memprof.device.cublas import CublasWorkspace
 from memprof.measured.history import DEFAULT_POOL, DEFAULT_STREAM, Allocation, History
-from memprof.measured.marks import Claim, Gone, Marks
+from memprof.measured.marks import Claim, FreedStorage, Marks
 from memprof.measured.operators import MemoryEvent, Profile, TensorInput
 from memprof.trace.events import (
     HOST,
@@ -32,7 +32,7 @@ from memprof.trace.events import (
 )
 
 # Order of events in the same nanosecond.
-_RELEASE_ORDER, _FREE_ORDER, _RETIRE_ORDER, _MARK_ORDER, _ALLOC_ORDER = range(5)
+_RELEASE_ORDER, _FREE_ORDER, _POOL_ORDER, _MARK_ORDER, _ALLOC_ORDER = range(5)
 _FIRST_AWAITED = 1 << 20  # first number of streams that the program does not have
 
 
@@ -43,36 +43,40 @@ class Recorded:
     allocations: list[Allocation] = field(default_factory=list)
     forward: list[tuple[int, int]] = field(default_factory=list)  # as `Profile.forward`
     # Private pools, with the time from which the allocator could release their segments.
-    retired: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+    released_pools: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
 
 
-def collect_allocations(profile: Profile, history: History | None = None, gone: Iterable[Gone] = ()) -> Recorded:
-    """Return the allocations of a run; `gone` are watched storages in host memory that were freed."""
-    allocations = _allocations_of_profile(profile, gone, excluded_device=None if history is None else "cuda")
-    retired = []
+def collect_allocations(
+    profile: Profile, history: History | None = None, freed_storages: Iterable[FreedStorage] = ()
+) -> Recorded:
+    """Return the allocations of a run; `freed_storages` are watched storages in host memory that were freed."""
+    allocations = _collect_profiled(profile, freed_storages, excluded_device=None if history is None else "cuda")
+    released_pools = []
     if history is not None:
         allocations += history.allocations
-        retired = history.retired
+        released_pools = history.released_pools
     allocations.sort(key=lambda allocation: allocation.time_ns)
     for allocation in allocations:
         _set_shape_and_dtype(allocation, profile.uses.get(allocation.address, ()), profile.end_ns)
-    return Recorded(allocations, profile.forward, retired)
+    return Recorded(allocations, profile.forward, released_pools)
 
 
-def _allocations_of_profile(profile: Profile, gone: Iterable[Gone], excluded_device: str | None) -> list[Allocation]:
+def _collect_profiled(
+    profile: Profile, freed_storages: Iterable[FreedStorage], excluded_device: str | None
+) -> list[Allocation]:
     found: list[Allocation] = []
     alive: dict[tuple[str, int], Allocation] = {}
     # At one time, a free comes before an allocation at the same address.
-    changes: list[tuple[int, int, MemoryEvent | Gone]] = [(one.gone_ns, 0, one) for one in gone]
+    changes: list[tuple[int, int, MemoryEvent | FreedStorage]] = [(one.freed_ns, 0, one) for one in freed_storages]
     changes += [
         (one.time_ns, 1, one)
         for one in profile.memory
         if excluded_device is None or not one.device.startswith(excluded_device)
     ]
     for time_ns, _, one in sorted(changes, key=lambda change: change[:2]):
-        key = ("cpu", one.address) if isinstance(one, Gone) else (one.device, one.address)
+        key = ("cpu", one.address) if isinstance(one, FreedStorage) else (one.device, one.address)
         before = alive.get(key)
-        if before is not None and not (isinstance(one, Gone) and before.time_ns > one.seen_ns):
+        if before is not None and not (isinstance(one, FreedStorage) and before.time_ns > one.seen_ns):
             before.freed_ns = time_ns
             del alive[key]
         if isinstance(one, MemoryEvent) and one.num_bytes >= 0:
@@ -138,8 +142,8 @@ class _Merge:
                     self._modules.append(mark.ref)
                 elif mark.kind is EventKind.EXIT and self._modules:
                     self._modules.pop()
-            elif kind == _RETIRE_ORDER:
-                pool = self._pools.get(recorded.retired[number][1])
+            elif kind == _POOL_ORDER:
+                pool = self._pools.get(recorded.released_pools[number][1])
                 if pool is not None:
                     events.append(Event(EventKind.POOL_FREE, pool))
             elif kind == _ALLOC_ORDER:
@@ -159,7 +163,7 @@ class _Merge:
         self.trace.ops, self.trace.sources = list(self._ops), list(self._lines)
         begin = times[0] if times else 0
         self.trace.times = [time_ns - begin for time_ns in times]
-        for time_ns, counters in marks.readings:
+        for time_ns, counters in marks.counter_samples:
             event = bisect.bisect_right(times, time_ns) - 1
             self.trace.samples.append(Sample(event, (time_ns - begin) / 1e9, *counters))
 
@@ -167,7 +171,7 @@ class _Merge:
         """Return time, kind and number of all events, in order."""
         recorded, marks = self._recorded, self._marks
         order = [(mark.time_ns, _MARK_ORDER, number) for number, mark in enumerate(marks.marks)]
-        order += [(time_ns, _RETIRE_ORDER, number) for number, (time_ns, _) in enumerate(recorded.retired)]
+        order += [(time_ns, _POOL_ORDER, number) for number, (time_ns, _) in enumerate(recorded.released_pools)]
         for number, allocation in enumerate(recorded.allocations):
             order.append((allocation.time_ns, _ALLOC_ORDER, number))
             if allocation.freed_ns is not None:
@@ -221,15 +225,13 @@ class _Merge:
     ) -> int:
         trace = self.trace
         index = len(trace.storages)
-        module = self._modules[-1] if self._modules else NONE
-        source = self._module_sources[module] if module != NONE else NONE
-        if item.origin.source is not None:
-            source = self._lines.setdefault(item.origin.source, len(self._lines))
-        forward_event = NONE
-        if item.origin.sequence in places and not self._modules:
-            # A backward operator belongs to the module whose forward it differentiates.
+        forward_event, module = NONE, self._modules[-1] if self._modules else NONE
+        is_backward = item.origin.sequence in places and not self._modules
+        if is_backward:  # the operator belongs to the module whose forward it differentiates
             forward_event, module = places[item.origin.sequence]
-            source = self._module_sources[module] if module != NONE else NONE
+        source = self._module_sources[module] if module != NONE else NONE
+        if item.origin.source is not None and not is_backward:
+            source = self._lines.setdefault(item.origin.source, len(self._lines))
         # In a run measured on the CPU, all tensors count as on the measured device.
         device = trace.device if is_gpu(item.device) or not is_gpu(trace.device) else HOST
         shape, dtype = item.shape, item.dtype

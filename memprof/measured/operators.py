@@ -101,10 +101,10 @@ def read_events(tree: list[Any], end_ns: int) -> Profile:
                 ops = (*ops, node)
         stack += [(child, ops, sequence, source) for child in reversed(node.children)]
     memory.sort(key=lambda seen: seen.time_ns)
-    return Profile(memory, uses, ascending(forward), end_ns)
+    return Profile(memory, uses, sort_by_sequence(forward), end_ns)
 
 
-def ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def sort_by_sequence(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the last time of each sequence number, ascending by number.
 
     An operator has the number that the next autograd node gets, so that operators without a node before the node's

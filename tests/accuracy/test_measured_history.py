@@ -12,7 +12,7 @@ import pytest
 
 from memprof.allocator import replay_snapshot
 from memprof.allocator.replay import TraceReplay
-from memprof.measured.history import History, live_blocks, read_history
+from memprof.measured.history import History, get_live_blocks, read_history
 from memprof.measured.marks import Mark, Marks
 from memprof.measured.merge import collect_allocations, merge
 from memprof.measured.operators import Profile
@@ -43,14 +43,14 @@ def _gpus(snapshot: dict[str, Any]) -> Iterator[tuple[int, History, dict[int, in
         if any(entry["action"] == "alloc" for entry in entries):
             history = read_history(snapshot, gpu, [])
             seen = {life.address for life in history.allocations}
-            yield gpu, history, {at: size for at, size in live_blocks(snapshot, gpu).items() if at not in seen}
+            yield gpu, history, {at: size for at, size in get_live_blocks(snapshot, gpu).items() if at not in seen}
 
 
 def test_what_is_alive_at_the_end_is_what_the_allocator_holds(snapshots: dict[Path, dict[str, Any]]) -> None:
     lives = 0
     for path, snapshot in snapshots.items():
         for gpu, history, before in _gpus(snapshot):
-            assert history.missing(live_blocks(snapshot, gpu), before) == 0, path.name
+            assert history.count_missing_bytes(get_live_blocks(snapshot, gpu), before) == 0, path.name
             lives += len(history.allocations)
     assert lives > 60_000
 

@@ -14,7 +14,7 @@ from memprof.flows.local_gpu import gpu_like
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice, cuda
-from memprof.measured.operators import ascending
+from memprof.measured.operators import sort_by_sequence
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
 from memprof.run_spec import RunSpec
@@ -101,9 +101,9 @@ def test_a_programs_peak_counters_and_memprofs_do_not_disturb_each_other(gpu, on
     peaks = on_stub._peaks
     with on_stub:
         torch.cuda.reset_peak_memory_stats()
-        peaks.take(0)
+        peaks.take_peak(0)
         gpu.take(50)
-        assert peaks.take(0) == 50  # memprof's own reset
+        assert peaks.take_peak(0) == 50  # memprof's own reset
         assert torch.cuda.max_memory_allocated() == 50  # is not the program's
         gpu.take(20)
         assert torch.cuda.max_memory_allocated() == 50
@@ -112,8 +112,8 @@ def test_a_programs_peak_counters_and_memprofs_do_not_disturb_each_other(gpu, on
         gpu.take(10)
         assert torch.cuda.max_memory_allocated() == 10
         assert torch.cuda.memory_stats()["num_ooms"] == 0
-        assert peaks.take(0) == 20  # the program's reset took nothing from memprof
-        assert peaks.take(0) == 0
+        assert peaks.take_peak(0) == 20  # the program's reset took nothing from memprof
+        assert peaks.take_peak(0) == 0
 
 
 def test_the_context_is_this_process_alone(gpu, driver):
@@ -167,7 +167,7 @@ def test_auto_simulates_a_gpu_that_the_catalog_does_not_know_by_its_memory():
 
 
 def test_the_last_operator_of_a_number_made_its_node():
-    assert ascending([(3, 10), (3, 30), (3, 20), (1, 40)]) == [(1, 40), (3, 30)]
+    assert sort_by_sequence([(3, 10), (3, 30), (3, 20), (1, 40)]) == [(1, 40), (3, 30)]
 
 
 SCRIPT = """

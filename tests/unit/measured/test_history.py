@@ -2,8 +2,8 @@
 
 import pytest
 
-from memprof.measured.cuda import why_incomplete
-from memprof.measured.history import CounterGap, CounterSample, History, largest_difference, read_history
+from memprof.measured.cuda import find_incompleteness
+from memprof.measured.history import CounterGap, CounterSample, History, find_largest_gap, read_history
 from memprof.measured.operators import MemoryEvent, OperatorOrigin
 
 MM, RELU = OperatorOrigin("aten.mm", 9_000_000), OperatorOrigin("aten.relu", 9_000_000)
@@ -37,17 +37,17 @@ def test_the_allocators_order_is_kept_within_a_microsecond():
     entries = ("alloc", 1, 100, 7), ("free_requested", 1, 100, 7), ("alloc", 1, 50, 7)
     history = read_history(snapshot(*entries), 0, [])
     assert [(life.time_ns, life.freed_ns) for life in history.allocations] == [(7000, 7001), (7002, None)]
-    assert history.held == [(7000, 100), (7001, 0), (7002, 50)]
+    assert history.requested_bytes == [(7000, 100), (7001, 0), (7002, 50)]
 
 
 def test_a_life_ends_when_its_address_is_handed_out_again():
     history = read_history(snapshot(("alloc", 1, 100, 1), ("alloc", 1, 50, 2)), 0, [])
     assert [life.freed_ns for life in history.allocations] == [2000, None]
-    assert history.held[-1] == (2000, 50)
+    assert history.requested_bytes[-1] == (2000, 50)
 
 
 def test_what_the_profiler_alone_saw_is_counted():
-    assert read_history(snapshot(("alloc", 1, 100, 1)), 0, [seen(1000, 1, 512), seen(2000, 2, 512)]).unmatched == 1
+    assert read_history(snapshot(("alloc", 1, 100, 1)), 0, [seen(1000, 1, 512), seen(2000, 2, 512)]).num_unmatched == 1
 
 
 def test_pools_are_those_of_segments_where_entries_do_not_say():
@@ -66,7 +66,7 @@ def test_pools_are_those_of_segments_where_entries_do_not_say():
 def test_counters_may_say_what_was_held_at_any_time_while_they_were_read(counted, difference):
     second = 1_000_000
     history = read_history(snapshot(("alloc", 1, 100, second), ("alloc", 2, 50, 2 * second)), 0, [])
-    found = largest_difference(history, [CounterSample(1_900_000_000, 2_100_000_000, counted + 7)], 7)
+    found = find_largest_gap(history, [CounterSample(1_900_000_000, 2_100_000_000, counted + 7)], 7)
     assert (found and found[1:]) == difference
 
 
@@ -75,7 +75,7 @@ def test_the_largest_difference_is_told():
     readings = [
         CounterSample(at, at, counted) for at, counted in ((20_000_000, 90), (30_000_000, 130), (40_000_000, 100))
     ]
-    assert largest_difference(history, readings, 0) == (30_000_000, 130, 100)
+    assert find_largest_gap(history, readings, 0) == (30_000_000, 130, 100)
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,16 @@ def test_the_largest_difference_is_told():
         (History("cuda:0", num_entries=10), None, 0, "10 entries"),
         (History("cuda:0"), CounterGap(5, 1 << 20, 0), 0, "say 1.00 MiB, what was recorded adds up to 0 bytes"),
         (History("cuda:0"), None, 1, "differ by 1 byte"),
-        (History("cuda:0", unmatched=1), None, 0, "1 allocations and frees that the profiler saw"),
+        (History("cuda:0", num_unmatched=1), None, 0, "1 allocations and frees that the profiler saw"),
     ],
 )
 def test_a_recording_that_is_not_whole_says_why(history, difference, missing, says):
-    error = why_incomplete(history, difference, missing, max_entries=10)
+    error = find_incompleteness(history, difference, missing, max_entries=10)
     assert (error is None) if says is None else (says in error.value and error.hint)
 
 
 @pytest.mark.parametrize(("late_ns", "is_told"), [(1_999_999, False), (2_000_001, True)])
 def test_clocks_may_be_two_milliseconds_apart(late_ns, is_told):
     history = read_history(snapshot(("alloc", 1, 100, 9_000)), 0, [])
-    found = largest_difference(history, [CounterSample(9_000_000 - late_ns, 9_000_000 - late_ns, 100)], 0)
+    found = find_largest_gap(history, [CounterSample(9_000_000 - late_ns, 9_000_000 - late_ns, 100)], 0)
     assert (found is not None) is is_told

@@ -203,7 +203,7 @@ def test_merging_puts_events_in_order_of_time_and_inside_their_modules():
         Mark(50, EventKind.PHASE, 1),
     ]  # fmt: skip
     marks.claims = [Claim(80, 0xB, Owner(Role.GRADIENT, "w"), (4,), "float32", False)]
-    marks.reading()
+    marks.read_counters()
     recorded = Recorded(
         [
             Allocation(5, 0x9, 64, "cuda:0", OperatorOrigin("aten.empty", 6)),  # before the first phase
