@@ -15,19 +15,19 @@ _SOURCE = "Dao-AILab/causal-conv1d@v1.6.1.post4:causal_conv1d/causal_conv1d_inte
 _NAME = "causal_conv1d.causal_conv1d_fn"
 
 
-def _with_supported_layout(tensor: torch.Tensor) -> torch.Tensor:
+def _convert_layout(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy where neither channels nor time have stride 1."""
     return tensor.contiguous() if tensor.stride(2) != 1 and tensor.stride(1) != 1 else tensor
 
 
-def backward(x: torch.Tensor, weight: torch.Tensor, bias, made: torch.Tensor | None = None):
+def run_backward(x: torch.Tensor, weight: torch.Tensor, bias, d_x: torch.Tensor | None = None):
     """Return the input's gradient, and those of weight and bias, summed in float32 (causal_conv1d_bwd_function)."""
     if torch.are_deterministic_algorithms_enabled():
         raise unsupported_error(_NAME, "deterministic algorithms")
-    made = torch.empty_like(x) if made is None else made
-    of_weight = torch.zeros_like(weight, dtype=torch.float32)
-    of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-    return made, of_weight.type_as(weight), None if of_bias is None else of_bias.type_as(bias)
+    d_x = torch.empty_like(x) if d_x is None else d_x
+    d_weight = torch.zeros_like(weight, dtype=torch.float32)
+    d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    return d_x, d_weight.type_as(weight), None if d_bias is None else d_bias.type_as(bias)
 
 
 @stub("causal_conv1d.causal_conv1d_interface.causal_conv1d_fn", _NAME, source=_SOURCE, in_graph=True)
@@ -45,17 +45,17 @@ def causal_conv1d_fn(
     if initial_states is not None or return_final_states:
         raise unsupported_error(_NAME, "states")
 
-    def forward(given: torch.Tensor, scale: torch.Tensor, shift):
-        given = _with_supported_layout(given)
-        shift = None if shift is None else shift.contiguous()
-        places = None if seq_idx is None else seq_idx.contiguous()
-        return torch.empty_like(given), (given, scale, shift, places)
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias):
+        x = _convert_layout(x)
+        bias = None if bias is None else bias.contiguous()
+        indices = None if seq_idx is None else seq_idx.contiguous()
+        return torch.empty_like(x), (x, weight, bias, indices)
 
-    def backward_kernel(saved, gradient: torch.Tensor):
-        gradient = _with_supported_layout(gradient)
-        return backward(*saved[:3])
+    def backward(saved, gradient: torch.Tensor):
+        gradient = _convert_layout(gradient)
+        return run_backward(*saved[:3])
 
-    return kernel(forward, backward_kernel, x, weight, bias)
+    return kernel(forward, backward, x, weight, bias)
 
 
 @stub(

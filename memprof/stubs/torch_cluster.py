@@ -22,18 +22,20 @@ def _register(file: str) -> Callable[[Any], Any]:
     return register_in(f"torch_cluster.{file}", "torch_cluster", source=source)
 
 
-def _find(x: torch.Tensor, y: torch.Tensor, limit: int, batches: tuple[Any, Any], number: int | None) -> torch.Tensor:
-    """Return the edges of knn_cuda, radius_cuda: two lists of `limit` entries per point of `y`, and a mask."""
+def _find_neighbors(
+    x: torch.Tensor, y: torch.Tensor, limit: int, batches: tuple[Any, Any], num_batches: int | None
+) -> torch.Tensor:
+    """Return edges [2, `limit` per point of `y`]; scratch: two lists of edges and a mask (knn_cuda, radius_cuda)."""
     if x.numel() == 0 or y.numel() == 0:
         return torch.empty(2, 0, dtype=torch.long, device=x.device)
     x = (x.view(-1, 1) if x.dim() == 1 else x).contiguous()
     y = (y.view(-1, 1) if y.dim() == 1 else y).contiguous()
     require(x.size(1) == y.size(1), "torch_cluster", "x and y of as many coordinates")
     require(x.is_floating_point(), "torch_cluster", f"floating-point numbers, not {x.dtype}")
-    if number is None:
-        number = max([1, *(int(batch.max()) + 1 for batch in batches if batch is not None)])
-    if number > 1:
-        bounds = torch.arange(number + 1, device=x.device)
+    if num_batches is None:
+        num_batches = max([1, *(int(batch.max()) + 1 for batch in batches if batch is not None)])
+    if num_batches > 1:
+        bounds = torch.arange(num_batches + 1, device=x.device)
         ends = [torch.bucketize(bounds, batch) for batch in batches]
     else:
         ends = [torch.arange(0, len(points) + 1, len(points), device=x.device) for points in (x, y)]
@@ -45,7 +47,7 @@ def _find(x: torch.Tensor, y: torch.Tensor, limit: int, batches: tuple[Any, Any]
     return torch.stack([row.masked_select(mask), col.masked_select(mask)], dim=0)
 
 
-def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
+def _remove_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
     row, col = (edges[1], edges[0]) if flow == "source_to_target" else (edges[0], edges[1])
     if not loop:
         mask = row != col
@@ -57,7 +59,7 @@ def _without_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
 def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
     """Return edges [2, points of y times k], with all neighbors; scratch: both full lists and a mask."""
     check_on_gpu("torch_cluster.knn", x, y, batch_x, batch_y)
-    return _find(x, y, k, (batch_x, batch_y), batch_size)
+    return _find_neighbors(x, y, k, (batch_x, batch_y), batch_size)
 
 
 @_register("knn")
@@ -65,14 +67,14 @@ def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=Fals
     """Return the edges between neighbors within `x`; without loops, one more neighbor is searched and then removed."""
     check_on_gpu("torch_cluster.knn_graph", x, batch)
     edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
-    return _without_loops(edges, loop, flow)
+    return _remove_loops(edges, loop, flow)
 
 
 @_register("radius")
 def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
     """Return edges [2, points of y times max_num_neighbors], as knn does."""
     check_on_gpu("torch_cluster.radius", x, y, batch_x, batch_y)
-    return _find(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
+    return _find_neighbors(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
 
 
 @_register("radius")
@@ -82,7 +84,7 @@ def radius_graph(
     """Return the edges between neighbors within `x`, as radius does."""
     check_on_gpu("torch_cluster.radius_graph", x, batch)
     limit = max_num_neighbors if loop else max_num_neighbors + 1
-    return _without_loops(radius(x, x, r, batch, batch, limit, num_workers, batch_size), loop, flow)
+    return _remove_loops(radius(x, x, r, batch, batch, limit, num_workers, batch_size), loop, flow)
 
 
 @_register("fps")

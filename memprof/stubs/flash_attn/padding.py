@@ -16,7 +16,7 @@ from memprof.stubs.tools import check_on_gpu, kernel
 _register = register_in("flash_attn.bert_padding", source="Dao-AILab/flash-attention@v2.8.3:flash_attn/bert_padding.py")
 
 
-def _repeat(indices: torch.Tensor, columns: int) -> torch.Tensor:
+def _expand(indices: torch.Tensor, columns: int) -> torch.Tensor:
     """Return each index for every column, as a view."""
     return indices[:, None].expand(-1, columns)
 
@@ -26,19 +26,18 @@ def index_first_axis(input, indices):
     """Return the rows at `indices`, by gather; the backward scatters into zeros."""
     check_on_gpu("flash_attn.bert_padding.index_first_axis")
 
-    def forward(given: torch.Tensor, chosen: torch.Tensor):
-        others = given.shape[1:]
-        rows = given.reshape(given.shape[0], -1)
-        return torch.gather(rows, 0, _repeat(chosen, others.numel())).reshape(-1, *others), (chosen,)
+    num_rows, row_shape = input.shape[0], input.shape[1:]
+
+    def forward(input: torch.Tensor, indices: torch.Tensor):
+        rows = input.reshape(num_rows, -1)
+        return torch.gather(rows, 0, _expand(indices, rows.shape[1])).reshape(-1, *row_shape), (indices,)
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor):
-        others = gradient.shape[1:]
         gradient = gradient.reshape(gradient.shape[0], -1)
-        made = gradient.new_zeros((first, gradient.shape[1]))
-        made.scatter_(0, _repeat(saved[0], gradient.shape[1]), gradient)
-        return made.reshape(first, *others), None
+        d_rows = gradient.new_zeros((num_rows, gradient.shape[1]))
+        d_rows.scatter_(0, _expand(saved[0], gradient.shape[1]), gradient)
+        return d_rows.reshape(num_rows, *row_shape), None
 
-    first = input.shape[0]
     return kernel(forward, backward, input, indices)
 
 
@@ -47,10 +46,10 @@ def index_put_first_axis(values, indices, first_axis_dim):
     """Return rows of zeros with `values` at `indices`; the backward reads them."""
     check_on_gpu("flash_attn.bert_padding.index_put_first_axis")
 
-    def forward(given: torch.Tensor, chosen: torch.Tensor):
-        output = given.new_zeros((first_axis_dim, *given.shape[1:]))
-        output[chosen] = given
-        return output, (chosen,)
+    def forward(values: torch.Tensor, indices: torch.Tensor):
+        output = values.new_zeros((first_axis_dim, *values.shape[1:]))
+        output[indices] = values
+        return output, (indices,)
 
     return kernel(forward, lambda saved, gradient: (gradient[saved[0]], None), values, indices)
 
@@ -60,13 +59,14 @@ def index_first_axis_residual(input, indices):
     """Return the rows at `indices`, and the input itself; the backward adds into the input's gradient."""
     check_on_gpu("flash_attn.bert_padding.index_first_axis_residual")
 
-    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, of_input: torch.Tensor):
-        chosen = saved[0].reshape(-1, *(1,) * (gradient.ndim - 1)).expand_as(gradient)
-        of_input.scatter_add_(0, chosen, gradient)
-        return of_input.reshape(first, *gradient.shape[1:]), None
+    def forward(input: torch.Tensor, indices: torch.Tensor):
+        return (input[indices], input.detach()), (indices,)
 
-    first = input.shape[0]
-    return kernel(lambda given, chosen: ((given[chosen], given.detach()), (chosen,)), backward, input, indices)
+    def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, d_input: torch.Tensor):
+        indices = saved[0].reshape(-1, *(1,) * (gradient.ndim - 1)).expand_as(gradient)
+        return d_input.scatter_add_(0, indices, gradient), None
+
+    return kernel(forward, backward, input, indices)
 
 
 @_register

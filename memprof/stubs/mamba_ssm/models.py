@@ -116,18 +116,18 @@ class Block(nn.Module):
         return hidden_states, residual
 
 
-def _normalize_sum(of: Block | MixerModel, norm, x, residual, *, prenorm: bool):
+def _normalize_sum(module: Block | MixerModel, norm, x, residual, *, prenorm: bool):
     """Return the norm of the sum with a residual, by one kernel or by operators, and with `prenorm` the sum."""
-    if of.fused_add_norm:
+    if module.fused_add_norm:
         return layer_norm_fn(
-            x, norm.weight, norm.bias, residual=residual, prenorm=prenorm, residual_in_fp32=of.residual_in_fp32,
+            x, norm.weight, norm.bias, residual=residual, prenorm=prenorm, residual_in_fp32=module.residual_in_fp32,
             eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm),
         )  # fmt: skip
     residual = x if residual is None else x + residual
     x = norm(residual.to(dtype=norm.weight.dtype))
     if not prenorm:
         return x
-    return x, residual.to(torch.float32) if of.residual_in_fp32 else residual
+    return x, residual.to(torch.float32) if module.residual_in_fp32 else residual
 
 
 @_register("mamba_ssm.models.config_mamba.MambaConfig")
@@ -157,32 +157,32 @@ def create_block(
     """Return a block with a layer of the first Mamba and a norm, and an MLP if requested."""
     if layer_idx in (attn_layer_idx or ()):
         raise missing_stub_error("mamba_ssm.modules.mha.MHA")
-    of: dict[str, Any] = {"device": device, "dtype": dtype}
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
     told = copy.deepcopy(ssm_cfg) if ssm_cfg is not None else {}
     layer = told.pop("layer", "Mamba1")
     if layer not in ("Mamba1", "Mamba2"):
         raise ValueError(f"Invalid ssm_layer: {layer}, only support Mamba1 and Mamba2")
     if layer == "Mamba2":
         raise missing_stub_error("mamba_ssm.modules.mamba2.Mamba2")
-    network = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **of)
+    network = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **options)
     block = Block(
-        d_model, partial(Mamba, layer_idx=layer_idx, **told, **of), network if d_intermediate else nn.Identity,
-        partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **of), fused_add_norm, residual_in_fp32,
+        d_model, partial(Mamba, layer_idx=layer_idx, **told, **options), network if d_intermediate else nn.Identity,
+        partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **options), fused_add_norm, residual_in_fp32,
     )  # fmt: skip
     block.layer_idx = layer_idx
     return block
 
 
-def _initialize(module: nn.Module, n_layer: int, residuals: int = 1, initializer_range: float = 0.02) -> None:
+def _initialize(module: nn.Module, n_layer: int, num_residuals: int = 1) -> None:
     if isinstance(module, nn.Linear) and module.bias is not None and not getattr(module.bias, "_no_reinit", False):
         nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=initializer_range)
+        nn.init.normal_(module.weight, std=0.02)
     for name, parameter in module.named_parameters():
         if name in ("out_proj.weight", "fc2.weight"):
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
             with torch.no_grad():
-                parameter.div_(math.sqrt(residuals * n_layer))
+                parameter.div_(math.sqrt(num_residuals * n_layer))
 
 
 @_register(f"{_MODEL}.MixerModel")
@@ -196,17 +196,17 @@ class MixerModel(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
-        of: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embedding = nn.Embedding(vocab_size, d_model, **of)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(vocab_size, d_model, **options)
         self.layers = nn.ModuleList(
             create_block(
                 d_model, d_intermediate, ssm_cfg, attn_layer_idx, attn_cfg, norm_epsilon, rms_norm, residual_in_fp32,
-                fused_add_norm, number, **of,
+                fused_add_norm, number, **options,
             )
             for number in range(n_layer)
         )  # fmt: skip
-        self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **of)
-        self.apply(partial(_initialize, n_layer=n_layer, residuals=2 if d_intermediate else 1))
+        self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **options)
+        self.apply(partial(_initialize, n_layer=n_layer, num_residuals=2 if d_intermediate else 1))
 
     def forward(self, input_ids, inference_params=None, **mixer_kwargs):
         """Run the model: [batch, time] -> [batch, time, d_model]."""
@@ -223,14 +223,14 @@ class MambaLMHeadModel(nn.Module):
     def __init__(self, config, initializer_cfg=None, device=None, dtype=None):
         super().__init__()
         self.config = config
-        of: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         words = -(-config.vocab_size // config.pad_vocab_size_multiple) * config.pad_vocab_size_multiple
         self.backbone = MixerModel(
             config.d_model, config.n_layer, config.d_intermediate, words, config.ssm_cfg, config.attn_layer_idx,
             config.attn_cfg, rms_norm=config.rms_norm, initializer_cfg=initializer_cfg,
-            fused_add_norm=config.fused_add_norm, residual_in_fp32=config.residual_in_fp32, **of,
+            fused_add_norm=config.fused_add_norm, residual_in_fp32=config.residual_in_fp32, **options,
         )  # fmt: skip
-        self.lm_head = nn.Linear(config.d_model, words, bias=False, **of)
+        self.lm_head = nn.Linear(config.d_model, words, bias=False, **options)
         self.apply(partial(_initialize, n_layer=config.n_layer))
         self.tie_weights()
 

@@ -31,16 +31,16 @@ def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[tor
     return out, states, *gated
 
 
-def _scan_backward(u, delta, a, b, c, d, z, bias, made_z, recomputes: bool, out) -> tuple[Any, ...]:
+def _scan_backward(u, delta, a, b, c, d, z, bias, d_z, recomputes_gated: bool, out) -> tuple[Any, ...]:
     """Return the gradients of all inputs; those of B and C are summed in float32 (selective_scan_bwd)."""
-    if z is not None and made_z is None:
-        made_z = torch.empty_like(z)
-    gated = torch.empty_like(out) if recomputes else None
-    of_u, of_delta, of_a = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(a)
+    if z is not None and d_z is None:
+        d_z = torch.empty_like(z)
+    gated = torch.empty_like(out) if recomputes_gated else None
+    d_u, d_delta, d_a = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(a)
     sums = [torch.zeros_like(one, dtype=torch.float32 if one.dim() > 2 else None) for one in (b, c)]
-    of_d, of_bias = (None if one is None else torch.zeros_like(one) for one in (d, bias))
-    of_b, of_c = (total.to(one.dtype) for total, one in zip(sums, (b, c), strict=True))
-    return of_u, of_delta, of_a, of_b, of_c, of_d, of_bias, made_z, gated
+    d_d, d_bias = (None if one is None else torch.zeros_like(one) for one in (d, bias))
+    d_b, d_c = (total.to(one.dtype) for total, one in zip(sums, (b, c), strict=True))
+    return d_u, d_delta, d_a, d_b, d_c, d_d, d_bias, d_z, gated
 
 
 @stub(f"{_SCAN}.selective_scan_fn", "mamba_ssm.selective_scan_fn", source=_SOURCE + "ops/selective_scan_interface.py")
@@ -56,26 +56,25 @@ def selective_scan_fn(
     require(z is None or z.shape == u.shape, name, "z as u is")
     flat = B.dim() == 3, C.dim() == 3
 
-    def forward(*given):
-        x, steps, b, c, gate = map(last_contiguous, (given[0], given[1], given[3], given[4], given[6]))
-        a, d, bias = given[2], None if given[5] is None else given[5].contiguous(), given[7]
+    def forward(x, steps, a, b, c, d, gate, bias):
+        x, steps, b, c, gate = map(last_contiguous, (x, steps, b, c, gate))
+        d = None if d is None else d.contiguous()
         b, c = (one.unsqueeze(1) if is_flat else one for one, is_flat in zip((b, c), flat, strict=True))
         out, states, *gated = _scan(x, steps, a, gate)
         result = gated[0] if gated else out
         saved = (x, steps, a, b, c, d, gate, bias, states, out if gated else None)
         return ((result, states[:, :, -1, 1::2]) if return_last_state else result), saved
 
-    def backward(saved, gradient, *of_state):
+    def backward(saved, gradient, *state_gradient):
         gradient = last_contiguous(gradient)
-        x, steps, a, b, c, d, gate, bias, _, out = saved
-        made = _scan_backward(x, steps, a, b, c, d, gate, bias, None, False, out)
-        of_b, of_c = (one.squeeze(1) if is_flat else one for one, is_flat in zip(made[3:5], flat, strict=True))
-        return *made[:3], of_b, of_c, made[5], made[7], made[6]
+        gradients = _scan_backward(*saved[:8], None, False, saved[9])
+        d_b, d_c = (one.squeeze(1) if is_flat else one for one, is_flat in zip(gradients[3:5], flat, strict=True))
+        return *gradients[:3], d_b, d_c, gradients[5], gradients[7], gradients[6]
 
     return kernel(forward, backward, u, delta, A, B, C, D, z, delta_bias)
 
 
-def _by_channel(tensor: torch.Tensor, time: int) -> torch.Tensor:
+def _rearrange_by_channel(tensor: torch.Tensor, time: int) -> torch.Tensor:
     """Return `tensor` rearranged from "d (b l)" to "b d l"."""
     return tensor.unflatten(1, (-1, time)).transpose(0, 1)
 
@@ -97,8 +96,7 @@ def mamba_inner_fn(
     refuse(name, {"complex numbers": A.is_complex(), f"checkpoint_lvl={checkpoint_lvl}": checkpoint_lvl != 1})
     rank, states, time = delta_proj_weight.shape[1], A.shape[-1], xz.shape[-1]
 
-    def forward(*given):
-        packed, kernel_weight, kernel_bias, x_weight, step_weight, out_weight, out_bias, a, d, bias = given
+    def forward(packed, kernel_weight, kernel_bias, x_weight, step_weight, out_weight, out_bias, a, d, bias):
         weights = (x_weight, step_weight, out_weight)
         x_weight, step_weight, out_weight = (one.to(autocast_dtype(one.dtype)) for one in weights)
         out_bias = None if out_bias is None else out_bias.to(autocast_dtype(out_bias.dtype))
@@ -107,7 +105,7 @@ def mamba_inner_fn(
         kernel_weight = kernel_weight.squeeze(1)
         mixed = torch.empty_like(x)
         projected = functional.linear(mixed.transpose(1, 2).reshape(-1, mixed.shape[1]), x_weight)
-        steps = _by_channel(step_weight @ projected[:, :rank].t(), time)
+        steps = _rearrange_by_channel(step_weight @ projected[:, :rank].t(), time)
         b, c = (
             part.unflatten(0, (-1, time)).transpose(1, 2).unsqueeze(1).contiguous()
             for part in (projected[:, rank : rank + states], projected[:, -states:])
@@ -127,34 +125,34 @@ def mamba_inner_fn(
         x, gate = packed.chunk(2, dim=1)
         gradient = last_contiguous(gradient)
         mixed = torch.empty_like(x)
-        steps = _by_channel(step_weight @ projected[:, :rank].t(), time)
-        made = torch.empty_like(packed)
-        of_x, of_gate = made.chunk(2, dim=1)
+        steps = _rearrange_by_channel(step_weight @ projected[:, :rank].t(), time)
+        d_packed = torch.empty_like(packed)
+        d_x, d_gate = d_packed.chunk(2, dim=1)
         rows = gradient.flatten(0, 1).t()
-        of_out = _by_channel(out_weight.t() @ rows, time)
-        found = _scan_backward(mixed, steps, a, b, c, d, gate, bias, of_gate, True, out)
-        of_mixed, of_steps, of_a, of_b, of_c, of_d, of_bias, _, gated = found
+        d_out = _rearrange_by_channel(out_weight.t() @ rows, time)
+        found = _scan_backward(mixed, steps, a, b, c, d, gate, bias, d_gate, True, out)
+        d_mixed, d_steps, d_a, d_b, d_c, d_d, d_bias, _, gated = found
         del found
-        of_out_weight = torch.einsum("eB,dB->ed", rows, gated.transpose(0, 1).reshape(gated.shape[1], -1))
-        of_out_bias = None if out_proj_bias is None else gradient.flatten(0, 1).sum(0)
-        of_projected = torch.empty_like(projected)
-        of_b = of_b.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
-        of_projected[:, rank : rank + states] = of_b
-        del of_b
-        of_c = of_c.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
-        of_projected[:, -states:] = of_c
-        del of_c
-        of_steps = of_steps.transpose(0, 1).reshape(of_steps.shape[1], -1)
-        of_step_weight = torch.einsum("dB,Br->dr", of_steps, projected[:, :rank])
-        of_projected[:, :rank] = torch.einsum("dB,dr->Br", of_steps, step_weight)
-        of_mixed = of_mixed.transpose(0, 1).reshape(of_mixed.shape[1], -1)
-        of_x_weight = torch.einsum("Br,Bd->rd", of_projected, mixed.transpose(1, 2).reshape(-1, mixed.shape[1]))
-        torch.addmm(of_mixed, x_weight.t(), of_projected.t(), out=of_mixed)
-        _, of_kernel, of_kernel_bias = causal_conv1d.backward(x, kernel_weight, kernel_bias, of_x)
-        del of_out
+        d_out_weight = torch.einsum("eB,dB->ed", rows, gated.transpose(0, 1).reshape(gated.shape[1], -1))
+        d_out_bias = None if out_proj_bias is None else gradient.flatten(0, 1).sum(0)
+        d_projected = torch.empty_like(projected)
+        d_b = d_b.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
+        d_projected[:, rank : rank + states] = d_b
+        del d_b
+        d_c = d_c.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
+        d_projected[:, -states:] = d_c
+        del d_c
+        d_steps = d_steps.transpose(0, 1).reshape(d_steps.shape[1], -1)
+        d_step_weight = torch.einsum("dB,Br->dr", d_steps, projected[:, :rank])
+        d_projected[:, :rank] = torch.einsum("dB,dr->Br", d_steps, step_weight)
+        d_mixed = d_mixed.transpose(0, 1).reshape(d_mixed.shape[1], -1)
+        d_x_weight = torch.einsum("Br,Bd->rd", d_projected, mixed.transpose(1, 2).reshape(-1, mixed.shape[1]))
+        torch.addmm(d_mixed, x_weight.t(), d_projected.t(), out=d_mixed)
+        _, d_kernel, d_kernel_bias = causal_conv1d.run_backward(x, kernel_weight, kernel_bias, d_x)
+        del d_out
         return (
-            made, of_kernel.unsqueeze(1), of_kernel_bias, of_x_weight, of_step_weight, of_out_weight, of_out_bias,
-            of_a, of_d, of_bias,
+            d_packed, d_kernel.unsqueeze(1), d_kernel_bias, d_x_weight, d_step_weight, d_out_weight, d_out_bias,
+            d_a, d_d, d_bias,
         )  # fmt: skip
 
     return kernel(
@@ -173,32 +171,32 @@ class Mamba(nn.Module):
         dtype=None,
     ):  # fmt: skip
         super().__init__()
-        of: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
         self.d_inner = int(expand * d_model)
         self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
         self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
-        self.in_proj = nn.Linear(d_model, self.d_inner * 2, bias=bias, **of)
+        self.in_proj = nn.Linear(d_model, self.d_inner * 2, bias=bias, **options)
         self.conv1d = nn.Conv1d(
-            self.d_inner, self.d_inner, d_conv, groups=self.d_inner, padding=d_conv - 1, bias=conv_bias, **of
+            self.d_inner, self.d_inner, d_conv, groups=self.d_inner, padding=d_conv - 1, bias=conv_bias, **options
         )
         self.activation, self.act = "silu", nn.SiLU()
-        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + d_state * 2, bias=False, **of)
-        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, bias=True, **of)
+        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + d_state * 2, bias=False, **options)
+        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, bias=True, **options)
         a = torch.arange(1, d_state + 1, dtype=torch.float32, device=device).expand(self.d_inner, -1).contiguous()
         self.A_log = nn.Parameter(torch.log(a))
         self.D = nn.Parameter(torch.ones(self.d_inner, device=device))
         for parameter in (self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
         self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
-        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **of)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **options)
 
     def forward(self, hidden_states, inference_params=None):
         """Run the layer on [batch, time, channels]."""
         others = {"use_fast_path=False": not self.use_fast_path, "inference_params": inference_params is not None}
         refuse("mamba_ssm.Mamba", others)
         time = hidden_states.shape[1]
-        xz = _by_channel(self.in_proj.weight @ hidden_states.flatten(0, 1).t(), time)
+        xz = _rearrange_by_channel(self.in_proj.weight @ hidden_states.flatten(0, 1).t(), time)
         if self.in_proj.bias is not None:
             xz = xz + self.in_proj.bias.to(dtype=xz.dtype)[:, None]
         a = -torch.exp(self.A_log.float())
