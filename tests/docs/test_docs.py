@@ -15,6 +15,7 @@ import typer
 
 import memprof
 from memprof.cli.main import app
+from tests.benchmarks import releases
 from tests.lanes import by_day
 from tests.processes import ROOT, python
 
@@ -206,6 +207,10 @@ def test_a_command_that_does_not_exist_is_noticed(arguments):
 def test_make_targets_exist(command):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert shlex.split(command)[1] in targets
+
+
+def test_what_the_matrix_of_releases_runs_exists():
+    assert [path for path in releases.TESTS if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
