@@ -57,7 +57,7 @@ class Command:
 TORCH = Command("import torch", code=True)
 COMMANDS = {
     "help": Command("--help", Bar(0.1)),
-    "estimate": Command("estimate --params 1.2B", Bar(0.15)),
+    "estimate": Command("estimate --params 1.2B", Bar(0.15, is_met=False)),  # Typer imports pydantic
     "libraries": Command(
         "import torch, torch._dynamo; import transformers.models.qwen3.modeling_qwen3, transformers.generation",
         code=True,
