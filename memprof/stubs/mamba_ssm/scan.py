@@ -67,7 +67,8 @@ def selective_scan_fn(
 
     def backward(saved, gradient, *state_gradient):
         gradient = last_contiguous(gradient)
-        gradients = _scan_backward(*saved[:8], None, False, saved[9])
+        x, steps, a, b, c, d, gate, bias, _, out = saved
+        gradients = _scan_backward(x, steps, a, b, c, d, gate, bias, None, False, out)
         d_b, d_c = (one.squeeze(1) if is_flat else one for one, is_flat in zip(gradients[3:5], flat, strict=True))
         return *gradients[:3], d_b, d_c, gradients[5], gradients[7], gradients[6]
 
