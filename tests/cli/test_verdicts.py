@@ -58,7 +58,7 @@ def test_v_explains(memprof):
 
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.05)
+    monkeypatch.setattr(progress, "PIPE_INTERVAL", 0.05)
     with progress.Progress() as echo:
         echo("reading a\x1b[31m name")
         time.sleep(0.18)
@@ -76,7 +76,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
 
 
 def test_progress_says_how_far_it_is(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.05)
+    monkeypatch.setattr(progress, "PIPE_INTERVAL", 0.05)
     with progress.Progress() as echo, report_progress_with(lambda: "layer 3 of 9"):
         echo("training step 1 of 2")
         time.sleep(0.08)
@@ -126,6 +126,6 @@ def test_layers_of_a_forward_are_counted():
 def test_q_says_nothing_beside_the_verdict(memprof, folder, monkeypatch, words):
     """No progress, and not where files were written."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(progress, "PIPE_INTERVAL", 0.01)
     assert memprof(*words).stderr != ""
     assert memprof(*words, "-q").stderr == ""
