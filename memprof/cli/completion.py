@@ -32,20 +32,16 @@ _ZSH_FIRST_CALL = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} 
 
 def get_completer(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
     """Return a function that lists the values of an option for shell completion; None if the values are unknown."""
-    known = {"gpu": _list_gpu_names, "model": _list_model_names}.get(option)
-    return (lambda: list(choices)) if choices else known
+    if choices or option not in ("gpu", "model"):
+        return (lambda: list(choices)) if choices else None
 
+    def list_keys() -> list[str]:
+        from memprof.device.catalog import list_gpus
+        from memprof.workload.catalog.models import list_models
 
-def _list_gpu_names() -> list[str]:
-    from memprof.device.catalog import list_gpus
+        return [entry.key for entry in (list_gpus() if option == "gpu" else list_models())]
 
-    return [gpu.key for gpu in list_gpus()]
-
-
-def _list_model_names() -> list[str]:
-    from memprof.workload.catalog.models import list_models
-
-    return [model.key for model in list_models()]
+    return list_keys
 
 
 def replace_install_callback(command: Any) -> None:

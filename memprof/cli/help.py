@@ -41,15 +41,16 @@ def help(
     if output.as_json:
         from memprof.report.documents.command_results import Topic, TopicList
 
-        print_json(TopicList(topics=tuple(Topic(name, _read_title(page)) for name, page in shown.items()), text=text))
+        print_json(TopicList(topics=tuple(Topic(name, read_title(page)) for name, page in shown.items()), text=text))
     elif text is not None:
         echo(text, nl=False)
     else:
         for name, page in shown.items():
-            echo(f"{name:<20} {_read_title(page)}")
+            echo(f"{name:<20} {read_title(page)}")
 
 
-def _read_title(page: Traversable) -> str:
+def read_title(page: Traversable) -> str:
+    """Return the first heading of a Markdown file, without its marks."""
     with page.open(encoding="utf-8") as lines:
         title = next((line for line in lines if line.startswith("#")), "")
     return title.lstrip("#").strip().replace("`", "")

@@ -107,11 +107,11 @@ class PageOptions(OutputOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.html is not None:
-            from memprof.report.page.library import check_plotly
+            from memprof.fixes.catalog import check_package
             from memprof.report.page.page import PAGE
             from memprof.trace.files import check_output_path
 
-            check_plotly("--html")
+            check_package("--html", "plotly")
             check_output_path(self.html, PAGE, force=self.force)
             object.__setattr__(self, "html_path", self.html.absolute())
 

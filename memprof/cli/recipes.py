@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from memprof.cli.help import read_title
 from memprof.cli.options import ErrorReportingGroup, add_command
 from memprof.cli.output import ListOptions, print_json
 from memprof.cli.streams import echo
@@ -43,11 +44,11 @@ def list_recipes(output: ListOptions) -> None:
     if output.as_json:
         from memprof.report.documents.command_results import Recipe, RecipeList
 
-        recipes = (Recipe(one.name, _read_title(one), _build_run_command(one)) for one in found)
+        recipes = (Recipe(one.name, read_title(one / _README), _build_run_command(one)) for one in found)
         print_json(RecipeList(recipes=tuple(recipes)))
         return
     for recipe in found:
-        echo(f"{recipe.name}\n    {_read_title(recipe)}\n    {_build_run_command(recipe)}")
+        echo(f"{recipe.name}\n    {read_title(recipe / _README)}\n    {_build_run_command(recipe)}")
 
 
 def run_recipe(context: typer.Context, name: RecipeName) -> None:
@@ -88,7 +89,7 @@ def copy_recipe(
     if output.as_json:
         from memprof.report.documents.command_results import Recipe, RecipeList
 
-        copied = Recipe(recipe.name, _read_title(recipe), run)
+        copied = Recipe(recipe.name, read_title(recipe / _README), run)
         print_json(RecipeList(command="recipes cp", recipes=(copied,), copied_to=str(target)))
         return
     echo(f"copied to {target}; run it with\n    {run}")
@@ -142,11 +143,6 @@ def _copy_folder(folder: Traversable, target: Path) -> None:
 
 def _build_run_command(recipe: Traversable) -> str:
     return f"memprof recipes run {recipe.name}"
-
-
-def _read_title(recipe: Traversable) -> str:
-    with (recipe / _README).open(encoding="utf-8") as lines:
-        return next(lines, "").lstrip("#").strip()
 
 
 def _parse_number(folder: Traversable) -> str | None:

@@ -158,7 +158,7 @@ def recommend(request: RecommendOptions) -> None:
     request.write_page(result)
     if entry is not None and cached is None:
         entry.keep(result)
-    raise typer.Exit(ExitCode.DONE if result.found else ExitCode.DOES_NOT_FIT)
+    raise typer.Exit(ExitCode.DONE if result.has_result else ExitCode.DOES_NOT_FIT)
 
 
 _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
@@ -204,7 +204,7 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
 
 
 def _print_recommendation(result: Recommendation, request: RecommendOptions) -> None:
-    if request.snippet is not None and result.found:
+    if request.snippet is not None and result.has_result:
         if request.snippet not in result.snippets:
             hint = "there is " + (" and ".join(result.snippets) or "none for a model of your own")
             raise UsageError("there is no such script for this run", value=request.snippet, hint=hint)

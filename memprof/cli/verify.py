@@ -54,4 +54,4 @@ def verify(
             fixes or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code
         )
     print_result(found, request, "verification")
-    raise typer.Exit(ExitCode.DONE if found.passed else ExitCode.DIFFERS if found.tried else ExitCode.FAILED)
+    raise typer.Exit(ExitCode.DONE if found.passed else ExitCode.DIFFERS if found.has_results else ExitCode.FAILED)

@@ -77,11 +77,11 @@ def _fix_advice(case: str, run: ReportedRun) -> tuple[Advice, ...]:
 
 
 def list_advice(
-    cause: Cause, figures: MessageSizes, tensors: tuple[Candidate, ...], run: ReportedRun, source: str, text: str = ""
+    cause: Cause, sizes: MessageSizes, tensors: tuple[Candidate, ...], run: ReportedRun, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
     """Return the advice for `cause`, in order; `text` is the message with the log around it."""
-    if figures.total is not None and figures.total.num_bytes >= GIB:
-        run = replace(run, gpu_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as printed
+    if sizes.total is not None and sizes.total.num_bytes >= GIB:
+        run = replace(run, gpu_bytes=parse_gib(f"{sizes.total.num_bytes / GIB:.2f}"))  # as printed
     if tensors and "delta" in tensors[0].role:
         run = replace(run, npt="dense")
     if tensors and tensors[0].role == "attention scores":
@@ -152,12 +152,12 @@ def _is_before_torch_2_1(text: str) -> bool:
     return "reserved in total by PyTorch" in text or " cached)" in text
 
 
-def _segments_advice(what: str, text: str) -> tuple[Advice, ...]:
+def _segments_advice(advice: str, text: str) -> tuple[Advice, ...]:
     """Return advice to use expandable segments; none before torch 2.1 or on Windows, which lack them."""
     if _is_before_torch_2_1(text) or _WINDOWS.search(text):
         return ()
     variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
-    return (Advice(what, f"export {variable}={_SEGMENTS.alloc_conf}", fix=_SEGMENTS.name),)
+    return (Advice(advice, f"export {variable}={_SEGMENTS.alloc_conf}", fix=_SEGMENTS.name),)
 
 
 def _split_size_advice(text: str) -> tuple[Advice, ...]:
@@ -166,8 +166,8 @@ def _split_size_advice(text: str) -> tuple[Advice, ...]:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
     where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
     shell = "set" if _WINDOWS.search(text) else "export"
-    what = f"leave large blocks whole for large requests (there are no expandable segments {where})"
-    return (Advice(what, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),)
+    advice = f"leave large blocks whole for large requests (there are no expandable segments {where})"
+    return (Advice(advice, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),)
 
 
 def _tensor_advice(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Advice, ...]:

@@ -34,18 +34,18 @@ def read_size(number: str, unit: str) -> PrintedSize:
     return PrintedSize(f"{number} {unit}", int(value * factor), max(0, int(-(-low // 1))), int(high // 1))
 
 
-def _find_size(pattern: str, text: str) -> PrintedSize | None:
-    match = re.search(pattern.replace("AMOUNT", _AMOUNT), text)
+def _find_size(pattern: str, message: str) -> PrintedSize | None:
+    match = re.search(pattern.replace("AMOUNT", _AMOUNT), message)
     size = read_size(*match.groups()[-2:]) if match else None
     return None if size is None or size.num_bytes >= _MAX_SIZE else size
 
 
-def _read_request(text: str, tried: str, device: str = "", **amounts: str) -> MessageSizes:
+def _read_request(message: str, tried: str, device: str = "", **amounts: str) -> MessageSizes:
     """Return the sizes in a message; the arguments are patterns, in which AMOUNT matches a size."""
-    found: dict[str, Any] = {name: _find_size(pattern, text) for name, pattern in amounts.items()}
-    index = re.search(device, text) if device else None
+    found: dict[str, Any] = {name: _find_size(pattern, message) for name, pattern in amounts.items()}
+    index = re.search(device, message) if device else None
     return MessageSizes(
-        tried=_find_size(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found
+        tried=_find_size(tried, message), tried_is_segment=False, device=int(index[1]) if index else None, **found
     )
 
 
@@ -55,40 +55,42 @@ def _add_sizes(first: PrintedSize, second: PrintedSize) -> PrintedSize:
     return PrintedSize(f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
 
 
-def read_caching_allocator(text: str) -> MessageSizes:
+def read_caching_allocator(message: str) -> MessageSizes:
     """Return the sizes in a message of torch's caching allocator (CUDA, ROCm or XPU); `text` is one line."""
-    tried = _find_size("Tried to allocate AMOUNT", text)
-    allocated = _find_size("AMOUNT already allocated", text) or _find_size(
-        "Of the allocated memory AMOUNT is allocated", text
+    tried = _find_size("Tried to allocate AMOUNT", message)
+    allocated = _find_size("AMOUNT already allocated", message) or _find_size(
+        "Of the allocated memory AMOUNT is allocated", message
     )
-    reserved = _find_size("AMOUNT reserved in total by PyTorch", text)
+    reserved = _find_size("AMOUNT reserved in total by PyTorch", message)
     # Before 1.4 the last figure was "cached": what the allocator held beyond the allocated.
-    unallocated = _find_size("AMOUNT is reserved by PyTorch but unallocated", text) or _find_size("AMOUNT cached", text)
+    unallocated = _find_size("AMOUNT is reserved by PyTorch but unallocated", message) or _find_size(
+        "AMOUNT cached", message
+    )
     if reserved is None and allocated is not None and unallocated is not None:
         reserved = _add_sizes(allocated, unallocated)
-    process = _find_size("this process has AMOUNT memory in use", text)
+    process = _find_size("this process has AMOUNT memory in use", message)
     if process is not None and allocated is not None and process.high < allocated.low:
         process = None  # NVML knows nothing of processes on this system (WSL, a container)
     others = tuple(
         (int(pid), size)
-        for pid, number, unit in re.findall(rf"Process (\d+) has {_AMOUNT} memory in use", text)
+        for pid, number, unit in re.findall(rf"Process (\d+) has {_AMOUNT} memory in use", message)
         if (size := read_size(number, unit)).num_bytes < _MAX_SIZE
     )
     whole_mib = tried is not None and tried.text.endswith("MiB") and tried.num_bytes % MIB == 0
     segment = tried is not None and (tried.text.endswith("GiB") or (whole_mib and tried.num_bytes // MIB % 2 == 0))
-    device = re.search(r"GPU (\d+)[; ]", text) or re.search(r"XPU (\d+)[; ]", text)
+    device = re.search(r"GPU (\d+)[; ]", message) or re.search(r"XPU (\d+)[; ]", message)
     return MessageSizes(
         tried=tried,
         tried_is_segment=segment,
         device=int(device[1]) if device else None,
-        total=_find_size("AMOUNT total capacity", text) or _find_size(r"total capac(?:i)?ty of AMOUNT", text),
-        free=_find_size("of which AMOUNT is free", text) or _find_size("AMOUNT free[;)]", text),
+        total=_find_size("AMOUNT total capacity", message) or _find_size(r"total capac(?:i)?ty of AMOUNT", message),
+        free=_find_size("of which AMOUNT is free", message) or _find_size("AMOUNT free[;)]", message),
         process=process,
         others=others,
-        allowed=_find_size("AMOUNT allowed;", text),
+        allowed=_find_size("AMOUNT allowed;", message),
         allocated=allocated,
         reserved=reserved,
-        private_pools=_find_size("with AMOUNT allocated in private pools", text),
+        private_pools=_find_size("with AMOUNT allocated in private pools", message),
     )
 
 
@@ -104,15 +106,15 @@ read_malloc_async = partial(
 )
 
 
-def read_mps(text: str) -> MessageSizes:
+def read_mps(message: str) -> MessageSizes:
     """Return the sizes in a message of torch's MPS allocator, whose capacity is the allowed maximum.
 
     "Other allocations" belong to this process too: Metal counts the process's memory outside torch's pools.
     """
     found = _read_request(
-        text, "Tried to allocate AMOUNT", total="max allowed: AMOUNT", allocated="MPS allocated: AMOUNT"
+        message, "Tried to allocate AMOUNT", total="max allowed: AMOUNT", allocated="MPS allocated: AMOUNT"
     )
-    others = _find_size("other allocations: AMOUNT", text)
+    others = _find_size("other allocations: AMOUNT", message)
     if others is None or found.allocated is None:
         return found
     return replace(found, process=_add_sizes(found.allocated, others))
@@ -122,12 +124,12 @@ def read_mps(text: str) -> MessageSizes:
 read_metal_buffer = partial(_read_request, tried="Invalid buffer size: AMOUNT")
 
 
-def read_engine_budget(text: str) -> MessageSizes:
+def read_engine_budget(message: str) -> MessageSizes:
     """Return the sizes in a message of vLLM's check at startup: free and total memory, and the memory budget."""
     match = re.search(
         r"Free memory on device(?: \w+:(\d+))? \((\d+(?:\.\d+)?)/(\d+(?:\.\d+)?) GiB\) on startup is less than desired "
         r"GPU memory utilization \((?:\d+(?:\.\d+)?), (\d+(?:\.\d+)?) GiB\)",
-        text,
+        message,
     )
     if match is None:
         return MessageSizes(tried_is_segment=False)
@@ -152,11 +154,11 @@ read_host_request = partial(_read_request, tried="tried to allocate AMOUNT")
 _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
 
 
-def read_xla(text: str) -> MessageSizes:
+def read_xla(message: str) -> MessageSizes:
     """Return the size in a message of XLA or TensorFlow: bytes, a size with a unit, or a tensor's shape."""
-    tensor = re.search(r"OOM when allocating tensor with shape\[([\d,]+)\] and type (\w+)", text)
+    tensor = re.search(r"OOM when allocating tensor with shape\[([\d,]+)\] and type (\w+)", message)
     if tensor is None or tensor[2] not in _TYPES:
-        return _read_request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
+        return _read_request(message, "(?:trying to allocate|attempting to allocate) AMOUNT")
     num_bytes = math.prod(map(int, tensor[1].split(","))) * _TYPES[tensor[2]]
     size = PrintedSize(format_bytes(num_bytes), num_bytes, num_bytes, num_bytes)
     return MessageSizes(tried=size, tried_is_segment=False)

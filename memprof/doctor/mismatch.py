@@ -43,45 +43,45 @@ def _parse_device(type_name: str) -> str:
     return next((name for name in ("cuda", "mps", "xpu", "npu") if name in type_name.lower()), "cpu")
 
 
-def read_mismatch(text: str) -> Mismatch:
+def read_mismatch(message: str) -> Mismatch:
     """Return the mismatch in an error about two devices; `text` is one line."""
-    argument = _ARGUMENT.search(text)
+    argument = _ARGUMENT.search(message)
     name, kernel = (argument[1] or "", argument[2]) if argument else ("", "")
     kernel = re.sub(r"^wrapper_+(?:CUDA_+|MPS_+|XPU_+)?_*", "", kernel)
-    if found := _OTHER_DEVICE.search(text):
+    if found := _OTHER_DEVICE.search(message):
         return Mismatch((found[2], found[3]), found[1], kernel)
-    if found := _TWO_DEVICES.search(text):
+    if found := _TWO_DEVICES.search(message):
         return Mismatch((found[1], found[2]), name, kernel)
-    if found := _TYPES.search(text):
+    if found := _TYPES.search(message):
         return Mismatch((_parse_device(found[1]), _parse_device(found[3])), "input", "")
-    if found := re.search(rf"xpected device {_DEVICE} but got device {_DEVICE}", text):
+    if found := re.search(rf"xpected device {_DEVICE} but got device {_DEVICE}", message):
         return Mismatch((found[2], found[1]))
-    if found := _OBJECT.search(text):
-        return Mismatch((_parse_device(found[2]), _parse_device(found[1])), _find_argument_name(text), "")
-    if found := _EXPECTED.search(text) or _MODULE.search(text):
+    if found := _OBJECT.search(message):
+        return Mismatch((_parse_device(found[2]), _parse_device(found[1])), _find_argument_name(message), "")
+    if found := _EXPECTED.search(message) or _MODULE.search(message):
         return Mismatch((found[1], found[2]))
-    if found := _EXPECTED_ON.search(text):
+    if found := _EXPECTED_ON.search(message):
         return Mismatch((found[2].lower().replace("gpu", "cuda"), found[3].lower().replace("gpu", "cuda")), found[1])
-    if found := _GENERATOR.search(text):
+    if found := _GENERATOR.search(message):
         return Mismatch((found[2], found[1]), "generator")
-    if found := _NUMPY.search(text):
+    if found := _NUMPY.search(message):
         return Mismatch((found[1],), is_numpy=True)
-    if "out of meta tensor" in text:
+    if "out of meta tensor" in message:
         return Mismatch(("meta",))
-    if "indices should be either on" in text:
-        held = re.search(r"indexed tensor \((\w+(?::\d+)?)\)", text)
+    if "indices should be either on" in message:
+        held = re.search(r"indexed tensor \((\w+(?::\d+)?)\)", message)
         indexed = held[1] if held else "cpu"
         return Mismatch(("cuda" if indexed == "cpu" else "cpu", indexed), "indices")
-    if "Placeholder storage" in text:
+    if "Placeholder storage" in message:
         return Mismatch(("cpu", "mps"))
-    if re.search(r"is on (?:the )?CPU", text):
-        return Mismatch(("cpu", "cuda"), _find_argument_name(text))
-    found = _ANY_TWO.search(text)
+    if re.search(r"is on (?:the )?CPU", message):
+        return Mismatch(("cpu", "cuda"), _find_argument_name(message))
+    found = _ANY_TWO.search(message)
     return Mismatch((found[1].lower(), found[2].lower()), name, kernel) if found else Mismatch((), name, kernel)
 
 
-def _find_argument_name(text: str) -> str:
-    match = re.search(r"argument #?\d+ '(\w+)'", text)
+def _find_argument_name(message: str) -> str:
+    match = re.search(r"argument #?\d+ '(\w+)'", message)
     return match[1] if match else ""
 
 

@@ -29,16 +29,16 @@ _MAX_ODD_FACTOR = 3  # Round sizes are powers of two times up to this, which too
 _MANY_TOKENS = 1 << 17  # Tokens of a batch beyond which each doubling costs two bits.
 
 
-def find_request_range(figures: MessageSizes) -> tuple[int, int] | None:
+def find_request_range(sizes: MessageSizes) -> tuple[int, int] | None:
     """Return the smallest and largest request, in bytes, that print as `tried`; None if the range is too wide.
 
     The message has the segment, rounded to two decimals; segments are multiples of 2 MiB for requests of at least
     10 MiB (`get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp).
     """
-    tried = figures.tried
+    tried = sizes.tried
     if tried is None:
         return None
-    if figures.tried_is_segment:
+    if sizes.tried_is_segment:
         low, high = -(-tried.low // _SEGMENT) * _SEGMENT, tried.high // _SEGMENT * _SEGMENT
         if low <= high:
             if high <= _SMALL_SEGMENT or low == high == _LARGE_SEGMENT:
@@ -92,7 +92,7 @@ def find_roles(frames: Sequence[str]) -> frozenset[str]:
     return frozenset(role for role, words in _ROLES.items() if any(word in text for word in words.split()))
 
 
-def find_candidates(query: TensorQuery, most: int = 5) -> list[Candidate]:
+def find_candidates(query: TensorQuery, max_candidates: int = 5) -> list[Candidate]:
     """Return the tensors that the failed allocation may be for, likeliest first, at most `most`."""
     weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
     enough = MIN_BITS if query.model is None else 1.0
@@ -102,7 +102,7 @@ def find_candidates(query: TensorQuery, most: int = 5) -> list[Candidate]:
             weighed[key] = (bits, candidate)
     ranked = sorted(weighed.values(), key=lambda item: -item[0])
     # Candidates far less likely than the first are left out.
-    return [candidate for bits, candidate in ranked[:most] if bits > ranked[0][0] - 10]
+    return [candidate for bits, candidate in ranked[:max_candidates] if bits > ranked[0][0] - 10]
 
 
 def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:

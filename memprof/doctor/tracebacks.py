@@ -57,29 +57,29 @@ def read_frames(passage: Passage) -> list[TracebackFrame]:
     starts = [number for number, line in enumerate(cleaned) if "Traceback (most recent call last)" in line]
     if starts:
         cleaned = cleaned[starts[-1] + 1 :]
-    found: list[TracebackFrame] = []
+    frames: list[TracebackFrame] = []
     for number, line in enumerate(cleaned):
         framed = strip_box(line)
         match = _PYTHON.search(line) or _PYTHON.search(framed)
         if match:
             code = next((later.strip() for later in cleaned[number + 1 : number + 2] if not _PYTHON.search(later)), "")
-            found.append(TracebackFrame(match[1], int(match[2]), match[3] or "", "" if _MARKERS.match(code) else code))
+            frames.append(TracebackFrame(match[1], int(match[2]), match[3] or "", "" if _MARKERS.match(code) else code))
             continue
         match = _IPYTHON.match(framed) or _RICH.match(framed)
         if match:
-            found.append(TracebackFrame(match[1].strip(), int(match[2]), match[3].split("(")[0]))
+            frames.append(TracebackFrame(match[1].strip(), int(match[2]), match[3].split("(")[0]))
             continue
         arrow = _ARROW.match(framed) or _ARROW.match(line.replace("│", "", 1))
-        if arrow and found and not found[-1].code:
-            last = found.pop()
-            found.append(TracebackFrame(last.file, last.line, last.function, strip_box(arrow[1]).strip(" │")))
-    return found
+        if arrow and frames and not frames[-1].code:
+            last = frames.pop()
+            frames.append(TracebackFrame(last.file, last.line, last.function, strip_box(arrow[1]).strip(" │")))
+    return frames
 
 
-def choose_frames(found: list[TracebackFrame]) -> list[TracebackFrame]:
+def choose_frames(frames: list[TracebackFrame]) -> list[TracebackFrame]:
     """Return the innermost frame outside torch, and the innermost frame of the user's code if it is another."""
-    guilty = next((frame for frame in reversed(found) if not frame.is_in_torch), None)
-    own = next((frame for frame in reversed(found) if not frame.is_installed), None)
+    guilty = next((frame for frame in reversed(frames) if not frame.is_in_torch), None)
+    own = next((frame for frame in reversed(frames) if not frame.is_installed), None)
     if guilty is None:
-        return found[-1:]
+        return frames[-1:]
     return [guilty] if own is None or own == guilty else [guilty, own]

@@ -240,12 +240,12 @@ class DecoderLayer(Projections):
         tape.drop(product)
         return down
 
-    def record_activation(self, x: Tensor, kind: str) -> Tensor:
+    def record_activation(self, x: Tensor, activation: str) -> Tensor:
         """Record an activation; return the output. ReLU saves its output, others their input."""
         tape = self.tape
-        if kind == "relu":
+        if activation == "relu":
             return tape.record([x], x.width, x.itemsize, saves_output=True, name="activated")
-        if kind != "gelu-python":
+        if activation != "gelu-python":
             return tape.record([x], x.width, x.itemsize, saves=[x], name="activated")
         # transformers/activations.py, NewGELUActivation: eight operators.
         # Under autocast pow is computed in float32, and all that follows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -272,11 +272,6 @@ def _context_length(subject: EstimatedModel, options: EstimateOptions) -> int:
         problem = f"{subject.name} has positions for {limit:,} tokens"
         raise UsageError(problem, value=f"--context-length {requested}", hint="give less")
     return requested
-
-
-def judge_gpus(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the verdict of a cell for each GPU, by the GPU's key."""
-    return {gpu.key: cell.judge_fit(gpu) for gpu in gpus}
 
 
 @cache

@@ -50,11 +50,11 @@ class TrainingMoments:
         self.final = self._final_norm_bytes()
         self.kept = self._kept_per_layer()
 
-    def _rank_memory(self, memory: StaticMemory, elements: Elements, whole: int) -> StaticMemory:
+    def _rank_memory(self, memory: StaticMemory, elements: Elements, num_parameters: int) -> StaticMemory:
         """Return the static memory of the parameters that this rank computes with, before sharding."""
         if self.rank.tensor == self.rank.stages == 1:
             return memory
-        share = elements.all / whole
+        share = elements.all / num_parameters
         undivided = elements.undivided * self.plan.itemsize if self.trains_weights else 0
         own = StaticMemory(*(round(part * share) for part in dataclasses.astuple(memory)))
         return dataclasses.replace(own, gradients=own.gradients + undivided)

@@ -35,18 +35,18 @@ class RowTable:
         import pandas
 
         known = [one if self.key_columns else (one,) for one in self.rows]
-        columns = {name: ([one[at] for one in known], kind) for at, (name, kind) in enumerate(self.key_columns.items())}
+        columns = {name: ([one[at] for one in known], hint) for at, (name, hint) in enumerate(self.key_columns.items())}
         if self.row_type is not None:
             plain = [to_plain(one[-1]) for one in known]
-            for path, kind in _list_fields(self.row_type):
+            for path, hint in _list_fields(self.row_type):
                 inside = plain
                 for name in path:
                     inside = [None if one is None else one[name] for one in inside]
-                columns[".".join(path)] = (inside, kind)
+                columns[".".join(path)] = (inside, hint)
         return pandas.DataFrame(
             {
-                name: pandas.Series(map(_escape_surrogates, values), dtype=_choose_dtype(kind))
-                for name, (values, kind) in columns.items()
+                name: pandas.Series(map(_escape_surrogates, values), dtype=_choose_dtype(hint))
+                for name, (values, hint) in columns.items()
             }
         )
 
@@ -61,23 +61,23 @@ def _list_fields(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield path and type of each field of a dataclass and of nested dataclasses; lists of rows are separate tables."""
     for _, name, hint in json_fields(row_type):
-        kind = hint | None if optional else hint
+        hint = hint | None if optional else hint
         place = (*path, name)
-        (known, *others), is_optional = _split_union(kind)
+        (known, *others), is_optional = _split_union(hint)
         if dataclasses.is_dataclass(known) and isinstance(known, type) and not others:
             yield from _list_fields(known, place, optional=is_optional)
         elif not any(dataclasses.is_dataclass(one) for one in get_args(known)):
-            yield place, kind
+            yield place, hint
 
 
-def _split_union(kind: Any) -> tuple[list[Any], bool]:
+def _split_union(hint: Any) -> tuple[list[Any], bool]:
     """Return the types of a union without None, and whether None is among them."""
-    inside = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    inside = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return [one for one in inside if one is not NoneType], NoneType in inside
 
 
-def _choose_dtype(kind: Any) -> str:
-    (known, *others), is_optional = _split_union(kind)
+def _choose_dtype(hint: Any) -> str:
+    (known, *others), is_optional = _split_union(hint)
     if others or not isinstance(known, type):
         return "object"
     return "string" if issubclass(known, str) else _DTYPES.get(known, ("object", "object"))[is_optional]

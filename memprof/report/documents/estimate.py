@@ -16,7 +16,6 @@ from memprof.estimate.table import (
     Cell,
     Estimate,
     SimulatedRun,
-    judge_gpus,
     read_band,
 )
 from memprof.trace.json_values import JsonValue
@@ -108,7 +107,7 @@ def build_estimate_document(
             method=cell.method.key,
             dtype=cell.plan.column,
             depends_on_derived_geometry=cell.is_derived,
-            gpus=judge_gpus(cell, gpus),
+            gpus={gpu.key: cell.judge_fit(gpu) for gpu in gpus},
             formulas={name: format_formula(estimate, cell, name) for name in cell.peak.terms} if explain else None,
             kept_per_layer_bytes_per_token=dict(list_saved_tensors(estimate, cell)) if explain else None,
             **_build_size_fields(cell),

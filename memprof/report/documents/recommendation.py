@@ -154,7 +154,7 @@ class Recommendation(JsonValue):
     command: str = "recommend"
 
     @property
-    def found(self) -> bool:
+    def has_result(self) -> bool:
         """Return whether any configuration or model fits."""
         if self.largest:
             return any(row.model is not None for row in self.largest)

@@ -120,10 +120,10 @@ class Verification(JsonValue):
     @property
     def passed(self) -> bool:
         """Return whether all results are within their bounds, and there is a result."""
-        return self.tried and all(row.passed for row in (*self.deviations, *self.precisions, *self.optimizers))
+        return self.has_results and all(row.passed for row in (*self.deviations, *self.precisions, *self.optimizers))
 
     @property
-    def tried(self) -> bool:
+    def has_results(self) -> bool:
         """Return whether there is any result."""
         return bool(self.deviations or self.precisions or self.optimizers or self.peaks)
 

@@ -57,5 +57,5 @@ def build_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Tim
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"writer": f"{_WRITER} {__version__}"}}
 
 
-def _make_name_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": {"name": name}}
+def _make_name_event(event_name: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": event_name, "args": {"name": name}}

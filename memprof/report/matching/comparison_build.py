@@ -8,22 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memprof.ledger.stage_amounts import Stage
-from memprof.report.documents.comparison import (
-    DIFFERS,
-    ONLY_IN_A,
-    ONLY_IN_B,
-    SAME,
-    SCHEMA,
-    BridgeRow,
-    CategoryRow,
-    Comparison,
-    FindingRow,
-    KernelMemory,
-    SettingRow,
-    StageBytes,
-    StageRow,
-    TotalRow,
-)
+from memprof.report.documents import comparison
 from memprof.report.matching.runs import (
     ALL_TENSORS,
     ALLOCATED,
@@ -48,7 +33,7 @@ _STAGE_AMOUNTS = ("allocated_bytes", "delta_bytes", "peak_allocated_bytes")  # c
 _OTHER_KERNELS = "a CPU and a GPU run other kernels"
 
 
-def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Comparison:
+def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> comparison.Comparison:
     """Return the comparison of two runs."""
     settings, same_settings = _compare_settings(a, b)
     totals = (*(_compare_total(name, a, b, tolerance) for name in TOTALS), *_compare_ranks(a, b, tolerance))
@@ -57,8 +42,8 @@ def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Co
         [row for row in b.tensors if row.category != KERNELS],
         by_shape=a.has_shapes and b.has_shapes,
     )
-    return Comparison(
-        schema=SCHEMA,
+    return comparison.Comparison(
+        schema=comparison.SCHEMA,
         memprof_version=__version__,
         command="compare",
         a=a.side,
@@ -77,7 +62,7 @@ def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Co
         kernels_a=_sum_kernels(a),
         kernels_b=_sum_kernels(b),
         reserved=tuple(
-            BridgeRow(name, a.bridge[name], b.bridge[name], _subtract(a.bridge[name], b.bridge[name]))
+            comparison.BridgeRow(name, a.bridge[name], b.bridge[name], _subtract(a.bridge[name], b.bridge[name]))
             for name in BRIDGE_STEPS
             if a.bridge[name] is not None or b.bridge[name] is not None
         ),
@@ -93,11 +78,13 @@ def _subtract(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else b - a
 
 
-def _compare_settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[SettingRow, ...], int]:
+def _compare_settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[comparison.SettingRow, ...], int]:
     both = dict.fromkeys([*a.settings, *b.settings])
     names = [name for name in both if all(run.has_all_settings or name in run.settings for run in (a, b))]
     # An option that is newer than a report had its default then.
-    rows = [SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names]
+    rows = [
+        comparison.SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names
+    ]
     differing = tuple(row for row in rows if _plain_setting(row.a) != _plain_setting(row.b))
     return differing, len(rows) - len(differing)
 
@@ -109,7 +96,7 @@ def _plain_setting(value: Any) -> Any:
     return None if value is False or value == "" else value
 
 
-def _compare_total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> TotalRow:
+def _compare_total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> comparison.TotalRow:
     a_bytes, b_bytes = a.totals[name], b.totals[name]
     why = ""
     if a_bytes is None or b_bytes is None:
@@ -121,12 +108,14 @@ def _compare_total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Toleran
     return _build_total(name, a_bytes, b_bytes, tolerance, why)
 
 
-def _build_total(name: str, a_bytes: int | None, b_bytes: int | None, tolerance: Tolerance, why_not: str) -> TotalRow:
+def _build_total(
+    name: str, a_bytes: int | None, b_bytes: int | None, tolerance: Tolerance, why_not: str
+) -> comparison.TotalRow:
     within = None if why_not else tolerance.allows(a_bytes or 0, b_bytes or 0)
-    return TotalRow(name, a_bytes, b_bytes, _subtract(a_bytes, b_bytes), not why_not, within, why_not)
+    return comparison.TotalRow(name, a_bytes, b_bytes, _subtract(a_bytes, b_bytes), not why_not, within, why_not)
 
 
-def _compare_ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[TotalRow]:
+def _compare_ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[comparison.TotalRow]:
     """Yield the allocated peak of each rank; ranks with the same bytes share a row."""
     pairs: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in sorted(a.ranks.keys() | b.ranks.keys()):
@@ -139,25 +128,25 @@ def _compare_ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iter
         yield _build_total(name, a_bytes, b_bytes, tolerance, why)
 
 
-def _compare_stages(a: ComparedRun, b: ComparedRun) -> tuple[StageRow, ...]:
+def _compare_stages(a: ComparedRun, b: ComparedRun) -> tuple[comparison.StageRow, ...]:
     rows = []
     for order, key in enumerate(_merge_keys(list(a.stages), list(b.stages))):
         a_stage, b_stage = a.stages.get(key), b.stages.get(key)
         known = b_stage if a_stage is None or (b_stage is not None and b_stage.stack) else a_stage
         assert known is not None
-        difference, status = None, ONLY_IN_B if a_stage is None else ONLY_IN_A
+        difference, status = None, comparison.ONLY_IN_B if a_stage is None else comparison.ONLY_IN_A
         if a_stage is not None and b_stage is not None:
             difference = b_stage.peak_allocated_bytes - a_stage.peak_allocated_bytes
             is_same = all(getattr(a_stage, name) == getattr(b_stage, name) for name in _STAGE_AMOUNTS)
-            status = SAME if is_same else DIFFERS
+            status = comparison.SAME if is_same else comparison.DIFFERS
         where = (order, *key[:2], known.micro_batch, known.stack, known.index)
-        rows.append(StageRow(*where, status, _build_amounts(a_stage), _build_amounts(b_stage), difference))
+        rows.append(comparison.StageRow(*where, status, _build_amounts(a_stage), _build_amounts(b_stage), difference))
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
 
 
-def _build_amounts(stage: Stage | None) -> StageBytes | None:
-    names = [field.name for field in dataclasses.fields(StageBytes)]
-    return None if stage is None else StageBytes(**{name: getattr(stage, name) for name in names})
+def _build_amounts(stage: Stage | None) -> comparison.StageBytes | None:
+    names = [field.name for field in dataclasses.fields(comparison.StageBytes)]
+    return None if stage is None else comparison.StageBytes(**{name: getattr(stage, name) for name in names})
 
 
 def _merge_keys(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
@@ -176,15 +165,15 @@ def _merge_keys(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
     return merged
 
 
-def _compare_categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]:
+def _compare_categories(a: dict[str, int], b: dict[str, int]) -> tuple[comparison.CategoryRow, ...]:
     sizes = ((name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys([*a, *b]))
-    rows = [CategoryRow(name, a_bytes, b_bytes, b_bytes - a_bytes) for name, a_bytes, b_bytes in sizes]
+    rows = [comparison.CategoryRow(name, a_bytes, b_bytes, b_bytes - a_bytes) for name, a_bytes, b_bytes in sizes]
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -max(row.a_bytes, row.b_bytes))))
 
 
-def _sum_kernels(run: ComparedRun) -> KernelMemory:
+def _sum_kernels(run: ComparedRun) -> comparison.KernelMemory:
     own = [row for row in run.tensors if row.category == KERNELS]
-    return KernelMemory(
+    return comparison.KernelMemory(
         kind="CUDA kernels" if run.side.on_gpu else "CPU kernels",
         num_bytes=sum(one.total_bytes for one in own),
         tensors=tuple(sorted(own, key=lambda one: -one.total_bytes)),
@@ -198,9 +187,11 @@ def _sum_seconds(run: ComparedRun) -> float | None:
 
 def _compare_findings(
     a: dict[str, int | None] | None, b: dict[str, int | None] | None
-) -> tuple[FindingRow, ...] | None:
+) -> tuple[comparison.FindingRow, ...] | None:
     if a is None or b is None:
         return None
-    rows = [FindingRow(name, name in a, name in b, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])]
+    rows = [
+        comparison.FindingRow(name, name in a, name in b, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])
+    ]
     differing = [row for row in rows if row.in_a != row.in_b or row.a_bytes != row.b_bytes]
     return tuple(sorted(differing, key=lambda row: -abs((row.b_bytes or 0) - (row.a_bytes or 0))))

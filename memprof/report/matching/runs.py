@@ -82,7 +82,7 @@ class ComparedRun:
     ranks: dict[int, int] = field(default_factory=dict)  # For ranks that ran together: the allocated peak of each.
 
 
-def convert_report(document: Report, file: str, kind: str) -> ComparedRun:
+def convert_report(document: Report, file: str, format: str) -> ComparedRun:
     """Return a report of `memprof profile` or `memprof run` in the form for comparisons."""
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
@@ -108,7 +108,7 @@ def convert_report(document: Report, file: str, kind: str) -> ComparedRun:
     return ComparedRun(
         side=RunDescription(
             file=file,
-            format=kind,
+            format=format,
             source=document.source,
             device=device.name,
             on_gpu=on_gpu,

@@ -32,15 +32,17 @@ def match_tensors(a: list[TensorGroup], b: list[TensorGroup], *, by_shape: bool)
     matching = _TensorMatcher(a, b)
     if by_shape:
         matching.match_equal()
-        matching.match_by_key(lambda one: (one.category, one.where, one.shape, one.dtype, one.num_bytes))
+        matching.match_by_key(
+            lambda tensor: (tensor.category, tensor.where, tensor.shape, tensor.dtype, tensor.num_bytes)
+        )
         matching.match_changed()
     else:
-        matching.match_by_key(lambda one: one.num_bytes)
+        matching.match_by_key(lambda tensor: tensor.num_bytes)
     return matching.build_result(BY_SHAPE if by_shape else BY_BYTES)
 
 
-def _make_exact_key(one: TensorGroup) -> Hashable:
-    return one.category, one.where, one.op, one.shape, one.dtype, one.num_bytes
+def _make_exact_key(tensor: TensorGroup) -> Hashable:
+    return tensor.category, tensor.where, tensor.op, tensor.shape, tensor.dtype, tensor.num_bytes
 
 
 class _TensorMatcher:
@@ -75,49 +77,49 @@ class _TensorMatcher:
 
     def match_changed(self) -> None:
         """Match tensors of the same owner and operator by size, if both runs have equally many."""
-        for mine, theirs in _group_tensors(self.a, self.b, lambda one: (one.category, one.where, one.op)):
+        for mine, theirs in _group_tensors(self.a, self.b, lambda tensor: (tensor.category, tensor.where, tensor.op)):
             if len(mine) == len(theirs):
                 self._remove(mine, theirs)
                 for first, other in zip(sorted(mine, key=_size_key), sorted(theirs, key=_size_key), strict=True):
                     self._add_row("dtype" if first.shape == other.shape else "shape", first, other)
 
     def build_result(self, matched_by: str) -> MatchResult:
-        for one in self.a:
-            self._add_row(ONLY_IN_A, one, None)
-        for one in self.b:
-            self._add_row(ONLY_IN_B, None, one)
+        for tensor in self.a:
+            self._add_row(ONLY_IN_A, tensor, None)
+        for tensor in self.b:
+            self._add_row(ONLY_IN_B, None, tensor)
         rows = sorted(self.rows, key=lambda row: (-abs(row.difference_bytes), row.category, row.where or ""))
         return MatchResult(tuple(rows), self.num_same, self.same_bytes, matched_by)
 
     def _remove(self, mine: list[TensorGroup], theirs: list[TensorGroup]) -> None:
-        for one in mine:
-            self.a.remove(one)
-        for one in theirs:
-            self.b.remove(one)
+        for tensor in mine:
+            self.a.remove(tensor)
+        for tensor in theirs:
+            self.b.remove(tensor)
 
-    def _count_equal(self, one: TensorGroup) -> None:
+    def _count_equal(self, tensor: TensorGroup) -> None:
         self.num_same += 1
-        self.same_bytes += one.total_bytes
+        self.same_bytes += tensor.total_bytes
 
     def _add_row(self, status: str, mine: TensorGroup | None, theirs: TensorGroup | None) -> None:
         known = mine or theirs
         assert known is not None
-        size = [0 if one is None else one.total_bytes for one in (mine, theirs)]
+        size = [0 if tensor is None else tensor.total_bytes for tensor in (mine, theirs)]
         self.rows.append(TensorRow(status, known.category, known.where, mine, theirs, size[1] - size[0]))
 
 
-def _size_key(one: TensorGroup) -> tuple[int, int, str]:
-    return one.num_bytes, one.count, str(one.dtype)
+def _size_key(tensor: TensorGroup) -> tuple[int, int, str]:
+    return tensor.num_bytes, tensor.count, str(tensor.dtype)
 
 
 def _merge_tensors(alike: list[TensorGroup]) -> TensorGroup:
     """Return tensors as one group, with all their operators and categories, and the owner if all have the same."""
     return replace(
         alike[0],
-        op=", ".join(sorted({one.op for one in alike})),
-        where=alike[0].where if len({one.where for one in alike}) == 1 else None,
-        category=", ".join(sorted({one.category for one in alike})),
-        count=sum(one.count for one in alike),
+        op=", ".join(sorted({tensor.op for tensor in alike})),
+        where=alike[0].where if len({tensor.where for tensor in alike}) == 1 else None,
+        category=", ".join(sorted({tensor.category for tensor in alike})),
+        count=sum(tensor.count for tensor in alike),
     )
 
 
@@ -126,6 +128,6 @@ def _group_tensors(
 ) -> list[tuple[list[TensorGroup], list[TensorGroup]]]:
     found: dict[Hashable, tuple[list[TensorGroup], list[TensorGroup]]] = defaultdict(lambda: ([], []))
     for side, tensors in enumerate((a, b)):
-        for one in tensors:
-            found[key(one)][side].append(one)
+        for tensor in tensors:
+            found[key(tensor)][side].append(tensor)
     return list(found.values())

@@ -6,9 +6,10 @@ from collections import Counter
 from typing import Any
 
 from memprof.errors import UsageError, printable, unknown_name
+from memprof.fixes.catalog import check_package
 from memprof.ledger.ledger import Ledger
 from memprof.report.documents.ladder import LadderRow
-from memprof.report.page.library import check_plotly, make_figure
+from memprof.report.page.library import make_figure
 from memprof.report.page.moments import Moments, build_moments
 from memprof.report.terminal.cells import choose_unit
 from memprof.trace.events import NONE
@@ -34,7 +35,7 @@ def draw_figure(kind: str, ledger: Ledger | None, device: DeviceFacts, rows: tup
     kinds = ("timeline", "treemap", "ladder")
     if kind not in kinds:
         raise unknown_name("figure", kind, kinds)
-    check_plotly("plot()")
+    check_package("plot()", "plotly")
     if kind == "ladder":
         return _draw_ladder(rows, device.total_bytes)
     if ledger is None:

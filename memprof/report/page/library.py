@@ -7,14 +7,9 @@ from typing import Any
 from memprof.fixes.catalog import check_package
 
 
-def check_plotly(feature: str) -> None:
-    """Raise UsageError, naming the `feature`, if plotly is not installed."""
-    check_package(feature, "plotly")
-
-
 def read_plotly_script() -> bytes:
     """Return plotly.js with its licence (4.8 MB). Raises UsageError: plotly is not installed."""
-    check_plotly("a page with figures")
+    check_package("a page with figures", "plotly")
     from plotly.offline import get_plotlyjs
 
     text: str = get_plotlyjs()

@@ -95,7 +95,7 @@ def build_sections_data(document: Comparison | Analysis | Recommendation) -> dic
         lines, good = [f"memprof analyze: {document.file}, a {document.format}"], not document.ran_out
         verdict, text = split_lines(analysis.render(document, quiet=True)), to_text(analysis.render(document))
     else:
-        lines, good = split_lines(recommendation.render_heading(document)), document.found
+        lines, good = split_lines(recommendation.render_heading(document)), document.has_result
         verdict = recommendation.format_verdict_lines(document)
         text = to_text(recommendation.render(document, explain=True))
     return {

@@ -96,7 +96,7 @@ _COLOUR_A, _COLOUR_B = "#4e79a7", "#f28e2b"
 
 def _build_comparison_sections(document: Comparison) -> Iterator[Section]:
     sides = (("A", document.a.over_time), ("B", document.b.over_time))
-    runs = [(letter, found) for letter, found in sides if found is not None]
+    runs = [(letter, over_time) for letter, over_time in sides if over_time is not None]
     if runs:
         yield Section(
             "Memory over both runs",
@@ -157,37 +157,37 @@ def _build_comparison_sections(document: Comparison) -> Iterator[Section]:
     )  # fmt: skip
 
 
-def _draw_over_time(known: list[tuple[str, OverTime]]) -> dict[str, Any]:
-    highest = max(max(found.allocated_bytes) for _, found in known)
+def _draw_over_time(runs: list[tuple[str, OverTime]]) -> dict[str, Any]:
+    highest = max(max(over_time.allocated_bytes) for _, over_time in runs)
     unit = choose_unit(highest)
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
-        "height": 60 + 250 * len(known), "showlegend": True, "hovermode": "x unified", "annotations": [],
-        "grid": {"rows": len(known), "columns": 1, "pattern": "independent", "ygap": 0.28},
+        "height": 60 + 250 * len(runs), "showlegend": True, "hovermode": "x unified", "annotations": [],
+        "grid": {"rows": len(runs), "columns": 1, "pattern": "independent", "ygap": 0.28},
         "legend": {"orientation": "h", "y": -0.08, "yanchor": "top"},
     }  # fmt: skip
     named: set[str] = set()
-    for number, (letter, found) in enumerate(known, 1):
+    for number, (letter, over_time) in enumerate(runs, 1):
         axis = "" if number == 1 else str(number)
-        traces += _draw_areas(found, axis, unit, named)
+        traces += _draw_areas(over_time, axis, unit, named)
         layout[f"xaxis{axis}"] = {"tickformat": ",d", "showgrid": False}
         layout[f"yaxis{axis}"] = {"range": [0, 1.08 * highest / unit.num_bytes], "title": {"text": unit.name}}
         layout["annotations"].append({
-            "text": f"{letter}: peak {format_bytes(max(found.allocated_bytes))}", "showarrow": False, "x": 0,
+            "text": f"{letter}: peak {format_bytes(max(over_time.allocated_bytes))}", "showarrow": False, "x": 0,
             "xanchor": "left", "xref": f"x{axis} domain", "y": 1.02, "yanchor": "bottom", "yref": f"y{axis} domain",
         })  # fmt: skip
     return {"traces": traces, "layout": layout}
 
 
-def _draw_areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
+def _draw_areas(over_time: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
     """Yield a stacked area per category, from the bottom up; `named` are the categories already in the legend."""
     for name, colour in COLOURS.items():
-        if name not in found.categories:
+        if name not in over_time.categories:
             continue
         yield {
             "type": "scatter", "mode": "lines", "name": name, "stackgroup": f"run{axis}", "legendgroup": name,
-            "showlegend": name not in named, "x": found.events, "xaxis": f"x{axis}", "yaxis": f"y{axis}",
-            "y": [size / unit.num_bytes for size in found.categories[name]], "fillcolor": colour,
+            "showlegend": name not in named, "x": over_time.events, "xaxis": f"x{axis}", "yaxis": f"y{axis}",
+            "y": [size / unit.num_bytes for size in over_time.categories[name]], "fillcolor": colour,
             "line": {"shape": "hv", "width": 0, "color": colour},
             "hovertemplate": f"%{{y:,.2f}} {unit.name}",
         }  # fmt: skip

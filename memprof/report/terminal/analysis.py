@@ -206,10 +206,10 @@ def _render_blocks(device: DeviceReport) -> RenderableType:
 
 def _drop_equal_blocks(blocks: tuple[BlockRow, ...]) -> list[BlockRow]:
     """Return the first block of each size, source line, operator and category."""
-    found: dict[tuple[object, ...], BlockRow] = {}
+    unique: dict[tuple[object, ...], BlockRow] = {}
     for block in blocks:
-        found.setdefault((block.allocated_bytes, block.source, block.op, block.category), block)
-    return list(found.values())
+        unique.setdefault((block.allocated_bytes, block.source, block.op, block.category), block)
+    return list(unique.values())
 
 
 def _format_block(block: BlockRow) -> Text:
@@ -237,11 +237,11 @@ def _render_fragmentation(device: DeviceReport) -> RenderableType:
     return Group(*parts)
 
 
-def _render_segments(found: FragmentationRow, suffix: str) -> RenderableType:
-    alike = Counter(_format_segment(segment) for segment in found.nearly_empty)
+def _render_segments(row: FragmentationRow, suffix: str) -> RenderableType:
+    alike = Counter(_format_segment(segment) for segment in row.nearly_empty)
     shown = alike.most_common()[:MAX_PINNED_SEGMENTS]
     lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in shown]
-    rest = found.nearly_empty_segments - sum(count for _, count in shown)
+    rest = row.nearly_empty_segments - sum(count for _, count in shown)
     lines += [f"and {rest:,} more"] if rest else []
     return Group(Text(f"  Nearly empty segments{suffix}, and what keeps them:"), _render_bullets(lines, indent=4))
 
@@ -290,20 +290,20 @@ def _render_replay(replay: ReplayRow) -> RenderableType:
     return Group(title, Text(f"  first difference at event {first.event:,}: {first.problem}; {why}"))
 
 
-def _render_what_if(found: WhatIf) -> RenderableType:
+def _render_what_if(result: WhatIf) -> RenderableType:
     least_needed = ("segments", "reserved at the end")
     made = make_table("~settings", ">peak reserved", ">reserved at the end", ">segments", optional=least_needed)
-    for one, note in ((found.before, " (as recorded)"), (found.after, "")):
+    for one, note in ((result.before, " (as recorded)"), (result.after, "")):
         sizes = format_bytes(one.peak_reserved_bytes), format_bytes(one.final_reserved_bytes)
         made.add_row(one.settings + note, *sizes, f"{one.final_segments:,}")
-    verdict = "saves" if found.saved_bytes > 0 else "costs" if found.saved_bytes < 0 else "changes nothing of the peak"
-    sentence = f"  It {verdict}" + (f" {format_bytes(abs(found.saved_bytes))} of the peak" if found.saved_bytes else "")
-    notes = [Text(sentence + ".")]
-    if found.before.peak_reserved_bytes != found.recorded_peak_reserved_bytes:
-        recorded = f"  Recorded were {format_bytes(found.recorded_peak_reserved_bytes)}: what was cached before the "
+    saved = result.saved_bytes
+    change = f"{'saves' if saved > 0 else 'costs'} {format_bytes(abs(saved))}" if saved else "changes nothing"
+    notes = [Text(f"  It {change} of the peak.")]
+    if result.before.peak_reserved_bytes != result.recorded_peak_reserved_bytes:
+        recorded = f"  Recorded were {format_bytes(result.recorded_peak_reserved_bytes)}: what was cached before the "
         notes.append(dim(f"{recorded}recording began is not known, so both replays begin with the live blocks alone."))
-    if found.failed_allocations:
-        notes.append(dim(f"  Requests that were refused ({found.failed_allocations}) are left out of both."))
+    if result.failed_allocations:
+        notes.append(dim(f"  Requests that were refused ({result.failed_allocations}) are left out of both."))
     return Group(make_section("\nWhat if: the same requests", made), *notes)
 
 

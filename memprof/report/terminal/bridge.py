@@ -79,16 +79,16 @@ def _format_processes(bridge: Bridge) -> str:
     return join_first(names, MAX_PROCESSES)
 
 
-def render_streams(found: StreamMemory, unit: Unit) -> RenderableType:
+def render_streams(memory: StreamMemory, unit: Unit) -> RenderableType:
     """Return the memory of each CUDA stream as a table, and the bounds of the reserved bytes if they differ."""
-    waits = any(share.waiting_bytes for share in found.streams)
+    waits = any(share.waiting_bytes for share in memory.streams)
     made = make_table("|stream", ">reserved", ">allocated", *([">waiting"] * waits), ">free")
-    for share in found.streams:
+    for share in memory.streams:
         figures = [share.reserved_bytes, share.allocated_bytes, *([share.waiting_bytes] * waits), share.free_bytes]
         made.add_row(str(share.stream) if share.stream else "default", *map(unit.format, figures))
-    notes = [f"On one stream the run would reserve {format_bytes(found.single_stream_bytes)} at most."]
-    if found.lower_bound_bytes is not None and found.upper_bound_bytes is not None:
-        bounds = found.lower_bound_bytes, found.reserved_bytes, found.upper_bound_bytes
+    notes = [f"On one stream the run would reserve {format_bytes(memory.single_stream_bytes)} at most."]
+    if memory.lower_bound_bytes is not None and memory.upper_bound_bytes is not None:
+        bounds = memory.lower_bound_bytes, memory.reserved_bytes, memory.upper_bound_bytes
         if len(set(bounds)) > 1:
             soonest, rule, latest = map(format_bytes, bounds)
             notes.append(

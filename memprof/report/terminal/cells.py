@@ -44,10 +44,10 @@ def format_seconds(seconds: float, decimals: int = 2) -> str:
     return f"{seconds:,.{decimals}f} s" if seconds >= 1 else f"{1000 * seconds:,.{decimals}f} ms"
 
 
-def join_first(names: list[str], most: int) -> str:
+def join_first(names: list[str], max_names: int) -> str:
     """Return the first `most` of `names`, separated by commas, and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more
 
 
 def draw_curve(values: Iterable[int], highest: int) -> str:

@@ -83,10 +83,10 @@ def _render_settings(document: Comparison) -> RenderableType:
     same = f"{document.same_settings} are the same" if document.same_settings else "none is the same"
     if not document.settings:
         return Text(f"\nSettings: no difference ({same}).")
-    made = make_table("~setting", "~A", "~B")
+    new_table = make_table("~setting", "~A", "~B")
     for row in document.settings:
-        made.add_row(Text(row.name), Text(_format_setting(row.a)), Text(_format_setting(row.b)))
-    return _make_section("Settings that differ", same, made)
+        new_table.add_row(Text(row.name), Text(_format_setting(row.a)), Text(_format_setting(row.b)))
+    return _make_section("Settings that differ", same, new_table)
 
 
 def _format_setting(value: Any) -> str:
@@ -100,13 +100,13 @@ def _format_setting(value: Any) -> str:
 
 
 def _render_totals(document: Comparison, unit: Unit) -> RenderableType:
-    made = _make_table(unit.name, "~")
+    new_table = _make_table(unit.name, "~")
     for row in document.totals:
         if row.a_bytes is None and row.b_bytes is None:
             continue
         verdict = Text(describe_total(row), style="dim" if not row.compared else "green" if row.within else "red")
-        made.add_row(row.name, *_format_sides(unit, row.a_bytes, row.b_bytes, row.difference_bytes), verdict)
-    return _make_section("Totals", f"tolerance {document.tolerance}", made)
+        new_table.add_row(row.name, *_format_sides(unit, row.a_bytes, row.b_bytes, row.difference_bytes), verdict)
+    return _make_section("Totals", f"tolerance {document.tolerance}", new_table)
 
 
 def _render_stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
@@ -123,19 +123,19 @@ def _render_stages(document: Comparison, unit: Unit, top: int) -> RenderableType
         text = Text(f"\nStages: the {same} that both have are the same." if same else "\nStages: none in common.")
         return Group(text, *(dim(f"  {note}") for note in notes))
     timed = document.seconds_a is not None or document.seconds_b is not None
-    made = _make_table(f"peak, {unit.name}", ">change A", ">change B", *([">seconds A", ">B"] if timed else []))
+    new_table = _make_table(f"peak, {unit.name}", ">change A", ">change B", *([">seconds A", ">B"] if timed else []))
     for group in groups[:top]:
         a, b = ([row.a for row in group], [row.b for row in group])
         peak_a, peak_b = (max(_list_values(side, lambda one: one.peak_allocated_bytes)) for side in (a, b))
         changes = [sum(_list_values(side, lambda one: one.delta_bytes)) for side in (a, b)]
         seconds = [_list_values(side, lambda one: one.seconds) for side in (a, b)] if timed else []
-        made.add_row(
+        new_table.add_row(
             _format_stage_name(group),
             *_format_sides(unit, peak_a, peak_b, peak_b - peak_a),
             *(unit.format(one, sign=True) for one in changes),
             *(f"{sum(known):.3f}" if known else "-" for known in seconds),
         )
-    return _make_section("Stages", f"largest differences first; {same} are the same", made, notes)
+    return _make_section("Stages", f"largest differences first; {same} are the same", new_table, notes)
 
 
 def _list_values(side: Iterable[StageBytes | None], value: Callable[[StageBytes], T | None]) -> list[T]:
@@ -160,27 +160,27 @@ def _render_categories(document: Comparison, unit: Unit, top: int) -> Renderable
     differing = [row for row in document.categories if row.difference_bytes]
     if not differing:
         return Text("\nCategories at the peak: no difference.")
-    made = _make_table(unit.name)
+    new_table = _make_table(unit.name)
     for row in document.categories[:top]:
-        made.add_row(row.category, *_format_sides(unit, row.a_bytes, row.b_bytes, row.difference_bytes))
-    return _make_section("Categories", "at each one's own peak, without kernels' own memory", made)
+        new_table.add_row(row.category, *_format_sides(unit, row.a_bytes, row.b_bytes, row.difference_bytes))
+    return _make_section("Categories", "at each one's own peak, without kernels' own memory", new_table)
 
 
 def _render_tensors(document: Comparison, top: int) -> RenderableType:
     same = f"{document.same_tensors} rows, {format_bytes(document.same_tensors_bytes)}, are the same"
     if not document.tensors:
         return Text(f"\nTensors at the peak: no difference ({same}).")
-    made = make_table(">difference", "~what", "~A", "~B", optional=("A", "B"))
+    new_table = make_table(">difference", "~what", "~A", "~B", optional=("A", "B"))
     differing = [row for row in document.tensors if row.difference_bytes]
     for row in differing[:top]:
         sides = (_format_side(row, side) for side in (row.a, row.b))
-        made.add_row(format_signed_bytes(row.difference_bytes), _format_owner(row), *sides)
+        new_table.add_row(format_signed_bytes(row.difference_bytes), _format_owner(row), *sides)
     notes = [f"{len(differing) - top} more (--top; --json has all)"] if len(differing) > top else []
     if alike := len(document.tensors) - len(differing):
         notes.append(f"{alike} more with the same bytes, but another operator or shape (--json)")
     if not differing:
         return Text(f"\nTensors at the peak: no difference in bytes ({same}; {notes[-1]}).")
-    return _make_section("Tensors at the peak", f"matched by {document.tensors_matched_by}; {same}", made, notes)
+    return _make_section("Tensors at the peak", f"matched by {document.tensors_matched_by}; {same}", new_table, notes)
 
 
 def _format_owner(row: TensorRow) -> Text:
@@ -225,11 +225,11 @@ def _render_reserved(document: Comparison, unit: Unit) -> RenderableType:
         known = any(row.difference_bytes is not None for row in document.reserved)
         text = "no difference" if known else "only one has any" if document.reserved else "not known"
         return Text(f"\nReserved memory and fragmentation: {text}.")
-    made = _make_table(unit.name)
+    new_table = _make_table(unit.name)
     for row in document.reserved:
         if row.a_bytes or row.b_bytes:
-            made.add_row(row.name, *_format_sides(unit, row.a_bytes, row.b_bytes, row.difference_bytes))
-    return _make_section("Reserved memory and fragmentation", "where most is reserved", made)
+            new_table.add_row(row.name, *_format_sides(unit, row.a_bytes, row.b_bytes, row.difference_bytes))
+    return _make_section("Reserved memory and fragmentation", "where most is reserved", new_table)
 
 
 def _render_findings(document: Comparison) -> RenderableType:
@@ -277,5 +277,7 @@ def _format_sides(unit: Unit, a: int | None, b: int | None, difference: int | No
     return [*shown, "-" if difference is None else format_signed_bytes(difference)]
 
 
-def _make_section(title: str, what: str, made: Table, notes: Iterable[str] = ()) -> RenderableType:
-    return Group(make_section(make_heading(f"\n{title}", f" ({what})"), made), *(dim(f"  {note}") for note in notes))
+def _make_section(title: str, what: str, new_table: Table, notes: Iterable[str] = ()) -> RenderableType:
+    return Group(
+        make_section(make_heading(f"\n{title}", f" ({what})"), new_table), *(dim(f"  {note}") for note in notes)
+    )

@@ -19,14 +19,14 @@ _LABELS = {
 }  # fmt: skip
 
 
-def render_diagnoses(found: Sequence[Diagnosis], *, quiet: bool = False) -> str:
+def render_diagnoses(diagnoses: Sequence[Diagnosis], *, quiet: bool = False) -> str:
     """Return the first diagnosis in full, and one line for each other; `quiet` leaves only the first title."""
     if quiet:
-        return "\n".join(_wrap([found[0].title], "")) + "\n"
-    lines = _render_diagnosis(found[0])
-    if len(found) > 1:
+        return "\n".join(_wrap([diagnoses[0].title], "")) + "\n"
+    lines = _render_diagnosis(diagnoses[0])
+    if len(diagnoses) > 1:
         lines += ["", "Also in this log"]
-        lines += _wrap((f"line {other.line}: {other.title}{_format_count(other)}" for other in found[1:]), "  ")
+        lines += _wrap((f"line {other.line}: {other.title}{_format_count(other)}" for other in diagnoses[1:]), "  ")
     return "\n".join(lines) + "\n"
 
 

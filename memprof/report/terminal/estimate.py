@@ -16,7 +16,6 @@ from memprof.estimate.table import (
     Cell,
     Estimate,
     SimulatedRun,
-    judge_gpus,
     read_band,
 )
 from memprof.report.terminal.layout import align_columns, note_dropped_columns, output_width, wrap_line
@@ -95,7 +94,7 @@ def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         figures = cell.compute_ranges()
         device, low, high = (gib(size) for size in figures[DEVICE_USED])
         row = [cell.title, *(gib(figures[kind][0]) for kind in MEMORY_KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
-        found = judge_gpus(cell, gpus)
+        found = {gpu.key: cell.judge_fit(gpu) for gpu in gpus}
         if len(gpus) == 1:
             rows.append([*row, found[gpus[0].key]])
             continue

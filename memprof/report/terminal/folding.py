@@ -99,14 +99,14 @@ def _fold_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
 def _fold_repetitions(rows: list[ShownStage], tolerance_bytes: int, max_rows: int) -> Iterator[ShownStage]:
     """Yield rows with repetitions of up to `max_rows` rows merged if their bytes differ by up to `tolerance_bytes`."""
 
-    def have_same_name(one: ShownStage, other: ShownStage) -> bool:
-        return one.name == other.name or (one.is_step and other.is_step)
+    def have_same_name(first: ShownStage, second: ShownStage) -> bool:
+        return first.name == second.name or (first.is_step and second.is_step)
 
-    def have_same_cost(one: list[ShownStage], other: list[ShownStage]) -> bool:
+    def have_same_cost(first: list[ShownStage], second: list[ShownStage]) -> bool:
         return all(
             abs(a.delta_bytes - b.delta_bytes) <= tolerance_bytes
             and abs(_peak_above_start(a) - _peak_above_start(b)) <= tolerance_bytes
-            for a, b in zip(one, other, strict=True)
+            for a, b in zip(first, second, strict=True)
         )
 
     for rounds in _find_rounds(rows, have_same_name, max_rows):

@@ -22,28 +22,28 @@ MIN_HOST_BYTES = 16 * GIB  # Host memory below this is not shown: any machine wi
 
 def render_ladder(document: Report) -> RenderableType:
     """Return the view of a report's ladder: rows, the reason for their choice, costs, and left-out fixes."""
-    rungs = document.ladder
-    unit = choose_unit(rungs[0].peak_allocated_bytes)
-    added = [_format_fixes(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
-    rows = [_format_row(rung, unit, is_baseline=rung is rungs[0]) for rung in rungs]
+    ladder = document.ladder
+    unit = choose_unit(ladder[0].peak_allocated_bytes)
+    added = [_format_fixes(row, ladder[number - 1] if number else None) for number, row in enumerate(ladder)]
+    rows = [_format_row(row, unit, is_baseline=row is ladder[0]) for row in ladder]
     cells = [(names[0], *row) for names, row in zip(added, rows, strict=True)]
     first = max(len(name) for names in added for name in names)
     columns = list(zip((" " * first, *_HEADERS), *cells, strict=True))
-    spread = any(rung.cost.link_bytes for rung in rungs)
-    costs_of_rows = [rung.cost for rung in rungs]
+    spread = any(row.cost.link_bytes for row in ladder)
+    costs_of_rows = [row.cost for row in ladder]
     uses_bus = any((cost.extra_bus_seconds or 0.0) > _BUS_SHARE * (cost.step_seconds or 0.0) for cost in costs_of_rows)
     left_out = "gpus" if not spread else "reserved" if uses_bus else "bus"  # there is not room for all on a line
     columns = [column for column in columns if column[0] != f">{left_out}"]
     priced = [name for name in ("compute", "bus", "gpus") if name != left_out]
     header, *rows = zip(*columns, strict=True)
     below = []
-    for names, rung in zip(added, rungs, strict=True):
-        host = f"; {format_bytes(rung.host_peak_bytes)} in host memory" if rung.host_peak_bytes > MIN_HOST_BYTES else ""
-        if (rung.cost.host_bytes or 0) > rung.peak_allocated_bytes * _CPU_SHARE:
-            host += f"; the CPU reads and writes {format_bytes(rung.cost.host_bytes or 0)} in a step"
-        below.append([*map(Text, names[1:]), dim(f"    then: {rung.next_bottleneck.text}{host}")])
+    for names, row in zip(added, ladder, strict=True):
+        host = f"; {format_bytes(row.host_peak_bytes)} in host memory" if row.host_peak_bytes > MIN_HOST_BYTES else ""
+        if (row.cost.host_bytes or 0) > row.peak_allocated_bytes * _CPU_SHARE:
+            host += f"; the CPU reads and writes {format_bytes(row.cost.host_bytes or 0)} in a step"
+        below.append([*map(Text, names[1:]), dim(f"    then: {row.next_bottleneck.text}{host}")])
     least_needed = [name for name in ("bus", "gpus", "compute", "saved", "reserved") if f">{name}" in header]
-    shared = len({rung.parallel for rung in rungs}) > 1
+    shared = len({row.parallel for row in ladder}) > 1
     legend = (
         f"{unit.name}. saved: device memory, against the row above. {', '.join(priced)}: more than the baseline. "
         f"{'GPUs: sent to other GPUs. ' * spread}step: the least time that it takes at this GPU's published rates, "
@@ -55,29 +55,29 @@ def render_ladder(document: Report) -> RenderableType:
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
     costs: dict[str, str] = {}
-    for rung in rungs:
-        fixes = (fix.partition("=")[0] for fix in rung.fixes)
+    for row in ladder:
+        fixes = (fix.partition("=")[0] for fix in row.fixes)
         for fix in (STEPS[fix] for fix in fixes if fix in STEPS and fix not in costs):
-            costs[fix.name] = f"{fix.cost}: {rung.cost.compile_note}" if fix.compiles else fix.cost
+            costs[fix.name] = f"{fix.cost}: {row.cost.compile_note}" if fix.compiles else fix.cost
     for title, notes, style in (("What they cost", costs, ""), ("Left out", document.ladder_left_out, "dim")):
         lines = (Text(f"{fix}: {note}", style=style) for fix, note in notes.items())
         parts += [make_section(title, *lines, below=1)] if notes else []
     return Group(*parts)
 
 
-def _format_fixes(rung: LadderRow, previous: LadderRow | None) -> list[str]:
+def _format_fixes(row: LadderRow, previous: LadderRow | None) -> list[str]:
     """Return the lines of a row's first cell: the fixes that the row adds to the previous one."""
     if previous is None:
-        return [f"baseline ({rung.parallel})" if rung.parallel else "baseline"]
-    added = [name for name in rung.fixes if name not in previous.fixes]
+        return [f"baseline ({row.parallel})" if row.parallel else "baseline"]
+    added = [name for name in row.fixes if name not in previous.fixes]
     return ["+ " + added[0], *(f"  and {name}" for name in added[1:])]
 
 
-def _format_row(rung: LadderRow, unit: Unit, *, is_baseline: bool) -> tuple[str, ...]:
-    verdict = "failed" if rung.fits is None else "fits" if rung.fits else "OOM"
-    saved = "" if is_baseline else unit.format(rung.saved_bytes)
-    sizes = unit.format(rung.peak_allocated_bytes), unit.format(rung.reserved_bytes), saved
-    return (*sizes, verdict, *_format_cost(rung.cost, is_baseline=is_baseline))
+def _format_row(row: LadderRow, unit: Unit, *, is_baseline: bool) -> tuple[str, ...]:
+    verdict = "failed" if row.fits is None else "fits" if row.fits else "OOM"
+    saved = "" if is_baseline else unit.format(row.saved_bytes)
+    sizes = unit.format(row.peak_allocated_bytes), unit.format(row.reserved_bytes), saved
+    return (*sizes, verdict, *_format_cost(row.cost, is_baseline=is_baseline))
 
 
 def _format_cost(cost: FixCost, *, is_baseline: bool) -> tuple[str, ...]:

@@ -26,11 +26,11 @@ _FIXES = ("what each fix does and costs", "memprof help fixes")
 _MAX_ROWS = 1000  # Value of --top: more rows than a comparison has.
 
 
-def render_next_step(found: tuple[str, str] | None) -> list[RenderableType]:
+def render_next_step(suggestion: tuple[str, str] | None) -> list[RenderableType]:
     """Return the view of a suggested command (purpose, command line); an empty list for None."""
-    if found is None:
+    if suggestion is None:
         return []
-    what, command = found
+    what, command = suggestion
     return [make_section(dim(f"Next, {what}:"), ShellCommand(command))]
 
 

@@ -277,8 +277,8 @@ def _render_memory_verdict(document: Report) -> RenderableType:
     if verdict.fits and not verdict.retries and spare >= 0:
         return _render_fit(document, need, spare).append(_format_growth(verdict.growth))
     if verdict.fits:
-        said = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would reserve {need}."
-        return _label("Fits, with allocator retries", "bold yellow", said).append(_format_growth(verdict.growth))
+        sentence = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would reserve {need}."
+        return _label("Fits, with allocator retries", "bold yellow", sentence).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
         held = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {over}"
@@ -304,8 +304,8 @@ def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -
     end = "no end of its steps was seen" if planned is None else f"the script makes about {planned:,}"
     cause = next((f" {one.title.partition(': ')[2]}." for one in findings if one.id == "memory-growth"), "")
     grows = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
-    said = f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}"
-    return _label("Does not fit", "bold red", said.rstrip())
+    sentence = f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}"
+    return _label("Does not fit", "bold red", sentence.rstrip())
 
 
 def _format_growth(growth: Growth | None) -> str:
@@ -318,8 +318,8 @@ def _format_growth(growth: Growth | None) -> str:
     return f" It grows by {format_bytes(growth.bytes_per_step)} a step{last and ', and fits'}{last}{ends}."
 
 
-def _label(label: str, style: str, said: str) -> Text:
-    return Text(f"\n{label}: ", style=style).append(said, style="default")
+def _label(label: str, style: str, sentence: str) -> Text:
+    return Text(f"\n{label}: ", style=style).append(sentence, style="default")
 
 
 def _render_certain_errors(document: Report) -> list[RenderableType]:
@@ -364,8 +364,8 @@ def _render_fit_after_errors(verdict: Verdict, first: CaughtError, need: str, sp
     only_just = f"and fits, with allocator retries: {_describe_retries(verdict.retries)}"
     then = only_just if verdict.retries or spare < 0 else f"{format_bytes(spare)} to spare"
     went_on = f"{_describe_errors(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
-    said = f"{went_on} What it did instead needs {need}, {then}."
-    return _label("Fits only without what was refused", "bold yellow", said)
+    sentence = f"{went_on} What it did instead needs {need}, {then}."
+    return _label("Fits only without what was refused", "bold yellow", sentence)
 
 
 def _render_categories(document: Report) -> RenderableType:
