@@ -34,7 +34,7 @@ class AddressSpace:
     def allocate(self, size: int) -> int:
         """Return the address of `size` bytes, a multiple of GRANULARITY."""
         found = self._find_youngest_with_room(size) or self._open_range(-(-size // _CHUNK) * _CHUNK)
-        with self._update_room(found):
+        with self._reindex(found):
             address = found.allocate(size)
         self._range_of[address] = found
         return address
@@ -42,7 +42,7 @@ class AddressSpace:
     def free(self, address: int, size: int) -> None:
         """Free the `size` bytes at `address`, which `allocate` returned."""
         found = self._range_of.pop(address)
-        with self._update_room(found):
+        with self._reindex(found):
             found.free(address, size)
         if found.room == found.size:
             del self._ranges[found.age]
@@ -73,10 +73,11 @@ class AddressSpace:
         return new_range
 
     @contextlib.contextmanager
-    def _update_room(self, one: _AddressRange) -> Iterator[None]:
-        self._ages_by_room[_count_pages(one.room)].remove(one.age)
+    def _reindex(self, address_range: _AddressRange) -> Iterator[None]:
+        """Context manager: update the index of ranges by free bytes, around a change of `address_range`."""
+        self._ages_by_room[_count_pages(address_range.room)].remove(address_range.age)
         yield
-        insort(self._ages_by_room[_count_pages(one.room)], one.age)
+        insort(self._ages_by_room[_count_pages(address_range.room)], address_range.age)
 
 
 class _AddressRange:

@@ -141,12 +141,12 @@ def replay_on_gpu(
 def _find_stream_bounds(trace: Trace, config: AllocatorConfig, release: Release) -> StreamBounds | None:
     if not any(trace.storages[use.storage].device == trace.device for use in trace.uses):
         return None
-    most: list[int] = []
+    peaks: list[int] = []
     for completion in (Completion.IMMEDIATE, Completion.AT_SYNC):
         replay = TraceReplay(trace, None, config, release, completion, counts=False)
         replay.advance(writes=False)
-        most.append(replay.allocator.counters.reserved_bytes_peak)
-    return StreamBounds(*most)
+        peaks.append(replay.allocator.counters.reserved_bytes_peak)
+    return StreamBounds(*peaks)
 
 
 def _layout_of(replay: TraceReplay) -> Layout:
@@ -156,14 +156,14 @@ def _layout_of(replay: TraceReplay) -> Layout:
 def replay_in_host_memory(trace: Trace) -> GpuReplay:
     """Return the replay in host memory: requested bytes are allocated bytes, and nothing is cached."""
     timeline = Timeline()
-    now, most = 0, TimelinePeak()
+    now, peaks = 0, TimelinePeak()
     for time, (kind, ref) in enumerate(trace.events):
         if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device == trace.device:
             num_bytes = trace.storages[ref].num_bytes
             now += num_bytes if kind is EventKind.ALLOC else -num_bytes
-            if now > most.num_bytes:
-                most = TimelinePeak(now, time)
+            if now > peaks.num_bytes:
+                peaks = TimelinePeak(now, time)
         for column in (timeline.requested, timeline.allocated, timeline.reserved):
             column.append(now)
-    timeline.peak_reserved = most
-    return GpuReplay(trace, None, AllocatorConfig(), LATEST, timeline, None, 0, most.num_bytes, rounds=False)
+    timeline.peak_reserved = peaks
+    return GpuReplay(trace, None, AllocatorConfig(), LATEST, timeline, None, 0, peaks.num_bytes, rounds=False)

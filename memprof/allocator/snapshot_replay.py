@@ -252,8 +252,8 @@ class _Replay:
             # A request polls the frees of other streams at its begin, unless it had to wait for them.
             return Action.FREE_COMPLETED not in actions or last.action is Action.OOM
         # A request that is refused releases as empty_cache does, but oversize segments before all others.
-        find_oversize_segment = self.find_oversize_segment(size, last)
-        return find_oversize_segment is None or returned[0] == find_oversize_segment
+        oversize_address = self.find_oversize_segment(size, last)
+        return oversize_address is None or returned[0] == oversize_address
 
     def has_kept_edge(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
         """Return whether `last` got the memory before an unmapped part in `window`: a failed allocation looks there."""
@@ -268,11 +268,11 @@ class _Replay:
         limit = self.allocator.max_split_size
         home = self.allocator.pools[self.pool_of(last)]
         owner = (home.small if size <= SMALL_SIZE else home.large).get_stream_pool(last.stream)
-        whole = [owner.blocks[key] for key in owner.keys]
-        large = [block for block in whole if block.size >= limit and not block.segment.expandable]
-        enough = [block for block in large if block.size >= size]
-        if enough:
-            return enough[0].address
+        free_blocks = [owner.blocks[key] for key in owner.keys]
+        large = [block for block in free_blocks if block.size >= limit and not block.segment.expandable]
+        sufficient = [block for block in large if block.size >= size]
+        if sufficient:
+            return sufficient[0].address
         return large[-1].address if large else None
 
     def request(self, start: int, index: int) -> None:

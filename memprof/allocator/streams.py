@@ -74,9 +74,9 @@ class PendingFrees:
     def complete(self, block: Block) -> None:
         """Complete all work on `block`, regardless of `completion`."""
         for stream, queue in list(self.queues.items()):
-            left = deque(marker for marker in queue if marker.block is not block)
-            if left:
-                self.queues[stream] = left
+            remaining = deque(marker for marker in queue if marker.block is not block)
+            if remaining:
+                self.queues[stream] = remaining
             else:
                 del self.queues[stream]
         self._release_block(block)

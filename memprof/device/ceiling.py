@@ -35,8 +35,8 @@ def compute_limit_bytes(*files: Path) -> int:
 
 def suggest_limit(needed_bytes: int) -> str:
     """Return the hint for a file that needs `needed_bytes`."""
-    whole_gib = -(-needed_bytes // GIB) * GIB
-    return f"if you trust it, let it take more: --max-memory {spell_size(whole_gib)}"
+    rounded_bytes = -(-needed_bytes // GIB) * GIB
+    return f"if you trust it, let it take more: --max-memory {spell_size(rounded_bytes)}"
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def _estimate_bytes(file: Path) -> int:
 
 
 @contextlib.contextmanager
-def _limit_process_memory(most_bytes: int) -> Iterator[None]:
+def _limit_process_memory(max_bytes: int) -> Iterator[None]:
     """Context manager: let the system refuse more than `most_bytes` of additional memory, where there is /proc."""
     try:
         import resource
@@ -82,7 +82,7 @@ def _limit_process_memory(most_bytes: int) -> Iterator[None]:
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         before = resource.getrlimit(resource.RLIMIT_DATA)
         known = [limit for limit in before if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([used + most_bytes, _UNLIMITED, *known]), before[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (min([used + max_bytes, _UNLIMITED, *known]), before[1]))
     except (ImportError, OSError, ValueError, IndexError):
         yield
         return

@@ -52,31 +52,31 @@ def read_environment(gpus: NvmlSample | None = None, variables: Mapping[str, str
 
     `variables` replace `os.environ`.
     """
-    reading = gpus or NvmlSample()
+    sample = gpus or NvmlSample()
     environ = os.environ if variables is None else variables
     torch = _read_torch_version()
-    driver = reading.driver_version or _read_loaded_driver()
-    set_here = {name: environ[name] for name in VARIABLES if name in environ}
+    driver = sample.driver_version or _read_loaded_driver()
+    set_variables = {name: environ[name] for name in VARIABLES if name in environ}
     return Environment(
         torch_version=torch.get("__version__"),
         torch_cuda=torch.get("cuda"),
         torch_hip=torch.get("hip"),
         driver_version=driver,
-        driver_cuda=reading.cuda_version,
-        variables=set_here,
-        notes=tuple(_find_mismatches(torch.get("cuda"), driver, reading, set_here)),
+        driver_cuda=sample.cuda_version,
+        variables=set_variables,
+        notes=tuple(_find_mismatches(torch.get("cuda"), driver, sample, set_variables)),
     )
 
 
 def _find_mismatches(
-    torch_cuda: str | None, driver: str | None, reading: NvmlSample, variables: Mapping[str, str]
+    torch_cuda: str | None, driver: str | None, sample: NvmlSample, variables: Mapping[str, str]
 ) -> list[str]:
     notes = []
     if torch_cuda and driver is None:
         notes.append(f"torch is built for CUDA {torch_cuda}, and there is no NVIDIA driver here")
-    elif torch_cuda and reading.cuda_version and _parse_major(torch_cuda) > _parse_major(reading.cuda_version):
-        notes.append(f"torch is built for CUDA {torch_cuda}, and the driver runs CUDA {reading.cuda_version} at most")
-    elif not torch_cuda and reading.gpus:
+    elif torch_cuda and sample.cuda_version and _parse_major(torch_cuda) > _parse_major(sample.cuda_version):
+        notes.append(f"torch is built for CUDA {torch_cuda}, and the driver runs CUDA {sample.cuda_version} at most")
+    elif not torch_cuda and sample.gpus:
         notes.append("there is a GPU, and the installed torch is built without CUDA")
     if variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         notes.append("CUDA_VISIBLE_DEVICES hides every GPU")

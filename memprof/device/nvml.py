@@ -78,19 +78,19 @@ class Nvml:
 
     def use(self, gpu: int | str) -> GpuUsage:
         """Return the use of one GPU; see `read_gpu_usage`."""
-        reading = self.read()
-        if not reading.gpus:
-            return GpuUsage(None, None, note="; ".join(reading.notes))
-        for found in reading.gpus:
+        sample = self.read()
+        if not sample.gpus:
+            return GpuUsage(None, None, note="; ".join(sample.notes))
+        for found in sample.gpus:
             if found.index == gpu or (isinstance(gpu, str) and _same_uuid(found.uuid, gpu)):
                 return _make_usage(found, found.total_bytes, found.used_bytes, found.processes)
-            for piece in found.slices:
-                if isinstance(gpu, str) and _same_uuid(piece.uuid, gpu):
+            for mig_device in found.slices:
+                if isinstance(gpu, str) and _same_uuid(mig_device.uuid, gpu):
                     slice_processes = tuple(
-                        process for process in found.processes if process.gpu_instance == piece.gpu_instance
+                        process for process in found.processes if process.gpu_instance == mig_device.gpu_instance
                     )
-                    return _make_usage(found, piece.total_bytes, piece.used_bytes, slice_processes)
-        return GpuUsage(None, None, note=f"NVML lists no GPU {gpu}: it has {len(reading.gpus)}")
+                    return _make_usage(found, mig_device.total_bytes, mig_device.used_bytes, slice_processes)
+        return GpuUsage(None, None, note=f"NVML lists no GPU {gpu}: it has {len(sample.gpus)}")
 
     def _open(self) -> None:
         module = _import_pynvml()
@@ -176,12 +176,12 @@ class Nvml:
         slices = []
         for index in range(nvml_call("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
             # Places without a slice answer "not found".
-            piece = nvml_call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
-            if piece is not None:
-                memory = self._read_memory(piece)
-                name = _decode(nvml_call("nvmlDeviceGetName", piece)) or f"slice {index}"
-                uuid = _decode(nvml_call("nvmlDeviceGetUUID", piece))
-                instance = nvml_call("nvmlDeviceGetGpuInstanceId", piece)
+            mig_device = nvml_call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
+            if mig_device is not None:
+                memory = self._read_memory(mig_device)
+                name = _decode(nvml_call("nvmlDeviceGetName", mig_device)) or f"slice {index}"
+                uuid = _decode(nvml_call("nvmlDeviceGetUUID", mig_device))
+                instance = nvml_call("nvmlDeviceGetGpuInstanceId", mig_device)
                 slices.append(Slice(index, name, uuid, instance, memory.total, memory.used, memory.free))
         return tuple(slices)
 

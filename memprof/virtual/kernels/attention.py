@@ -28,7 +28,7 @@ from memprof.virtual.kernels.registry import META, aten, composite, kernel, scra
 
 _HALF = (torch.float16, torch.bfloat16)
 
-_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # numbers of `torch.nn.attention.SDPBackend`
+_BACKEND_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # numbers of `torch.nn.attention.SDPBackend`
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 # First release whose memory-efficient kernel supports grouped queries (pull request 191085, summer 2026).
 _EFFICIENT_GROUPS_SINCE = (2, 15)
@@ -77,18 +77,18 @@ def attention(machine: DeviceState, *args: Any, **kwargs: Any) -> Any:
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     if not machine.is_on_gpu(query):
         return NotImplemented
-    chosen = backend(machine.gpu, call)
-    machine.values.assume(f"Attention runs on the {chosen} backend of scaled_dot_product_attention.")
-    if chosen == "math":
+    backend_name = backend(machine.gpu, call)
+    machine.values.assume(f"Attention runs on the {backend_name} backend of scaled_dot_product_attention.")
+    if backend_name == "math":
         return _math_attention(machine, call)
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
-    if chosen == "flash":
+    if backend_name == "flash":
         padded = (_pad_head_dim(tensor) for tensor in (query, key, value))
         result = aten._scaled_dot_product_flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)
         return result[0][..., :head_dim] if result[0].shape[-1] != head_dim else result[0]
     needs_grad = call.needs_grad
-    if chosen == "cudnn":
+    if backend_name == "cudnn":
         if needs_grad:
             machine.values.assume(WORKSPACE)
         if mask is not None and mask.dtype is torch.bool:
@@ -130,7 +130,9 @@ def backend(gpu: DeviceProperties, call: Attention) -> str:
 def _find_backend_order(gpu: DeviceProperties) -> tuple[str, ...]:
     """Return the backends in the order that the program set, or in the default order, where cuDNN may come first."""
     numbers = kernels.get_sdp_priority_order()
-    order = tuple(dict.fromkeys(_NAMES[number] for number in numbers if number in _NAMES))  # 2.8 names one twice
+    order = tuple(
+        dict.fromkeys(_BACKEND_NAMES[number] for number in numbers if number in _BACKEND_NAMES)
+    )  # 2.8 names one twice
     if order == _DEFAULT_ORDER and prefers_cudnn(gpu):
         return ("cudnn", "flash", "efficient", "math")
     return order
@@ -229,8 +231,8 @@ def _math_attention(machine: DeviceState, call: Attention) -> torch.Tensor:
 
 def _pad_head_dim(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` with the head dimension (the last) padded to a multiple of 8, for flash attention."""
-    missing = -tensor.shape[-1] % 8
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    num_missing = -tensor.shape[-1] % 8
+    return torch.nn.functional.pad(tensor, (0, num_missing)) if num_missing else tensor
 
 
 def _to_additive_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -295,7 +297,7 @@ def general_efficient_attention_backward(launch: KernelContext) -> Any:
     bounds = launch.args[6]
     batch, rows, heads, _ = query.shape
     sequences = (batch, rows, key.shape[1]) if bounds is None else (bounds.shape[0] - 1, *launch.args[8:10])
-    grads = [launch.new(one.shape, one.dtype) for one in (query, key, value)]
+    grads = [launch.new(each.shape, each.dtype) for each in (query, key, value)]
     bias_grad = None
     if launch.args[15]:  # the last dimension is aligned to 16
         bias_grad = launch.new((*bias.shape[:-1], round_up(bias.shape[-1], 16)), bias.dtype)
@@ -358,15 +360,17 @@ class _Tile(NamedTuple):
     max_head: int  # the largest head dimension that the kernel supports
 
 
-def _efficient_tile(gpu: DeviceProperties, is_half: bool, head: int, drops: bool) -> _Tile:
+def _efficient_tile(gpu: DeviceProperties, is_half: bool, head: int, has_dropout: bool) -> _Tile:
     """Return the tile of the kernel that is launched: the first kernel for the head dimension, with 128 rows where the
     shared memory of a block of threads is large enough (mem_eff_attention/kernels/cutlassB.h)."""
     capability = gpu.compute_capability
-    if is_half and not drops and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
+    if is_half and not has_dropout and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
         return _Tile(128, 64, 96)
     max_head = next((size for size in (32, 64, 128) if head <= size), 2**16)
-    has_room = (capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 9))) or (is_half and capability < (7, 5))
-    rows = 128 if max_head > 64 and has_room else 64
+    has_enough_shared_memory = (capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 9))) or (
+        is_half and capability < (7, 5)
+    )
+    rows = 128 if max_head > 64 and has_enough_shared_memory else 64
     is_pipelined = is_half and capability >= (8, 0) and max_head <= rows
     return _Tile(rows, 128 if is_pipelined and max_head > 64 else 64, max_head)
 
@@ -463,7 +467,7 @@ def multi_head_attention(
 
 
 @composite(kernels.transformer_encoder_layer_fwd)
-def layer(machine: DeviceState, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
+def encoder_layer(machine: DeviceState, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
     """Run attention, both norms and the feed-forward network; the activation is part of a matrix product.
 
     `rest` is weight and bias of both projections, whether to use GELU, whether the norm comes first, epsilon, weight

@@ -5,19 +5,18 @@ Sources: native/Convolution.cpp, native/ConvUtils.h, native/cudnn/ConvShared.cpp
 
 The workspaces of cuDNN's convolutions: a rule where public measurements agree on one, and a bound.
 
-torch runs the first plan of cuDNN's heuristics whose workspace it can allocate, takes it beside the result and gives it
-back before the call returns; a plan whose workspace has no room is passed over (native/cudnn/Conv_v8.cpp,
-run_conv_plan). Which plan that is, cuDNN does not publish. What others measured, with torch.backends.cudnn.benchmark
-off and cuDNN 8 or 9 unless said otherwise, is this:
+torch runs the first plan of cuDNN's heuristics whose workspace fits, and frees the workspace before the call returns
+(native/cudnn/Conv_v8.cpp, run_conv_plan). cuDNN does not publish which plan runs. Public measurements, with
+torch.backends.cudnn.benchmark off and cuDNN 8 or 9 unless said otherwise:
 
 * **half precision, channels first**: the kernels for tensor cores work channels-last. Data, output and weight are
   copied, with channels rounded up to 16 bytes. To the byte: the forward of a Conv3d from 64 to 32 channels on an A100
   (github.com/pytorch/pytorch/issues/95024). Within what was printed: ten sizes of a Conv2d (123533), a Conv3d (136479).
-  The gradient of the weight takes partial sums too: six sizes of a Conv2d from 4 to 4 channels, to the same byte in
+  The gradient of the weight needs partial sums too: six sizes of a Conv2d from 4 to 4 channels, to the same byte in
   two programs (Liger-Kernel's benchmark of multi-token attention, RTX 3090).
-* **float32**: the weight is laid out anew and one value is taken for each channel of what is made. To the byte with the
-  two constants below: six convolutions of 5x5 in one recording (torch 2.3, Ampere, TF32 on). Kernels of one point take
-  nothing, except in one of two recordings, where they took 4 or 128 MiB.
+* **float32**: the weight is copied, with one value for each channel of the result. To the byte with the two constants
+  below: six convolutions of 5x5 in one recording (torch 2.3, Ampere, TF32 on). 1x1 kernels need nothing, except in one
+  of two recordings, where they needed 4 or 128 MiB.
 * **float32 in three dimensions** with TF32: as in half precision (one figure, 17 GiB: 128947, A100).
 
 Nothing was found for channels-last tensors, whose kernels need no copies, for groups, or for compute capability 10 on.

@@ -61,8 +61,8 @@ def index(launch: KernelContext) -> Any:
         if launch.call.on_gpu:
             launch.note_mismatch()
         real_indices = [None if i is None else launch.values.policy.read(i) for i in indices]
-        rest = [launch.values.policy.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
-        return launch.func(launch.args[0], real_indices, *rest, **launch.kwargs)
+        other_arguments = [launch.values.policy.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
+        return launch.func(launch.args[0], real_indices, *other_arguments, **launch.kwargs)
     if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() > 1 and launch.args[0].is_meta:
         # A value of one element may be on the host, a larger value may not (native/TensorAdvancedIndexing.cpp).
         launch.note_mismatch()
@@ -118,7 +118,7 @@ def _writes_fewer(launch: KernelContext, mask: torch.Tensor, columns: torch.Tens
 
 
 def _fills_a_mask(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
-    """Return whether `x[mask] = number` is masked_fill_, which needs no indices: a single mask, and a number on the
+    """Return whether `x[mask] = number` runs as masked_fill_, without indices: a single mask, and a number on the
     host, such as a Python number (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
     is_single_mask = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
@@ -154,11 +154,13 @@ def index_put_accumulate(args: Any, gpu: DeviceProperties) -> list[int]:
         for index in indices:
             if index.is_meta and index.numel():
                 bounds_buffers += [8, *reduction_buffers(index, None, 8, gpu), 1] * 2
-    linear = [8 * count] * (max(0, 3 * on_gpu - 1) + len(indices) - on_gpu)
+    linear_index_buffers = [8 * count] * (max(0, 3 * on_gpu - 1) + len(indices) - on_gpu)
     values = args[2]
-    written = count * slice_size
-    value_copies = [written * values.element_size()] if values.numel() < written or not values.is_contiguous() else []
-    return [*bounds_buffers, *linear, *value_copies, *[8 * count] * 3, sort]
+    num_written = count * slice_size
+    value_copies = (
+        [num_written * values.element_size()] if values.numel() < num_written or not values.is_contiguous() else []
+    )
+    return [*bounds_buffers, *linear_index_buffers, *value_copies, *[8 * count] * 3, sort]
 
 
 # In number ** tensor, the number becomes a double on the GPU (native/Pow.cpp, pow.Scalar).
@@ -209,7 +211,7 @@ def masked_scatter(args: Any, gpu: DeviceProperties) -> list[int]:
 embedding_copy = input_copies(aten.embedding)(make_copies_formula(1))
 
 _FEW_INDICES = 3072
-_LARGEST = 2  # mode="max" of an embedding bag
+_MAX_MODE = 2  # mode="max" of an embedding bag
 _ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_THREAD)
 
 
@@ -222,18 +224,15 @@ def embedding_dense_backward(launch: KernelContext) -> Any:
     count, item, width = indices.numel(), indices.element_size(), grad.shape[-1]
     needs_sort = count > _FEW_INDICES or by_frequency
     with contextlib.ExitStack() as stack:
-
-        def allocate(*sizes: int) -> None:
-            stack.enter_context(launch.scratch(*sizes))
-
-        allocate(*contiguous(indices, grad))
+        stack.enter_context(launch.scratch(*contiguous(indices, grad)))
         if needs_sort:
-            allocate(count * item, count * item)  # sorted indices and original positions
+            # Sorted indices and original positions.
+            stack.enter_context(launch.scratch(count * item, count * item))
             launch.transients(count * item, sorting.radix_sort_bytes(count, item, item, 8 * item, launch.gpu))
             if by_frequency:
-                allocate(count * item)
-        if needs_sort and count:
-            return _sum_segments(launch, grad, indices, rows)
+                stack.enter_context(launch.scratch(count * item))
+            if count:
+                return _sum_segments(launch, grad, indices, rows)
         return launch.new((rows, width), grad.dtype)
 
 
@@ -242,13 +241,13 @@ def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tens
     runs (native/cuda/EmbeddingBackwardKernel.cu)."""
     count, item, width, gpu = indices.numel(), indices.element_size(), grad.shape[-1], launch.gpu
     result = launch.new((rows, width), grad.dtype)
-    segments = min(count, rows)
-    parts = count // _ROWS_PER_PART + segments
+    num_segments = min(count, rows)
+    num_parts = count // _ROWS_PER_PART + num_segments
     with launch.scratch(count * item, 8):
         launch.transients(count * item, sorting.scan_bytes(count, 8, gpu, "unique by key"))
-        with launch.scratch(segments * item, segments * item):
-            launch.transients(sorting.scan_bytes(segments, item, gpu, f"sum of int{8 * item}"))
-            launch.transients(8, parts * item, parts * width * max(4, grad.element_size()))
+        with launch.scratch(num_segments * item, num_segments * item):
+            launch.transients(sorting.scan_bytes(num_segments, item, gpu, f"sum of int{8 * item}"))
+            launch.transients(8, num_parts * item, num_parts * width * max(4, grad.element_size()))
     return result
 
 
@@ -265,7 +264,7 @@ def make_embedding_bag_gradient(launch: KernelContext) -> Any:
     grad, indices = launch.args[:2]
     rows, by_frequency, mode = launch.args[6:9]
     count, item = indices.numel(), indices.element_size()
-    if mode == _LARGEST or not count or not launch.call.on_gpu:
+    if mode == _MAX_MODE or not count or not launch.call.on_gpu:
         return NotImplemented
     bits = sorting.count_key_bits(rows)
     with launch.scratch(*contiguous(indices, grad), count * item, count * item):

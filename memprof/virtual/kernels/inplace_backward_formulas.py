@@ -15,19 +15,13 @@ import torch
 from memprof.torch_private import autograd
 from memprof.virtual.kernels.registry import aten
 
-_EVENLY = {aten.logical_and.default: aten.logical_and_.default}
+_LOGICAL_AND = {aten.logical_and.default: aten.logical_and_.default}
 # Name of an autograd node -> out-of-place operator -> in-place operator.
 IN_PLACE: dict[str, dict[Any, Any]] = {
     # evenly_distribute_backward, the branch of CUDA
-    "MaxBackward1": _EVENLY,
-    "MinBackward1": _EVENLY,
-    "MedianBackward0": _EVENLY,
-    "NanmedianBackward0": _EVENLY,
+    **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _LOGICAL_AND),
     # clamp_backward, clamp_backward_min_max
-    "ClampBackward0": {
-        aten.logical_and.default: aten.logical_and_.default,
-        aten.logical_or.default: aten.logical_or_.default,
-    },
+    "ClampBackward0": _LOGICAL_AND | {aten.logical_or.default: aten.logical_or_.default},
     "Atan2Backward0": {aten.masked_fill.Scalar: aten.masked_fill_.Scalar},
     "AminmaxBackward0": {aten.add.Tensor: aten.add_.Tensor},
     "TraceBackward0": {aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor},

@@ -128,13 +128,13 @@ def ctc_loss(launch: KernelContext) -> Any:
     is_tensor = isinstance(target_lengths, torch.Tensor)
     known = launch.values.store.get(target_lengths) if is_tensor else torch.tensor(target_lengths)
     if known is not None:
-        longest = int(known.max()) if known.numel() else 0
+        max_target_length = int(known.max()) if known.numel() else 0
     else:
         launch.values.assume("CTC targets whose lengths are not known are all as long as they can be.")
-        longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // batch)
+        max_target_length = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // batch)
     # Input lengths, target lengths and target offsets are copied to the GPU as int64.
     launch.transients(*3 * [8 * batch])
-    alpha = launch.new((batch, frames, 2 * longest + 1), log_probs.dtype)
+    alpha = launch.new((batch, frames, 2 * max_target_length + 1), log_probs.dtype)
     return launch.new(batch, log_probs.dtype), alpha
 
 
@@ -177,17 +177,17 @@ def cross_entropy(
     """Run cross entropy under autocast: only operators after the log-softmax are in float32 (native/LossNLL.cpp)."""
     if not _is_autocast_to_float32(machine, input):
         return NotImplemented
-    classes = 1 if input.dim() > 1 else 0
-    log_softmax = torch.log_softmax(input, classes, dtype=input.dtype)
+    class_dim = 1 if input.dim() > 1 else 0
+    log_softmax = torch.log_softmax(input, class_dim, dtype=input.dtype)
     if target.shape == input.shape:
-        return _probability_loss(log_softmax, target, weight, reduction, classes, label_smoothing)
+        return _probability_loss(log_softmax, target, weight, reduction, class_dim, label_smoothing)
     # The arguments are cast from right to left: see autocast.py.
     nll_weight = None if weight is None else weight.float()
     nll_loss = kernels.nll_loss_nd(log_softmax.float(), target, nll_weight, reduction, ignore_index)
     if not label_smoothing:
         return nll_loss
-    smooth_loss = _smooth_loss(log_softmax, target, weight, reduction, ignore_index, classes)
-    return (1 - label_smoothing) * nll_loss + smooth_loss * (label_smoothing / input.shape[classes])
+    smooth_loss = _smooth_loss(log_softmax, target, weight, reduction, ignore_index, class_dim)
+    return (1 - label_smoothing) * nll_loss + smooth_loss * (label_smoothing / input.shape[class_dim])
 
 
 @composite(torch.pairwise_distance)
@@ -202,47 +202,51 @@ def pairwise_distance(
 
 def _is_autocast_to_float32(machine: DeviceState, input: torch.Tensor) -> bool:
     """Return whether autocast would run a reduction of `input` inside a C++ function in float32."""
-    half = input.dtype in (torch.float16, torch.bfloat16)
-    return half and torch.is_autocast_enabled("cuda") and machine.is_on_gpu(input)
+    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    return is_half and torch.is_autocast_enabled("cuda") and machine.is_on_gpu(input)
 
 
 def _probability_loss(
-    log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, classes: int, smoothing: float
+    log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, class_dim: int, smoothing: float
 ) -> torch.Tensor:
     """Return the cross entropy for a target of probabilities (`cross_entropy_loss_prob_target`), summed in float32."""
     if smoothing > 0:
-        target = target * (1 - smoothing) + smoothing / log_softmax.shape[classes]
-    weight = None if weight is None else _view_by_class(weight, log_softmax, classes)
+        target = target * (1 - smoothing) + smoothing / log_softmax.shape[class_dim]
+    weight = None if weight is None else _view_by_class(weight, log_softmax, class_dim)
     product = log_softmax * target
     if weight is not None:
         product = product * weight
     if reduction == _NONE:
-        return -_sum(product, classes)
-    total = -_sum(product)
-    return total if reduction == _SUM else total / (log_softmax.numel() / log_softmax.shape[classes])
+        return -_sum_in_float32(product, class_dim)
+    total = -_sum_in_float32(product)
+    return total if reduction == _SUM else total / (log_softmax.numel() / log_softmax.shape[class_dim])
 
 
 def _smooth_loss(
-    log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, ignore_index: int, classes: int
+    log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, ignore_index: int, class_dim: int
 ) -> torch.Tensor:
     """Return the label smoothing term (second half of `cross_entropy_loss_label_smoothing`), summed in float32."""
-    weighted = log_softmax if weight is None else log_softmax * _view_by_class(weight, log_softmax, classes)
-    loss = -_sum(weighted, classes)
+    weighted = log_softmax if weight is None else log_softmax * _view_by_class(weight, log_softmax, class_dim)
+    loss = -_sum_in_float32(weighted, class_dim)
     ignored = target == ignore_index
     loss.masked_fill_(ignored, 0.0)
     if reduction == _NONE:
         return loss
     if reduction == _SUM:
-        return _sum(loss)
+        return _sum_in_float32(loss)
     # The divisor is computed first.
     is_counted = ~ignored
-    count = is_counted.sum() if weight is None else _sum(weight.gather(0, target.masked_select(is_counted).flatten()))
-    return _sum(loss) / count
+    count = (
+        is_counted.sum()
+        if weight is None
+        else _sum_in_float32(weight.gather(0, target.masked_select(is_counted).flatten()))
+    )
+    return _sum_in_float32(loss) / count
 
 
-def _view_by_class(weight: torch.Tensor, input: torch.Tensor, classes: int) -> torch.Tensor:
-    return weight.view([-1 if dim == classes else 1 for dim in range(input.dim())])
+def _view_by_class(weight: torch.Tensor, input: torch.Tensor, class_dim: int) -> torch.Tensor:
+    return weight.view([-1 if dim == class_dim else 1 for dim in range(input.dim())])
 
 
-def _sum(input: torch.Tensor, *dims: int) -> torch.Tensor:
+def _sum_in_float32(input: torch.Tensor, *dims: int) -> torch.Tensor:
     return input.sum(dims, dtype=torch.float32) if dims else input.sum(dtype=torch.float32)

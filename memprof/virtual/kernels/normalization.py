@@ -45,10 +45,10 @@ def fused_rms_norm(launch: KernelContext) -> Any:
         with launch.inside():
             return launch.func._op_dk(torch.DispatchKey.CompositeImplicitAutograd, *launch.args)
     with launch.scratch(*contiguous(data, weight)):
-        return launch.new(data.shape, data.dtype), launch.new(*_row_statistics(data, shape))
+        return launch.new(data.shape, data.dtype), launch.new(*_row_statistics_layout(data, shape))
 
 
-def _row_statistics(data: torch.Tensor, shape: Any) -> tuple[Any, torch.dtype]:
+def _row_statistics_layout(data: torch.Tensor, shape: Any) -> tuple[Any, torch.dtype]:
     rows = data.shape[: data.dim() - len(shape)]
     return (*rows, *[1] * len(shape)), torch.float64 if data.dtype is torch.float64 else torch.float32
 
@@ -71,8 +71,10 @@ def _norm_backward(mask_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
 
     LayerNormBackwardKernelImpl makes the copy, LaunchGammaBetaBackwardCUDAKernel the sums.
     """
-    wanted = sum(map(bool, args[mask_at][1:]))
-    return contiguous(args[0]) + (_compute_partial_sums(args[1], math.prod(args[2]), wanted, gpu) if wanted else [])
+    num_parameters = sum(map(bool, args[mask_at][1:]))
+    return contiguous(args[0]) + (
+        _compute_partial_sums(args[1], math.prod(args[2]), num_parameters, gpu) if num_parameters else []
+    )
 
 
 layer_norm_backward = scratch(aten.native_layer_norm_backward)(partial(_norm_backward, 7))
@@ -130,7 +132,7 @@ def rms_norm(
 
 def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
     """Return the results of `_fused_rms_norm` for meta tensors; torch has none (integrations/results_in_cpp.py)."""
-    size, dtype = _row_statistics(data, shape)
+    size, dtype = _row_statistics_layout(data, shape)
     return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
 
 
@@ -211,10 +213,10 @@ def instance_norm(
     arguments = (weight, bias, running_mean, running_var)
     repeated = [None if each is None else each.repeat(batch) for each in arguments]
     flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
-    rest: list[Any] = [*repeated, use_input_stats, momentum, eps, cudnn_enabled]
-    result = batch_norm(machine, flat, *rest)
+    options: list[Any] = [*repeated, use_input_stats, momentum, eps, cudnn_enabled]
+    result = batch_norm(machine, flat, *options)
     if result is NotImplemented:
-        result = torch.batch_norm(flat, *rest)
+        result = torch.batch_norm(flat, *options)
     with torch.no_grad():
         for buffer, updated in zip(arguments[2:], repeated[2:], strict=True):
             if buffer is not None and updated is not None:
@@ -336,7 +338,7 @@ def native_batch_norm_backward(launch: KernelContext) -> Any:
     is_channels_last = data.dim() in (4, 5) and data.is_contiguous(memory_format=_CHANNELS_LAST[data.dim()])
     if reduces and mask[0] and not (is_channels_last or (data.is_contiguous() and data.stride(1) == 1)):
         fused = launch.new(data.shape, data.dtype)
-        return (fused, *(launch.new(channels, dtype) if wanted else None for wanted in mask[1:]))
+        return (fused, *(launch.new(channels, dtype) if num_parameters else None for num_parameters in mask[1:]))
     with contextlib.ExitStack() as stack:
         vector_bytes = channels * _accumulation_dtype(data).itemsize
         if save_invstd is None or not save_invstd.numel():

@@ -29,11 +29,11 @@ _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 
 _PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4  # numbers of schemes (c10/core/QScheme.h)
 # Names of CUDA's kernels by scheme.
-_BY_SCHEME = {0: "per_tensor_affine", 1: "per_channel_affine", 4: "per_channel_float_qparams"}
+_KERNEL_NAME_BY_SCHEME = {0: "per_tensor_affine", 1: "per_channel_affine", 4: "per_channel_float_qparams"}
 # Dtypes that CUDA's kernels support (Dispatch.h, AT_DISPATCH_QINT_TYPES) -> dtype of the stored integers.
-_PLAIN = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+_STORAGE_DTYPES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
-_SMALLER_THAN_BYTES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
+_SUB_BYTE_DTYPES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
 
 # Kernels, functions of (launch), of operators with a virtual quantized operand.
 quantized_kernel = Table("kernel for quantized tensors")
@@ -55,9 +55,9 @@ def run_quantized(launch: KernelContext) -> Any:
         MemprofError: the CUDA kernel is not simulated.
     """
     name = launch.func.name()
-    missing = lacks_quantized_kernel(name) if launch.device != HOST else ""
-    if missing:
-        raise _missing_kernel_error(missing, "QuantizedCUDA")
+    missing_kernel = lacks_quantized_kernel(name) if launch.device != HOST else ""
+    if missing_kernel:
+        raise _missing_kernel_error(missing_kernel, "QuantizedCUDA")
     found = quantized_kernel.get(launch.operator.packet)
     if found is not None:
         return found(launch)
@@ -81,26 +81,26 @@ def _missing_kernel_error(name: str, backend: str) -> NotImplementedError:
 
 
 def _unsupported_dtype_error(kernel: str, dtype: torch.dtype) -> NotImplementedError:
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{_SMALLER_THAN_BYTES[dtype]}'")
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{_SUB_BYTE_DTYPES[dtype]}'")
 
 
-def _layout(tensor: torch.Tensor) -> torch.memory_format:
+def _choose_layout(tensor: torch.Tensor) -> torch.memory_format:
     """Return the memory format of the result of quantizing or dequantizing `tensor`."""
-    with_floats = tensor.is_quantized and _scheme(tensor) == _PER_CHANNEL_FLOATS
+    with_floats = tensor.is_quantized and _get_scheme(tensor) == _PER_CHANNEL_FLOATS
     return torch.contiguous_format if with_floats else suggest_layout(tensor)
 
 
-def _scheme(tensor: torch.Tensor) -> int:
+def _get_scheme(tensor: torch.Tensor) -> int:
     return aten.qscheme.default.redispatch(_CPU, tensor)  # type: ignore[no-any-return]
 
 
-def _quantizer_parameters(tensor: torch.Tensor) -> dict[str, Any]:
+def _get_quantizer_parameters(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the arguments for a quantizer as of `tensor`, which is virtual or on the CPU."""
 
     def query(operator: Any) -> Any:
         return operator.default.redispatch(_CPU, tensor)
 
-    if _scheme(tensor) == _PER_TENSOR:
+    if _get_scheme(tensor) == _PER_TENSOR:
         return {"scale": query(aten.q_scale), "zero_point": query(aten.q_zero_point)}
     return {
         "scales": query(aten.q_per_channel_scales),
@@ -166,12 +166,13 @@ def quantize(launch: KernelContext) -> Any:
     if not sample.is_quantized:
         with launch.inside():
             return data.contiguous().to(sample.dtype)
-    if launch.device != HOST and sample.dtype not in _PLAIN:
-        raise _unsupported_dtype_error(f"quantize_tensor_{_BY_SCHEME[_scheme(sample)]}_cuda", sample.dtype)
-    parameters = _quantizer_parameters(sample)
+    if launch.device != HOST and sample.dtype not in _STORAGE_DTYPES:
+        name = _KERNEL_NAME_BY_SCHEME[_get_scheme(sample)]
+        raise _unsupported_dtype_error(f"quantize_tensor_{name}_cuda", sample.dtype)
+    parameters = _get_quantizer_parameters(sample)
     if "axis" in parameters:
         parameters.update(scales=rest[0], zero_points=rest[1])
-    layout = _layout(data) if _scheme(sample) != _PER_CHANNEL_FLOATS else torch.contiguous_format
+    layout = _choose_layout(data) if _get_scheme(sample) != _PER_CHANNEL_FLOATS else torch.contiguous_format
     result = _make_quantized(launch, data.shape, sample.dtype, layout, **parameters)
     launch.transients(*contiguous(data, layout=layout))
     return result
@@ -182,7 +183,7 @@ def wrap_integers(launch: KernelContext) -> Any:
     """Make a quantized tensor of given integers (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
     data, *rest = launch.args
     names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
-    dtype = next(kind for kind, plain in _PLAIN.items() if plain is data.dtype)
+    dtype = next(kind for kind, plain in _STORAGE_DTYPES.items() if plain is data.dtype)
     return _make_quantized(launch, data.shape, dtype, torch.contiguous_format, **dict(zip(names, rest, strict=True)))
 
 
@@ -199,7 +200,7 @@ def dequantize_floats(launch: KernelContext) -> Any:
 def dequantize(launch: KernelContext) -> Any:
     """Make the float32 result, then a contiguous copy of the integers."""
     data = launch.args[0]
-    layout = _layout(data)
+    layout = _choose_layout(data)
     result = launch.new(data.shape, torch.float32, layout)
     launch.transients(*contiguous(data, layout=layout))
     return result
@@ -209,9 +210,9 @@ def dequantize(launch: KernelContext) -> Any:
 def int_repr(launch: KernelContext) -> Any:
     """Make a tensor of the stored integers (native/quantized/cuda/IntReprQuant.cu)."""
     data = launch.args[0]
-    if data.dtype not in _PLAIN:
+    if data.dtype not in _STORAGE_DTYPES:
         raise _unsupported_dtype_error("int_repr", data.dtype)
-    return launch.new(data.shape, _PLAIN[data.dtype], suggest_layout(data))
+    return launch.new(data.shape, _STORAGE_DTYPES[data.dtype], suggest_layout(data))
 
 
 @quantized_kernel(aten.clone, aten.flip, aten.index_select)
@@ -223,7 +224,7 @@ def copy_quantizer(launch: KernelContext) -> Any:
         size[rest[0]] = rest[1].numel()
     elif layout is torch.preserve_format or launch.operator.packet is aten.flip:
         layout = suggest_layout(data)
-    return _make_quantized(launch, size, data.dtype, layout, **_quantizer_parameters(data))
+    return _make_quantized(launch, size, data.dtype, layout, **_get_quantizer_parameters(data))
 
 
 @quantized_kernel(aten._to_copy)
@@ -231,8 +232,8 @@ def to_copy(launch: KernelContext) -> Any:
     """Copy to another device with the scales (TensorConversions.cpp, empty_quantized); a copy to the host is ones."""
     data, device = launch.args[0], launch.kwargs.get("device")
     if launch.kwargs.get("dtype", data.dtype) is not data.dtype:
-        raise RuntimeError(_NOT_TO_FLOATS)
-    parameters = _quantizer_parameters(data)
+        raise RuntimeError(_COPY_TO_FLOAT_ERROR)
+    parameters = _get_quantizer_parameters(data)
     device_argument = {} if device is None else {"device": device}
     with launch.inside():
         for name in ("scales", "zero_points"):
@@ -247,7 +248,7 @@ def to_copy(launch: KernelContext) -> Any:
     return result
 
 
-_NOT_TO_FLOATS = (
+_COPY_TO_FLOAT_ERROR = (
     "Copying from quantized Tensor to non-quantized Tensor is not allowed, please use dequantize to get a float Tensor "
     "from a quantized Tensor"
 )
@@ -257,7 +258,7 @@ _NOT_TO_FLOATS = (
 def copy_(launch: KernelContext) -> Any:
     """Copy into a quantized tensor (native/Copy.cpp, copy_impl)."""
     if not launch.args[0].is_quantized:
-        raise RuntimeError(_NOT_TO_FLOATS)
+        raise RuntimeError(_COPY_TO_FLOAT_ERROR)
     return launch.args[0]
 
 
@@ -276,18 +277,18 @@ def compute_in_floats(launch: KernelContext) -> Any:
     with launch.inside():
         floats = aten.dequantize.self(data)
         result = launch.func(floats, *rest)
-        return aten.quantize_per_tensor.default(result, *_quantizer_parameters(data).values(), data.dtype)
+        return aten.quantize_per_tensor.default(result, *_get_quantizer_parameters(data).values(), data.dtype)
 
 
 @quantized_kernel(aten.relu)
 def relu(launch: KernelContext) -> Any:
     """Make the maximum of the integers and the zero point (native/quantized/cuda/Activation.cpp)."""
-    scale, zero_point = _quantizer_parameters(launch.args[0]).values()
+    scale, zero_point = _get_quantizer_parameters(launch.args[0]).values()
     with launch.inside():
         integers = aten.int_repr.default(launch.args[0])
         mask = integers > zero_point
-        above = aten.where.ScalarOther(mask, integers, zero_point)
-        return aten._make_per_tensor_quantized_tensor.default(above, scale, zero_point)
+        positive = aten.where.ScalarOther(mask, integers, zero_point)
+        return aten._make_per_tensor_quantized_tensor.default(positive, scale, zero_point)
 
 
 @quantized_kernel(aten.quantized_max_pool2d, "quantized.max_pool2d")
@@ -297,7 +298,7 @@ def max_pool2d(launch: KernelContext) -> Any:
     layout = torch.channels_last if data.dim() == 4 else torch.contiguous_format
     size = aten.max_pool2d_with_indices(torch.empty(data.shape, device=META), *rest)[0].shape
     with launch.scratch(*contiguous(data, layout=layout)):
-        return _make_quantized(launch, size, torch.qint8, layout, **_quantizer_parameters(data))
+        return _make_quantized(launch, size, torch.qint8, layout, **_get_quantizer_parameters(data))
 
 
 @quantized_kernel("quantized.add", "quantized.add_relu")
@@ -318,10 +319,10 @@ def fake_quantize_per_tensor(launch: KernelContext) -> Any:
     data, *rest = launch.args
     if not any(isinstance(argument, torch.Tensor) for argument in rest):
         launch.func(torch.empty(0), *rest)  # raises the error of a wrong range
-    return _result_and_mask(launch, data)
+    return _make_result_and_mask(launch, data)
 
 
-def _result_and_mask(launch: KernelContext, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_result_and_mask(launch: KernelContext, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with launch.inside():
         return torch.empty_like(data), torch.empty_like(data, dtype=torch.bool)
 
@@ -333,24 +334,26 @@ def fake_quantize_per_channel(launch: KernelContext) -> Any:
     if not zero_point.is_floating_point():
         with launch.inside():
             aten.aminmax.default(zero_point)
-    return _result_and_mask(launch, data)
+    return _make_result_and_mask(launch, data)
 
 
 @kernel(aten._fake_quantize_learnable_per_tensor_affine)
 def learnable_per_tensor(launch: KernelContext) -> Any:
     """Make the result for a scale and a zero point that the host reads."""
-    data, _, _, least, most = launch.args[:5]
+    data, _, _, quant_min, quant_max = launch.args[:5]
     with launch.inside():
-        return aten.fake_quantize_per_tensor_affine_cachemask.default(data, 1.0, least, least, most)[0]
+        return aten.fake_quantize_per_tensor_affine_cachemask.default(data, 1.0, quant_min, quant_min, quant_max)[0]
 
 
 @kernel(aten._fake_quantize_learnable_per_channel_affine)
 def learnable_per_channel(launch: KernelContext) -> Any:
     """Make the result of a quantization by channel, with rounded zero points."""
-    data, scale, zero_point, axis, least, most = launch.args[:6]
+    data, scale, zero_point, axis, quant_min, quant_max = launch.args[:6]
     with launch.inside():
-        rounded = zero_point.round().clamp_(least, most).to(torch.int32)
-        return aten.fake_quantize_per_channel_affine_cachemask.default(data, scale, rounded, axis, least, most)[0]
+        rounded = zero_point.round().clamp_(quant_min, quant_max).to(torch.int32)
+        return aten.fake_quantize_per_channel_affine_cachemask.default(
+            data, scale, rounded, axis, quant_min, quant_max
+        )[0]
 
 
 @kernel(
@@ -364,27 +367,27 @@ def learnable_backward(launch: KernelContext) -> Any:
         if launch.operator.packet is aten._fake_quantize_learnable_per_tensor_affine_backward:
             gradients = [torch.empty_like(data) for _ in range(3)]
             return gradients[0], *(each.sum().unsqueeze(0) for each in gradients[1:])
-        axis, least, most = launch.args[4:7]
+        axis, quant_min, quant_max = launch.args[4:7]
         if data.dtype is torch.bfloat16:
             grad, data, scale, zero_point = (each.float() for each in (grad, data, scale, zero_point))
-        rounded = zero_point.round().clamp_(least, most)
+        rounded = zero_point.round().clamp_(quant_min, quant_max)
         extremes = aten.aminmax.default(rounded)
         gradients = [torch.empty_like(data) for _ in range(3)]
-        others = [dim for dim in range(data.dim()) if dim != axis]
-        result = gradients[0], *(each.sum(others) for each in gradients[1:])
+        summed_dims = [dim for dim in range(data.dim()) if dim != axis]
+        result = gradients[0], *(each.sum(summed_dims) for each in gradients[1:])
         del extremes
         return result
 
 
 @kernel(aten._fused_moving_avg_obs_fq_helper)
-def observe(launch: KernelContext) -> Any:
+def update_range_and_quantize(launch: KernelContext) -> Any:
     """Update the range by the extremes of the data, and quantize by the range; empty buffers are resized first."""
-    data, _, is_on, *observers = launch.args[:7]
-    least, most, axis = launch.args[8:11]
-    by_row = launch.argument(11, "per_row_fake_quant", False)
+    data, _, fake_quant_on, *observers = launch.args[:7]
+    quant_min, quant_max, axis = launch.args[8:11]
+    is_per_row = launch.argument(11, "per_row_fake_quant", False)
     with launch.inside():
         dense = data.contiguous()
-        if by_row:
+        if is_per_row:
             rows = data if data.dim() == 2 else data.transpose(0, axis).flatten(1)
             if not observers[0].numel():
                 for observer, value in zip(observers, (math.inf, -math.inf, None, None), strict=True):
@@ -397,11 +400,13 @@ def observe(launch: KernelContext) -> Any:
             aten.aminmax.default(dense)
         for observer in observers:
             launch.values.store.drop(observer.untyped_storage()._cdata)
-        if not by_row:
+        if not is_per_row:
             return aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default(
-                data, *observers[2:], is_on, least, most
+                data, *observers[2:], fake_quant_on, quant_min, quant_max
             )
-        if launch.values.policy.read(is_on).any():
-            return aten.fake_quantize_per_channel_affine_cachemask.default(data, *observers[2:], axis, least, most)
+        if launch.values.policy.read(fake_quant_on).any():
+            return aten.fake_quantize_per_channel_affine_cachemask.default(
+                data, *observers[2:], axis, quant_min, quant_max
+            )
         mask = torch.ones_like(data, dtype=torch.bool)
         return data.clone(), mask

@@ -31,7 +31,7 @@ DROPOUT_STATE_BYTES = 2 << 20
 # up to what cudnnGetRNNTempSpaceSizes answered on an H100 for 1,229 shapes, of all kinds, data types, algorithms,
 # directions, with dropout, packed or projected: of 105,090 sizes 101,962 to the byte, the others within 128 bytes (but
 # for 5, of an algorithm that torch does not choose there).
-_MEASURED_CUDNN = 91_900
+_MEASURED_CUDNN_VERSION = 91_900
 _SAVED_GRU_VECTORS = 6
 _EXTRA_BYTES = 256
 _ALIGNMENT = 32  # of each of the buffers
@@ -59,7 +59,7 @@ def is_acceptable(tensor: torch.Tensor) -> bool:
 
 def is_measured(gpu: DeviceProperties) -> bool:
     """Return whether torch brings along the cuDNN whose reserve space and workspace were measured."""
-    return cudnn_version(gpu.release) >= _MEASURED_CUDNN
+    return cudnn_version(gpu.release) >= _MEASURED_CUDNN_VERSION
 
 
 def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
@@ -230,8 +230,8 @@ def _is_persistent(gpu: DeviceProperties, args: Any, forward: bool) -> bool:
     batch, fits = _read_shapes(args)[1], layers == 1 and not args[13] and size <= 1024
     fits = fits and size % 128 == data.shape[-1] % 128 == 0 and batch % 8 == 0 and batch <= 128
     large, minor = gpu.compute_capability >= (8, 0) and gpu.num_sms >= 98, gpu.compute_capability[1]
-    few = kind == MODES["lstm"] or (kind != MODES["gru"] and (batch < 96 or size < 896))
-    return data.dtype is torch.float16 and fits and few and large and minor != 6  # CUDNN_RNN_ALGO_PERSIST_STATIC
+    num_steps = kind == MODES["lstm"] or (kind != MODES["gru"] and (batch < 96 or size < 896))
+    return data.dtype is torch.float16 and fits and num_steps and large and minor != 6  # CUDNN_RNN_ALGO_PERSIST_STATIC
 
 
 def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
@@ -249,8 +249,8 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
     matrices = WeightLayout(kind, features, size, projected, layers, is_bidirectional).matrices
     vectors, outputs, states = rows * size, rows * directions * size, layers * directions * batch * size
 
-    def common(copies: int) -> list[tuple[int, int]]:
-        """List weights, and copies of inputs, outputs and states, of which packed sequences need none."""
+    def list_common_buffers(copies: int) -> list[tuple[int, int]]:
+        """Return the buffers of weights and, unless sequences are packed, of copies of inputs, outputs and states."""
         buffers = [(1, matrices), (projected > 0, outputs)]
         if not packed_rows:
             buffers += [(copies, rows * features), (copies, rows * directions * out)]
@@ -258,7 +258,10 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
         return buffers
 
     # (how many buffers, elements of each)
-    forward_pass = [*common(1), (train and dropout > 0 and is_multilayer and not is_bidirectional, vectors)]
+    forward_pass = [
+        *list_common_buffers(1),
+        (train and dropout > 0 and is_multilayer and not is_bidirectional, vectors),
+    ]
     if is_persistent:
         forward_pass += [
             (1, (3 * gates + 2 if is_bidirectional else 5 * gates) * outputs),
@@ -275,7 +278,7 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
             (is_bidirectional, 2 * states),
         ]
     backward_pass = [
-        *common(2),
+        *list_common_buffers(2),
         (4 if is_bidirectional else 1, rows * max(size, features)),
     ]  # with gradients of what is copied
     backward_pass += [(1, (3 if is_lstm else 1) * states), (is_bidirectional, 2 * states)]
@@ -284,8 +287,8 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
     if is_bidirectional or is_persistent or not is_multilayer:
         backward_pass += [(1 + is_multilayer, outputs)]
     else:  # the layers work at the same time, on some time steps each
-        few = 16 if batch <= 8 else 8 if batch <= 16 or steps >= 128 else 4 if batch <= 96 else 2
-        backward_pass += [(1, min(rows, (few * layers + max(few, 8)) * batch) * size)]
+        num_steps = 16 if batch <= 8 else 8 if batch <= 16 or steps >= 128 else 4 if batch <= 96 else 2
+        backward_pass += [(1, min(rows, (num_steps * layers + max(num_steps, 8)) * batch) * size)]
     passes = [forward_pass, backward_pass] if train else [forward_pass]
     num_bytes = max(
         sum(count * round_up(each * data.element_size(), _ALIGNMENT) for count, each in buffers) for buffers in passes
@@ -296,7 +299,7 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
 
 @kernel(aten._cudnn_rnn)
 def cudnn_rnn(launch: KernelContext) -> Any:
-    """Output, last hidden and cell states, and in training the reserve space."""
+    """Make the output, the last hidden and cell states, and in training the reserve space."""
     args = launch.args
     data, _, _, buffer, hx, cx = args[:6]
     size, projected, layers, batch_first, train = args[7], args[8], args[9], args[10], args[12]
@@ -329,11 +332,13 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
         return None, None, None, [None] * len(weights)
     is_transposed = batch_first and not sizes
     workspace = _workspace_bytes(launch, (data, *[None] * 5, *launch.args[10:]), False)
-    missing = [like for grad, like in zip(grads, (output, hx, cx), strict=True) if grad is None and like is not None]
+    missing_grads = [
+        like for grad, like in zip(grads, (output, hx, cx), strict=True) if grad is None and like is not None
+    ]
     contiguous_input = data.transpose(0, 1) if is_transposed else data
     grads_by_step = [grads[0].transpose(0, 1) if is_transposed and grads[0] is not None else grads[0], *grads[1:]]
     grad_weights: list[torch.Tensor | None] = [None] * len(weights)
-    with launch.scratch(*(like.numel() * like.element_size() for like in missing)):
+    with launch.scratch(*(like.numel() * like.element_size() for like in missing_grads)):
         with launch.scratch(*contiguous(contiguous_input, *grads_by_step)):
             grad_data = launch.new(contiguous_input.shape, data.dtype)
             grad_hx = launch.new(hx.shape, hx.dtype)
@@ -356,17 +361,17 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
 @kernel(aten._pack_padded_sequence, on_host=True)
 def pack_padded_sequence(launch: KernelContext) -> Any:
     """Copy the rows of time steps of equal batch size where they are not contiguous, and concatenate them
-    (native/PackedSequence.cpp). The lengths are on the host and stay there."""
+    (PackedSequence.cpp). The lengths are on the host and stay there."""
     data, lengths, batch_first = launch.args
     if not data.is_meta or lengths.is_meta:
         return NotImplemented
     steps = data.transpose(0, 1) if batch_first else data
-    copied: list[int] = []
+    copy_sizes: list[int] = []
     first_step = 0
     for length in sorted(set(lengths.tolist())):
-        copied += contiguous(steps[first_step:length, : int((lengths >= length).sum())])
+        copy_sizes += contiguous(steps[first_step:length, : int((lengths >= length).sum())])
         first_step = length
-    with launch.scratch(*copied):
+    with launch.scratch(*copy_sizes):
         packed, batch_sizes = launch.func(data, lengths, batch_first)
         launch.record(packed)
     return packed, batch_sizes

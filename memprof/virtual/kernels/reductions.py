@@ -38,8 +38,10 @@ class Reduction:
         reduced dimensions by the stride of the input.
         """
         rank = tensor.dim()
-        requested = [] if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else list(dims)
-        reduced_dims = {dim % rank for dim in requested} if requested and rank else set(range(rank))
+        requested_dims = (
+            [] if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else list(dims)
+        )
+        reduced_dims = {dim % rank for dim in requested_dims} if requested_dims and rank else set(range(rank))
         order = [dim for dim in reversed(range(rank)) if tensor.size(dim) != 1]
         reduced = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim in reduced_dims]
         kept = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim not in reduced_dims]
@@ -166,7 +168,7 @@ def _make_formula(
             data = torch.empty_strided(data.size(), data.stride(), dtype=torch.int64, device="meta")
         per_load = half_per_load if values_per_load == 4 and data.element_size() == 2 else values_per_load
         # max() and min() without a dimension keep no index.
-        num_bytes = data.element_size() if accumulator is _pair_bytes and dims is None else accumulator(data)
+        num_bytes = data.element_size() if accumulator is _get_pair_bytes and dims is None else accumulator(data)
         return copies + reduction_buffers(data, dims, num_bytes, gpu, per_load)
 
     return formula
@@ -195,7 +197,7 @@ def _compute_buffers(part: Reduction, num_sms: int, threads_per_sm: int) -> tupl
     return tuple(part.buffers(num_sms, threads_per_sm))
 
 
-def _pair_bytes(tensor: torch.Tensor) -> int:
+def _get_pair_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a value and an int64 index, aligned to 8 bytes."""
     return _PAIR_BYTES
 
@@ -210,7 +212,7 @@ scratch(aten.nansum)(_make_formula(accumulator_bytes_per_value))
 scratch(aten.mean)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD))
 scratch(aten.linalg_vector_norm)(_make_formula(accumulator_bytes_per_value, dims_at=2))
 scratch(aten.amax, aten.amin, aten.any, aten.all)(_make_formula(torch.Tensor.element_size))
-scratch(aten.max, aten.min)(_make_formula(_pair_bytes))
+scratch(aten.max, aten.min)(_make_formula(_get_pair_bytes))
 scratch(aten.argmax, aten.argmin)(_make_formula(lambda tensor: _PAIR_BYTES))  # with an index even without a dimension
 # Mean, sum of squares, an int32 count and the count as a real number (native/SharedReduceOps.h, WelfordData).
 scratch(aten.var, aten.std, aten.var_mean, aten.std_mean)(

@@ -59,13 +59,13 @@ def radix_sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int, gp
     items = max(1, _onesweep_items(key_bytes, value_bytes, gpu) * 4 // max(4, widest))
     threads = min(_ONESWEEP_THREADS, -(-(48 * 1024 // (widest * items)) // 32) * 32)
     tile = threads * items
-    passes = -(-bits // _DIGIT_BITS)
-    portion = _MAX_PORTION // tile * tile
-    portions = -(-count // portion)
-    blocks = -(-min(count, portion) // tile)
-    second = [count * key_bytes, count * value_bytes] if passes > 1 else []
-    bins = portions * passes * _DIGITS * _OFFSET_BYTES, blocks * _DIGITS * 4
-    return _sum_aligned([*bins, *second, portions * passes * 4])
+    num_passes = -(-bits // _DIGIT_BITS)
+    items_per_portion = _MAX_PORTION // tile * tile
+    num_portions = -(-count // items_per_portion)
+    num_blocks = -(-min(count, items_per_portion) // tile)
+    second_buffers = [count * key_bytes, count * value_bytes] if num_passes > 1 else []
+    bins = num_portions * num_passes * _DIGITS * _OFFSET_BYTES, num_blocks * _DIGITS * 4
+    return _sum_aligned([*bins, *second_buffers, num_portions * num_passes * 4])
 
 
 def _onesweep_items(key_bytes: int, value_bytes: int, gpu: DeviceProperties) -> int:
@@ -77,7 +77,7 @@ def _onesweep_items(key_bytes: int, value_bytes: int, gpu: DeviceProperties) -> 
     return 30 if value_bytes < 8 else 24
 
 
-def _tile(algorithm: str, gpu: DeviceProperties) -> int:
+def _count_tile_items(algorithm: str, gpu: DeviceProperties) -> int:
     return _TILES[algorithm][(gpu.compute_capability == (8, 0)) + 2 * (gpu.compute_capability >= (9, 0))]
 
 
@@ -86,7 +86,7 @@ def scan_bytes(count: int, item_bytes: int, gpu: DeviceProperties, algorithm: st
 
     `algorithm` is a key of _TILES, for the algorithms with a tuned tile; torch's operators use the generic tile ("").
     """
-    tile = _tile(algorithm, gpu) if algorithm else 128 * max(1, min(15 * 4 // item_bytes, 30))
+    tile = _count_tile_items(algorithm, gpu) if algorithm else 128 * max(1, min(15 * 4 // item_bytes, 30))
     size = (-(-count // tile) + 32) * (8 if item_bytes <= 4 else 16)
     # CUB 3.0 also aligns the status words separately (cub/agent/single_pass_scan_operators.cuh).
     return _sum_aligned([_sum_aligned([size]) if cuda_version(gpu.release) >= "13" else size])
@@ -95,8 +95,8 @@ def scan_bytes(count: int, item_bytes: int, gpu: DeviceProperties, algorithm: st
 def reduce_bytes(count: int, gpu: DeviceProperties) -> int:
     """Return the bytes of DeviceReduce's scratch for a 32-bit sum: one sum for each possible block, 1 up to one tile
     (cub/device/dispatch/dispatch_reduce.cuh, InvokePasses)."""
-    blocks = gpu.num_sms * (gpu.threads_per_sm // _REDUCE_THREADS) * _BLOCKS_PER_RESIDENT
-    return 1 if count <= _REDUCE_THREADS * 16 else _sum_aligned([4 * blocks])
+    num_blocks = gpu.num_sms * (gpu.threads_per_sm // _REDUCE_THREADS) * _BLOCKS_PER_RESIDENT
+    return 1 if count <= _REDUCE_THREADS * 16 else _sum_aligned([4 * num_blocks])
 
 
 def run_length_bytes(count: int) -> int:
@@ -127,11 +127,11 @@ def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[i
         buffers.append(count * item)
         if dim != data.dim() - 1:  # both results are first made with the sorted dimension last
             buffers += [count * item, 8 * count]
-    segments = min(count, _INT_MAX) // length
-    batch_items = segments * length
-    if segments == 1 or length >= 1_000_000:
+    num_segments = min(count, _INT_MAX) // length
+    batch_items = num_segments * length
+    if num_segments == 1 or length >= 1_000_000:
         return [*buffers, 8 * length, radix_sort_bytes(length, item, 8, 8 * item, gpu)]
-    if segments < 128:
+    if num_segments < 128:
         # (segment, position) pairs twice, the sorted keys, and the larger scratch of two consecutive sorts.
         sort = radix_sort_bytes(batch_items, item, 8, 8 * item, gpu)
         return [*buffers, 8 * batch_items, 8 * batch_items, batch_items * item, sort]
@@ -158,29 +158,39 @@ def topk(args: Any, gpu: DeviceProperties) -> list[int]:
     length = data.shape[dim] if data.dim() else 1
     if not length or not k:
         return []
-    slices = data.numel() // length
-    min_length = next((length for max_slices, length in _MULTIBLOCK if slices <= max_slices), 400)
+    num_slices = data.numel() // length
+    min_length = next((length for max_slices, length in _MULTIBLOCK if num_slices <= max_slices), 400)
     copies = contiguous(data)
     sorts = len(args) < 5 or args[4]
-    tail = [16 * slices * k, slices * k * data.element_size(), 8 * k] if sorts and k > _SMALL_SORT else []
+    tail = [16 * num_slices * k, num_slices * k * data.element_size(), 8 * k] if sorts and k > _SMALL_SORT else []
     if length < min_length:
         return copies + tail
     per_sm = min(_REGISTERS_PER_SM // _TOPK_REGISTERS, 32)
-    items = -(-(length * slices) // (gpu.num_sms * per_sm * _TOPK_BLOCK_THREADS))
+    items = -(-(length * num_slices) // (gpu.num_sms * per_sm * _TOPK_BLOCK_THREADS))
     per_block = max(4, min(items, 64)) * _TOPK_BLOCK_THREADS
-    blocks = slices * -(-length // per_block)
+    num_blocks = num_slices * -(-length // per_block)
     radix = max(4, data.element_size())
-    kth, slice_buffers = slices * data.element_size(), [8 * slices, 2 * slices * radix]
+    kth, slice_buffers = num_slices * data.element_size(), [8 * num_slices, 2 * num_slices * radix]
     # Since pull request 164459, the kernel has sums of digits instead of semaphores.
     has_digit_sums = gpu.release >= (2, 10)
-    first, sums = ([kth], [slices * _DIGITS * 4]) if has_digit_sums else ([kth, 4 * slices], [])
-    scans = [_sum_by_key_scratch(blocks, gpu)] * 2
-    return [*copies, *first, *slice_buffers, blocks * _DIGITS * 2, *sums, 4 * blocks, 4 * blocks, *scans, *tail]
+    first, sums = ([kth], [num_slices * _DIGITS * 4]) if has_digit_sums else ([kth, 4 * num_slices], [])
+    scans = [_sum_by_key_scratch(num_blocks, gpu)] * 2
+    return [
+        *copies,
+        *first,
+        *slice_buffers,
+        num_blocks * _DIGITS * 2,
+        *sums,
+        4 * num_blocks,
+        4 * num_blocks,
+        *scans,
+        *tail,
+    ]
 
 
 def _sum_by_key_scratch(count: int, gpu: DeviceProperties) -> int:
     """Return the bytes of DeviceScan's scratch for 32-bit sums by key: a status word and two keys per tile."""
-    tiles = -(-count // _tile("sum by key", gpu))
+    tiles = -(-count // _count_tile_items("sum by key", gpu))
     return _sum_aligned([(tiles + 32) * 16, 4 * (tiles + 1)])
 
 

@@ -83,11 +83,11 @@ def coalesce(launch: KernelContext) -> Any:
     """
     sparse = launch.args[0]
     indices, values = get_sparse_parts(sparse)
-    count = indices.shape[1]
-    num_unique = min(count, math.prod(sparse.shape[: len(indices)]))
+    num_indices = indices.shape[1]
+    num_unique = min(num_indices, math.prod(sparse.shape[: len(indices)]))
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
-    with launch.scratch(*3 * [8 * count]):
-        launch.transients(radix_sort_bytes(count, 8, 8, 64, launch.gpu))
+    with launch.scratch(*3 * [8 * num_indices]):
+        launch.transients(radix_sort_bytes(num_indices, 8, 8, 64, launch.gpu))
         added = launch.new((num_unique, *values.shape[1:]), values.dtype)
     return _replace_parts(sparse, [launch.new((len(indices), num_unique), indices.dtype), added], coalesced=True)
 
@@ -146,17 +146,17 @@ def sparse_sum(launch: KernelContext) -> Any:
 def compressed_tensor(launch: KernelContext) -> Any:
     """Make the tensor object. Without `size`, the size follows the compressed indices and the largest plain index
     (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
-    indices, plain, values, *size = launch.args
+    indices, plain_indices, values, *size = launch.args
     if not size:
         with launch.inside():
-            largest = launch.values.policy.read(aten.max.default(plain)).item()
+            largest_index = launch.values.policy.read(aten.max.default(plain_indices)).item()
         layout, dims = launch.kwargs["layout"], indices.dim()
-        block = values.shape[dims : dims + 2] if layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
-        counts = indices.shape[-1] - 1, int(largest) + 1
+        block_shape = values.shape[dims : dims + 2] if layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
+        counts = indices.shape[-1] - 1, int(largest_index) + 1
         rows, columns = counts if layout in (torch.sparse_csr, torch.sparse_bsr) else counts[::-1]
-        dense = values.shape[dims + 2 * (block != (1, 1)) :]
-        size = [(*indices.shape[:-1], rows * block[0], columns * block[1], *dense)]
-    return aten._sparse_compressed_tensor_unsafe.default(indices, plain, values, *size, **launch.kwargs)
+        dense = values.shape[dims + 2 * (block_shape != (1, 1)) :]
+        size = [(*indices.shape[:-1], rows * block_shape[0], columns * block_shape[1], *dense)]
+    return aten._sparse_compressed_tensor_unsafe.default(indices, plain_indices, values, *size, **launch.kwargs)
 
 
 @kernel(aten._embedding_bag_backward, on_host=True)
@@ -267,22 +267,24 @@ def multiply(launch: KernelContext) -> Any:
             return result
         with launch.inside():
             coalesced = sparse.coalesce()
-        count = coalesced._nnz()
+        num_indices = coalesced._nnz()
         with launch.scratch(4 * (len(sparse) + 1)):
-            launch.transients(4 * count)
-            with launch.scratch(4 * count):
-                launch.transients(result_bytes, copied, *_cusparse_buffer(launch, count, matrix.shape[1] == 1, is_csr))
+            launch.transients(4 * num_indices)
+            with launch.scratch(4 * num_indices):
+                launch.transients(
+                    result_bytes, copied, *_cusparse_buffer(launch, num_indices, matrix.shape[1] == 1, is_csr)
+                )
     return result
 
 
-def _cusparse_buffer(launch: KernelContext, count: int, is_vector: bool, is_csr: bool) -> list[int]:
+def _cusparse_buffer(launch: KernelContext, num_indices: int, is_vector: bool, is_csr: bool) -> list[int]:
     """Return the bytes of cuSPARSE's buffer for a product: a fit of all 248 buffers recorded on an H100, from 600 to
     2,500,000 elements and for 1 to 256 columns, with CUDA 13.0; on other GPUs it is not counted."""
     if launch.gpu.compute_capability != (9, 0):
         return []
     if is_vector:
-        return [8 * (-(-count // 3072) + 1) + 7 if is_csr else 4 * (-(-count // 4096) + 1) + 3]
-    return [8 * -(-count // 24) + 7 if is_csr else 4 * (-(-count // 256) + 1) + 3]
+        return [8 * (-(-num_indices // 3072) + 1) + 7 if is_csr else 4 * (-(-num_indices // 4096) + 1) + 3]
+    return [8 * -(-num_indices // 24) + 7 if is_csr else 4 * (-(-num_indices // 256) + 1) + 3]
 
 
 @sparse_kernel(aten.bmm, aten._to_dense, aten.sum)

@@ -116,19 +116,19 @@ def copy_(launch: KernelContext) -> Any:
 def _allocate_peer_copy(launch: KernelContext, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
     """Allocate the temporaries of a copy between GPUs without peer access (native/cuda/Copy.cu, copy_kernel_cuda): the
     transfer needs one dtype and contiguous memory on both GPUs."""
-    ends = launch.machine.device_of(target), launch.machine.device_of(source)
-    same_type = target.dtype == source.dtype
+    gpus = launch.machine.device_of(target), launch.machine.device_of(source)
+    has_same_dtype = target.dtype == source.dtype
     dense = torch.empty_like(source)
     has_same_strides = target.stride() == source.stride() == dense.stride()
-    if ends[0] == ends[1] or not all(map(is_gpu, ends)) or (same_type and has_same_strides):
+    if gpus[0] == gpus[1] or not all(map(is_gpu, gpus)) or (has_same_dtype and has_same_strides):
         return
     sent_bytes = target.numel() * (target if non_blocking else source).element_size()
-    is_received_in_place = target.is_contiguous() and (same_type or non_blocking)
+    is_received_in_place = target.is_contiguous() and (has_same_dtype or non_blocking)
     source_buffers = [] if source.is_contiguous() and source.shape == target.shape else [sent_bytes]
-    if non_blocking and not same_type:
+    if non_blocking and not has_same_dtype:
         source_buffers.append(sent_bytes)
-    with launch.scratch(*([] if is_received_in_place else [sent_bytes]), gpu=ends[0]):
-        launch.transients(*source_buffers, gpu=ends[1])
+    with launch.scratch(*([] if is_received_in_place else [sent_bytes]), gpu=gpus[0]):
+        launch.transients(*source_buffers, gpu=gpus[1])
 
 
 # None if torch was built without torch.distributed.

@@ -85,12 +85,12 @@ def _allocate_plan(
     in_columns: bool = False,
 ) -> None:
     """Allocate the temporaries of one plan: a copy of an input with unmergeable batch dimensions, and the workspace."""
-    others = [dim for dim, size in enumerate(data.shape) if dim not in dims and size > 1]
-    batch = sorted(((data.stride(dim), data.shape[dim]) for dim in others), reverse=True)
+    batch_dims = [dim for dim, size in enumerate(data.shape) if dim not in dims and size > 1]
+    batch = sorted(((data.stride(dim), data.shape[dim]) for dim in batch_dims), reverse=True)
     is_dense_batch = all(outer == stride * size for (outer, _), (stride, size) in itertools.pairwise(batch))
-    lengths, signals = [data.shape[dim] for dim in dims], math.prod(size for _, size in batch)
+    lengths, num_signals = [data.shape[dim] for dim in dims], math.prod(size for _, size in batch)
     in_columns = in_columns or (bool(dims) and data.stride(dims[-1]) > 1)
-    num_bytes = workspace_bytes(launch.gpu, signals, lengths, item_bytes, is_real=is_real, in_columns=in_columns)
+    num_bytes = workspace_bytes(launch.gpu, num_signals, lengths, item_bytes, is_real=is_real, in_columns=in_columns)
     if num_bytes:
         launch.values.assume(RULE)
     launch.transients(data.nbytes * (is_first and not is_dense_batch), num_bytes)
@@ -129,19 +129,19 @@ def workspace_bytes(
 
 def _real_workspace(batch: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
     if length & (length - 1) == 0:
-        largest = _LONGEST_REAL_POWER[in_columns] if item_bytes <= 8 else 4096
+        max_length = _LONGEST_REAL_POWER[in_columns] if item_bytes <= 8 else 4096
     elif length % 2:
-        largest = _LARGEST_RADIX
+        max_length = _LARGEST_RADIX
     else:
-        largest = _LONGEST_REAL * (_divide_out_factors(length, _LARGEST_SHORT_RADIX) == 1)
-    if length <= largest:
+        max_length = _LONGEST_REAL * (_divide_out_factors(length, _LARGEST_SHORT_RADIX) == 1)
+    if length <= max_length:
         return 0
     if length % 2 == 0:  # run as one complex signal of half the length
         half = length // 2
         return batch * rows * (half + (_complex_workspace(1, half, item_bytes, False) > 0)) * item_bytes
     pairs = -(-batch // 2) * rows  # two real signals run as one complex signal
-    copied = pairs * length * item_bytes
-    return copied + (2 * _padded_bytes(pairs, length, item_bytes, 1) or round_up(copied, _ALIGNMENT_BYTES))
+    copied_bytes = pairs * length * item_bytes
+    return copied_bytes + (2 * _padded_bytes(pairs, length, item_bytes, 1) or round_up(copied_bytes, _ALIGNMENT_BYTES))
 
 
 def _complex_workspace(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
@@ -159,8 +159,8 @@ def _padded_bytes(batch: int, length: int, item_bytes: int, extra_bytes: int = 0
     return round_up(batch * padded * item_bytes + extra_bytes, _ALIGNMENT_BYTES)
 
 
-def _divide_out_factors(length: int, largest: int) -> int:
-    for factor in range(2, largest + 1):
+def _divide_out_factors(length: int, max_length: int) -> int:
+    for factor in range(2, max_length + 1):
         while length % factor == 0:
             length //= factor
     return length

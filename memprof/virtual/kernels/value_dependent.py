@@ -80,11 +80,15 @@ def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
             del sums
 
 
-def _unique(launch: KernelContext, data: torch.Tensor, rows: Any, where: Any, counts: Any) -> tuple[torch.Tensor, ...]:
+def _unique(
+    launch: KernelContext, data: torch.Tensor, rows: Any, inverse_indices: Any, counts: Any
+) -> tuple[torch.Tensor, ...]:
     """Return the results of `unique`, by a sorted copy (native/cuda/UniqueCub.cu). The storages of elements and counts
     are as long as the input."""
     is_consecutive = launch.operator.packet is aten.unique_consecutive
-    options = (launch.argument(place, name, False) for place, name in enumerate(_OPTIONS, 1 if is_consecutive else 2))
+    options = (
+        launch.argument(position, name, False) for position, name in enumerate(_OPTIONS, 1 if is_consecutive else 2)
+    )
     inverse, has_counts = options
     count, item, gpu = data.numel(), data.element_size(), launch.gpu
 
@@ -100,7 +104,7 @@ def _unique(launch: KernelContext, data: torch.Tensor, rows: Any, where: Any, co
             with launch.scratch(8 * count if inverse else 0):
                 stack.enter_context(launch.scratch(8 * count if inverse else 0))
                 launch.transients(radix_sort_bytes(count, item, 8 if inverse else 0, 8 * item, gpu))
-        where = launch.known(where)
+        inverse_indices = launch.known(inverse_indices)
         if inverse:
             with launch.scratch((4 if is_consecutive else 8) * count):
                 launch.transients(scan_bytes(count, 4, gpu, "sum of int32"))
@@ -112,7 +116,7 @@ def _unique(launch: KernelContext, data: torch.Tensor, rows: Any, where: Any, co
         else:
             counts = launch.known(counts)
             launch.transients(scan_bytes(count, 4, gpu, f"unique of int{32 if item <= 4 else 64}"))
-    return rows, where, counts
+    return rows, inverse_indices, counts
 
 
 _OPTIONS = ("return_inverse", "return_counts")
@@ -140,12 +144,16 @@ def _find_length(launch: KernelContext, data: torch.Tensor) -> int:
 def _make_results(launch: KernelContext, data: torch.Tensor, length: int) -> Any:
     """Return meta tensors like the results of the operator: `length` rows, and the optional results."""
     packet = launch.operator.packet
-    numbers = torch.empty(length, dtype=torch.int64, device="meta")
+    int64_values = torch.empty(length, dtype=torch.int64, device="meta")
     if packet is aten.repeat_interleave:
-        return numbers.to(data.dtype)
+        return int64_values.to(data.dtype)
     if packet is aten.bincount:
         weights = launch.argument(1, "weights")
-        return numbers if weights is None else numbers.to(torch.float if weights.dtype is torch.float else torch.double)
+        return (
+            int64_values
+            if weights is None
+            else int64_values.to(torch.float if weights.dtype is torch.float else torch.double)
+        )
     if packet is aten.unique_dim:  # always makes the optional results
         dim, inverse, counts = launch.argument(1, "dim"), True, True
     else:
@@ -153,14 +161,14 @@ def _make_results(launch: KernelContext, data: torch.Tensor, length: int) -> Any
         dim = None if packet is aten._unique2 else launch.argument(3, "dim")
         inverse, counts = launch.argument(at, "return_inverse", False), launch.argument(at + 1, "return_counts", False)
     if dim is None:
-        rows, places = data.new_empty(length), data.shape
+        rows, inverse_shape = data.new_empty(length), data.shape
     else:
         shape = list(data.shape)
         shape[dim] = length
-        rows, places = data.new_empty(shape), data.shape[dim : dim + 1 or None]
-    nothing = numbers[:0]
-    where = torch.empty(places, dtype=torch.int64, device="meta") if inverse else nothing
-    return rows, where, numbers if counts else nothing
+        rows, inverse_shape = data.new_empty(shape), data.shape[dim : dim + 1 or None]
+    nothing = int64_values[:0]
+    inverse_indices = torch.empty(inverse_shape, dtype=torch.int64, device="meta") if inverse else nothing
+    return rows, inverse_indices, int64_values if counts else nothing
 
 
 def _make_stub_values(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
@@ -168,17 +176,17 @@ def _make_stub_values(launch: KernelContext, data: torch.Tensor) -> torch.Tensor
     packet, name = launch.operator.packet, launch.operator.name
     if packet is aten.repeat_interleave:
         size = launch.argument(1, "output_size")
-        each, rest = divmod(data.numel() if size is None else size, max(1, data.numel()))
+        num_repeats, num_extra = divmod(data.numel() if size is None else size, max(1, data.numel()))
         launch.values.assume(f"{name} of unknown repeats: as if all were alike, one each unless the size is given.")
-        return (each + (torch.arange(data.numel()) < rest)).to(data.dtype)
-    numbers = torch.arange(data.numel())
+        return (num_repeats + (torch.arange(data.numel()) < num_extra)).to(data.dtype)
+    int64_values = torch.arange(data.numel())
     min_length = launch.argument(2, "minlength", 0) if packet is aten.bincount else 0
     if min_length:
         launch.values.assume(f"{name} of unknown values: as if they were spread evenly below its minlength.")
-        numbers %= min_length
+        int64_values %= min_length
     else:
         launch.values.assume(f"{name} of unknown values: as if all elements differed.")
-    return numbers.reshape(data.shape).to(data.dtype)
+    return int64_values.reshape(data.shape).to(data.dtype)
 
 
 @kernel(aten.t_, aten.transpose_, aten.swapaxes_, aten.swapdims_, on_host=True)
