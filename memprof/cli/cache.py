@@ -28,37 +28,37 @@ def cache(
     is installed and files that are looked at again; models that are code are run each time. MEMPROF_CACHE names another
     folder, or `off`.
     """
-    from memprof.flows.cache.store import MOST_BYTES, VARIABLE, Store, cache_folder
+    from memprof.flows.cache.store import CACHE_VARIABLE, MAX_CACHE_BYTES, Store, cache_folder
 
     folder = cache_folder()
     store = None if folder is None else Store(folder)
     removed = store.clear() if clear and store is not None else 0
-    found = [] if store is None else [(entry, store.read(entry.path)) for entry in store.entries()]
+    found = [] if store is None else [(entry, store.read(entry.path)) for entry in store.list_entries()]
     entries = [(entry, None if said is None else f"memprof {said.get('said', '')}") for entry, said in found]
     total = sum(entry.num_bytes for entry, _ in entries)
     if output.as_json:
         from memprof.report.documents.command_results import CachedResult, CachedResultList
 
-        kept = tuple(CachedResult(asked, entry.num_bytes, entry.used) for entry, asked in entries if asked)
+        kept = tuple(CachedResult(asked, entry.num_bytes, entry.last_used) for entry, asked in entries if asked)
         print_json(
             CachedResultList(
                 folder=None if folder is None else str(folder),
                 num_bytes=total,
-                most_bytes=MOST_BYTES,
+                most_bytes=MAX_CACHE_BYTES,
                 removed=removed,
                 answers=kept,
             )
         )
         return
     if store is None:
-        echo(f"nothing is kept: {VARIABLE} is off, or there is no home folder")
+        echo(f"nothing is kept: {CACHE_VARIABLE} is off, or there is no home folder")
         return
     if clear:
         echo(f"{_format_count(removed)} removed from {folder}")
         return
-    echo(f"{folder}: {_format_count(len(entries))}, {format_bytes(total)} of at most {format_bytes(MOST_BYTES)}")
+    echo(f"{folder}: {_format_count(len(entries))}, {format_bytes(total)} of at most {format_bytes(MAX_CACHE_BYTES)}")
     for entry, asked in entries:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
         echo(f"  {used}  {format_bytes(entry.num_bytes):>10}  {asked or 'damaged: not used'}")
 
 

@@ -445,9 +445,9 @@ def _build_options(kind: Any, values: Mapping[str, Any]) -> Any:
             given[name] = _parse_option(about, value) if about.parse else value
             _check_numbers({name: given[name]})
     if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
-        from memprof.flows.local_gpu import present_gpu_options
+        from memprof.flows.local_gpu import find_local_gpu_options
 
-        given |= present_gpu_options()
+        given |= find_local_gpu_options()
     instance = kind(**given)
     check_options(instance)
     return instance

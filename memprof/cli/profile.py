@@ -15,7 +15,7 @@ from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
 
 if TYPE_CHECKING:
-    from memprof.flows.cache.answers import CachedAnswer
+    from memprof.flows.cache.results import ResultCacheEntry
     from memprof.report.documents.report import Report
     from memprof.trace.events import Trace
 
@@ -74,20 +74,20 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
     if run_error is not None:
         raise run_error
     if entry is not None:
-        entry.keep(document)
+        entry.save(document)
     raise typer.Exit(choose_exit_code(document))
 
 
-def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_named: bool) -> CachedAnswer | None:
+def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_named: bool) -> ResultCacheEntry | None:
     """Return the cache entry of the call; None if its result is not cached."""
-    from memprof.flows.cache.answers import cached_answer, is_without_cuda
+    from memprof.flows.cache.results import find_cached_result, is_without_cuda
 
     if options.device == "auto":
         is_simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
     else:
         is_simulated = options.device == "virtual"
     asked = {"fix": options.fix, "ladder": options.ladder, "largest": options.largest}
-    return cached_answer("profile", spec, asked, settings.command_words) if is_simulated else None
+    return find_cached_result("profile", spec, asked, settings.command_words) if is_simulated else None
 
 
 def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:

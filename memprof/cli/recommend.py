@@ -18,7 +18,7 @@ from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, HOST_BYTES, Mode, TargetSpec, option
 
 if TYPE_CHECKING:
-    from memprof.flows.cache.answers import CachedAnswer
+    from memprof.flows.cache.results import ResultCacheEntry
     from memprof.report.documents.recommendation import Recommendation
 
 EXAMPLES = """
@@ -157,21 +157,21 @@ def recommend(request: RecommendOptions) -> None:
     _print_recommendation(result, request)
     request.write_page(result)
     if entry is not None and cached is None:
-        entry.keep(result)
+        entry.save(result)
     raise typer.Exit(ExitCode.DONE if result.has_result else ExitCode.DOES_NOT_FIT)
 
 
 _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
 
 
-def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> CachedAnswer | None:
+def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> ResultCacheEntry | None:
     """Return the cache entry of the call; None if its result is not cached."""
-    from memprof.flows.cache.answers import cached_answer
+    from memprof.flows.cache.results import find_cached_result
 
     asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
     if request.model is None:  # the catalog is searched
         asked["model"], spec = "", spec.edit(model="gpt2")
-    return cached_answer("recommend", spec, asked, settings.command_words)
+    return find_cached_result("recommend", spec, asked, settings.command_words)
 
 
 def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:

@@ -167,7 +167,7 @@ def _run_ranks(program: Program, stop_rule: StopRule, request: RunOptions) -> in
         raise found.problem
     code = _script_exit_code(found.exit_code) or (int(ExitCode.FAILED) if found.problem else 0)
     as_json = request.as_json and found.document is None
-    echo(found.said, err=True, nl=False)
+    echo(found.traceback, err=True, nl=False)
     if found.problem is not None:
         report_error(found.problem, as_json=as_json, exit_code=code)
     if found.document is None:

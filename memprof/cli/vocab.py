@@ -93,7 +93,7 @@ def vocab(
             show=request.top,
             progress=progress,
         )
-        caps = flow.caps_of(counted, shares, request.cap)
+        caps = flow.compute_caps(counted, shares, request.cap)
         if model is not None:
             savings = flow.simulate(spec, counted, caps, progress)
         else:

@@ -13,8 +13,8 @@ from memprof.allocator import GpuMemory, Settings, replay_in_host_memory, replay
 from memprof.errors import UsageError
 from memprof.findings import Context, find_all
 from memprof.findings.exhaustion import predict_growth
-from memprof.flows.gpu_reports import document_of_gpus
-from memprof.flows.rank_reports import document_of_ranks, rank_index
+from memprof.flows.gpu_reports import merge_gpu_reports
+from memprof.flows.rank_reports import merge_rank_reports, rank_index
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import Ledger, build_ledger
 from memprof.ledger.over_time import over_time
@@ -49,7 +49,7 @@ def analyze(
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
     if trace.others or (trace.facts.rank is not None and trace.facts.rank.alike and rank is None):
-        return document_of_ranks(trace, lambda one: _account_process(one, explained, gpu), rank)
+        return merge_rank_reports(trace, lambda one: _account_process(one, explained, gpu), rank)
     if rank not in (None, rank_index(trace)):
         hint = f"leave it out: it was rank {rank_index(trace)} alone"
         raise UsageError("no such rank was run", value=f"--rank {rank}", hint=hint)
@@ -58,7 +58,7 @@ def analyze(
 
 def _account_process(trace: Trace, explained: bool, gpu: int | None) -> Report:
     if trace.gpus:
-        return document_of_gpus(trace, lambda one: _account_gpu(one, explained), gpu)
+        return merge_gpu_reports(trace, lambda one: _account_gpu(one, explained), gpu)
     if gpu:
         raise UsageError("the run had one GPU", value=f"--gpu-index {gpu}", hint="leave it out")
     return _account_gpu(trace, explained)[1]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.flows.recordings import GZIP, PICKLE, head_of, open_file
+from memprof.flows.recordings import GZIP_MAGIC, PICKLE_MAGIC, open_file, read_head
 from memprof.flows.saved_files import is_json, load_capture, load_json
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
@@ -36,10 +36,10 @@ def compare_files(
 
 def open_run(path: Path) -> ComparedRun:
     """Return the run in a capture, a report or a snapshot; raise UsageError for damaged and other files."""
-    head = head_of(path, _KINDS)
-    if head.startswith(GZIP):
+    head = read_head(path, _KINDS)
+    if head.startswith(GZIP_MAGIC):
         return convert_report(load_capture(path), path.name, "memprof capture")
-    if head.startswith(PICKLE):
+    if head.startswith(PICKLE_MAGIC):
         opened = open_file(path)
         one = max(opened.recordings, key=lambda recording: recording.peak()[0])
         notes = list(opened.origin.assumptions)

@@ -14,7 +14,7 @@ from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 
 
-def document_of_gpus(trace: Trace, report: Callable[[Trace], tuple[Ledger, Report]], gpu: int | None = None) -> Report:
+def merge_gpu_reports(trace: Trace, report: Callable[[Trace], tuple[Ledger, Report]], gpu: int | None = None) -> Report:
     """Return the report on GPU `gpu` (None: the GPU with the highest usage), with the verdict on all GPUs.
 
     `report` returns ledger and report of one GPU. Raises EmptyTraceError: nothing was allocated on any GPU; UsageError:
@@ -41,7 +41,7 @@ def document_of_gpus(trace: Trace, report: Callable[[Trace], tuple[Ledger, Repor
         document,
         gpu=shown,
         verdict=made[decides][1].verdict,
-        findings=merged_findings(shown, document.findings, others),
+        findings=merge_findings(shown, document.findings, others),
         gpus=tuple(_gpu_row(trace, device, made.get(device, (None, None))[1], decides, shown) for device in gpus),
     )
 
@@ -66,11 +66,11 @@ def _gpu_row(trace: Trace, device: str, document: Report | None, decides: str, s
         fits=document.verdict.fits if document else True,
         decides=device == decides,
         shown=device == shown,
-        **peak_figures(document, context),
+        **make_peak_fields(document, context),
     )
 
 
-def peak_figures(document: Report | None, context_bytes: int) -> dict[str, Any]:
+def make_peak_fields(document: Report | None, context_bytes: int) -> dict[str, Any]:
     """Return the peak fields of the row of a GPU or rank; with `document` None, of a GPU without allocations."""
     return {
         "peak_allocated_bytes": document.peak.allocated_bytes if document else 0,
@@ -81,7 +81,7 @@ def peak_figures(document: Report | None, context_bytes: int) -> dict[str, Any]:
     }
 
 
-def merged_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Report]]) -> tuple[Finding, ...]:
+def merge_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Report]]) -> tuple[Finding, ...]:
     """Return the findings of the GPU or rank `shown`, and the errors and further kinds of findings of the others.
 
     The title of a finding names its GPU or rank, unless all have the finding.

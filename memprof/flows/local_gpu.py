@@ -20,7 +20,7 @@ class LocalGpu(NamedTuple):
     usable_bytes: int  # for torch's allocator: free memory less a CUDA context
 
 
-def gpu_like(name: str, total_bytes: int) -> dict[str, Any]:
+def make_gpu_options(name: str, total_bytes: int) -> dict[str, Any]:
     """Return options for a virtual GPU: the catalog's GPU of this name and capacity, else only the capacity."""
     try:
         entry = find_gpu(name)
@@ -31,7 +31,7 @@ def gpu_like(name: str, total_bytes: int) -> dict[str, Any]:
     return {"gpu": entry.key} if is_same_size else {"gpu_vram_bytes": total_bytes}
 
 
-def present_gpu_options() -> dict[str, Any]:
+def find_local_gpu_options() -> dict[str, Any]:
     """Return options for a virtual GPU like the first GPU of NVML; empty if NVML finds no GPU.
 
     A process uses one slice of a sliced GPU (MIG): the slice in CUDA_VISIBLE_DEVICES, or the first.
@@ -42,10 +42,10 @@ def present_gpu_options() -> dict[str, Any]:
         slices = [piece for piece in gpu.slices if piece.total_bytes is not None]
         slices.sort(key=lambda piece: not piece.uuid or piece.uuid not in visible)
         return {"gpu_vram_bytes": slices[0].total_bytes} if slices else {}
-    return {} if gpu is None or gpu.usable_bytes is None else gpu_like(gpu.name, gpu.usable_bytes)
+    return {} if gpu is None or gpu.usable_bytes is None else make_gpu_options(gpu.name, gpu.usable_bytes)
 
 
-def present_gpu() -> LocalGpu | None:
+def find_local_gpu() -> LocalGpu | None:
     """Return NVML's figures of the first GPU of CUDA; None if NVML does not report them.
 
     CUDA itself is not used: a process that has initialized CUDA cannot be forked.

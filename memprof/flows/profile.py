@@ -19,7 +19,7 @@ from memprof.errors import RunFailedError, UsageError
 from memprof.fixes.catalog import STEPS
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_spec_gpu, measured_device_facts
-from memprof.flows.local_gpu import gpu_like, present_gpu
+from memprof.flows.local_gpu import find_local_gpu, make_gpu_options
 from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
@@ -147,8 +147,8 @@ def resolve_device(
     if cuda_unavailable_reason() is not None:
         return spec, None
     progress("simulating, to see whether it fits the GPU that is here")
-    gpu = present_gpu() or current_gpu()
-    virtual_spec = spec.edit(device="virtual", **gpu_like(gpu.name, gpu.total_bytes))
+    gpu = find_local_gpu() or current_gpu()
+    virtual_spec = spec.edit(device="virtual", **make_gpu_options(gpu.name, gpu.total_bytes))
     try:
         trace, document = profile(virtual_spec, progress, explained=False)
     except RunFailedError:

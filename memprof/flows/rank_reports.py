@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from memprof.errors import UsageError
 from memprof.findings import Finding, Severity
 from memprof.findings.ranks_differ import RankPeak, find_differing_ranks
-from memprof.flows.gpu_reports import merged_findings, peak_figures
+from memprof.flows.gpu_reports import make_peak_fields, merge_findings
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.report import Report
@@ -30,7 +30,7 @@ def merge_traces(traces: Iterable[Trace]) -> Trace:
     """Return the trace of the lowest rank, with the other traces in `others`; equal traces share their data."""
     found: list[Trace] = []
     for trace in sorted(traces, key=rank_index):
-        like = next((one for one in found if _requests_of(one) == _requests_of(trace)), None)
+        like = next((one for one in found if _collect_requests(one) == _collect_requests(trace)), None)
         found.append(trace if like is None else dataclasses.replace(like, facts=trace.facts))
     return dataclasses.replace(found[0], others=found[1:])
 
@@ -40,13 +40,13 @@ def rank_index(trace: Trace) -> int:
     return trace.facts.rank.rank if trace.facts.rank else 0
 
 
-def _requests_of(trace: Trace) -> tuple[object, ...]:
+def _collect_requests(trace: Trace) -> tuple[object, ...]:
     """Return the requests of a rank in order, with phases, failure and program: equal for ranks that ran alike."""
     sizes = [(storage.num_bytes, storage.device == "cpu") for storage in trace.storages]
     return trace.events, sizes, trace.phases, trace.failure, trace.facts.program
 
 
-def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int | None = None) -> Report:
+def merge_rank_reports(trace: Trace, report: Callable[[Trace], Report], rank: int | None = None) -> Report:
     """Return the report on rank `rank` (None: the rank with the highest need), with the verdict on all ranks.
 
     `report` returns the report of one rank. Raises EmptyTraceError: no rank allocated on its GPU; UsageError: rank
@@ -85,7 +85,7 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Report], rank: int
         notes = ()
     elif trace.facts.rank is not None and trace.facts.rank.alike:
         notes = (_ONE_OF_EACH,)
-    findings = (*_find_differences(made), *merged_findings(f"rank {shown}", document.findings, others))
+    findings = (*_find_differences(made), *merge_findings(f"rank {shown}", document.findings, others))
     return dataclasses.replace(
         document,
         verdict=made[decides].verdict,
@@ -129,5 +129,5 @@ def _row(trace: Trace, number: int, document: Report | None, like: int | None, d
         categories=document.peak.categories if document else {},
         decides=number == decides,
         shown=number == shown,
-        **peak_figures(document, trace.facts.device.context_bytes),
+        **make_peak_fields(document, trace.facts.device.context_bytes),
     )

@@ -42,10 +42,10 @@ class RanksRun:
     ended: EndReason  # of the rank that failed first, else of the lowest rank
     exit_code: int  # the program's own
     problem: MemprofError | None = None  # a mismatch between ranks, or an operation that cannot be simulated
-    said: str = ""  # the traceback of the rank that failed first
+    traceback: str = ""  # the traceback of the rank that failed first
 
 
-def requested_ranks(text: str, size: int) -> list[int]:
+def parse_ranks(text: str, size: int) -> list[int]:
     """Return the ranks of `text`: `all`, or numbers and spans (`0,3,5-7`); raise UsageError for unknown ranks."""
     if text.strip() == "all":
         return list(range(size))
@@ -83,7 +83,7 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
     first = resolve_start(None)
     if isinstance(first, ScriptOutcome):
         return first
-    numbers = requested_ranks(ranks, first.size)
+    numbers = parse_ranks(ranks, first.size)
     if first.size == 1:
         hint = "start it with its launcher (torchrun ...), or say how many GPUs there are: --gpus 4"
         raise UsageError("the program has one process", value=f"--ranks {ranks}", hint=hint)
@@ -190,7 +190,9 @@ def _merge_results(
     code = culprit.exit_code if culprit else 0
     if any(one.ended is EndReason.INTERRUPTED for one in ran.values()):
         ended, code = EndReason.INTERRUPTED, 130
-    return RanksRun(trace, document, ended, code, problem, "" if culprit is None else _traceback_of(failed, ran))
+    return RanksRun(
+        trace, document, ended, code, problem, "" if culprit is None else _find_first_traceback(failed, ran)
+    )
 
 
 def _explain_stop(number: int | None, culprit: RankResult | None, error: MemprofError | None) -> tuple[str, str | None]:
@@ -203,15 +205,15 @@ def _explain_stop(number: int | None, culprit: RankResult | None, error: Memprof
         return f"the GPU of rank {number} was full", f"--rank {number} shows it in full"
     if culprit.ended is EndReason.EXIT:
         return f"rank {number} ended with exit code {culprit.exit_code}", f"see why: --rank {number} runs it alone"
-    last = culprit.error[1] if culprit.error else (culprit.said.strip().splitlines() or [culprit.ended.value])[-1]
+    last = culprit.error[1] if culprit.error else (culprit.traceback.strip().splitlines() or [culprit.ended.value])[-1]
     return f"rank {number} ended: {last}", f"--rank {number} shows it in full"
 
 
-def _traceback_of(failed: Sequence[int], results: Mapping[int, RankResult]) -> str:
+def _find_first_traceback(failed: Sequence[int], results: Mapping[int, RankResult]) -> str:
     """Return the traceback of the first failed rank, with all ranks that end in the same error."""
-    first = results[failed[0]].said
+    first = results[failed[0]].traceback
     if not first:
         return ""
     last = first.strip().splitlines()[-1]
-    same = [number for number in failed if last == (results[number].said.strip().splitlines() or [""])[-1]]
+    same = [number for number in failed if last == (results[number].traceback.strip().splitlines() or [""])[-1]]
     return f"Rank{'s' * (len(same) > 1)} {format_ranges(same)}:\n{first}"

@@ -37,9 +37,9 @@ from memprof.trace.files import check_output_path
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
 
-GZIP = b"\x1f\x8b"
-PICKLE = b"\x80"
-REGULAR = b"\x80\x04"  # head of pickle protocol 4, the first that numbers its memo in order
+GZIP_MAGIC = b"\x1f\x8b"
+PICKLE_MAGIC = b"\x80"
+PICKLE_PROTOCOL_4 = b"\x80\x04"  # head of pickle protocol 4, the first that numbers its memo in order
 _KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
 
@@ -59,7 +59,7 @@ class OpenedFile:
         return slices_of(recording, self.snapshot.annotations)
 
 
-def head_of(path: Path, kinds: str) -> bytes:
+def read_head(path: Path, kinds: str) -> bytes:
     """Return the first 64 bytes of a file; raise UsageError, with `kinds` in the hint, if the file is empty."""
     try:
         with path.open("rb") as file:
@@ -75,11 +75,13 @@ def head_of(path: Path, kinds: str) -> bytes:
 
 def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> OpenedFile:
     """Read and replay the file `path`; raise UsageError if the file is no recording, damaged, or too large."""
-    head = head_of(path, _KINDS)[:2]
-    if head == GZIP:
+    head = read_head(path, _KINDS)[:2]
+    if head == GZIP_MAGIC:
         return _open_capture(path)
     size = path.stat().st_size
-    _check_memory(path, size, MEMORY_BYTES_PER_FILE_BYTE if head < REGULAR else MEMORY_BYTES_PER_COLUMN_FILE_BYTE)
+    _check_memory(
+        path, size, MEMORY_BYTES_PER_FILE_BYTE if head < PICKLE_PROTOCOL_4 else MEMORY_BYTES_PER_COLUMN_FILE_BYTE
+    )
     from memprof.trace.snapshot_file import read_snapshot
 
     progress(f"reading {format_bytes(size)}")
@@ -107,7 +109,7 @@ def _open_capture(path: Path) -> OpenedFile:
     from memprof.trace.io import load_trace
 
     with contextlib.suppress(OSError, EOFError, zlib.error), gzip.open(path, "rb") as file:
-        if file.read(1) == PICKLE:
+        if file.read(1) == PICKLE_MAGIC:
             raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
     others = len(trace.others)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.flows.recordings import GZIP, head_of
+from memprof.flows.recordings import GZIP_MAGIC, read_head
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents import analysis, comparison
 from memprof.report.documents.analysis import Analysis
@@ -48,8 +48,8 @@ def load(
         print(memprof.load("layer.memprof"))
     """
     path = Path(path)
-    head = head_of(path, _KINDS)
-    if head.startswith(GZIP):
+    head = read_head(path, _KINDS)
+    if head.startswith(GZIP_MAGIC):
         return load_capture(path, alloc_conf, gpu, rank)
     if not is_json(head):
         raise UsageError("not a memprof capture or report", value=path, hint=f"give {_KINDS}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memprof.script.launchers import ProcessStart
     from memprof.virtual.peers.channel import Channel
 
-BEYOND = (
+OOM_END_NOTE = (
     "The script ended where the GPU was full: what it would need after that was not seen (--beyond goes on past it)."
 )
 
@@ -113,7 +113,7 @@ def capture_run(
     if trace.failure is not None:
         trace.failure = trace.failure._replace(hint=_launch_hint(program, spec, outcome) or trace.failure.hint)
     if outcome.ended is EndReason.REFUSED and is_virtual:
-        trace.assumptions.append(BEYOND)
+        trace.assumptions.append(OOM_END_NOTE)
     if outcome.ended is EndReason.EXIT and not _backward_steps(trace):
         trace.trains = False  # gradients were on, and no backward ran
     rank_facts = trace.facts.rank

@@ -55,7 +55,7 @@ class RankResult:
     ended: EndReason
     exit_code: int
     result: Any = None
-    said: str = ""  # a traceback, where it failed
+    traceback: str = ""  # a traceback, where it failed
     # memprof's error: class, problem, value and hint.
     error: tuple[type[MemprofError], str, Any, str | None] | None = None
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import transformers
 
-from memprof.flows.verify.precision_table import INT8, precision_rows
+from memprof.flows.verify.precision_table import INT8, measure_precisions
 from memprof.flows.verify.specimens import SPECIMENS, Specimen
 
 PRECISIONS = ("float16", "bfloat16", INT8)
@@ -45,7 +45,7 @@ class Deviations(NamedTuple):
 def measured() -> dict[str, Deviations]:
     """By precision."""
     models = [*SPECIMENS.values(), DEEP]
-    rows = [(model, row) for model in models for row in precision_rows(model) if row.precision in PRECISIONS]
+    rows = [(model, row) for model in models for row in measure_precisions(model) if row.precision in PRECISIONS]
     found = {}
     for precision in PRECISIONS:
         mine = [(model, row) for model, row in rows if row.precision == precision]

@@ -2,7 +2,7 @@
 it runs alone, is what it allocates on the CPU.
 
 Every allocation and free of the GPU has one of as many bytes, in the same order, there. What the CPU has beyond is
-named in cpu_temporaries.py and in BEYOND; when gloo's threads let go of what they were given is not compared.
+named in cpu_temporaries.py and in OOM_END_NOTE; when gloo's threads let go of what they were given is not compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _inside(*names: str) -> Callable[[Change], bool]:
 
 GLOO = "gloo's copies: what it sends and receives is laid flat, or is not to change what it was given"
 # What the CPU allocates beyond the GPU.
-BEYOND: dict[str, Callable[[Change], bool]] = {
+OOM_END_NOTE: dict[str, Callable[[Change], bool]] = {
     GLOO: (
         lambda change: any(call.name == OF_A_THREAD or call.name.startswith("c10d::") for call in change.calls)
     ),
@@ -85,7 +85,7 @@ def _beyond(cpu: list[Change], virtual: list[Change]) -> dict[int, str]:
     more.subtract(c.num_bytes for c in virtual if not c.free)
     outlived = _calls_at_death(cpu)
     for change in (change for change in cpu if not change.free):
-        reason = next((reason for reason, is_so in BEYOND.items() if is_so(change)), None)
+        reason = next((reason for reason, is_so in OOM_END_NOTE.items() if is_so(change)), None)
         inside = (call for call in change.calls if call.name in KERNELS)
         if change.num_bytes > NUMBER_BYTES and any(call.number in outlived[change.block] for call in inside):
             reason = "of the CPU's own kernels"

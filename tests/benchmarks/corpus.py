@@ -37,7 +37,7 @@ result = [counts.total(), len(counts), cap]
 """
 OURS = """
 found = count_corpus(path, tokenizer).frequencies
-result = [found.total, found.distinct, found.cap_for(0.999)]
+result = [found.total, found.distinct, found.find_cap(0.999)]
 """
 PROGRAM = """
 import json, sys, time

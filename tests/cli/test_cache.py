@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.flows.cache import answers
+from memprof.flows.cache import results
 from tests.processes import ROOT
 from tests.unit.test_architecture import _modules
 
@@ -17,7 +17,7 @@ GPT2 = ("profile", "--model", "gpt2", "--context-length", "64")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(answers, "loaded_files", list)  # this process is older than what it tests
+    monkeypatch.setattr(results, "loaded_files", list)  # this process is older than what it tests
     return tmp_path / "cache"
 
 
@@ -88,11 +88,11 @@ def test_recommend_is_kept_too(memprof, monkeypatch):
 
 
 FOUND = """
-from memprof.flows.cache import answers
+from memprof.flows.cache import results
 from memprof.cli.main import run
 import json, pathlib
 report = json.loads(pathlib.Path({report!r}).read_text()) | {{"memprof_version": "0"}}
-answers.CachedAnswer.find = lambda self, kind: (kind.from_json(report), 5.0)
+results.ResultCacheEntry.find = lambda self, kind: (kind.from_json(report), 5.0)
 try:
     run(["profile", "--model", "gpt2", "--context-length", "64", "-q"])
 except SystemExit as done:

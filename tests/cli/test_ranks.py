@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from memprof.errors import UsageError
-from memprof.flows.ranks import requested_ranks
+from memprof.flows.ranks import parse_ranks
 from tests.lanes import by_day
 from tests.processes import ROOT, Done, python
 
@@ -180,7 +180,7 @@ def test_eight_ranks_of_llama_are_quick(tmp_path):
 
 
 def test_names_of_ranks():
-    assert requested_ranks("all", 3) == [0, 1, 2] and requested_ranks("0, 2-3,2", 4) == [0, 2, 3]
+    assert parse_ranks("all", 3) == [0, 1, 2] and parse_ranks("0, 2-3,2", 4) == [0, 2, 3]
     for text in ("", "a", "3-1", "-1", "0,4", "1-"):
         with pytest.raises(UsageError):
-            requested_ranks(text, 4)
+            parse_ranks(text, 4)

@@ -105,7 +105,7 @@ def test_a_micro_batch_that_weighs_rows_alike_fails(memprof, monkeypatch):
 
 def test_precision_against_accuracy(memprof, monkeypatch):
     if not at_night():  # what half precision takes of a CPU is measured in test_tables; most have no float16
-        monkeypatch.setattr(bench, "measured_peak", _not_measured)
+        monkeypatch.setattr(bench, "measure_peak", _not_measured)
     names = ("float16", "bfloat16", "amp-float16", "amp-bfloat16")
     models = ("llama", "gpt2") if at_night() else ("llama",)
     asked = [word for model in models for word in ("--model", model)]

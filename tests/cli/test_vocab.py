@@ -23,7 +23,7 @@ def frequencies():
     return [WORDS // (rank + 1) for rank in range(WORDS)]
 
 
-def cap_for(share):
+def find_cap(share):
     needed, cap = share * sum(frequencies()), 0
     while sum(frequencies()[:cap]) < needed:
         cap += 1
@@ -39,7 +39,7 @@ def test_counts_and_caps(memprof, corpus):
     assert found["num_bytes"] == corpus.stat().st_size
     assert found["most_common"][0] == ["w0", 3000]
     assert [(cap["name"], cap["tokens"]) for cap in found["caps"]] == [
-        ("99%", cap_for(0.99)), ("asked", 100), ("50%", cap_for(0.5)),
+        ("99%", find_cap(0.99)), ("asked", 100), ("50%", find_cap(0.5)),
     ]  # fmt: skip
     for cap in found["caps"]:
         assert cap["covered"] == sum(frequencies()[: cap["tokens"]])
@@ -50,7 +50,7 @@ def test_counts_and_caps(memprof, corpus):
         assert point["coverage"] == pytest.approx(sum(frequencies()[: point["tokens"]]) / total)
     text = memprof("vocab", corpus).stdout
     assert f"{total:,} tokens, 3,000 different; 1,500 of them occur once (50.0%)" in text
-    assert f"99%: {cap_for(0.99):,} tokens cover 99.0" in text
+    assert f"99%: {find_cap(0.99):,} tokens cover 99.0" in text
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_what_a_cap_saves_is_what_profile_says(memprof, corpus):
     found = memprof("vocab", corpus, *SMALL, "--coverage", "90", "--json").json["savings"]
     assert found["source"] == "simulated"
     before, (after,) = found["before"], found["capped"]
-    assert (before["vocab_size"], after["vocab_size"]) == (WORDS + 1, cap_for(0.9) + 1)
+    assert (before["vocab_size"], after["vocab_size"]) == (WORDS + 1, find_cap(0.9) + 1)
     for memory in (before, after):
         report = memprof("profile", *SMALL, "--vocab-size", memory["vocab_size"], "--json").json
         assert memory["peak_bytes"] == report["peak"]["allocated_bytes"]
@@ -106,7 +106,7 @@ def test_by_arithmetic(memprof, corpus):
     assert found["source"] == "arithmetic" and found["gpu"] is None
     before, (after,) = found["before"], found["capped"]
     fewer = before["vocab_size"] - after["vocab_size"]
-    assert fewer == WORDS - cap_for(0.9)
+    assert fewer == WORDS - find_cap(0.9)
     # Llama-shaped, 2,048 wide and tied at this size.
     assert before["parameters_bytes"] - after["parameters_bytes"] == 4 * 2048 * fewer
     assert before["optimizer_state_bytes"] - after["optimizer_state_bytes"] == 8 * 2048 * fewer

@@ -171,7 +171,7 @@ class TestVocabulary:
         assert len(ids) == 10_000 and ids["<unk>"] == 0 and sorted(ids.values()) == list(range(10_000))
         # What the recipe says of the share is of the very words that it keeps.
         kept = sum(counts[word] for word in ids if word != "<unk>")
-        assert Frequencies.of(counts.values()).covered(len(ids) - 1) == kept
+        assert Frequencies.of(counts.values()).count_covered_tokens(len(ids) - 1) == kept
 
     @given(st.lists(st.sampled_from(["a", "b", "c", "d", "<unk>"]), min_size=1), st.integers(1, 7))
     def test_a_cap_keeps_the_most_frequent(self, words, size):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from memprof.flows.cache.store import VARIABLE
+from memprof.flows.cache.store import CACHE_VARIABLE
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _BEGIN_NS = time.time_ns() - 10**10  # ten seconds before this import: all files are loaded later
@@ -40,7 +40,7 @@ def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, A
         "environment": {
             name: value
             for name, value in sorted(environ.items())
-            if name.startswith(_PREFIXES) and name not in (VARIABLE, "PYTHONPYCACHEPREFIX")
+            if name.startswith(_PREFIXES) and name not in (CACHE_VARIABLE, "PYTHONPYCACHEPREFIX")
         },
     }
 

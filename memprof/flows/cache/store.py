@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "MEMPROF_CACHE"  # path of the cache folder; `off` disables the cache
-MOST_BYTES = 32 << 20  # of all files; the least recently used goes first; a result has about 20 KiB
-_MAX_FILE_BYTES = MOST_BYTES // 8  # bytes of one file
+CACHE_VARIABLE = "MEMPROF_CACHE"  # path of the cache folder; `off` disables the cache
+MAX_CACHE_BYTES = 32 << 20  # of all files; the least recently used goes first; a result has about 20 KiB
+_MAX_FILE_BYTES = MAX_CACHE_BYTES // 8  # bytes of one file
 _MAX_UNPACKED_BYTES = 32 * _MAX_FILE_BYTES  # bytes of one file, decompressed
 _FORM = b"memprof answer 1 "
 _SUFFIX = ".answer"
@@ -37,7 +37,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.pl
     The user's cache folder is `$XDG_CACHE_HOME` (if absolute) or ~/.cache (XDG Base Directory Specification), on macOS
     ~/Library/Caches, on Windows %LOCALAPPDATA%.
     """
-    asked = environ.get(VARIABLE)
+    asked = environ.get(CACHE_VARIABLE)
     if asked is not None:
         return None if asked.strip().lower() in ("", "off", "0", "no") else Path(asked).expanduser().absolute()
     try:
@@ -59,15 +59,15 @@ class CachedFile:
 
     path: Path
     num_bytes: int
-    used: float  # seconds since the epoch, when it was last written or requested
+    last_used: float  # seconds since the epoch, when it was last written or requested
 
 
 class Store:
     """The cached results in one folder, which is created with the first result."""
 
-    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self.folder = folder
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
 
     def find(self, key: str) -> dict[str, Any] | None:
         """Return the value cached under `key`; None if the file is missing or damaged."""
@@ -97,11 +97,11 @@ class Store:
             return None
         return value if isinstance(value, dict) else None
 
-    def keep(self, key: str, value: dict[str, Any]) -> bool:
+    def save(self, key: str, value: dict[str, Any]) -> bool:
         """Cache a `value` of plain JSON under `key` (64 hexadecimal digits); return whether it was written."""
         packed = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
         data = _FORM + hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed
-        if len(data) > min(_MAX_FILE_BYTES, self.most_bytes):
+        if len(data) > min(_MAX_FILE_BYTES, self.max_bytes):
             return False
         temporary = None
         try:
@@ -120,9 +120,11 @@ class Store:
         self._evict()
         return True
 
-    def entries(self) -> list[CachedFile]:
+    def list_entries(self) -> list[CachedFile]:
         """Return the files of all cached results, the most recently used first."""
-        return sorted((one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.used)
+        return sorted(
+            (one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.last_used
+        )
 
     def clear(self) -> int:
         """Remove all files of the cache, and the folder if it is then empty; return the number of results removed."""
@@ -150,13 +152,13 @@ class Store:
     def _evict(self) -> None:
         """Remove abandoned temporary files, and the least recently used results until the total size is in bounds."""
         total = 0
-        for one in sorted(self._files(), key=lambda one: -one.used):
+        for one in sorted(self._files(), key=lambda one: -one.last_used):
             if one.path.name.startswith("."):
-                if time.time() - one.used > _STALE_SECONDS:
+                if time.time() - one.last_used > _STALE_SECONDS:
                     _remove(one.path)
                 continue
             total += one.num_bytes
-            if total > self.most_bytes:
+            if total > self.max_bytes:
                 _remove(one.path)
 
 

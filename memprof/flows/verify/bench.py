@@ -22,27 +22,27 @@ from memprof.errors import UsageError
 from memprof.fixes.applied import apply
 from memprof.fixes.catalog import FIXES, Fix, Numerics, find_fixes
 from memprof.fixes.micro_batch import MicroBatches
-from memprof.flows.verify.optimizer_table import optimizer_rows
-from memprof.flows.verify.peaks import adamw, measured_peak, simulated_peak, train
-from memprof.flows.verify.precision_table import precision_rows, quantized_row
+from memprof.flows.verify.optimizer_table import measure_optimizers
+from memprof.flows.verify.peaks import make_adamw, measure_peak, simulate_peak, train
+from memprof.flows.verify.precision_table import measure_precisions, measure_quantized_weights
 from memprof.flows.verify.processes import compile_in_workers, import_dependencies, run_tasks, use_one_thread
-from memprof.flows.verify.reference import float64_throughout
+from memprof.flows.verify.reference import compute_in_float64
 from memprof.flows.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
 from memprof.report.documents.verification import Deviation, FixPeak, Verification
 from memprof.torch_private import dynamo
 from memprof.workload.pool import number_of_workers
 from memprof.workload.step import quiet_transformers
 
-OWN_ERRORS = 4  # multiple of the original's deviation that the fixed model may have ...
-UNITS = 4  # ... plus this many float32 units of the largest number in the tensor
+MAX_DEVIATION_RATIO = 4  # multiple of the original's deviation that the fixed model may have ...
+MAX_FLOAT32_UNITS = 4  # ... plus this many float32 units of the largest number in the tensor
 _EPS = torch.finfo(torch.float32).eps
 _LEARNING_RATE, _MOMENTUM, _STEPS = 0.1, 0.9, 3
-_CAP = 100  # vocabulary size under vocabulary-cap; the ids of all batches are below
+_VOCAB_CAP = 100  # vocabulary size under vocabulary-cap; the ids of all batches are below
 
 # Options of verified fixes, and options for single models. Seven divides no number of tokens here.
 _OPTIONS: dict[str, Any] = {
     "chunk_size": 7,
-    "vocab_size": _CAP,
+    "vocab_size": _VOCAB_CAP,
     "min_bytes": 0,
     "lora_rank": 4,
     "dataset": range(2),
@@ -111,7 +111,7 @@ def _verify_specimen(
 ) -> Verification:
     """Return the deviations of fixes on one model; a model `named` by the user is tried with all fixes."""
     found = Verification(seeds=seeds)
-    originals: dict[tuple[int, str], tuple[_Results, _Results]] = {}
+    originals: dict[tuple[int, str], tuple[_TrainingResults, _TrainingResults]] = {}
     _reset_compiler()
     for fix in chosen:
         progress(f"{fix.name} on {specimen.name}")
@@ -130,7 +130,7 @@ def _reset_compiler() -> None:
 
 def _verify_precisions(specimen: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
     progress(f"precision on {specimen.name}")
-    return Verification(seeds=seeds, precisions=precision_rows(specimen))
+    return Verification(seeds=seeds, precisions=measure_precisions(specimen))
 
 
 def _make_own_table(fix: Fix, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
@@ -139,10 +139,10 @@ def _make_own_table(fix: Fix, large: Specimen, *, seeds: int, progress: Callable
     with _record_skip(found, fix, large):
         if fix.bench == "quantized weights":
             progress(f"{fix.name} on {large.name}")
-            found.precisions.append(quantized_row(large, fix.name))
+            found.precisions.append(measure_quantized_weights(large, fix.name))
         elif fix.bench == "optimizer":
             progress("steps of the 8-bit optimizer")
-            found.optimizers += optimizer_rows(large, fix.name)
+            found.optimizers += measure_optimizers(large, fix.name)
     return found
 
 
@@ -150,7 +150,7 @@ def _make_own_table(fix: Fix, large: Specimen, *, seeds: int, progress: Callable
 
 
 @dataclass
-class _Results:
+class _TrainingResults:
     """Results of one model: loss, gradients, and parameters after some steps, by name."""
 
     loss: torch.Tensor
@@ -172,12 +172,12 @@ def _find_deviations(
     fix: Fix,
     specimen: Specimen,
     seeds: int,
-    originals: dict[tuple[int, str], tuple[_Results, _Results]],
+    originals: dict[tuple[int, str], tuple[_TrainingResults, _TrainingResults]],
     narrow: dict[str, tuple[str, ...]],
 ) -> list[Deviation]:
     """Return the rows with the largest deviation of one fix on one model: loss, gradients and parameters."""
     # With a cap, the original is another model: only the first rows of its head.
-    cap = _CAP if "vocab_size" in fix.options else None
+    cap = _VOCAB_CAP if "vocab_size" in fix.options else None
     worst: dict[str, Deviation] = {}
     for seed in range(seeds):
         for case in specimen.cases:
@@ -190,7 +190,7 @@ def _find_deviations(
                 # Watched once per model: all runs execute the same code.
                 below: set[str] | None = None if specimen.name in narrow else set()
                 reference = copy.deepcopy(model).double()
-                with float64_throughout(below):
+                with compute_in_float64(below):
                     exact = _train(reference, steps, cap=cap)
                 narrow.setdefault(specimen.name, tuple(sorted(below or ())))
                 pair = (exact, _train(copy.deepcopy(model), steps, cap=cap))
@@ -211,7 +211,9 @@ def _error_ratio(row: Deviation) -> float:
     return math.inf if math.isnan(row.fixed) else row.fixed / row.bound
 
 
-def _train(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None) -> _Results:
+def _train(
+    model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None
+) -> _TrainingResults:
     """Run some steps on the same micro-batches; return loss and gradients of the first step, and final parameters.
 
     `result` is the object that the fix returned: an optimizer, or MicroBatches.
@@ -235,7 +237,7 @@ def _train(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = N
         optimizer.step()
         optimizer.zero_grad()
     assert first is not None
-    return _Results(first, gradients, {name: p.detach().double().clone() for name, p in trained.items()})
+    return _TrainingResults(first, gradients, {name: p.detach().double().clone() for name, p in trained.items()})
 
 
 def _compute_loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> torch.Tensor:
@@ -251,7 +253,9 @@ def _compute_loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> t
     return total if items is None else total / items
 
 
-def _compare(fix: str, model: str, case: str, exact: _Results, original: _Results, fixed: _Results) -> list[Deviation]:
+def _compare(
+    fix: str, model: str, case: str, exact: _TrainingResults, original: _TrainingResults, fixed: _TrainingResults
+) -> list[Deviation]:
     row = functools.partial(Deviation, fix, model)
     rows = [row("loss", case, "", *_measure_deviation(exact.loss, original.loss, fixed.loss, 0.0))]
     for quantity, parts in (("gradients", "gradients"), (f"parameters after {_STEPS} steps", "parameters")):
@@ -285,7 +289,7 @@ def _measure_deviation(
         return 0.0, math.nan, floor
     exact, original, fixed = (part.masked_fill(is_nan, 0) for part in (exact, original, fixed))
     own = float((original - exact).abs().max())
-    bound = OWN_ERRORS * own + UNITS * _EPS * float(exact.abs().max()) + floor
+    bound = MAX_DEVIATION_RATIO * own + MAX_FLOAT32_UNITS * _EPS * float(exact.abs().max()) + floor
     found = float((fixed - exact).abs().max())
     return own, found, max(bound, 1e-300)
 
@@ -297,7 +301,7 @@ _PEAK_OPTIONS = {
     **{name: value for name, value in _OPTIONS.items() if name != "min_bytes"},
     "chunk_size": 128,
     "vocab_size": 4000,
-    "optimizer": adamw,
+    "optimizer": make_adamw,
 }
 
 
@@ -347,12 +351,12 @@ class _Peaks:
         name = "of the original" if fix is None else f"with {fix.name}"
         _reset_compiler()
         self.progress(f"simulating the peak {name}")
-        simulated = simulated_peak(program, workspaces=device == "cuda", reserved=key.reserved)
+        simulated = simulate_peak(program, workspaces=device == "cuda", reserved=key.reserved)
         if key.reserved and device == "cpu":
             return _PeakBytes(simulated, None, "a CPU's allocator reserves nothing")
         self.progress(f"measuring the peak {name}")
         try:
-            return _PeakBytes(simulated, measured_peak(program, device, reserved=key.reserved))
+            return _PeakBytes(simulated, measure_peak(program, device, reserved=key.reserved))
         except (UsageError, RuntimeError, NotImplementedError) as error:
             # Some fixes run only on a GPU: the table shows the reason.
             return _PeakBytes(simulated, None, str(error).splitlines()[0])

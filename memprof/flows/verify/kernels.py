@@ -28,7 +28,7 @@ COMPILER_MODULES = (
     "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
 )  # fmt: skip
 _CPP = ".cpp"
-_NO_KERNEL = 'extern "C" void kernel() {}'
+_EMPTY_KERNEL = 'extern "C" void kernel() {}'
 
 # A module with multi-phase initialization (PEP 489): the create slot receives the file name.
 _HEAD = """
@@ -92,7 +92,7 @@ def precompile_header() -> None:
     Processes forked afterwards inherit the caches.
     """
     with contextlib.suppress(Exception):  # compiling a kernel later raises the error again
-        inductor.load_pybinding_async([], _NO_KERNEL, submit_fn=lambda compile_one: None)
+        inductor.load_pybinding_async([], _EMPTY_KERNEL, submit_fn=lambda compile_one: None)
         # Keys of Inductor's caches: hashes of the files of torch and Triton.
         inductor.torch_key()
         inductor.get_system()
@@ -117,7 +117,7 @@ class _KernelQueue:
         builders, self._waiting = self._waiting, []
         by_settings: dict[str, list[Any]] = {}
         for builder in builders:
-            source, target = _paths(builder)
+            source, target = _get_paths(builder)
             command: str = builder.get_command_line()
             by_settings.setdefault(command.replace(source, "").replace(target, ""), []).append(builder)
         for group in by_settings.values():
@@ -127,14 +127,14 @@ class _KernelQueue:
                     _compile_together(group)
 
 
-def _paths(builder: Any) -> tuple[str, str]:
+def _get_paths(builder: Any) -> tuple[str, str]:
     """Return the paths of the C++ file and of the library compiled from the file."""
     target: str = builder.get_target_file_path()
     return str(Path(target).with_suffix(_CPP)), target
 
 
 def _compile_together(builders: list[Any]) -> None:
-    targets = {target: source for source, target in map(_paths, builders)}  # equal kernels are one file
+    targets = {target: source for source, target in map(_get_paths, builders)}  # equal kernels are one file
     # In a temporary folder: an interrupted compilation leaves no partial library in Inductor's cache.
     cache_folder = Path(next(iter(targets))).parent
     with tempfile.TemporaryDirectory(prefix="memprof-", dir=cache_folder, ignore_cleanup_errors=True) as folder:
@@ -144,7 +144,7 @@ def _compile_together(builders: list[Any]) -> None:
         builder = inductor.CppBuilder("kernels", str(path), option, output_dir=folder)
         builder.build()
         for target in targets:
-            _link(builder.get_target_file_path(), target)
+            _link_library(builder.get_target_file_path(), target)
 
 
 def _join_sources(targets: dict[str, str]) -> str:
@@ -169,7 +169,7 @@ def _join_sources(targets: dict[str, str]) -> str:
     return "\n".join([*head, *parts, _HEAD.strip("\n"), *cases, _TAIL.strip("\n")]) + "\n"
 
 
-def _link(library: str, target: str) -> None:
+def _link_library(library: str, target: str) -> None:
     """Link (or copy) `library` to the path `target`, atomically."""
     try:
         os.link(library, target)

@@ -12,7 +12,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.fixes.applied import apply
-from memprof.flows.verify.reference import float64_throughout
+from memprof.flows.verify.reference import compute_in_float64
 from memprof.flows.verify.specimens import Specimen, batches
 from memprof.report.documents.verification import OptimizerRow
 
@@ -27,7 +27,7 @@ _BOUNDS: dict[str, float | None] = {FLOAT32: 0.05, BFLOAT16: None}
 _EIGHT_BIT_BOUND = 1.0
 
 
-def optimizer_rows(specimen: Specimen, fix: str) -> list[OptimizerRow]:
+def measure_optimizers(specimen: Specimen, fix: str) -> list[OptimizerRow]:
     """Return rows of float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer of `fix`.
 
     All start from weights representable in bfloat16, so that deviations begin with the first step. The model is the
@@ -44,7 +44,7 @@ def optimizer_rows(specimen: Specimen, fix: str) -> list[OptimizerRow]:
         return apply(model, fix, undoable=False, learning_rate=LEARNING_RATE).results[fix]
 
     eight_bit = _train(copy.deepcopy(model), specimen, make_eight_bit)
-    with float64_throughout():
+    with compute_in_float64():
         exact = _train(copy.deepcopy(model).double(), specimen, _make_adamw)
     begin = [parameter.detach().double() for parameter in model.parameters()]
     distance = math.sqrt(sum(float((p - b).square().sum()) for p, b in zip(exact[0], begin, strict=True)))

@@ -29,7 +29,7 @@ from memprof.watch.collection import disable_garbage_collection
 STEPS = 2  # the second step begins with the optimizer's state
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return AdamW, the optimizer of all workloads of this module."""
     # foreach is off, as by default on the CPU, and unlike the default on CUDA.
     return torch.optim.AdamW(parameters, foreach=False)
@@ -43,7 +43,7 @@ def train(specimen: Specimen, fix: Fix | None, options: dict[str, Any], rows: in
     if fix is not None:
         result = apply(model, fix.name, undoable=False, **options).results.get(fix.name)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = result if hasattr(result, "param_groups") else adamw(trained)
+    optimizer = result if hasattr(result, "param_groups") else make_adamw(trained)
     for _ in range(STEPS):
         ids = torch.zeros(rows, specimen.peak_tokens, dtype=torch.int64, device=device)
         if isinstance(result, MicroBatches):
@@ -54,7 +54,7 @@ def train(specimen: Specimen, fix: Fix | None, options: dict[str, Any], rows: in
         optimizer.zero_grad()
 
 
-def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved: bool = False) -> int:
+def simulate_peak(program: Callable[[str], None], *, workspaces: bool, reserved: bool = False) -> int:
     """Return the peak of allocated (or reserved) bytes while `program` runs on a virtual GPU.
 
     `workspaces` counts the workspaces of CUDA's libraries, which a CPU does not have.
@@ -71,7 +71,7 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
     return replay_on_gpu(gpu.trace, None, settings.now.config, settings.now.release).required_reserved_bytes
 
 
-def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool = False) -> int:
+def measure_peak(program: Callable[[str], None], device: str, *, reserved: bool = False) -> int:
     """Return the peak of allocated (on CUDA, or reserved) bytes while `program` runs on "cuda" or "cpu"."""
     gc.collect()  # no garbage is left when the program begins
     with disable_garbage_collection():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memprof.fixes.applied import apply
-from memprof.flows.verify.reference import float64_throughout
+from memprof.flows.verify.reference import compute_in_float64
 from memprof.flows.verify.specimens import Specimen, batches
 from memprof.report.documents.verification import Precision
 from memprof.workload.layers import find_layers
@@ -25,7 +25,7 @@ _AMPLIFICATION = 4
 _INT8_LARGEST = 127
 
 
-def precision_rows(specimen: Specimen) -> list[Precision]:
+def measure_precisions(specimen: Specimen) -> list[Precision]:
     """Return a row for each precision: the same weights and inputs on the CPU, against float64 throughout.
 
     AMP is `torch.autocast` over float32 weights. The bound assumes independent roundings in all layers: the
@@ -33,7 +33,7 @@ def precision_rows(specimen: Specimen) -> list[Precision]:
     """
     torch.manual_seed(0)
     model = specimen.build().float().eval()
-    with float64_throughout():
+    with compute_in_float64():
         expected = _run_forward(copy.deepcopy(model).double(), specimen)
     return [_row(precision, specimen, model, expected) for precision in ("float32", *PRECISIONS, *AMP, INT8)]
 
@@ -70,7 +70,7 @@ def _compare(
     )
 
 
-def quantized_row(specimen: Specimen, fix: str) -> Precision:
+def measure_quantized_weights(specimen: Specimen, fix: str) -> Precision:
     """Return the row of a fix that quantizes weights, against float64; raise UsageError without its library.
 
     The model is the large one: bitsandbytes' packed CPU kernels need rows of whole blocks.
@@ -80,7 +80,7 @@ def quantized_row(specimen: Specimen, fix: str) -> Precision:
     changed = copy.deepcopy(model)
     apply(changed, fix, undoable=False)
     rounding = _rounding_error(model, changed)  # before a forward, which removes the scales from the weights
-    with float64_throughout():
+    with compute_in_float64():
         expected = _run_forward(copy.deepcopy(model).double(), specimen)
     # A bound above 1 would be useless: two unrelated tensors differ by 1.4.
     return _compare(fix, specimen, expected, _run_forward(changed, specimen), rounding, limit=1.0)

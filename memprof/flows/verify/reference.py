@@ -62,7 +62,7 @@ class _DtypeWatcher(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def float64_throughout(narrow: set[str] | None = None) -> Iterator[None]:
+def compute_in_float64(narrow: set[str] | None = None) -> Iterator[None]:
     """Context manager: compute forward and backward of a float64 model in float64 only.
 
     `narrow` receives the names of operators that still return a smaller dtype; None: operators are not watched.

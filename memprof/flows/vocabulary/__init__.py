@@ -2,7 +2,7 @@
 
     from memprof.flows.vocabulary.count import count_corpus
     counted = count_corpus("wiki.train.txt")
-    counted.frequencies.cap_for(0.999)
+    counted.frequencies.find_cap(0.999)
 
 Counting needs no torch, and `tokenizers` only for a tokenizer.json.
 """

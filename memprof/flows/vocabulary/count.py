@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.vocabulary.frequencies import Frequencies
-from memprof.flows.vocabulary.rows import json_rows, parquet_rows
+from memprof.flows.vocabulary.rows import read_json_rows, read_parquet_rows
 from memprof.flows.vocabulary.sources import JSON_LINES, PARQUET, TEXT, Source, find_sources
 from memprof.flows.vocabulary.spilling import MAX_WORDS, SpillingCounter
 from memprof.flows.vocabulary.tally import Tally
-from memprof.flows.vocabulary.text import NoTextError, Progress, blocks, codec_name, pieces
+from memprof.flows.vocabulary.text import NoTextError, Progress, blocks, find_codec, pieces
 
 WORDS, BYTES = "whitespace", "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -71,7 +71,7 @@ def count_corpus(
         UsageError: a file or the tokenizer cannot be read, or a file is not in that encoding.
         MemprofError: the disk for spilled words is full.
     """
-    codec_name(encoding)
+    find_codec(encoding)
     sources = find_sources(corpus, column)
     reader = _Reader(sources, encoding, column, progress)
     if tokenizer == WORDS:
@@ -132,8 +132,8 @@ class _Reader:
 
     def _rows(self, source: Source) -> Iterator[list[str]]:
         if source.kind == PARQUET:
-            return parquet_rows(source.path, self._column, self._tally, self._report)
-        return json_rows(source.path, self._column, self._encoding, self._tally, self._report)
+            return read_parquet_rows(source.path, self._column, self._tally, self._report)
+        return read_json_rows(source.path, self._column, self._encoding, self._tally, self._report)
 
     def _read(self, read_text: Callable[[Path], Iterator[T]], convert_rows: Callable[[list[str]], T]) -> Iterator[T]:
         """Yield the texts of all files; files found in folders that are empty or binary are skipped and tallied."""

@@ -37,7 +37,7 @@ class Frequencies:
         """Return the number of different tokens."""
         return sum(tokens for _, tokens in self.histogram)
 
-    def covered(self, cap: int) -> int:
+    def count_covered_tokens(self, cap: int) -> int:
         """Return the number of corpus tokens that are among the `cap` most frequent ones."""
         left, covered = cap, 0
         for times, tokens in self.histogram:
@@ -48,11 +48,11 @@ class Frequencies:
                 break
         return covered
 
-    def coverage(self, cap: int) -> float:
+    def compute_coverage(self, cap: int) -> float:
         """Return the share of the corpus that the `cap` most frequent tokens make up."""
-        return self.covered(cap) / self.total if self.total else 1.0
+        return self.count_covered_tokens(cap) / self.total if self.total else 1.0
 
-    def cap_for(self, share: float | str | Fraction) -> int:
+    def find_cap(self, share: float | str | Fraction) -> int:
         """Return how many of the most frequent tokens cover `share` (0 to 1, a float as written) of the corpus.
 
         Raises UsageError for a share that is not from 0 to 1.

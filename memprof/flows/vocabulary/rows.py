@@ -10,29 +10,31 @@ from typing import Any
 
 from memprof.errors import UsageError, not_installed
 from memprof.flows.vocabulary import text as texts
-from memprof.flows.vocabulary.sources import open_source, size_of
-from memprof.flows.vocabulary.tally import ERRORS, Tally, Undecodable
-from memprof.flows.vocabulary.text import NoTextError, Progress, codec_name
+from memprof.flows.vocabulary.sources import get_file_size, open_source
+from memprof.flows.vocabulary.tally import COUNTING_ERROR_HANDLER, Tally, UndecodableCounter
+from memprof.flows.vocabulary.text import NoTextError, Progress, find_codec
 
 DEFAULT_COLUMN = "text"
 MAX_ROW_CHARACTERS = 1 << 26
 PARQUET_ROWS = 64  # rows read at a time; row groups are decoded lazily
 
 
-def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress) -> Iterator[list[str]]:
+def read_json_rows(
+    path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress
+) -> Iterator[list[str]]:
     """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without text are counted in `tally`.
     Raises UsageError: no row has text in `column`, or the file cannot be read; NoTextError: empty or binary."""
     name = column or DEFAULT_COLUMN
     before = tally.rows
     seen: set[str] = set()
-    undecodable = Undecodable(tally, path)
-    codec = codec_name(encoding)
+    undecodable = UndecodableCounter(tally, path)
+    codec = find_codec(encoding)
     with open_source(path) as (file, tell):
         head = file.peek(4096)
         if not head:
             raise NoTextError("the corpus is empty", value=path, hint="give files with text")
         texts.check_is_text(path, head, encoding)
-        lines = io.TextIOWrapper(file, codec, errors=ERRORS, newline="\n")
+        lines = io.TextIOWrapper(file, codec, errors=COUNTING_ERROR_HANDLER, newline="\n")
         batch: list[str] = []
         batch_characters = number = characters = 0
         while True:
@@ -40,7 +42,7 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
                 try:
                     line = lines.readline(MAX_ROW_CHARACTERS + 1)
                 except UnicodeError as error:
-                    raise texts.decoding_error(path, encoding, error) from None
+                    raise texts.make_decoding_error(path, encoding, error) from None
             if not line:
                 break
             number += 1
@@ -65,14 +67,14 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
                 progress(tell())
         lines.detach()
     if undecodable.count > texts.MAX_UNDECODABLE * characters:
-        raise texts.wrong_encoding(path, encoding, undecodable, characters)
+        raise texts.make_encoding_error(path, encoding, undecodable, characters)
     if tally.rows == before:
         columns = ", ".join(sorted(seen)[:8])
         hint = f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?"
         raise UsageError(f"no row has text in the column {name!r}", value=path, hint=hint)
     if batch:
         yield batch
-    progress(size_of(path))
+    progress(get_file_size(path))
 
 
 def _parse_row(line: str, name: str, seen: set[str], path: Path, number: int, tally: Tally) -> str | None:
@@ -94,7 +96,7 @@ def _parse_row(line: str, name: str, seen: set[str], path: Path, number: int, ta
     return value.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else value
 
 
-def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
+def read_parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
     """Yield batches of the texts in `column` of a Parquet file, by pyarrow. Raises UsageError:
     pyarrow is not installed, the file is no Parquet, or has no such column of text; NoTextError: the file has no
     rows."""
@@ -104,7 +106,7 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
     except ImportError:
         raise not_installed("Parquet needs pyarrow", path, "parquet", ", or write JSON Lines") from None
     name = column or DEFAULT_COLUMN
-    size = size_of(path)
+    size = get_file_size(path)
     with open_source(path) as (raw, _):
         try:
             file = pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20)

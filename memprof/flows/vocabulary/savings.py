@@ -40,10 +40,10 @@ from memprof.workload.catalog import synthesize
 BEFORE = "before"
 MAX_CAPS = 6
 # Optimizer -> numbers that torch keeps for each parameter, of the parameter's dtype (torch.optim, by their names).
-STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
+NUM_STATES_BY_OPTIMIZER = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT_CONTEXT = 2048
-_SHOWN_POINTS = 13
+_MAX_CURVE_POINTS = 13
 
 Progress = Callable[[str], None]
 
@@ -83,7 +83,7 @@ def parse_shares(text: str) -> list[tuple[str, Fraction]]:
     return list(found.items())
 
 
-def caps_of(
+def compute_caps(
     counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked: int | None = None
 ) -> tuple[TokenCap, ...]:
     """Return a cap for each share, and one of `asked` tokens if given (at least 1); the largest cap comes first."""
@@ -91,17 +91,23 @@ def caps_of(
         raise UsageError("--cap must be at least 1", value=asked, hint="give a positive whole number")
     frequencies = counted.frequencies
     # The largest share first, also among shares with equal caps.
-    sizes = [(name, frequencies.cap_for(share)) for name, share in sorted(shares, key=lambda one: -one[1])]
+    sizes = [(name, frequencies.find_cap(share)) for name, share in sorted(shares, key=lambda one: -one[1])]
     if asked is not None:
         sizes.append(("asked", min(asked, frequencies.distinct)))
     sizes.sort(key=lambda size: -size[1])
     return tuple(
-        TokenCap(name, tokens, frequencies.covered(tokens), frequencies.coverage(tokens), tokens + counted.reserved)
+        TokenCap(
+            name,
+            tokens,
+            frequencies.count_covered_tokens(tokens),
+            frequencies.compute_coverage(tokens),
+            tokens + counted.reserved,
+        )
         for name, tokens in sizes
     )
 
 
-def before_size(counted: CorpusCount) -> int | None:
+def get_uncapped_size(counted: CorpusCount) -> int | None:
     """Return the vocabulary size without a cap: all words of the corpus, or the tokenizer's number of ids."""
     return counted.frequencies.distinct + counted.reserved if counted.tokenizer == WORDS else counted.vocab_size
 
@@ -120,7 +126,7 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[TokenCap], p
     The vocabulary before is `spec.vocab_size`; if None, all words of the corpus, or with a tokenizer the model's.
     """
     if spec.vocab_size is None and counted.tokenizer == WORDS:
-        spec = spec.edit(vocab_size=before_size(counted))
+        spec = spec.edit(vocab_size=get_uncapped_size(counted))
 
     def run(name: str, spec: TargetSpec) -> tuple[Trace, Report]:
         return profile(spec, lambda doing: progress(f"{name}: {doing}"))
@@ -130,7 +136,7 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[TokenCap], p
     assert target is not None
     rows = target.vocab_size or target.asked_vocab_size
     if rows is None:
-        rows = before_size(counted)  # the vocabulary of a model factory is unknown
+        rows = get_uncapped_size(counted)  # the vocabulary of a model factory is unknown
     notes = []
     if counted.highest_id is not None and rows is not None and counted.highest_id >= rows:
         notes.append(
@@ -184,15 +190,15 @@ def estimate_savings(
     """Return the memory before and with each cap by arithmetic: embedding, head, and one copy of the logits.
 
     Parameters are rows x hidden size, twice if embedding and head are not tied; gradients are as many; optimizer state
-    is parameters x `STATES`; logits are batch x context x rows. All are in `spec.dtype`.
+    is parameters x `NUM_STATES_BY_OPTIMIZER`; logits are batch x context x rows. All are in `spec.dtype`.
 
     Args:
         params: a size such as 1.2B, for a model of the shape of Llama (`catalog.synthesize`); None: the width is
             unknown, and only the logits are computed.
-        spec: vocabulary before, batch, context, dtype and optimizer; UsageError for optimizers not in `STATES`.
+        spec: vocabulary before, batch, context, dtype and optimizer; UsageError for other optimizers.
     """
     optimizer, batch_size = spec.optimizer, spec.batch_size
-    if optimizer not in STATES:
+    if optimizer not in NUM_STATES_BY_OPTIMIZER:
         problem = f"the state of {optimizer} is no fixed number for each parameter"
         raise UsageError(problem, value=f"--optimizer {optimizer}", hint="name a model: --model has it simulated")
     dtype = spec.dtype or "bfloat16"
@@ -211,12 +217,12 @@ def estimate_savings(
         notes.append(f"Hidden size {config['hidden_size']:,}, {tables}; {format_count(others)} parameters beside them.")
     else:
         notes.append("Without --model or --params the width is not known, and the logits are all that can be told.")
-    rows = spec.vocab_size or before_size(counted) or 0
+    rows = spec.vocab_size or get_uncapped_size(counted) or 0
 
     def memory_of(name: str, vocabulary: int) -> VocabularyMemory:
         count = others + columns * vocabulary if params is not None else None
         weights = None if count is None else count * DTYPE_BYTES[dtype]
-        state = None if weights is None else STATES[optimizer] * weights
+        state = None if weights is None else NUM_STATES_BY_OPTIMIZER[optimizer] * weights
         logits = batch_size * context * vocabulary * DTYPE_BYTES[dtype]
         return VocabularyMemory(name, vocabulary, count, weights, weights, state, logits, None, None, None)
 
@@ -257,11 +263,11 @@ def build_vocabulary(
     )
 
 
-def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[CoveragePoint, ...]:
+def curve(frequencies: Frequencies, points: int = _MAX_CURVE_POINTS) -> tuple[CoveragePoint, ...]:
     """Return the coverage at the last `points` of the round numbers of tokens 1, 2, 5, 10, ..., and at all tokens."""
     distinct = frequencies.distinct
     if not distinct:
         return ()
     rounds = [lead * 10**power for power in range(len(str(distinct))) for lead in (1, 2, 5)]
     shown = [tokens for tokens in rounds if tokens < distinct][-(points - 1) :]
-    return tuple(CoveragePoint(tokens, frequencies.coverage(tokens)) for tokens in [*shown, distinct])
+    return tuple(CoveragePoint(tokens, frequencies.compute_coverage(tokens)) for tokens in [*shown, distinct])

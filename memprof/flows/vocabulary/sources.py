@@ -62,11 +62,11 @@ def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None =
         else:
             raise UsageError("cannot read the corpus", value=path, hint="no such file or folder")
         for one in paths:
-            found.setdefault(one.resolve(), Source(one, is_named, _find_kind(one, column), size_of(one)))
+            found.setdefault(one.resolve(), Source(one, is_named, _find_kind(one, column), get_file_size(one)))
     return list(found.values())
 
 
-def size_of(path: Path) -> int:
+def get_file_size(path: Path) -> int:
     """Return the size of a file in bytes; 0 if the file has vanished (reading it raises the error)."""
     try:
         return path.stat().st_size

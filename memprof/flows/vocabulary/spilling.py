@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 
 MAX_WORDS = 1 << 20  # different words in memory at a time: about 200 bytes each, with the string and its entry
-MAX_RUNS = 64  # files on disk; more are merged into one, since all are open while items are read
+MAX_SPILL_FILES = 64  # files on disk; more are merged into one, since all are open while items are read
 
 
 class SpillingCounter:
@@ -21,7 +21,7 @@ class SpillingCounter:
         self._counts: Counter[str] = Counter()
         self._max_words = max_words
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._runs: list[Path] = []
+        self._spill_files: list[Path] = []
         self._num_written = 0
 
     def __enter__(self) -> SpillingCounter:
@@ -39,9 +39,9 @@ class SpillingCounter:
 
     def items(self) -> Iterator[tuple[str, int]]:
         """Yield each word once with its count; sorted by word once something was spilled."""
-        if not self._runs:
+        if not self._spill_files:
             return iter(self._counts.items())
-        return _merge([*map(_read_items, self._runs), iter(sorted(self._counts.items()))])
+        return _merge([*map(_read_items, self._spill_files), iter(sorted(self._counts.items()))])
 
     def most_common(self, count: int) -> list[tuple[str, int]]:
         """Return the `count` most frequent words with counts; equally frequent words are sorted by code point."""
@@ -50,8 +50,8 @@ class SpillingCounter:
     def _spill(self) -> None:
         self._write(iter(sorted(self._counts.items())))
         self._counts.clear()
-        if len(self._runs) >= MAX_RUNS:
-            merged, self._runs = self._runs, []
+        if len(self._spill_files) >= MAX_SPILL_FILES:
+            merged, self._spill_files = self._spill_files, []
             self._write(_merge([_read_items(run) for run in merged]))
             for run in merged:
                 run.unlink()
@@ -63,7 +63,7 @@ class SpillingCounter:
         self._num_written += 1
         with run.open("w", encoding="utf-8", newline="\n") as file:
             file.writelines(f"{count} {word}\n" for word, count in items)
-        self._runs.append(run)
+        self._spill_files.append(run)
 
 
 def _read_items(run: Path) -> Iterator[tuple[str, int]]:

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ERRORS = "memprof-undecodable"  # name of the codecs' error handler that counts instead of raising
+COUNTING_ERROR_HANDLER = "memprof-undecodable"  # name of the codecs' error handler that counts instead of raising
 MAX_NAMED = 3  # files named in a sentence
 
 
@@ -57,19 +57,19 @@ class Tally:
         return found
 
 
-class Undecodable:
-    """Context manager: counts undecodable bytes while a file is decoded with errors=ERRORS."""
+class UndecodableCounter:
+    """Context manager: counts undecodable bytes while a file is decoded with errors=COUNTING_ERROR_HANDLER."""
 
     def __init__(self, tally: Tally, path: Path) -> None:
         self._tally, self._path = tally, path
-        self.before: int | None = None  # offset in the file of the decoded block, if known
+        self.block_offset: int | None = None  # offset in the file of the decoded block, if known
 
-    def __enter__(self) -> Undecodable:
-        _active.sink = self
+    def __enter__(self) -> UndecodableCounter:
+        _active_counter.counter = self
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _active.sink = None
+        _active_counter.counter = None
 
     @property
     def count(self) -> int:
@@ -85,7 +85,7 @@ class Undecodable:
     def count_error(self, error: UnicodeDecodeError) -> None:
         """Count the bytes of one error."""
         what = " ".join(f"0x{byte:02x}" for byte in error.object[error.start : error.end][:4])
-        where = "" if self.before is None else f" near byte {self.before + error.start:,}"
+        where = "" if self.block_offset is None else f" near byte {self.block_offset + error.start:,}"
         _add_defects(self._tally.undecodable, self._path, error.end - error.start, f"is {what}{where}: {error.reason}")
 
 
@@ -94,15 +94,15 @@ def _add_defects(defects: dict[Path, Defect], path: Path, count: int, first: str
     defect.count += count
 
 
-_active = threading.local()
+_active_counter = threading.local()
 
 
 def _replace_undecodable(error: UnicodeError) -> tuple[str, int]:
-    sink: Undecodable | None = getattr(_active, "sink", None)
-    if sink is None or not isinstance(error, UnicodeDecodeError):
+    counter: UndecodableCounter | None = getattr(_active_counter, "counter", None)
+    if counter is None or not isinstance(error, UnicodeDecodeError):
         raise error
-    sink.count_error(error)
+    counter.count_error(error)
     return "\ufffd", error.end
 
 
-codecs.register_error(ERRORS, _replace_undecodable)
+codecs.register_error(COUNTING_ERROR_HANDLER, _replace_undecodable)

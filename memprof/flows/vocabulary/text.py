@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.flows.vocabulary.sources import open_source
-from memprof.flows.vocabulary.tally import ERRORS, Tally, Undecodable
+from memprof.flows.vocabulary.tally import COUNTING_ERROR_HANDLER, Tally, UndecodableCounter
 
 BLOCK_BYTES = 1 << 15  # small, so that the words of a block are counted while in the processor's cache
 BATCH_BYTES = 1 << 20  # of a piece of lines, enough for a tokenizer to use all cores
@@ -53,8 +53,8 @@ def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines
             above `MAX_UNDECODABLE`.
         NoTextError: the file is empty or binary.
     """
-    decoder = codecs.getincrementaldecoder(codec_name(encoding))(errors=ERRORS)
-    undecodable = Undecodable(tally, path)
+    decoder = codecs.getincrementaldecoder(find_codec(encoding))(errors=COUNTING_ERROR_HANDLER)
+    undecodable = UndecodableCounter(tally, path)
     rest: list[str] = []
     rest_characters = offset = 0
     for block in blocks(path, progress, tally, BATCH_BYTES if lines else BLOCK_BYTES):
@@ -63,7 +63,7 @@ def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines
         text = _decode(decoder, block, offset, undecodable, path, encoding)
         offset += len(block)
         if undecodable.count > MAX_UNDECODABLE * offset and offset >= BATCH_BYTES:
-            raise wrong_encoding(path, encoding, undecodable, offset)
+            raise make_encoding_error(path, encoding, undecodable, offset)
         end = (text.rfind("\n") + 1 if lines else 0) or _find_last_word(text)
         if not end:
             rest.append(text)
@@ -78,30 +78,35 @@ def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines
         rest, rest_characters = [text[end:]], len(text) - end
     rest.append(_decode(decoder, b"", offset, undecodable, path, encoding))
     if undecodable.count > MAX_UNDECODABLE * offset:
-        raise wrong_encoding(path, encoding, undecodable, offset)
+        raise make_encoding_error(path, encoding, undecodable, offset)
     if last := "".join(rest):
         yield last
 
 
 def _decode(
-    decoder: codecs.IncrementalDecoder, block: bytes, offset: int, undecodable: Undecodable, path: Path, encoding: str
+    decoder: codecs.IncrementalDecoder,
+    block: bytes,
+    offset: int,
+    undecodable: UndecodableCounter,
+    path: Path,
+    encoding: str,
 ) -> str:
     """Return the decoded text of `block`; an empty block ends the file."""
     with undecodable:
-        undecodable.before = offset - len(decoder.getstate()[0])
+        undecodable.block_offset = offset - len(decoder.getstate()[0])
         try:
             return decoder.decode(block, final=not block)
         except UnicodeError as error:  # no error handler is called for UTF-16 without a byte order mark
-            raise decoding_error(path, encoding, error) from None
+            raise make_decoding_error(path, encoding, error) from None
 
 
-def decoding_error(path: Path, encoding: str, error: UnicodeError) -> UsageError:
+def make_decoding_error(path: Path, encoding: str, error: UnicodeError) -> UsageError:
     """Return the error for a file that cannot be decoded."""
     hint = "name its encoding, such as --encoding utf-16-le"
     return UsageError(f"the corpus is not {encoding}", value=f"{path}: {error}", hint=hint)
 
 
-def codec_name(encoding: str) -> str:
+def find_codec(encoding: str) -> str:
     """Return the codec of `encoding` (UTF-8: the codec that drops byte order marks); UsageError if not of text."""
     try:
         with contextlib.suppress(UnicodeError):
@@ -121,7 +126,7 @@ def check_is_text(path: Path, head: bytes, encoding: str) -> None:
     raise NoTextError("the corpus is binary", value=f"{path}, NUL at byte {head.index(0):,}", hint=hint)
 
 
-def wrong_encoding(path: Path, encoding: str, undecodable: Undecodable, num_bytes: int) -> UsageError:
+def make_encoding_error(path: Path, encoding: str, undecodable: UndecodableCounter, num_bytes: int) -> UsageError:
     """Return the error for a file with too many undecodable bytes."""
     return UsageError(
         f"the corpus is not {encoding}",

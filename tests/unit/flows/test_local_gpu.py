@@ -16,13 +16,13 @@ def test_a_slice_is_not_taken_for_its_gpu(monkeypatch, visible, size):
     gpu = NvmlGpu(0, "NVIDIA A100-SXM4-40GB", total_bytes=40 << 30, slices=slices)
     monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample((gpu,)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert local_gpu.present_gpu_options() == {"gpu_vram_bytes": size << 30}
+    assert local_gpu.find_local_gpu_options() == {"gpu_vram_bytes": size << 30}
 
 
 def test_a_slice_that_cannot_be_read_is_no_gpu(monkeypatch):
     gpu = NvmlGpu(0, "NVIDIA H100 80GB HBM3", total_bytes=80 << 30, slices=(Slice(0, "MIG", "", 0, None, None, None),))
     monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample((gpu,)))
-    assert local_gpu.present_gpu_options() == {}
+    assert local_gpu.find_local_gpu_options() == {}
 
 
 GIB = 1 << 30
@@ -45,10 +45,10 @@ def test_the_gpu_that_a_run_would_be_measured_on_is_told_without_cuda(monkeypatc
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert local_gpu.present_gpu() == expected
+    assert local_gpu.find_local_gpu() == expected
 
 
 def test_a_gpu_that_nvml_does_not_read_is_not_told(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(local_gpu, "read_gpus", lambda: NvmlSample((NvmlGpu(0, "One", "GPU-aa"),)))
-    assert local_gpu.present_gpu() is None
+    assert local_gpu.find_local_gpu() is None

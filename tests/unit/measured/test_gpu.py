@@ -10,7 +10,7 @@ from torch import nn
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow
 from memprof.flows.gpus import measured_device_facts
-from memprof.flows.local_gpu import gpu_like
+from memprof.flows.local_gpu import make_gpu_options
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice, cuda
@@ -162,8 +162,8 @@ def test_auto_judges_by_what_is_free_and_simulates_the_gpu_that_is_here(
 
 
 def test_auto_simulates_a_gpu_that_the_catalog_does_not_know_by_its_memory():
-    assert gpu_like("Some GPU", 7 << 30) == {"gpu_vram_bytes": 7 << 30}
-    assert gpu_like("NVIDIA H100 80GB HBM3", 10 << 30) == {"gpu_vram_bytes": 10 << 30}  # a slice
+    assert make_gpu_options("Some GPU", 7 << 30) == {"gpu_vram_bytes": 7 << 30}
+    assert make_gpu_options("NVIDIA H100 80GB HBM3", 10 << 30) == {"gpu_vram_bytes": 10 << 30}  # a slice
 
 
 def test_the_last_operator_of_a_number_made_its_node():

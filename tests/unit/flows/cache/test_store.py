@@ -38,39 +38,39 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
 
 def test_what_is_kept_is_found_again_and_nobody_else_may_read_it(tmp_path):
     store = Store(tmp_path / "a" / "b")
-    assert store.find(KEYS[0]) is None and store.entries() == []
-    assert store.keep(KEYS[0], {"text": "ä", "number": 2**70, "list": [None, 1.5]})
+    assert store.find(KEYS[0]) is None and store.list_entries() == []
+    assert store.save(KEYS[0], {"text": "ä", "number": 2**70, "list": [None, 1.5]})
     assert Store(tmp_path / "a" / "b").find(KEYS[0]) == {"text": "ä", "number": 2**70, "list": [None, 1.5]}
     assert store.find(KEYS[1]) is None
     assert [path.name for path in store.folder.iterdir()] == [f"{KEYS[0]}.answer"]
     if os.name == "posix":
         assert not store.folder.stat().st_mode & 0o077
-        assert not store.entries()[0].path.stat().st_mode & 0o077
+        assert not store.list_entries()[0].path.stat().st_mode & 0o077
 
 
 def test_what_was_asked_for_least_recently_goes_first(tmp_path):
     text = os.urandom(150).hex()
-    Store(tmp_path).keep(KEYS[9], {"text": text})
-    store = Store(tmp_path, most_bytes=5 * Store(tmp_path).entries()[0].num_bytes + 50)
+    Store(tmp_path).save(KEYS[9], {"text": text})
+    store = Store(tmp_path, max_bytes=5 * Store(tmp_path).list_entries()[0].num_bytes + 50)
     store.clear()
     for number, key in enumerate(KEYS[:4]):
-        assert store.keep(key, {"text": text})
-        os.utime(store.entries()[0].path, (number, number))
+        assert store.save(key, {"text": text})
+        os.utime(store.list_entries()[0].path, (number, number))
     store.find(KEYS[0])
-    before = {entry.path.stem for entry in store.entries()}
+    before = {entry.path.stem for entry in store.list_entries()}
     for key in KEYS[4:8]:
-        store.keep(key, {"text": text})
-    after = {entry.path.stem for entry in store.entries()}
+        store.save(key, {"text": text})
+    after = {entry.path.stem for entry in store.list_entries()}
     assert len(before) == 4 and KEYS[0] in after and not {KEYS[1], KEYS[2]} & after
-    assert sum(entry.num_bytes for entry in store.entries()) <= store.most_bytes
-    assert not store.keep(KEYS[10], {"text": os.urandom(4000).hex()}) and store.find(KEYS[10]) is None
+    assert sum(entry.num_bytes for entry in store.list_entries()) <= store.max_bytes
+    assert not store.save(KEYS[10], {"text": os.urandom(4000).hex()}) and store.find(KEYS[10]) is None
 
 
 @pytest.mark.parametrize("harm", ["truncated", "emptied", "flipped", "text", "folder", "fifo", "binary"])
 def test_a_damaged_file_is_none(tmp_path, harm):
     store = Store(tmp_path)
-    store.keep(KEYS[0], {"answer": list(range(100))})
-    path = store.entries()[0].path
+    store.save(KEYS[0], {"answer": list(range(100))})
+    path = store.list_entries()[0].path
     whole = path.read_bytes()
     if harm in ("folder", "fifo"):
         path.unlink()
@@ -82,13 +82,13 @@ def test_a_damaged_file_is_none(tmp_path, harm):
         path.write_bytes(harmed.get(harm, b"\xff" * 50))
     assert store.find(KEYS[0]) is None
     if harm not in ("folder", "fifo"):
-        assert store.keep(KEYS[0], {"again": 1}) and store.find(KEYS[0]) == {"again": 1}
+        assert store.save(KEYS[0], {"again": 1}) and store.find(KEYS[0]) == {"again": 1}
 
 
 def test_every_cut_and_every_flipped_byte_is_seen(tmp_path):
     store = Store(tmp_path)
-    store.keep(KEYS[0], {"a": 1})
-    path = store.entries()[0].path
+    store.save(KEYS[0], {"a": 1})
+    path = store.list_entries()[0].path
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place])
@@ -99,7 +99,7 @@ def test_every_cut_and_every_flipped_byte_is_seen(tmp_path):
 
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    assert not Store(tmp_path / "file" / "cache").keep(KEYS[0], {})
+    assert not Store(tmp_path / "file" / "cache").save(KEYS[0], {})
     assert Store(tmp_path / "file" / "cache").clear() == 0
 
     def full(*names: object) -> None:
@@ -107,14 +107,14 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
 
     store = Store(tmp_path / "cache")
     monkeypatch.setattr(os, "replace", full)
-    assert not store.keep(KEYS[0], {"a": 1})
+    assert not store.save(KEYS[0], {"a": 1})
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_clearing_leaves_the_files_of_others(tmp_path):
     store = Store(tmp_path / "cache")
     for key in KEYS[:3]:
-        store.keep(key, {"a": 1})
+        store.save(key, {"a": 1})
     (store.folder / f".{KEYS[0]}.x7.answer").write_text("half")
     (store.folder / "thesis.txt").write_text("mine")
     assert store.clear() == 3
@@ -129,17 +129,17 @@ def test_what_was_left_half_written_long_ago_is_removed(tmp_path):
     for path in (old, new):
         path.write_text("half")
     os.utime(old, (time.time() - 7200,) * 2)
-    store.keep(KEYS[1], {"a": 1})
+    store.save(KEYS[1], {"a": 1})
     assert not old.exists() and new.exists()
 
 
 def _work(folder: Path, seed: int) -> None:
-    store = Store(folder, most_bytes=3000)
+    store = Store(folder, max_bytes=3000)
     for turn in range(60):
         key = KEYS[(seed + turn) % 10]
         found = store.find(key)
         assert found in (None, {"key": key, "padding": key * 5})
-        store.keep(key, {"key": key, "padding": key * 5})
+        store.save(key, {"key": key, "padding": key * 5})
         if turn % 20 == 19:
             store.clear()
 

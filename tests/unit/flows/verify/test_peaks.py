@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memprof.flows.verify.peaks import measured_peak
+from memprof.flows.verify.peaks import measure_peak
 
 
 def test_the_highest_sum_and_nothing_said(capfd):
@@ -15,7 +15,7 @@ def test_the_highest_sum_and_nothing_said(capfd):
         third = torch.ones(1 << 17, device=device)
         del second, third
 
-    assert measured_peak(program, "cpu") == 2 * 4 * (1 << 18)
+    assert measure_peak(program, "cpu") == 2 * 4 * (1 << 18)
     # The profiler's library has lines of its own, which go past Python.
     assert capfd.readouterr() == ("", "")
 
@@ -36,4 +36,4 @@ def test_on_a_gpu_every_program_takes_its_workspaces_anew(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: allocated["now"])
-    assert [measured_peak(program, "cuda") for _ in range(2)] == [64, 64]
+    assert [measure_peak(program, "cuda") for _ in range(2)] == [64, 64]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from memprof.flows.verify.peaks import measured_peak
-from memprof.flows.verify.reference import float64_throughout
+from memprof.flows.verify.peaks import measure_peak
+from memprof.flows.verify.reference import compute_in_float64
 from memprof.flows.verify.specimens import SPECIMENS, batches
 
 
@@ -23,7 +23,7 @@ def test_every_small_model_stays_in_float64(name):
     reference = copy.deepcopy(model).double()
     for case in specimen.cases:
         narrow, batch = set(), batches(specimen, case, 0)[0]  # drawn outside: the default dtype is another inside
-        with float64_throughout(narrow):
+        with compute_in_float64(narrow):
             loss = reference(**batch)[0]
             loss.backward()
         assert loss.dtype == torch.float64
@@ -37,7 +37,7 @@ def test_every_small_model_stays_in_float64(name):
 
 def test_casts_of_every_kind():
     x = torch.tensor([1 + 2**-40], dtype=torch.float64)
-    with float64_throughout():
+    with compute_in_float64():
         made = [
             x.float(), x.half(), x.bfloat16(), x.to(torch.float32), x.to(dtype=torch.bfloat16), x.to("cpu", torch.half),
             x.type(torch.float32), x.type("torch.FloatTensor"), functional.softmax(x, 0, dtype=torch.float32) * x,
@@ -63,7 +63,7 @@ def test_what_stays_small_is_named():
             return grad
 
     narrow = set()
-    with float64_throughout(narrow):
+    with compute_in_float64(narrow):
         Rounding.apply(torch.ones(1))
     assert narrow == {"aten._to_copy.default"}
 
@@ -74,7 +74,7 @@ def test_the_measured_peak_is_the_sum_of_what_lives():
         torch.zeros(1 << 21)  # 8 MiB, gone at once
         (kept + 1).sum()
 
-    assert measured_peak(program, "cpu") == 12 << 20
+    assert measure_peak(program, "cpu") == 12 << 20
 
 
 def test_dtypes_inside_of_containers():
@@ -86,7 +86,7 @@ def test_dtypes_inside_of_containers():
         return args, options
 
     small, wide = torch.float32, torch.float64
-    with float64_throughout():
+    with compute_in_float64():
         args, options = asked(
             torch.ones(1),
             (small, [torch.half, 3]),

@@ -32,29 +32,29 @@ def test_coverage_is_that_of_the_sorted_counts(counts, cap):
     ordered = sorted(counts, reverse=True)
     assert frequencies.total == sum(counts)
     assert frequencies.distinct == sum(count > 0 for count in counts)
-    assert frequencies.covered(cap) == sum(ordered[:cap])
-    assert frequencies.coverage(cap) == (sum(ordered[:cap]) / sum(counts) if sum(counts) else 1.0)
+    assert frequencies.count_covered_tokens(cap) == sum(ordered[:cap])
+    assert frequencies.compute_coverage(cap) == (sum(ordered[:cap]) / sum(counts) if sum(counts) else 1.0)
 
 
 @given(counts_lists, st.fractions(0, 1))
 @example([1] * 10, Fraction(9, 10))
 def test_a_cap_is_the_smallest_that_covers(counts, share):
     frequencies = Frequencies.of(counts)
-    cap = frequencies.cap_for(share)
-    assert frequencies.covered(cap) >= share * frequencies.total
-    assert cap == 0 or frequencies.covered(cap - 1) < share * frequencies.total
-    assert frequencies.cap_for(1) == frequencies.distinct
+    cap = frequencies.find_cap(share)
+    assert frequencies.count_covered_tokens(cap) >= share * frequencies.total
+    assert cap == 0 or frequencies.count_covered_tokens(cap - 1) < share * frequencies.total
+    assert frequencies.find_cap(1) == frequencies.distinct
 
 
 def test_a_share_is_the_decimal_that_is_written():
     # As a binary fraction 0.99 is a little more than 99 of 100, and would ask for one token more.
-    assert Frequencies.of([1] * 100).cap_for(0.99) == Frequencies.of([1] * 100).cap_for("0.99") == 99
+    assert Frequencies.of([1] * 100).find_cap(0.99) == Frequencies.of([1] * 100).find_cap("0.99") == 99
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, "2"])
 def test_no_share(share):
     with pytest.raises(UsageError, match="from 0 to 1"):
-        Frequencies.of([1]).cap_for(share)
+        Frequencies.of([1]).find_cap(share)
 
 
 # -- bounded memory ------------------------------------------------------------------------------------------------
@@ -65,14 +65,14 @@ words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(words, max_size=8), max_size=12), st.integers(1, 6), st.integers(2, 4))
 def test_what_waits_on_disk_is_counted_exactly(monkeypatch, calls, max_words, max_runs):
-    monkeypatch.setattr(spilling, "MAX_RUNS", max_runs)
+    monkeypatch.setattr(spilling, "MAX_SPILL_FILES", max_runs)
     plain = collections.Counter(word for call in calls for word in call)
     with SpillingCounter(max_words) as counter:
         for call in calls:
             counter.update(call)
-            assert len(counter._counts) <= max_words and len(counter._runs) <= max_runs
+            assert len(counter._counts) <= max_words and len(counter._spill_files) <= max_runs
         assert dict(counter.items()) == plain
-        assert counter._runs or len(plain) <= max_words
+        assert counter._spill_files or len(plain) <= max_words
         assert counter.most_common(3) == sorted(plain.items(), key=lambda item: (-item[1], item[0]))[:3]
         folder = counter._folder
     assert folder is None or not Path(folder.name).exists()
@@ -131,7 +131,7 @@ def test_ids_of_a_tokenizer(tokenizer_file, tmp_path, folder):
     assert counted.most_common == (("the", 3), ("cat", 2), ("sat", 2), ("<unk>", 1), ("late", 1))
     # Ids 5 to 8 are in nobody's vocabulary, and an embedding has rows for them all the same.
     assert (counted.vocab_size, counted.unseen, counted.highest_id) == (10, 5, 9)
-    assert counted.frequencies.coverage(3) == 7 / 9
+    assert counted.frequencies.compute_coverage(3) == 7 / 9
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from memprof.flows.cache import answers
-from memprof.flows.cache.answers import cached_answer, is_without_cuda
+from memprof.flows.cache import results
+from memprof.flows.cache.results import find_cached_result, is_without_cuda
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
@@ -19,12 +19,12 @@ CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer":
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(answers, "loaded_files", list)  # this process is older than what it tests
+    monkeypatch.setattr(results, "loaded_files", list)  # this process is older than what it tests
     return tmp_path
 
 
 def key(spec: TargetSpec = TINY, **asked: object) -> str | None:
-    place = cached_answer("profile", spec, asked, ["profile"])
+    place = find_cached_result("profile", spec, asked, ["profile"])
     return None if place is None else place.key
 
 
@@ -37,7 +37,7 @@ def test_every_option_makes_another_question():
     keys = [key(), key(ladder=True), *(key(TINY.edit(**{name: value})) for name, value in changes.items())]
     assert None not in keys and len(set(keys)) == len(keys)
     assert key() == key()
-    assert cached_answer("recommend", TINY, {}, []).key != key()
+    assert find_cached_result("recommend", TINY, {}, []).key != key()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ SPECS = {
 @pytest.mark.parametrize("name", ["training", *(pytest.param(one, marks=pytest.mark.nightly) for one in [*SPECS][1:])])
 def test_a_kept_answer_is_the_answer(name):
     document = profile(SPECS[name])[1]
-    place = cached_answer("profile", SPECS[name], {}, ["profile", "--model", "gpt2"])
+    place = find_cached_result("profile", SPECS[name], {}, ["profile", "--model", "gpt2"])
     assert place is not None and place.find(Report) is None
-    place.keep(document)
+    place.save(document)
     found, seconds = place.find(Report)
     assert 0 <= seconds < 60
     for explain in (False, True):
@@ -113,26 +113,26 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
     file = tmp_path / "modeling.py"
     file.write_text("")
     document = profile(TINY)[1]
-    place = cached_answer("profile", TINY, {}, [])
-    monkeypatch.setattr(answers, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
-    place.keep(document)
+    place = find_cached_result("profile", TINY, {}, [])
+    monkeypatch.setattr(results, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
+    place.save(document)
     assert place.find(Report) is not None
     file.write_text("changed")
     assert place.find(Report) is None
     for entry in ({}, {"files": []}, {"files": [], "given": 1, "answer": {}}, {"files": [], "given": "x", "answer": 3}):
-        place.store.keep(place.key, entry)
+        place.store.save(place.key, entry)
         assert place.find(Report) is None
-    monkeypatch.setattr(answers, "loaded_files", lambda: None)
-    place.keep(document)
+    monkeypatch.setattr(results, "loaded_files", lambda: None)
+    place.save(document)
     assert place.find(Report) is None
 
 
 def test_an_answer_that_does_not_come_back_as_it_is_is_not_kept(monkeypatch):
     document = profile(TINY)[1]
-    place = cached_answer("profile", TINY, {}, [])
+    place = find_cached_result("profile", TINY, {}, [])
     monkeypatch.setattr(Report, "to_json", lambda self: {"peak": id(self)})
-    place.keep(document)
-    assert place.store.entries() == []
+    place.save(document)
+    assert place.store.list_entries() == []
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_build_without_cuda_is_told_by_its_file(tmp_path, monkeypatch, line, w
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('it is not to be imported')")
     (tmp_path / "torch" / "version.py").write_text(f"from typing import Optional\n{line}\n")
     monkeypatch.setattr(
-        answers.importlib.util,
+        results.importlib.util,
         "find_spec",
         lambda name: __import__("importlib.machinery").machinery.PathFinder.find_spec(name, [str(tmp_path)]),
     )

@@ -33,7 +33,7 @@ _Answer = TypeVar("_Answer", bound=JsonValue)
 
 
 @dataclass(frozen=True, slots=True)
-class CachedAnswer:
+class ResultCacheEntry:
     """One cached result."""
 
     store: Store
@@ -50,7 +50,7 @@ class CachedAnswer:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def keep(self, answer: JsonValue) -> None:
+    def save(self, answer: JsonValue) -> None:
         """Cache a result, if its JSON can be read back unchanged."""
         files = loaded_files()
         if files is None:
@@ -61,10 +61,12 @@ class CachedAnswer:
         except ValueError:
             return
         if is_unchanged:
-            self.store.keep(self.key, {"said": self.said, "given": time.time(), "files": files, "answer": plain})
+            self.store.save(self.key, {"said": self.said, "given": time.time(), "files": files, "answer": plain})
 
 
-def cached_answer(command: str, spec: TargetSpec, asked: dict[str, Any], words: Sequence[str]) -> CachedAnswer | None:
+def find_cached_result(
+    command: str, spec: TargetSpec, asked: dict[str, Any], words: Sequence[str]
+) -> ResultCacheEntry | None:
     """Return the cache entry of the command line `words`; None if the cache is off, or an input cannot be checked.
 
     `asked` has the options of `command` that are not in `spec`.
@@ -77,7 +79,7 @@ def cached_answer(command: str, spec: TargetSpec, asked: dict[str, Any], words: 
         return None
     question = [_FORM, command, to_plain(spec), to_plain(asked), files, describe_environment()]
     text = json.dumps(question, sort_keys=True, default=str)
-    return CachedAnswer(
+    return ResultCacheEntry(
         Store(folder), hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), shlex.join(words)
     )
 
