@@ -84,13 +84,9 @@ def _own_files() -> Iterator[str]:
 
 def _files_below(folder: str) -> Iterator[str]:
     """Yield the paths of all files below a folder, except Python's byte code."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name != "__pycache__":
-                    yield from _files_below(entry.path)
-            else:
-                yield entry.path
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        yield from (os.path.join(parent, name) for name in files)
 
 
 def _importable_names(folders: Iterable[str]) -> Iterator[str]:
