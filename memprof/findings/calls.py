@@ -14,7 +14,7 @@ _TRAINING = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
 
 def training_times(trace: Trace) -> list[int]:
     """Return the events at which a backward or an optimizer's step begins."""
-    return [time for time, phase in trace.begun() if phase.kind in _TRAINING]
+    return [time for time, phase in trace.list_phase_begins() if phase.kind in _TRAINING]
 
 
 def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:

@@ -49,11 +49,11 @@ def find(context: Context) -> list[Finding]:
     share = percent(more, ledger.peak_bytes)
     what = f"Compiled code keeps {format_bytes(more)} more for the backward"
     title = f"{what} than eager code would ({share} of the peak)"
-    evidence = [_evidence(one, count) for one, count in shown[:MOST_SHOWN]]
-    return [Finding("compiled-keeps", Severity.WARNING, title, more, (*evidence, _fix(shown)), ())]
+    evidence = [_make_evidence(one, count) for one, count in shown[:MOST_SHOWN]]
+    return [Finding("compiled-keeps", Severity.WARNING, title, more, (*evidence, _make_fix_evidence(shown)), ())]
 
 
-def _evidence(one: CompiledSavedTensors, count: int) -> Evidence:
+def _make_evidence(one: CompiledSavedTensors, count: int) -> Evidence:
     why = "the partitioner chose to keep it, and not to compute it again"
     if one.again:
         why = "the program's backward computes it again, which the compiler takes for the same and keeps"
@@ -61,7 +61,7 @@ def _evidence(one: CompiledSavedTensors, count: int) -> Evidence:
     return Evidence(text, num_bytes=one.num_bytes, op=one.op, source=one.source or None)
 
 
-def _fix(shown: Sequence[tuple[CompiledSavedTensors, int]]) -> Evidence:
+def _make_fix_evidence(shown: Sequence[tuple[CompiledSavedTensors, int]]) -> Evidence:
     """Return the settings of the partitioner that reduced the saved bytes in tests."""
     text = f"fix: {_SETTINGS}.activation_memory_budget below 1 has even products computed again"
     if any(one.again for one, _ in shown):

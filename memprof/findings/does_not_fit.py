@@ -57,7 +57,9 @@ def find(context: Context) -> list[Finding]:
         f"{least}{format_bytes(needed)}, {format_bytes(shortfall)} more than the {format_bytes(out.limit_bytes)} there "
         "are"
     )
-    return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _fixes(context))]
+    return [
+        Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _suggest_category_fixes(context))
+    ]
 
 
 def stage_text(span: Span) -> str:
@@ -65,7 +67,7 @@ def stage_text(span: Span) -> str:
     return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
-def _fixes(context: Context) -> tuple[str, ...]:
+def _suggest_category_fixes(context: Context) -> tuple[str, ...]:
     """Return the fixes against large categories, the largest category first."""
     ledger = context.ledger
     problems = []

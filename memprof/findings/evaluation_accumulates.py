@@ -36,26 +36,26 @@ def find(context: Context) -> list[Finding]:
         kept = {
             holder: group
             for holder, group in groups.items()
-            if _bytes_per_call(group) >= MIN_BYTES
+            if _sum_bytes_per_call(group) >= MIN_BYTES
             and (holder is None or (holder.limit is None and growth.holder_key(holder) not in told))
         }
         left = sum(context.lives.sum_bytes(leak.storages) for group in kept.values() for leak in group)
         before = found.get(loop[0].module)
         if kept and (before is None or left > (before.num_bytes or 0)):
-            found[loop[0].module] = _finding(context, loop, kept, left)
+            found[loop[0].module] = _make_finding(context, loop, kept, left)
     return list(found.values())
 
 
-def _bytes_per_call(group: list[growth.LeakGroup]) -> int:
+def _sum_bytes_per_call(group: list[growth.LeakGroup]) -> int:
     return sum(leak.per_round for leak in group)
 
 
-def _finding(
+def _make_finding(
     context: Context, loop: list[Forward], kept: dict[Holder | None, list[growth.LeakGroup]], left: int
 ) -> Finding:
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
-    per_call = sum(map(_bytes_per_call, kept.values()))
+    per_call = sum(map(_sum_bytes_per_call, kept.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
         f"call, {format_bytes(left)} after the last{growth.holders_phrase(*kept)}"
@@ -71,12 +71,12 @@ def _finding(
     full = growth.until_full(context, per_call, "call")
     if full is not None:
         evidence.append(full)
-    evidence += dict.fromkeys(_fix(context, holder, group) for holder, group in kept.items())
+    evidence += dict.fromkeys(_make_fix_evidence(context, holder, group) for holder, group in kept.items())
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
     return Finding("evaluation-accumulates", severity, title, left, tuple(evidence), ())
 
 
-def _fix(context: Context, holder: Holder | None, group: list[growth.LeakGroup]) -> Evidence:
+def _make_fix_evidence(context: Context, holder: Holder | None, group: list[growth.LeakGroup]) -> Evidence:
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in group]

@@ -39,7 +39,7 @@ def find(context: Context) -> list[Finding]:
                 certain.append(loop)
         most = context.lives.most(kept)
         if most.num_bytes >= MIN_BYTES:
-            findings.append(_finding(context, certain, most.num_bytes))
+            findings.append(_make_finding(context, certain, most.num_bytes))
     return findings
 
 
@@ -61,7 +61,7 @@ def _find_saved_storages(context: Context, loop: list[Forward], trained: list[in
     return kept
 
 
-def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> Finding:
+def _make_finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> Finding:
     trace = context.ledger.trace
     calls = [forward for loop in certain for forward in loop]
     name = trace.modules[calls[0].module].class_name
@@ -72,7 +72,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     grown = find_leaks(
         context, made_storages(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
-    groups = _reported_groups(by_holder(trace, grown))
+    groups = _select_reported_groups(by_holder(trace, grown))
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
         f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{holders_phrase(*groups)}"
@@ -81,13 +81,13 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     evidence = [
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
-    evidence += _growth_evidence(context, longest, groups)
+    evidence += _make_growth_evidence(context, longest, groups)
     evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {at}", source=source))
     severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
 
 
-def _reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
+def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
     """Return the groups to report: groups whose holder keeps a graph, or that grow by at least MIN_BYTES per call."""
     return {
         holder: group
@@ -96,14 +96,14 @@ def _reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holde
     }
 
 
-def _growth_evidence(
+def _make_growth_evidence(
     context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]
 ) -> list[Evidence]:
     """Return evidence of the tensors that accumulate from call to call, and of the holder of their graph."""
     trace = context.ledger.trace
     evidence = []
     for holder, group in groups.items():
-        if holder is None and (cache := _cache_evidence(context, loop)) is not None:
+        if holder is None and (cache := _make_cache_evidence(context, loop)) is not None:
             evidence.append(
                 Evidence("it piles up from call to call, for the KV cache keeps keys and values with their graph:")
             )
@@ -117,7 +117,7 @@ def _growth_evidence(
     return evidence
 
 
-def _cache_evidence(context: Context, loop: list[Forward]) -> Evidence | None:
+def _make_cache_evidence(context: Context, loop: list[Forward]) -> Evidence | None:
     """Return evidence of the largest key or value tensor that these calls made and that is live after the last call.
 
     None if only tensors of the last call are live: a KV cache without its graph keeps no older ones.

@@ -158,14 +158,14 @@ class _Continuation:
                 for num_bytes in leak.added_in(number, self.last.step):
                     trace.events.append(Event(EventKind.ALLOC, len(trace.storages)))
                     trace.storages.append(like._replace(num_bytes=num_bytes))
-        trace.events += self._step(trace)
+        trace.events += self._make_step_events(trace)
         return compute_memory_needs(trace, run.gpu, run.config, run.release).fits
 
-    def _step(self, trace: Trace) -> Iterator[Event]:
+    def _make_step_events(self, trace: Trace) -> Iterator[Event]:
         """Yield the events of the template step, with new storages that are added to `trace`."""
         lives, template = self.context.lives, self.template
         renamed: dict[int, int] = {}
-        left = self._left_by_last_step()
+        left = self._find_remaining_storages()
         for kind, ref in self.context.ledger.trace.events[template.begin : template.end]:
             if kind is EventKind.ALLOC:
                 renamed[ref] = len(trace.storages)
@@ -181,7 +181,7 @@ class _Continuation:
             else:
                 yield Event(kind, ref)
 
-    def _left_by_last_step(self) -> Mapping[tuple[int, int], list[int]]:
+    def _find_remaining_storages(self) -> Mapping[tuple[int, int], list[int]]:
         """Return the storages of the last step that are live at its end and are no leaks, by size and operator."""
         lives, trace = self.context.lives, self.context.ledger.trace
         end = len(trace.events)

@@ -50,15 +50,15 @@ def find(context: Context) -> list[Finding]:
         if gap < MIN_BYTES or gap < MIN_SHARE * reserved:
             return []
         segments, owners = run.layout_at(event)
-    evidence = [*_release_evidence(segments), *_private_pool_evidence(ledger.trace, segments)]
+    evidence = [*_make_release_evidence(segments), *_make_private_pool_evidence(ledger.trace, segments)]
     fixes: tuple[str, ...] = ()
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
         saved = run.required_reserved_bytes - other.required_reserved_bytes
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
             fixes = suggest_fixes(context, "fragmentation")
-        evidence.append(_expandable_evidence(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
-    evidence += _pinned_evidence(ledger.trace, segments, owners)
+        evidence.append(_make_expandable_evidence(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
+    evidence += _make_pinned_evidence(ledger.trace, segments, owners)
     title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
     share, most = percent(gap, reserved), format_bytes(ledger.peak_bytes)
     if decides:
@@ -71,7 +71,7 @@ def find(context: Context) -> list[Finding]:
     return [Finding("fragmentation", severity, title, gap, tuple(evidence), fixes)]
 
 
-def _release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
+def _make_release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
     """Return evidence of the reserved bytes that cannot be released, and of the bytes that can."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
@@ -93,7 +93,7 @@ def _release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
     return lines
 
 
-def _private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
+def _make_private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
     """Return evidence of free memory in private pools, and of the functions with CUDA graphs for the most sizes."""
     free = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
     if not sum(free):
@@ -111,7 +111,7 @@ def _private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -> lis
     return lines
 
 
-def _pinned_evidence(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
+def _make_pinned_evidence(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
     """Return evidence of the segments with the most bytes that cannot be released; equal segments are one line."""
     kinds: dict[tuple[object, ...], list[SnapshotSegment]] = defaultdict(list)
     held: dict[SnapshotSegment, list[int]] = {}
@@ -121,10 +121,10 @@ def _pinned_evidence(trace: Trace, segments: list[SnapshotSegment], owners: Mapp
             what = sorted({_describe_storage(trace, index) for index in own})
             kinds[segment.size, segment.allocated, len(own), *what].append(segment)
     most = sorted(kinds.values(), key=lambda alike: -sum(segment.size - segment.allocated for segment in alike))
-    return [_kind(trace, alike, held[alike[0]]) for alike in most[:MOST_SHOWN]]
+    return [_make_segment_evidence(trace, alike, held[alike[0]]) for alike in most[:MOST_SHOWN]]
 
 
-def _kind(trace: Trace, alike: list[SnapshotSegment], storages: list[int]) -> Evidence:
+def _make_segment_evidence(trace: Trace, alike: list[SnapshotSegment], storages: list[int]) -> Evidence:
     """Return evidence of a group of equal segments, with the largest tensor that pins one of them."""
     first = alike[0]
     free = first.size - first.allocated
@@ -150,7 +150,7 @@ def _describe_storage(trace: Trace, index: int) -> str:
     return f"{format_shape(storage.shape)} {storage.dtype} of {trace.op(storage)}{inside} at {line}"
 
 
-def _expandable_evidence(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
+def _make_expandable_evidence(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
     """Return the result of the replay with expandable segments."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"

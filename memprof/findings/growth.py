@@ -70,18 +70,18 @@ def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]
     result = []
     joins = {number for number, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
     for key, members in groups.items():
-        curve = _curve(context, members, moments, lasting=True)
+        curve = _compute_curve(context, members, moments, lasting=True)
         grown = grows(curve, rounds_without(context, members, moments))
         made_anew = not grown
         if made_anew and key[0] in joins:
-            curve = _curve(context, members, moments, lasting=False)
-            grown = grows(curve) and curve[-1] <= 2 * _median_rise(curve) * len(curve)
-        elif made_anew and _has_constant_rise(context, members, moments):
-            curve = _curve(context, members, moments, lasting=False)
+            curve = _compute_curve(context, members, moments, lasting=False)
+            grown = grows(curve) and curve[-1] <= 2 * _compute_median_rise(curve) * len(curve)
+        elif made_anew and is_rising_constantly(context, members, moments):
+            curve = _compute_curve(context, members, moments, lasting=False)
             grown = grows(curve)
         if grown:
             alive = lives.at(moments[-1], members).storages
-            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _bytes_per_round(curve), made_anew))
+            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _compute_bytes_per_round(curve), made_anew))
     return sorted(result, key=lambda leak: -leak.num_bytes)
 
 
@@ -149,7 +149,7 @@ def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
     return at_rest == 0 or at_rest < max(after - before for before, after in pairwise(rises))
 
 
-def _has_constant_rise(context: Context, members: list[int], moments: Sequence[int]) -> bool:
+def is_rising_constantly(context: Context, members: list[int], moments: Sequence[int]) -> bool:
     """Return whether each round that adds `members` adds the same number of them, and rounds keep adding them."""
     births, deaths = (
         sorted(map(context.lives.births.__getitem__, members)),
@@ -160,20 +160,20 @@ def _has_constant_rise(context: Context, members: list[int], moments: Sequence[i
     return len(rises) == 1 and sum(after > before for before, after in pairwise(alive)) >= MIN_RISES and grows(alive)
 
 
-def _bytes_per_round(curve: Sequence[int]) -> int:
+def _compute_bytes_per_round(curve: Sequence[int]) -> int:
     """Return the bytes that a round adds, from the first round that adds any."""
     first = next(at for at, (before, after) in enumerate(pairwise(curve)) if after > before)
     grown = curve[first:]
     is_steady = all(after > before for before, after in pairwise(grown))
-    return _median_rise(grown) if is_steady else (grown[-1] - grown[0]) // (len(grown) - 1)
+    return _compute_median_rise(grown) if is_steady else (grown[-1] - grown[0]) // (len(grown) - 1)
 
 
-def _median_rise(curve: Sequence[int]) -> int:
+def _compute_median_rise(curve: Sequence[int]) -> int:
     """Return the median of the bytes that a round adds, of rounds that add any."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
-def _curve(context: Context, members: list[int], moments: Sequence[int], *, lasting: bool) -> list[int]:
+def _compute_curve(context: Context, members: list[int], moments: Sequence[int], *, lasting: bool) -> list[int]:
     """Return the bytes of `members` at each moment; with `lasting`, only of members that were live a moment before."""
     lives = context.lives
     changes: list[tuple[int, int]] = []
@@ -275,7 +275,7 @@ def holder_evidence(holder: Holder | None) -> Evidence:
 def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:
     """Return evidence of each leak, the largest first; leaks beyond MOST_SHOWN are one line."""
     ordered = sorted(group, key=lambda leak: -leak.per_round)
-    lines = [_group_evidence(trace, leak, per) for leak in ordered[:MOST_SHOWN]]
+    lines = [_make_group_evidence(trace, leak, per) for leak in ordered[:MOST_SHOWN]]
     others = ordered[MOST_SHOWN:]
     if others:
         num_bytes = sum(leak.per_round for leak in others)
@@ -284,7 +284,7 @@ def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Ev
     return lines
 
 
-def _group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
+def _make_group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
     """Return evidence of one leak: its largest tensor, source line, bytes per round, and number of live tensors."""
     # The largest, of equal ones the last: one line may join logits, labels and losses.
     shown = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))

@@ -31,7 +31,7 @@ def find(context: Context) -> list[Finding]:
     steps = training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
     return [
-        _finding(context, holder, group, len(steps), growth)
+        _make_finding(context, holder, group, len(steps), growth)
         for holder, group in find_leaks_of_steps(context).items()
         if _is_reported(holder, group, growth)
     ]
@@ -43,7 +43,7 @@ def _is_reported(holder: Holder | None, group: list[LeakGroup], growth: Growth |
     return sum(leak.per_round for leak in group) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)
 
 
-def _finding(
+def _make_finding(
     context: Context, holder: Holder | None, group: list[LeakGroup], num_steps: int, growth: Growth | None
 ) -> Finding:
     per_step = sum(leak.per_round for leak in group)
@@ -51,18 +51,22 @@ def _finding(
     evidence = [holder_evidence(holder)]
     evidence += leak_evidence(trace, group, "step")
     if holder is not None and holder.nodes:
-        evidence.append(_graph_evidence(context, holder, group))
+        evidence.append(_make_graph_evidence(context, holder, group))
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
-    evidence.append(_fix(holder, per_step - (_saved_bytes(context, holder, group) if holder is not None else 0)))
+    evidence.append(
+        _make_fix_evidence(holder, per_step - (_sum_saved_bytes(context, holder, group) if holder is not None else 0))
+    )
     severity = Severity.WARNING if per_step >= WARNING_BYTES else Severity.NOTE
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
     num_bytes = sum(leak.num_bytes for leak in group) or None
-    return Finding("memory-growth", severity, _title(holder, per_step, num_steps), num_bytes, tuple(evidence), ())
+    return Finding(
+        "memory-growth", severity, _format_title(holder, per_step, num_steps), num_bytes, tuple(evidence), ()
+    )
 
 
-def _title(holder: Holder | None, per_step: int, num_steps: int) -> str:
+def _format_title(holder: Holder | None, per_step: int, num_steps: int) -> str:
     by = holders_phrase(holder)
     if not per_step:
         return f"The graph of every step stays alive{by}: it takes host memory, and nothing on the GPU"
@@ -70,11 +74,11 @@ def _title(holder: Holder | None, per_step: int, num_steps: int) -> str:
     return f"{what}: tensors of each step stay alive{by}"
 
 
-def _graph_evidence(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence:
+def _make_graph_evidence(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence:
     """Return evidence of the tensors that the graph of the kept tensors saves."""
     steps = plural(holder.node_steps, "step")
     nodes = f"an autograd graph hangs on it: {plural(holder.nodes, 'node')} from {steps} when it was looked at"
-    saved = _saved_bytes(context, holder, group)
+    saved = _sum_saved_bytes(context, holder, group)
     if saved:
         text = f"{nodes}; what it saved for a backward is live with it: {format_bytes(saved)} a step"
     else:
@@ -82,13 +86,13 @@ def _graph_evidence(context: Context, holder: Holder, group: list[LeakGroup]) ->
     return Evidence(text, num_bytes=saved or None, source=holder.source)
 
 
-def _saved_bytes(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
+def _sum_saved_bytes(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
     """Return the bytes per step that the graph saves: growing tensors that the holder itself does not keep."""
     own = keys_of(context.ledger.trace, holder)
     return sum(leak.per_round for leak in group if leak.key not in own) if holder.nodes else 0
 
 
-def _fix(holder: Holder | None, kept: int) -> Evidence:
+def _make_fix_evidence(holder: Holder | None, kept: int) -> Evidence:
     """Return evidence that describes the fix; `kept` is the bytes per step of the tensors without their graph."""
     if kept >= MIN_STEP_BYTES:
         what = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"

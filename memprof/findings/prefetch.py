@@ -57,7 +57,7 @@ def _find_unlimited_gathers(context: Context) -> list[Finding]:
     run = context.ledger.run
     if not groups or run.bounds is None:
         return []
-    at_once = _max_reserved_without(context, {one for own in gathered(context, groups) for one in own})
+    at_once = _replay_without_waits(context, {one for own in gathered(context, groups) for one in own})
     more = run.bounds.upper_bound_bytes - at_once
     if not is_worth(context, more):
         return []
@@ -76,7 +76,7 @@ def _find_unlimited_gathers(context: Context) -> list[Finding]:
     return [Finding("prefetch-too-deep", Severity.WARNING, title, more, lines, ())]
 
 
-def _max_reserved_without(context: Context, lent: set[int]) -> int:
+def _replay_without_waits(context: Context, lent: set[int]) -> int:
     """Return the maximum reserved bytes if blocks in `lent` are free at once, and others on streams after a wait."""
     run = context.ledger.run
     trace = run.trace

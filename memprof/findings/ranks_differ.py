@@ -44,13 +44,13 @@ def find_differing_ranks(peaks: Mapping[int, RankPeak]) -> list[Finding]:
         f"{format_bytes(least.allocated_bytes)}; evenly spread each takes {format_bytes(mean)}, "
         f"{percent(beyond, most.allocated_bytes)} less than the rank with the highest need"
     )
-    own = _surplus_tensors(most, least)
+    own = _find_surplus_tensors(most, least)
     line = next((tensor.source for tensor, _ in own if tensor.source is not None), None)
     where = "" if line is None else f" at {file_and_line(line)}"
     lines = (
         Evidence(f"fix{where}: give rank {leanest} a part of what rank {fullest} has there", source=line),
-        *(_category_evidence(name, most, least, fullest, leanest) for name in _sort_by_difference(most, least)),
-        *(_tensor_evidence(tensor, num_bytes, fullest) for tensor, num_bytes in own[:MOST_SHOWN]),
+        *(_make_category_evidence(name, most, least, fullest, leanest) for name in _sort_by_difference(most, least)),
+        *(_make_tensor_evidence(tensor, num_bytes, fullest) for tensor, num_bytes in own[:MOST_SHOWN]),
     )
     return [Finding("ranks-differ", Severity.WARNING, title, beyond, lines, ())]
 
@@ -60,26 +60,26 @@ def _sort_by_difference(most: RankPeak, least: RankPeak) -> list[str]:
     return [name for name in sorted(more, key=lambda name: -more[name])[:MOST_SHOWN] if more[name] > 0]
 
 
-def _category_evidence(name: str, most: RankPeak, least: RankPeak, fullest: int, leanest: int) -> Evidence:
+def _make_category_evidence(name: str, most: RankPeak, least: RankPeak, fullest: int, leanest: int) -> Evidence:
     own, other = most.categories[name], least.categories.get(name, 0)
     text = f"{name}: {format_bytes(own)} on rank {fullest}, {format_bytes(other)} on rank {leanest}"
     return Evidence(text, num_bytes=own - other)
 
 
-def _surplus_tensors(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
+def _find_surplus_tensors(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
     """Return the kinds of tensors of which `most` has more than `least`, with the excess bytes, largest first."""
     there = Counter[tuple[object, ...]]()
     for tensor in least.tensors:
-        there[_kind(tensor)] += tensor.allocated_bytes
-    more = [(tensor, tensor.allocated_bytes - there[_kind(tensor)]) for tensor in most.tensors]
+        there[_make_tensor_key(tensor)] += tensor.allocated_bytes
+    more = [(tensor, tensor.allocated_bytes - there[_make_tensor_key(tensor)]) for tensor in most.tensors]
     return sorted((one for one in more if one[1] > 0), key=lambda one: -one[1])
 
 
-def _kind(tensor: LiveTensor) -> tuple[object, ...]:
+def _make_tensor_key(tensor: LiveTensor) -> tuple[object, ...]:
     return tensor.category, tensor.shape, tensor.dtype, tensor.op, tensor.source
 
 
-def _tensor_evidence(tensor: LiveTensor, num_bytes: int, rank: int) -> Evidence:
+def _make_tensor_evidence(tensor: LiveTensor, num_bytes: int, rank: int) -> Evidence:
     text = (
         f"{tensor.count} x {format_shape(tensor.shape)} {tensor.dtype}, {tensor.category}, by {tensor.op} at "
         f"{file_and_line(tensor.source)}: {format_bytes(num_bytes)} more on rank {rank}"

@@ -31,7 +31,7 @@ def find(context: Context) -> list[Finding]:
     kept = sum(math.prod(trace.storages[index].shape) for index in lives.most(state).storages)
     if kept < WHOLE_SHARE * sum(map(_count_elements, groups)):
         return []
-    part = _largest_shard([math.prod(shape) for shape in group.shapes], group.ranks)
+    part = _compute_largest_shard([math.prod(shape) for shape in group.shapes], group.ranks)
     share = 1 - part / _count_elements(group)
     saved = lives.peak_reduction(lives.savings(state, share))
     if not is_worth(context, saved) or saved < MIN_SHARE * context.ledger.peak_bytes:
@@ -54,7 +54,7 @@ def _count_elements(group: ShardedGroup) -> int:
     return sum(map(math.prod, group.shapes))
 
 
-def _largest_shard(sizes: list[int], ranks: int) -> int:
+def _compute_largest_shard(sizes: list[int], ranks: int) -> int:
     """Return the elements of the largest shard: each parameter, in order of size, goes to the rank with the fewest
     elements (ZeroRedundancyOptimizer._partition_parameters)."""
     parts = [0] * ranks

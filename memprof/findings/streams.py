@@ -28,17 +28,17 @@ def find(context: Context) -> list[Finding]:
         f"Streams: {format_bytes(cost)} of the {format_bytes(found.reserved_bytes)} reserved "
         f"({percent(cost, found.reserved_bytes)}) would not be on one stream: what one has free, no other can use"
     )
-    largest = _find_largest(context.ledger.trace)
+    largest = _find_largest_storages(context.ledger.trace)
     most = sorted(found.streams, key=lambda share: -share.reserved_bytes)[:MOST_SHOWN]
     evidence = (
-        _saving_evidence(found, fits=decides),
-        *(_stream_evidence(context.ledger.trace, one, largest) for one in most),
+        _make_saving_evidence(found, fits=decides),
+        *(_make_stream_evidence(context.ledger.trace, one, largest) for one in most),
     )
     severity = Severity.WARNING if decides else Severity.NOTE
     return [Finding("streams", severity, title, cost, evidence, ())]
 
 
-def _saving_evidence(found: StreamMemory, *, fits: bool) -> Evidence:
+def _make_saving_evidence(found: StreamMemory, *, fits: bool) -> Evidence:
     saved = found.reserved_bytes - found.single_stream_bytes
     text = (
         f"with all of it taken on one stream the run reserves {format_bytes(found.single_stream_bytes)}"
@@ -47,7 +47,7 @@ def _saving_evidence(found: StreamMemory, *, fits: bool) -> Evidence:
     return Evidence(text, saved)
 
 
-def _stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
+def _make_stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
     """Return evidence of one stream, with the largest tensor that was allocated on it."""
     waits = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
     text = (
@@ -65,7 +65,7 @@ def _stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) 
     return tensor_evidence(trace, index, text, num_bytes=share.reserved_bytes)
 
 
-def _find_largest(trace: Trace) -> dict[int, int]:
+def _find_largest_storages(trace: Trace) -> dict[int, int]:
     """Return the largest storage that was allocated on each stream."""
     found: dict[int, int] = {}
     stream, storages = 0, trace.storages

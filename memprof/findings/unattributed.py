@@ -23,11 +23,11 @@ def find(context: Context) -> list[Finding]:
     tensors = [tensor for tensor in ledger.live if tensor.category is Category.UNATTRIBUTED]
     tensors.sort(key=lambda tensor: -tensor.allocated_bytes)
     title = f"{format_bytes(num_bytes)} at the peak ({percent(num_bytes, ledger.peak_bytes)}) belong to no category"
-    evidence = tuple(_tensor_evidence(tensor) for tensor in tensors[:MOST_SHOWN])
+    evidence = tuple(_make_tensor_evidence(tensor) for tensor in tensors[:MOST_SHOWN])
     return [Finding("unattributed", Severity.NOTE, title, num_bytes, evidence, ())]
 
 
-def _tensor_evidence(tensor: LiveTensor) -> Evidence:
+def _make_tensor_evidence(tensor: LiveTensor) -> Evidence:
     if tensor.source is None:
         why = "made where no line outside torch was running"
     else:

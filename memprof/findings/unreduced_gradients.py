@@ -16,7 +16,7 @@ def find(context: Context) -> list[Finding]:
     """Return a finding for whole gradients; `num_bytes` is the reduction of the peak if micro-batches reduce them."""
     trace, lives = context.ledger.trace, context.lives
     groups = fsdp_groups(context)
-    ends = [time for time, phase in trace.begun() if phase.kind is PhaseKind.FORWARD]
+    ends = [time for time, phase in trace.list_phase_begins() if phase.kind is PhaseKind.FORWARD]
     found, least = [], 1.0
     for group in groups:
         is_own = parameter_filter(group)

@@ -28,14 +28,14 @@ def find(context: Context) -> list[Finding]:
     trace, lives = context.ledger.trace, context.lives
     findings = []
     for group in groups.fsdp_groups(context):
-        layers = _bytes_by_layer(group)
+        layers = _sum_bytes_by_layer(group)
         stacks = {layer.rpartition(".")[0] for layer in layers}
         if len(layers) <= AT_ONCE:
             continue
         beyond = set(sorted(layers, key=lambda layer: -layers[layer])[AT_ONCE:])
         whole = sum(groups.whole_bytes(group).values())
         share = sum(layers[layer] for layer in beyond) / whole
-        saved = lives.peak_reduction(_savings_of_wrapping(context, group, beyond, share))
+        saved = lives.peak_reduction(_make_wrapping_savings(context, group, beyond, share))
         if not groups.is_worth(context, saved):
             continue
         lists = [f"model.{one}".rstrip(".") for one in sorted(stacks)]
@@ -48,7 +48,7 @@ def find(context: Context) -> list[Finding]:
         if group.api == groups.FSDP2:
             what = "; ".join(f"for layer in {one}: fully_shard(layer)" for one in lists) + ", before it"
         else:
-            what = f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(_classes(context, layers))}}})"
+            what = f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(_find_class_names(context, layers))}}})"
         largest = max(layers.values())
         most = max((lives.most(own) for own in groups.gathered(context, [group])), key=lambda one: one.num_bytes)
         lines = (
@@ -59,7 +59,7 @@ def find(context: Context) -> list[Finding]:
     return findings
 
 
-def _bytes_by_layer(group: ShardedGroup) -> dict[str, int]:
+def _sum_bytes_by_layer(group: ShardedGroup) -> dict[str, int]:
     """Return the bytes of each layer with parameters in the group; a layer is a module with a number in its name."""
     found: dict[str, int] = defaultdict(int)
     for name, num_bytes in groups.whole_bytes(group).items():
@@ -69,11 +69,11 @@ def _bytes_by_layer(group: ShardedGroup) -> dict[str, int]:
     return found
 
 
-def _classes(context: Context, layers: dict[str, int]) -> list[str]:
+def _find_class_names(context: Context, layers: dict[str, int]) -> list[str]:
     return sorted({one.class_name for one in context.ledger.trace.modules if groups.strip_wrappers(one.path) in layers})
 
 
-def _savings_of_wrapping(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
+def _make_wrapping_savings(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
     """Return the savings on the group's gathered parameters, whole gradients and communication buffers, and on the
     copies that FSDP makes when it flattens parameters at construction."""
     trace, lives = context.ledger.trace, context.lives

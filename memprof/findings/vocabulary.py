@@ -37,15 +37,15 @@ def find(context: Context) -> list[Finding]:
             continue
         shape, num_bytes = trace.storages[index].shape, trace.storages[index].num_bytes
         if index in tables:
-            extra["parameters"] += _beyond(num_bytes, shape[0], asked)
+            extra["parameters"] += _compute_excess_bytes(num_bytes, shape[0], asked)
         elif owner.role is Role.GRADIENT and owner.name in names:
-            extra["gradients"] += _beyond(num_bytes, shape[0], asked)
+            extra["gradients"] += _compute_excess_bytes(num_bytes, shape[0], asked)
         elif owner.role is Role.OPTIMIZER_STATE and shape in shapes:
-            extra["optimizer state"] += _beyond(num_bytes, shape[0], asked)
+            extra["optimizer state"] += _compute_excess_bytes(num_bytes, shape[0], asked)
     for index in logits_storages(context):
         if index in lives.at_peak:
             storage = trace.storages[index]
-            extra[Category.LOGITS_AND_LOSS] += _beyond(storage.num_bytes, storage.shape[-1], asked)
+            extra[Category.LOGITS_AND_LOSS] += _compute_excess_bytes(storage.num_bytes, storage.shape[-1], asked)
     total = sum(extra.values())
     title = (
         f"Vocabulary of {rows:,} where {asked:,} were requested: {format_bytes(total)} at the peak are words that "
@@ -54,7 +54,7 @@ def find(context: Context) -> list[Finding]:
     evidence = []
     for index, name in tables.items():
         storage = trace.storages[index]
-        beyond = _beyond(storage.num_bytes, storage.shape[0], asked)
+        beyond = _compute_excess_bytes(storage.num_bytes, storage.shape[0], asked)
         text = f"{name} is {format_shape(storage.shape)} {storage.dtype}: {format_bytes(beyond)} beyond {asked:,} rows"
         evidence.append(tensor_evidence(trace, index, text, num_bytes=beyond))
     evidence += [
@@ -66,6 +66,6 @@ def find(context: Context) -> list[Finding]:
     return [Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), fixes)]
 
 
-def _beyond(num_bytes: int, rows: int, asked: int) -> int:
+def _compute_excess_bytes(num_bytes: int, rows: int, asked: int) -> int:
     """Return bytes of the rows after the first `asked`."""
     return num_bytes * max(0, rows - asked) // rows

@@ -196,7 +196,7 @@ def apply(model: nn.Module, fixes: str | Sequence[str], *, undoable: bool = True
     """
     if not isinstance(model, nn.Module):
         raise UsageError("fixes are applied to a torch.nn.Module", value=type(model).__name__)
-    _refuse_wrappers(model)
+    _reject_wrappers(model)
     chosen = find_fixes(fixes)
     sorted_options = options_by_fix(chosen, options)
     active = {name for applied in _applied.get(model, []) for name in applied.fixes}
@@ -216,7 +216,7 @@ def apply(model: nn.Module, fixes: str | Sequence[str], *, undoable: bool = True
     return applied
 
 
-def _refuse_wrappers(model: nn.Module) -> None:
+def _reject_wrappers(model: nn.Module) -> None:
     if hasattr(model, "_orig_mod"):
         hint = "apply them to the model, then compile it"
         raise UsageError("fixes are applied before torch.compile", value=type(model).__name__, hint=hint)

@@ -118,13 +118,13 @@ class _RowLosses(torch.autograd.Function):
         rows: Rows,
     ) -> torch.Tensor:
         accumulate = _get_accumulation_dtype(hidden.dtype, steps)
-        size = rows.of(len(hidden), _max_row_bytes(weight, steps, accumulate))
+        size = rows.of(len(hidden), _compute_max_row_bytes(weight, steps, accumulate))
         ignored = target == ignore_index
         safe = target.masked_fill(ignored, 0)
         losses = torch.empty(len(hidden), dtype=accumulate, device=hidden.device)
         normalizers = torch.empty_like(losses)
         with _disable_autocast():
-            for part in _chunk_slices(len(hidden), size):
+            for part in _make_chunk_slices(len(hidden), size):
                 x = functional.linear(hidden[part], weight, bias)
                 for step in steps:
                     x = step.forward(x)
@@ -157,8 +157,10 @@ class _RowLosses(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden) if needs_hidden else None
             grad_weight = _WeightGradient(weight, len(hidden) <= ctx.size) if needs_weight else None
             grad_bias = torch.zeros_like(bias, dtype=normalizers.dtype) if needs_bias and bias is not None else None
-            for part in _chunk_slices(len(hidden), ctx.size):
-                grad = _logits_gradient(ctx, hidden[part], weight, bias, safe[part], normalizers[part], scale[part])
+            for part in _make_chunk_slices(len(hidden), ctx.size):
+                grad = _compute_logits_gradient(
+                    ctx, hidden[part], weight, bias, safe[part], normalizers[part], scale[part]
+                )
                 if grad_bias is not None:
                     grad_bias.add_(grad.sum(0, dtype=grad_bias.dtype))
                 if grad_hidden is not None:
@@ -170,7 +172,7 @@ class _RowLosses(torch.autograd.Function):
             return grad_hidden, total, None if grad_bias is None else grad_bias.to(bias.dtype), *(None,) * 5
 
 
-def _logits_gradient(
+def _compute_logits_gradient(
     ctx: Any,
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -258,7 +260,7 @@ def _get_accumulation_dtype(dtype: torch.dtype, steps: Sequence[LogitsStep]) -> 
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _max_row_bytes(weight: torch.Tensor, steps: Sequence[LogitsStep], accumulate: torch.dtype) -> int:
+def _compute_max_row_bytes(weight: torch.Tensor, steps: Sequence[LogitsStep], accumulate: torch.dtype) -> int:
     """Return the maximum bytes of one row of logits: the head's output, each step's result, the cast for the loss."""
     width, total = weight.element_size(), weight.element_size()
     for step in steps:
@@ -267,5 +269,5 @@ def _max_row_bytes(weight: torch.Tensor, steps: Sequence[LogitsStep], accumulate
     return weight.shape[0] * (total + accumulate.itemsize)
 
 
-def _chunk_slices(rows: int, size: int) -> list[slice]:
+def _make_chunk_slices(rows: int, size: int) -> list[slice]:
     return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]

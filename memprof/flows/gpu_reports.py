@@ -25,7 +25,7 @@ def merge_gpu_reports(trace: Trace, report: Callable[[Trace], tuple[Ledger, Repo
     allocating = {storage.device for storage in trace.storages if storage.num_bytes}
     # The other GPUs of the machine are used by other ranks.
     gpus = [device for device, used in trace.gpus.items() if used or device in allocating or trace.facts.rank is None]
-    made = {device: report(trace.on(device)) for device in gpus if device in allocating}
+    made = {device: report(trace.select_device(device)) for device in gpus if device in allocating}
     if not made:
         return report(trace)[1]  # raises EmptyTraceError, unless the file's GPUs are not those of its storages
     decides = min(made, key=lambda device: _severity_key(*made[device]))

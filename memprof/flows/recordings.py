@@ -115,7 +115,7 @@ def _open_capture(path: Path) -> OpenedFile:
     others = len(trace.others)
     trace = max((trace, *trace.others), key=lambda one: max(_peak_requested(one).values(), default=0))
     if trace.gpus:
-        trace = trace.on(max(trace.gpus, key=_peak_requested(trace).__getitem__))
+        trace = trace.select_device(max(trace.gpus, key=_peak_requested(trace).__getitem__))
     config, note = _allocator_settings(trace)
     gpu = trace.facts.device
     converted = convert_to_snapshot(trace, config, GpuMemory.of(gpu))

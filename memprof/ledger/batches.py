@@ -59,7 +59,7 @@ def batches(run: GpuReplay, allocated: Sequence[int], program_steps: Sequence[Tr
     target = run.trace.facts.target
     if target is not None and target.asked.lengths is not None and target.sequence_lengths:
         lengths, each = target.sequence_lengths, target.asked.gradient_accumulation + target.asked.evaluate
-        spans = list(_steps(run.trace))
+        spans = list(_iterate_steps(run.trace))
         longest = [max(lengths[(number - 1) * each : number * each]) for number, _, _ in spans]
         return _build_batches(
             run, allocated, spans, longest, (target.asked.lengths, statistics.fmean(lengths), max(lengths))
@@ -90,22 +90,24 @@ def _build_batches(
     if run.rounds:
         if not run.config.expandable_segments and run.release.has_expandable_segments:
             other = dataclasses.replace(run.config, expandable_segments=True)
-            rows.append(_summarize(EXPANDABLE_SEGMENTS, _peaks_by_step(run, spans, other)))
-        rows.append(_summarize("empty_cache() after each step", _peaks_by_step(run, spans, run.config, flushes=True)))
+            rows.append(_summarize(EXPANDABLE_SEGMENTS, _replay_step_peaks(run, spans, other)))
+        rows.append(
+            _summarize("empty_cache() after each step", _replay_step_peaks(run, spans, run.config, flushes=True))
+        )
     return Batches(*about, tuple(steps), tuple(rows))
 
 
-def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
+def _iterate_steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
     """Yield the number, the first event and the end (exclusive) of each step."""
     begins: dict[int, int] = {}
-    for time, phase in trace.begun():
+    for time, phase in trace.list_phase_begins():
         if phase.step:
             begins.setdefault(phase.step, time)
     for (number, begin), (_, end) in pairwise([*begins.items(), (0, len(trace.events))]):
         yield number, begin, end
 
 
-def _peaks_by_step(
+def _replay_step_peaks(
     run: GpuReplay, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, flushes: bool = False
 ) -> list[int]:
     """Return the reserved peak in each step on a GPU without limit, under the settings `config`."""

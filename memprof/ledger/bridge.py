@@ -147,11 +147,11 @@ def _measure_outside(trace: Trace) -> dict[str, int | None]:
     return {
         "libraries_bytes": libraries,
         "other_processes_bytes": None if used is None or process is None else max(used - process, 0),
-        "unattributed_bytes": _device_used_outside(trace, context) if libraries is None else None,
+        "unattributed_bytes": _measure_outside_sample(trace, context) if libraries is None else None,
     }
 
 
-def _device_used_outside(trace: Trace, context: int) -> int | None:
+def _measure_outside_sample(trace: Trace, context: int) -> int | None:
     """Return the device memory outside reserved memory and context, in the sample with the most reserved memory."""
     pairs = [
         (sample.reserved_bytes, sample.device_used_bytes)

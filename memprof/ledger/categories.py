@@ -219,7 +219,7 @@ class _NextBatches:
     def __init__(self, trace: Trace) -> None:
         self._begins: list[int] = []  # the first forward of each step
         seen: set[int] = set()
-        for time, phase in trace.begun():
+        for time, phase in trace.list_phase_begins():
             if phase.kind is PhaseKind.FORWARD and phase.step not in seen:
                 seen.add(phase.step)
                 self._begins.append(time)

@@ -80,7 +80,7 @@ class Ledger:
 
     def span_at(self, time: int) -> Span:
         """Return the stage that the event at `time` belongs to."""
-        return _span_at(self.spans, time)
+        return _find_span(self.spans, time)
 
 
 class EmptyTraceError(MemprofError, ValueError):
@@ -93,7 +93,7 @@ def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
     run = replay_on_gpu(trace, None) if run is None else run
     timeline = run.timeline
     allocated = timeline.allocated
-    host = _host_curve(trace)
+    host = _compute_host_curve(trace)
     if not any(allocated):
         raise EmptyTraceError(
             "the trace holds no allocation on the GPU", hint='move the model and its inputs to "cuda" inside the run'
@@ -130,13 +130,13 @@ def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
         allocated=allocated,
         peak_event=peak_event,
         peak_bytes=peak_bytes,
-        peak_stage=_span_at(stage_spans, peak_event),
+        peak_stage=_find_span(stage_spans, peak_event),
         live=live,
         rows=[Row(*key, num_bytes) for key, num_bytes in sorted(rows.items(), key=lambda item: -item[1])],
         host=host,
         peak_reserved_bytes=timeline.peak_reserved.num_bytes,
         peak_reserved_event=timeline.peak_reserved.event,
-        peak_reserved_stage=_span_at(stage_spans, timeline.peak_reserved.event),
+        peak_reserved_stage=_find_span(stage_spans, timeline.peak_reserved.event),
         out_of_memory=out_of_memory,
     )
     if sum(row.allocated_bytes for row in ledger.rows) != peak_bytes:
@@ -144,7 +144,7 @@ def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
     return ledger
 
 
-def _span_at(spans: list[Span], time: int) -> Span:
+def _find_span(spans: list[Span], time: int) -> Span:
     return next(span for span in spans if span.begin <= time < span.end)
 
 
@@ -155,7 +155,7 @@ def _build_oom_moment(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> 
     available = report.free_bytes + report.reserved_bytes
     return OutOfMemoryMoment(
         event=oom.event,
-        stage=_span_at(spans, oom.event),
+        stage=_find_span(spans, oom.event),
         storage=trace.events[oom.event].ref,
         tried_bytes=report.tried_bytes,
         limit_bytes=available if report.allowed_bytes is None else min(available, report.allowed_bytes),
@@ -166,7 +166,7 @@ def _build_oom_moment(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> 
     )
 
 
-def _host_curve(trace: Trace) -> list[int]:
+def _compute_host_curve(trace: Trace) -> list[int]:
     """Return the bytes of tensors in host memory after every event."""
     host: list[int] = []
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
@@ -203,14 +203,14 @@ def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run
             categories[index],
             storage.op,
             storage.source,
-            *_without_layer_numbers(names[index]),
+            *_mask_all_layer_numbers(names[index]),
             trace.phases[storage.phase].kind,
         )
         groups[key].append(index)
     result = []
     for indices in groups.values():
         storage = trace.storages[indices[0]]
-        module, name = names[indices[0]] if len(indices) == 1 else _without_layer_numbers(names[indices[0]])
+        module, name = names[indices[0]] if len(indices) == 1 else _mask_all_layer_numbers(names[indices[0]])
         result.append(
             LiveTensor(
                 num_bytes=storage.num_bytes,
@@ -230,5 +230,5 @@ def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run
     return sorted(result, key=lambda tensor: (-tensor.num_bytes, -tensor.count))
 
 
-def _without_layer_numbers(names: list[str | None]) -> list[str | None]:
+def _mask_all_layer_numbers(names: list[str | None]) -> list[str | None]:
     return [None if name is None else without_numbers(name) for name in names]

@@ -48,12 +48,12 @@ def spans(trace: Trace) -> list[Span]:
     """
     result: list[Span] = []
     heads = _find_lone_heads(trace)
-    phases = trace.begun()
+    phases = trace.list_phase_begins()
     for (begin, phase), (end, following) in zip(phases, [*phases[1:], (len(trace.events), None)], strict=True):
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
             goes_on = following == phase
             if goes_on and phase.kind is PhaseKind.EVALUATION:  # not the next batch for the same model
-                goes_on = _first_call(trace, begin) != _first_call(trace, end)
+                goes_on = _find_first_call(trace, begin) != _find_first_call(trace, end)
             result += _ForwardSpans(trace, begin, end, heads, goes_on=goes_on).spans
         else:
             name = _WHOLE_PHASE[phase.kind]
@@ -70,7 +70,7 @@ def spans(trace: Trace) -> list[Span]:
     return [span for span in result if _has_event(trace, span.begin, span.end, EventKind.ALLOC, EventKind.FREE)]
 
 
-def _first_call(trace: Trace, begin: int) -> int:
+def _find_first_call(trace: Trace, begin: int) -> int:
     events = (trace.events[time] for time in range(begin, len(trace.events)))
     return next((event.ref for event in events if event.kind is EventKind.ENTER), NONE)
 
@@ -90,14 +90,14 @@ def vocabulary_size(trace: Trace) -> int | None:
     classes of its last loss. None if the model has neither."""
     if any(module.role is ModuleRole.HEAD for module in trace.modules):
         return None
-    rows = _rows_of_tables(trace)
+    rows = _find_embedding_rows(trace)
     made = trace.storages if rows is None else []
     losses = [one.shape[-1] for one in made if trace.op(one) == "aten._log_softmax" and len(one.shape) == 2]
     known = without_widths(trace, losses)
     return next((words for words in reversed(losses) if words in known), rows)
 
 
-def _rows_of_tables(trace: Trace) -> int | None:
+def _find_embedding_rows(trace: Trace) -> int | None:
     """Return the rows of a model's largest embedding whose number of rows is not the model's width."""
     tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
     rows = (trace.storages[index].shape[0] for index, owner in trace.owners.items() if owner.name in tables)
@@ -138,11 +138,11 @@ def _find_lone_heads(trace: Trace) -> dict[int, Module]:
     return {
         index: trace.modules[index]._replace(role=ModuleRole.HEAD)
         for index in roots
-        if len(_subtree_of(trace.modules, index)) == 1
+        if len(_get_subtree(trace.modules, index)) == 1
     }
 
 
-def _subtree_of(modules: list[Module], root: int) -> list[Module]:
+def _get_subtree(modules: list[Module], root: int) -> list[Module]:
     """Return a root and its descendants, which are contiguous in the table."""
     following = (index for index in range(root + 1, len(modules)) if modules[index].role is ModuleRole.ROOT)
     return modules[root : next(following, len(modules))]
@@ -193,7 +193,7 @@ class _ForwardSpans:
             if module.role is ModuleRole.NORM and depth == 0:
                 self._has_seen_norm, self._norm_end = True, time + 1
             if module.role is ModuleRole.ROOT and event.kind is EventKind.ENTER and not self._has_left_root:
-                self._reads_tokens = _reads_tokens(_subtree_of(trace.modules, event.ref))
+                self._reads_tokens = _reads_tokens(_get_subtree(trace.modules, event.ref))
             if module.role is ModuleRole.ROOT and event.kind is EventKind.EXIT and not self._has_seen_head:
                 # The code after the model's root is the loss; with a head, the code after the head is.
                 self._add_gap(time + 1, None)
@@ -226,10 +226,10 @@ class _ForwardSpans:
     def _is_same_list(self, module: Module) -> bool:
         """Return whether `module` is in the same list as the last called module."""
         if module.role is ModuleRole.CHILD:
-            return bool(self.spans) and self.spans[-1].plain_name == self._child_name(module)
+            return bool(self.spans) and self.spans[-1].plain_name == self._format_child_name(module)
         return module.stack == self._last_stack
 
-    def _child_name(self, module: Module) -> str:
+    def _format_child_name(self, module: Module) -> str:
         """Return a child's path and class; for a module in a list of several classes, those of the list."""
         path = module.stack or module.path
         kind = next((one.class_name for one in self._trace.modules if one.path == path), "") if module.stack else ""
@@ -257,13 +257,13 @@ class _ForwardSpans:
             name = "embedding"
         elif following is None or following.role is ModuleRole.HEAD:
             name = "final norm" if self._has_seen_norm else "before the head"
-            if following is None and (not self._has_seen_norm or self._storages_since_norm(end)):
+            if following is None and (not self._has_seen_norm or self._find_storages_since_norm(end)):
                 # The head's product, and with some kernels the loss, in the model's own code.
                 if self._has_seen_norm:
                     self._add_span(name, self._norm_end)
                 name = "logits" if self._makes_logits(end) else "own code"
         else:
-            name = f"{self._stack_name(following.stack)}embedding"
+            name = f"{self._format_stack_prefix(following.stack)}embedding"
         last = self.spans[-1] if self.spans else None
         # The model's own code frees the tensors of a child.
         frees = name == "own code" and not _has_event(self._trace, self._begin, end, EventKind.ALLOC)
@@ -280,15 +280,15 @@ class _ForwardSpans:
             return False
         return any(event.kind is EventKind.ALLOC and storages[event.ref].module in parts for event in events)
 
-    def _storages_since_norm(self, end: int) -> list[int]:
+    def _find_storages_since_norm(self, end: int) -> list[int]:
         """Return the storages that the model's own code makes after its last norm, or its last layer."""
         events = self._trace.events[max(self._norm_end, self._begin) : end]
         return [event.ref for event in events if event.kind is EventKind.ALLOC]
 
     def _makes_logits(self, end: int) -> bool:
         """Return whether one of these storages has one value per word."""
-        storages, words = self._trace.storages, _rows_of_tables(self._trace)
-        return any(storages[index].shape[1:][-1:] == (words,) for index in self._storages_since_norm(end))
+        storages, words = self._trace.storages, _find_embedding_rows(self._trace)
+        return any(storages[index].shape[1:][-1:] == (words,) for index in self._find_storages_since_norm(end))
 
     def _add_module(self, end: int, module: Module) -> None:
         if module.role is ModuleRole.HEAD:
@@ -298,7 +298,7 @@ class _ForwardSpans:
             if module.stack and self._is_same_list(module):
                 self._extend_last(end)
             else:
-                self._add_span(self._child_name(module), end)
+                self._add_span(self._format_child_name(module), end)
         else:
             index = module.number
             last = self.spans[-1] if self.spans else None
@@ -306,9 +306,9 @@ class _ForwardSpans:
                 self._extend_last(end)  # a layer that consists of several modules
                 return
             self._last_stack = module.stack
-            self._add_span(f"{self._stack_name(module.stack)}layer {index}", end, module.stack, index)
+            self._add_span(f"{self._format_stack_prefix(module.stack)}layer {index}", end, module.stack, index)
 
-    def _stack_name(self, stack: str) -> str:
+    def _format_stack_prefix(self, stack: str) -> str:
         """Return the name part that distinguishes this stack, such as "encoder "; empty if it is the only stack."""
         if len(self._stacks) < 2:
             return ""

@@ -25,7 +25,7 @@ class TrainingStep:
 
 def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
     """Return the completed steps, in order; `allocated` are bytes after every event."""
-    phases = trace.begun()
+    phases = trace.list_phase_begins()
     ends: dict[int, int] = {}
     without_evaluation = array("q", allocated)
     begins = [*(time for time, _ in phases), len(trace.events)]

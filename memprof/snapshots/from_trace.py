@@ -192,10 +192,10 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
             apply_stream_event(trace, allocator, live, time, Event(kind, ref))
     found.slices = slices(trace)
     found.snapshot = Snapshot(
-        segments=_segments(allocator, stacks),
+        segments=_make_segments(allocator, stacks),
         traces=[events],
-        settings=_settings(config),
-        annotations=_annotations(found.slices),
+        settings=_make_settings(config),
+        annotations=_make_annotations(found.slices),
         source=trace.source,
     )
     return found
@@ -260,20 +260,20 @@ def slices(trace: Trace) -> list[TimelineSlice]:
         elif event.kind is EventKind.EXIT and open_calls and any(ref == event.ref for ref, _ in open_calls):
             while open_calls:  # a module that raised has no EXIT: the exit of an outer module ends it
                 ref, begin = open_calls.pop()
-                calls.append(TimelineSlice(_module_name(trace, ref), begin, time, "modules"))
+                calls.append(TimelineSlice(_format_module_name(trace, ref), begin, time, "modules"))
                 if ref == event.ref:
                     break
     for ref, begin in reversed(open_calls):
-        calls.append(TimelineSlice(_module_name(trace, ref), begin, len(trace.events), "modules"))
+        calls.append(TimelineSlice(_format_module_name(trace, ref), begin, len(trace.events), "modules"))
     return found + sorted(calls, key=lambda call: (call.begin, -call.end))
 
 
-def _module_name(trace: Trace, ref: int) -> str:
+def _format_module_name(trace: Trace, ref: int) -> str:
     module = trace.modules[ref]
     return f"{module.path} ({module.class_name})" if module.path else module.class_name
 
 
-def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[SnapshotSegment]:
+def _make_segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[SnapshotSegment]:
     """Return the final segments, with the stack of each block in use."""
     return [
         segment._replace(
@@ -286,7 +286,7 @@ def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[Sna
     ]
 
 
-def _settings(config: AllocatorConfig) -> dict[str, Any]:
+def _make_settings(config: AllocatorConfig) -> dict[str, Any]:
     """Return `allocator_settings` in torch's form."""
     divisions = config.roundup_power2_divisions or (0,) * 16
     return {
@@ -298,7 +298,7 @@ def _settings(config: AllocatorConfig) -> dict[str, Any]:
     }
 
 
-def _annotations(found: list[TimelineSlice]) -> list[dict[str, object]]:
+def _make_annotations(found: list[TimelineSlice]) -> list[dict[str, object]]:
     """Return the stages in torch's form for record_function: a START and an END for each."""
     notes: list[dict[str, object]] = []
     for one in found:

@@ -84,7 +84,7 @@ def group(lives: list[BlockLife], by: str) -> list[Group]:
     """Group `lives` by `by`, one of BY, and by category, largest first."""
     members: dict[tuple[str, Category], list[BlockLife]] = defaultdict(list)
     for life in lives:
-        members[_key(life, by), life.category].append(life)
+        members[_make_group_key(life, by), life.category].append(life)
     found = []
     for (key, category), own in members.items():
         weights: list[Counter[str]] = [Counter(), Counter()]
@@ -106,7 +106,7 @@ def group(lives: list[BlockLife], by: str) -> list[Group]:
     return sorted(found, key=lambda one: (-one.allocated_bytes, one.key, one.category))
 
 
-def _key(life: BlockLife, by: str) -> str:
+def _make_group_key(life: BlockLife, by: str) -> str:
     if by == "frame":
         source = life.origin.source
         return source if ":" in source else without_numbers(source)

@@ -96,19 +96,19 @@ def origin_of(stack: Stack) -> Origin:
         elif not python:
             native.append(frame.name)
     native_all = [frame.name for frame in stack if not _is_python(frame)]
-    part = _part(python, native_all)
+    part = _find_step_part(python, native_all)
     node = next((found[1] for name in reversed(native_all) if (found := _NODE.search(name))), "")
     op = _OVERLOAD.sub("", next((found[1] for name in reversed(native) if (found := _OP.match(name))), ""))
     if node.startswith(("Python", "Node")):
         node = ""
-    chain, inner = _modules(python)
+    chain, inner = _find_module_chain(python)
     shown = node if part is Part.BACKWARD and node and not inner else op
     return Origin(
-        source=_source(python, node, op),
+        source=_find_source(python, node, op),
         op=shown or node,
         module=" > ".join(chain) if chain else _NO_MODULE[part],
         part=part,
-        category=_category(python, native, native_all, part, node or op, inner),
+        category=_find_category(python, native, native_all, part, node or op, inner),
         in_module=bool(chain),
     )
 
@@ -129,7 +129,7 @@ def package_of(filename: str) -> str:
     return "python" if _STANDARD.search(filename) else ""
 
 
-def _source(python: list[Frame], node: str, op: str) -> str:
+def _find_source(python: list[Frame], node: str, op: str) -> str:
     """Return the innermost line of the user's code; else the autograd node, a Python line or the operator."""
     for frame in python:
         package = package_of(frame.filename)
@@ -143,7 +143,7 @@ def _source(python: list[Frame], node: str, op: str) -> str:
     return f"operator {op}" if op else NO_FRAMES
 
 
-def _modules(python: list[Frame]) -> tuple[list[str], Frame | None]:
+def _find_module_chain(python: list[Frame]) -> tuple[list[str], Frame | None]:
     """Return the calls of modules, outermost first, and the frame of the innermost forward.
 
     A module's `_call_impl` is the frame right outside its forward; the forward's file and line identify the module.
@@ -165,7 +165,7 @@ def _modules(python: list[Frame]) -> tuple[list[str], Frame | None]:
     return chain[::-1], innermost
 
 
-def _part(python: list[Frame], native: list[str]) -> Part:
+def _find_step_part(python: list[Frame], native: list[str]) -> Part:
     if any(_is_optimizer(frame) for frame in python):
         return Part.OPTIMIZER
     if any("torch::autograd::Engine::" in name for name in native):
@@ -182,7 +182,7 @@ def _is_optimizer(frame: Frame) -> bool:
     return frame.name in _OPTIMIZER_NAMES and bool(_OPTIMIZER_FILE.search(stem.rpartition("/")[2]))
 
 
-def _category(
+def _find_category(
     python: list[Frame], native: list[str], native_all: list[str], part: Part, op: str, inner: Frame | None
 ) -> Category | None:
     if any(_WORKSPACE.search(name) for name in native):

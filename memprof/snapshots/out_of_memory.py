@@ -35,10 +35,10 @@ class OutOfMemoryEvent:
 
 def find_out_of_memory_events(recording: Recording) -> list[OutOfMemoryEvent]:
     """Return every out-of-memory error of `recording`, in order."""
-    return [_explain(recording, index) for index in recording.events.places(OOM)]
+    return [_explain_oom_event(recording, index) for index in recording.events.places(OOM)]
 
 
-def _explain(recording: Recording, index: int) -> OutOfMemoryEvent:
+def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
     event = recording.events[index]
     size = round_size(event.size)
     state, segments = fragmentation(recording, index)

@@ -211,8 +211,8 @@ class _RecordingBuilder:
             for life in found.lives:
                 life.category = life.origin.category or Category.UNATTRIBUTED
             return
-        parts, ends = _parts(found.lives, len(found.events))
-        _end_calls(found.lives, ends)
+        parts, ends = _divide_into_parts(found.lives, len(found.events))
+        _lower_call_ends(found.lives, ends)
         refused = found.events.places(columns.OOM)
         for life in found.lives:
             # Blocks whose life an out-of-memory error ended count as outliving.
@@ -225,7 +225,7 @@ class _RecordingBuilder:
             )
 
 
-def _parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array[int]]:
+def _divide_into_parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array[int]]:
     """Return, for every event, the part of the step at the event, and the event that an outliving block is freed after.
 
     That event is the first allocation of the next part; for a backward pass its own last allocation, as an optimizer
@@ -248,7 +248,7 @@ def _parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array
     return parts, ends
 
 
-def _end_calls(lives: list[BlockLife], ends: array[int]) -> None:
+def _lower_call_ends(lives: list[BlockLife], ends: array[int]) -> None:
     """Lower `ends` to the next allocation outside the module call around each event."""
     running: list[tuple[tuple[str, str], list[int]]] = []
     known: dict[int, list[tuple[str, str]]] = {}

@@ -83,7 +83,7 @@ def _find_periodic_steps(recording: Recording) -> Steps | None:
     }
     anchors: dict[int, list[list[int]]] = defaultdict(list)
     for (stack, _), at in places.items():
-        if len(at) >= LEAST_STEPS and _is_whole(frames[stack]) and _is_regular(at):
+        if len(at) >= LEAST_STEPS and _is_complete_stack(frames[stack]) and _is_regular(at):
             anchors[len(at)].append(at)
     # The number of steps is the count that most lines have.
     for _, lines in sorted(anchors.items(), key=lambda item: (-len(item[1]), item[0]))[:CANDIDATES]:
@@ -97,7 +97,7 @@ def _find_periodic_steps(recording: Recording) -> Steps | None:
     return None
 
 
-def _is_whole(frames: list[Frame]) -> bool:
+def _is_complete_stack(frames: list[Frame]) -> bool:
     """Return whether a stack reaches the program's entry point; torch cuts off deep stacks."""
     return bool(frames) and frames[-1].name in _ROOTS and any(not package_of(frame.filename) for frame in frames)
 
@@ -111,7 +111,7 @@ def _is_regular(at: list[int]) -> bool:
 
 def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
     """Return whether all complete stacks are inside one and the same call of a module."""
-    whole = [frames[::-1] for frames in stacks if _is_whole(frames)]
+    whole = [frames[::-1] for frames in stacks if _is_complete_stack(frames)]
     common = takewhile(lambda frames: len(set(frames)) == 1, zip(*whole, strict=False))
     return not whole or any(frames[0].name in MODULE_CALLS for frames in common)
 

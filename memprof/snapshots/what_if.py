@@ -41,7 +41,7 @@ class WhatIf:
 
 def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
     """Replay the requests of `recording` under its own settings and under `other`."""
-    before, after = (_replay(recording, config) for config in (recording.replay.config, other))
+    before, after = (_replay_recording(recording, config) for config in (recording.replay.config, other))
     return WhatIf(
         before=before,
         after=after,
@@ -51,7 +51,7 @@ def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
     )
 
 
-def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
+def _replay_recording(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
     # A GPU without limit needs no memory fraction and no garbage collection; the recording's own limit is unknown.
     allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
     private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]

@@ -124,7 +124,7 @@ class Forms:
             at += width
             if roles[-1] == "frames":
                 break
-            size = _size_of_value(data, at, roles[-1])
+            size = _measure_value(data, at, roles[-1])
             if size is None:
                 return None
             at += size
@@ -244,7 +244,7 @@ class Forms:
         return ends
 
 
-def _size_of_value(data: bytes, at: int, role: str) -> int | None:
+def _measure_value(data: bytes, at: int, role: str) -> int | None:
     """Return the bytes of the value at `at`; None: an event has no such value."""
     if role == "pool" and data[at] == ord("K"):
         return 6

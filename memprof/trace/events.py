@@ -381,7 +381,7 @@ class Trace:
     compiling: CompileStats | None = None  # None: nothing was compiled, or the cost was not recorded
     others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; equal traces are one object
 
-    def on(self, device: str) -> Trace:
+    def select_device(self, device: str) -> Trace:
         """Return the same run for another GPU. Both traces share their tables, so that later records are in both."""
         return dataclasses.replace(self, device=device)
 
@@ -390,7 +390,7 @@ class Trace:
         events = self.events
         return frozenset(events[one.event].ref for one in self.workspaces if one.num_bytes and one.event < len(events))
 
-    def begun(self) -> list[tuple[int, Phase]]:
+    def list_phase_begins(self) -> list[tuple[int, Phase]]:
         """Return the phases in order, each with the index of the event at which the phase begins."""
         phase, phases = EventKind.PHASE, self.phases
         return [(time, phases[ref]) for time, (kind, ref) in enumerate(self.events) if kind is phase]

@@ -39,7 +39,7 @@ _DEVICE = re.compile(r"cuda:[0-9]{1,4}|cpu:0")
 _CAPTURE_HINT = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
 
-def _collect_kinds(trace: Trace) -> set[EventKind | Role]:
+def _collect_event_kinds(trace: Trace) -> set[EventKind | Role]:
     return {event.kind for event in trace.events} | {owner.role for owner in trace.owners.values()}
 
 
@@ -58,7 +58,7 @@ def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
         "format": _FORMAT,
         "schema": _RANKS_SCHEMA
         if trace.others
-        else max([1, *(_SCHEMAS.get(kind, 1) for kind in _collect_kinds(trace))]),
+        else max([1, *(_SCHEMAS.get(kind, 1) for kind in _collect_event_kinds(trace))]),
         **_to_json(trace),
     }
     for place, other in enumerate(trace.others, 1):

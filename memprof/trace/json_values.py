@@ -42,7 +42,7 @@ class JsonValue:
 
     def to_json(self) -> dict[str, Any]:
         """Return this value as plain JSON values."""
-        return _fields_to_plain(self)
+        return _dump_fields(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
@@ -59,7 +59,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, JsonValue):
         return value.to_json()
     if dataclasses.is_dataclass(value):
-        return _fields_to_plain(value)
+        return _dump_fields(value)
     if isinstance(value, dict | types.MappingProxyType):
         return {key: to_plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -67,7 +67,7 @@ def to_plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _fields_to_plain(instance: Any) -> dict[str, Any]:
+def _dump_fields(instance: Any) -> dict[str, Any]:
     kind: Any = type(instance)
     return {name: to_plain(getattr(instance, field.name)) for field, name, _ in json_fields(kind)}
 
@@ -96,7 +96,7 @@ def from_plain(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _build_instance(kind, value)
     if issubclass(kind, tuple):  # a NamedTuple is a row
-        return kind(*map(from_plain, _row_types(kind)[: len(value)], value))
+        return kind(*map(from_plain, _get_row_types(kind)[: len(value)], value))
     if issubclass(kind, enum.Enum):
         return kind(value)
     if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
@@ -132,7 +132,7 @@ def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
     if not isinstance(rows, list) or any(type(row) is not list for row in rows):
         raise ValueError(f"the table of {kind.__name__} is none")
     columns: list[Any] = []
-    for hint, column in zip(_row_types(kind), zip(*rows, strict=True), strict=False):
+    for hint, column in zip(_get_row_types(kind), zip(*rows, strict=True), strict=False):
         is_list = typing.get_origin(hint) is tuple
         _check_column(typing.get_args(hint)[0] if is_list else hint, itertools.chain(*column) if is_list else column)
         columns.append(map(tuple, column) if is_list else map(cut, column) if hint is str else column)
@@ -155,7 +155,7 @@ def _check_column(kind: Any, values: Iterable[Any]) -> None:
 
 
 @functools.cache
-def _row_types(kind: Any) -> list[Any]:
+def _get_row_types(kind: Any) -> list[Any]:
     hints = typing.get_type_hints(kind)
     return [hints[name] for name in kind._fields]
 

@@ -75,10 +75,10 @@ class _Cutter:
     def load(self) -> tuple[object, CutEvents]:
         """Return the value and the events: see `load_events_apart`."""
         self._cut_all(re.compile(re.escape(self._find_event_prefix())))
-        self._walk(len(self.data))
+        self._copy_opcodes(len(self.data))
         if self.at >= len(self.data) or self.data[self.at] != STOP:
             raise NotRegular("it is truncated")
-        known = b"".join(_get_opcode(source) for source in self.sources[1:])
+        known = b"".join(_make_get_opcode(source) for source in self.sources[1:])
         self.out.append(b"(" + known + b"l\x86.")
         made = b"".join(self.out)
         self.out.clear()
@@ -93,14 +93,14 @@ class _Cutter:
             at = self.data.find(b"\x8c\x06action\x94", self.at)
             if at < 0 or self.data[self.at] == STOP:
                 raise NotRegular("no events")
-            self._walk(at + 9)
+            self._copy_opcodes(at + 9)
             for entry, text in self.forms.texts.items():
                 if text == b"action":
-                    return b"}\x94(" + _get_opcode(entry)
+                    return b"}\x94(" + _make_get_opcode(entry)
 
     # -- between the events ------------------------------------------------------------------------------------------
 
-    def _walk(self, limit: int) -> None:
+    def _copy_opcodes(self, limit: int) -> None:
         """Copy opcodes for the unpickler until an opcode begins at `limit` or behind it."""
         data, at, run, out = self.data, self.at, _RUN.match, self.out
         begin = last = at
@@ -174,7 +174,7 @@ class _Cutter:
             if start < self.at:  # within another value
                 at += 1
             elif start > self.at:
-                self._walk(start)
+                self._copy_opcodes(start)
             elif ok[at]:
                 while ends[next_end] <= at:
                     next_end += 1
@@ -185,10 +185,10 @@ class _Cutter:
                     self.at = int(batch.end[done - 1])
                     at = done
             elif at + 1 < count:
-                self._walk(places[at + 1])
+                self._copy_opcodes(places[at + 1])
                 at += 1
             elif is_last:
-                self._walk(start + 1)
+                self._copy_opcodes(start + 1)
                 at += 1
             else:
                 break
@@ -223,7 +223,7 @@ class _Cutter:
                 self._keep_events(batch, begin + new, begin + new + 1)
                 entry, number = int(list_entry[new]), int(stacks[new])
                 if number:
-                    self.sources[number], self.tails[number] = entry, _get_opcode(entry) + b"\x940"
+                    self.sources[number], self.tails[number] = entry, _make_get_opcode(entry) + b"\x940"
                     self.list_at[entry] = number
             at = new + 1
         return end
@@ -267,7 +267,7 @@ class _Cutter:
             for entry in np.unique(entries[self.list_at[entries] < 0]).tolist():
                 self.list_at[entry] = len(self.sources)
                 self.sources.append(entry)
-                self.tails.append(_get_opcode(entry) + b"\x940")
+                self.tails.append(_make_get_opcode(entry) + b"\x940")
             stacks[refers] = self.list_at[entries]
         memos, tails = batch.memos[begin:end].tolist(), self.tails
         heads = [b"\x94" * count for count in range(max(memos) + 1)]
@@ -281,7 +281,7 @@ class _Cutter:
         self.rows.stacks.frombytes(stacks.astype("I").tobytes())
 
 
-def _get_opcode(entry: int) -> bytes:
+def _make_get_opcode(entry: int) -> bytes:
     """Return the opcode that loads this entry of the memo."""
     return bytes((GET, entry)) if entry < 256 else struct.pack("<ci", b"j", entry)
 

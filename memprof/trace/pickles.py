@@ -31,7 +31,7 @@ class NotRegular(Exception):
 def load_plain(data: bytes) -> object:
     """Return the value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
     Raises ForbiddenGlobal: the pickle requests anything else; BrokenPickle: it is truncated, damaged or no pickle."""
-    _walk(data)
+    _check_opcodes(data)
     try:
         return PlainUnpickler(io.BytesIO(data)).load()
     except (ForbiddenGlobal, MemoryError):
@@ -94,7 +94,7 @@ def fixed_opcodes(without: bytes = b"") -> bytes:
 _FIXED_RUN = re.compile(b"(?:" + _PAIR + b"|" + fixed_opcodes() + b"){0,10000}+", re.DOTALL)
 
 
-def _walk(data: bytes) -> None:
+def _check_opcodes(data: bytes) -> None:
     """Check that every opcode and its argument lie within `data`, and that memo indices and numbers are not huge."""
     size, at, num_tuples = len(data), 0, 0
     skip = _FIXED_RUN.match

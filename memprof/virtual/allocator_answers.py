@@ -78,7 +78,7 @@ class AllocatorAnswers:
         made = self._made.get(device)
         if made is None:
             trace = self._recorder.trace
-            trace = trace if device == trace.device else trace.on(device)
+            trace = trace if device == trace.device else trace.select_device(device)
             made = self._made[device] = _LiveStatistics(self._recorder) if self._make is None else self._make(trace)
         return made
 

@@ -102,7 +102,7 @@ class Feeder:
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)
-        return torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
+        return torch.zeros(self.batch_size, channels, height, width, dtype=_find_parameter_dtype(self.model))
 
     def _make_batch_by_signature(self) -> Batch:
         """Return the tokens, images and sound that `forward` takes, and labels with a shape by the class's name."""
@@ -117,7 +117,7 @@ class Feeder:
             batch["pixel_values"] = self._make_pixels()
             self.assumptions.append(f"Images of {tuple(batch['pixel_values'].shape[1:])}.")
         if "input_values" in names:
-            batch["input_values"] = torch.zeros(count, _SOUND_SAMPLES, dtype=_parameter_dtype(self.model))
+            batch["input_values"] = torch.zeros(count, _SOUND_SAMPLES, dtype=_find_parameter_dtype(self.model))
             self.assumptions.append(f"Sound of {_SOUND_SAMPLES:,} samples each: 10 s at 16 kHz.")
         if not batch:
             raise UsageError(
@@ -139,7 +139,7 @@ class Feeder:
         config: Any = self.model.config
         frames = 2 * config.max_source_positions
         length = min(self.context_length, config.max_target_positions)
-        features = torch.zeros(self.batch_size, config.num_mel_bins, frames, dtype=_parameter_dtype(self.model))
+        features = torch.zeros(self.batch_size, config.num_mel_bins, frames, dtype=_find_parameter_dtype(self.model))
         labels = torch.zeros(self.batch_size, length, dtype=torch.int64)
         self.assumptions.append(f"Audio of {frames:,} frames and labels of {length:,} tokens per sample.")
         return {"input_features": features, "labels": labels}
@@ -174,13 +174,15 @@ class Feeder:
         else:
             problem = "what the model takes as input cannot be told from its first layer"
             raise UsageError(problem, value=type(model).__name__, hint=INPUTS_HINT)
-        self.assumptions.append(f"Input {names[0]!r}: {_parameter_dtype(model)} {shape}, from the model's first layer.")
-        return lambda: {names[0]: torch.zeros(shape, dtype=_parameter_dtype(model))}
+        self.assumptions.append(
+            f"Input {names[0]!r}: {_find_parameter_dtype(model)} {shape}, from the model's first layer."
+        )
+        return lambda: {names[0]: torch.zeros(shape, dtype=_find_parameter_dtype(model))}
 
 
 _SOUND_SAMPLES = 160_000
 _INPUT_LAYERS = (nn.Embedding, nn.Linear, nn.Conv2d, nn.RNNBase)
 
 
-def _parameter_dtype(model: nn.Module) -> torch.dtype:
+def _find_parameter_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

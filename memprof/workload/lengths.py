@@ -67,7 +67,7 @@ def parse_lengths(text: str) -> Lengths:
     if text.startswith(_LOGNORMAL):
         return Lengths(_make_lognormal(text), **options)
     return Lengths(
-        _make_dataset_draw(_parse_lengths(text, text[:40]) if text.startswith("[") else _read_lengths(Path(text))),
+        _make_dataset_draw(_parse_length_list(text, text[:40]) if text.startswith("[") else _read_lengths(Path(text))),
         **options,
     )
 
@@ -125,10 +125,10 @@ def _read_lengths(path: Path) -> list[int]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text"
         raise UsageError(f"--lengths cannot be read: {reason}", value=str(path), hint=_HINT) from None
-    return _parse_lengths(text, str(path))
+    return _parse_length_list(text, str(path))
 
 
-def _parse_lengths(text: str, source: str) -> list[int]:
+def _parse_length_list(text: str, source: str) -> list[int]:
     try:
         found = (
             json.loads(text)

@@ -54,24 +54,24 @@ class ModelSource:
 def find_source(spec: TargetSpec) -> ModelSource:
     """Return the source of the model that `spec` names; raise UsageError if there is no such model."""
     if spec.model_is_size:
-        return _from_entry(resolve_size(spec.model), spec)
+        return _make_catalog_source(resolve_size(spec.model), spec)
     name = spec.model
     if has_model(name):
-        return _from_entry(find_model(name), spec)
+        return _make_catalog_source(find_model(name), spec)
     target, separator, factory = name.rpartition(":")
     if separator and factory.isidentifier():
         if spec.quantize is not None:
             raise UsageError(
                 "--quantize is for models of transformers", value=name, hint="let the factory build quantized layers"
             )
-        return _from_factory(target, factory, spec)
+        return _make_factory_source(target, factory, spec)
     if name.endswith(".py"):
         raise UsageError("a Python file needs the name of a factory", value=name, hint=f"write {name}:build_model")
     path = Path(name).expanduser()
     if path.exists() or name.endswith(".json"):
-        return _from_configuration(path, spec)
+        return _make_folder_source(path, spec)
     if "/" in name and not name.startswith(("/", ".")):
-        return _from_hub(name, spec)
+        return _make_hub_source(name, spec)
     close = nearest(name, [alias for entry in list_models() for alias in (entry.key, entry.hf_id)])
     hint = f"did you mean {close!r}?" if close else "`memprof models` lists the catalog"
     raise UsageError(
@@ -79,7 +79,7 @@ def find_source(spec: TargetSpec) -> ModelSource:
     )
 
 
-def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
+def _make_catalog_source(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
     dtype, why = _choose_dtype(entry.checkpoint_dtype, spec)
     name, repository = (entry.key, "") if spec.model_is_size else entry.called(spec.model)
@@ -88,7 +88,7 @@ def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     return _make_transformers_source(name, classes, entry.architecture, entry.task, config, dtype, notes, spec)
 
 
-def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
+def _make_folder_source(path: Path, spec: TargetSpec) -> ModelSource:
     file, config = read_config_file(path)
     for key, kind in _KINDS.items():
         value = config.get(key)
@@ -97,7 +97,7 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
         ):
             raise UsageError("the configuration is wrong", value=f"{file}: {key} is {value!r}", hint="mend that entry")
     folder = file.resolve().parent
-    return _from_mapping(folder.name, _with_defaults(config), spec, where=str(folder))
+    return _make_configuration_source(folder.name, _add_defaults(config), spec, where=str(folder))
 
 
 _KINDS = {"architectures": list, "quantization_config": dict, "auto_map": dict}
@@ -107,7 +107,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 _DEFAULTS = ("vocab_size", "relative_attention_num_buckets")
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+def _add_defaults(config: dict[str, Any]) -> dict[str, Any]:
     missing = [key for key in _DEFAULTS if key not in config]
     if not any(key in config for key in _POSITIONS):  # one is another's alias, with the default in both
         missing += _POSITIONS
@@ -123,13 +123,13 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in found.items() if isinstance(value, int)}, **config}
 
 
-def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
+def _make_hub_source(name: str, spec: TargetSpec) -> ModelSource:
     from transformers import PretrainedConfig
 
     try:
         # Without a network the hub's client tries again for half a minute: ask once, and else use what it has kept.
         # The file alone: AutoConfig would ask at the terminal whether to run the code that some models come with.
-        config, _ = PretrainedConfig.get_config_dict(name, local_files_only=not _hub_answers())
+        config, _ = PretrainedConfig.get_config_dict(name, local_files_only=not _is_hub_reachable())
         if not isinstance(config.get("model_type"), str):
             raise ValueError("its config.json has no model_type")
     except (OSError, ValueError, KeyError) as error:
@@ -140,10 +140,10 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
             value=f"{name} ({type(error).__name__}: {first_line(error)[:120]})",
             hint=f"{instead}check the name and the network, or download its config.json and give its path",
         ) from None
-    return _from_mapping(name, _with_defaults(config), spec, where=name)
+    return _make_configuration_source(name, _add_defaults(config), spec, where=name)
 
 
-def _hub_answers() -> bool:
+def _is_hub_reachable() -> bool:
     """Return whether the model hub's name resolves; True behind a proxy, where only the client can find out."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
@@ -164,14 +164,14 @@ _TASK_OF_SUFFIX = {
 }
 
 
-def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
+def _make_configuration_source(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
     """Return the source of a configuration; `where` is the folder or the hub's name, where the model's own code is
     found."""
     _check_dtype(name, config, spec)
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None:  # of a class of its own, its name
         own = reference_of(config, "")
-        architecture = own.rpartition(".")[2] if own else _default_architecture(config["model_type"])
+        architecture = own.rpartition(".")[2] if own else _find_default_architecture(config["model_type"])
     if architecture == "WhisperForConditionalGeneration":
         task = "speech-seq2seq"
     elif architecture.endswith("ForConditionalGeneration"):
@@ -189,12 +189,12 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
         spec.trust_remote_code or not hasattr(importlib.import_module("transformers"), architecture)
     ):
         notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
-        find_classes = functools.partial(load_classes, config, reference, where, offline=not _hub_answers())
+        find_classes = functools.partial(load_classes, config, reference, where, offline=not _is_hub_reachable())
     config = {key: value for key, value in config.items() if key != "auto_map"}
     return _make_transformers_source(name, find_classes, architecture, task, config, dtype, notes, spec, stored)
 
 
-def _default_architecture(model_type: str) -> str:
+def _find_default_architecture(model_type: str) -> str:
     from transformers.models.auto import modeling_auto
 
     for mapping in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"):
@@ -332,7 +332,7 @@ def _choose_dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None
     return dtype, [f"dtype {dtype}: that of the published checkpoint."]
 
 
-def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
+def _make_factory_source(target: str, factory: str, spec: TargetSpec) -> ModelSource:
     module = _import_module(target)
     function = getattr(module, factory, None)
     if not callable(function):

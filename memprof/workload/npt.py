@@ -51,7 +51,7 @@ class NptComponent(nn.Module):
         Either may be the first of a tuple, as layers return it; hidden states may be [batch * tokens, d_model]. Raises
         ValueError if hidden states and attention outputs have different numbers of elements.
         """
-        hidden, attention = _first_tensor(hidden), _first_tensor(attention)
+        hidden, attention = _get_first_tensor(hidden), _get_first_tensor(attention)
         leading = hidden.shape[:-1]
         if hidden.shape != attention.shape:
             if hidden.numel() != attention.numel():
@@ -172,30 +172,30 @@ class RankOneDeltas(NptComponent):
     def delta(self, modulation: Tensor) -> Tensor:
         """Return ΔW, [batch, tokens, d_model, d_ffn]."""
         if self.combine == "sequential":
-            vectors = self._vectors_one_by_one(modulation)
+            vectors = self._iterate_vectors(modulation)
             first = next(vectors)
             total = torch.einsum("bsd,bsf->bsdf", *first)
             for u, v in vectors:
                 total = total + torch.einsum("bsd,bsf->bsdf", u, v)
             return total
-        return torch.einsum("bsnd,bsnf->bsdf", *self._vectors(modulation))
+        return torch.einsum("bsnd,bsnf->bsdf", *self._compute_vectors(modulation))
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
         """Return Σ_i (h · u_i) v_i."""
         if self.combine == "sequential":
-            return sum((hidden * u).sum(-1, keepdim=True) * v for u, v in self._vectors_one_by_one(modulation))
+            return sum((hidden * u).sum(-1, keepdim=True) * v for u, v in self._iterate_vectors(modulation))
         if self.combine == "batched":
-            u, v = self._vectors(modulation)
+            u, v = self._compute_vectors(modulation)
             return torch.einsum("bsn,bsnf->bsf", torch.einsum("bsd,bsnd->bsn", hidden, u), v)
         products = (hidden @ self.up_model.flatten(1)).unflatten(-1, self.down.shape[1:])
         dots = (products * modulation).sum(-1, keepdim=True)
         return (dots * modulation).flatten(-2) @ self.up_ffn.flatten(0, 1)
 
-    def _vectors(self, modulation: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_vectors(self, modulation: Tensor) -> tuple[Tensor, Tensor]:
         u = torch.einsum("bsnr,dnr->bsnd", modulation, self.up_model)
         return u, torch.einsum("bsnr,nrf->bsnf", modulation, self.up_ffn)
 
-    def _vectors_one_by_one(self, modulation: Tensor) -> Any:
+    def _iterate_vectors(self, modulation: Tensor) -> Any:
         # unbind and not indices: the backward of an index makes the gradient of the whole, that of unbind stacks once.
         for code, up_model, up_ffn in zip(
             modulation.unbind(-2), self.up_model.unbind(1), self.up_ffn.unbind(0), strict=True
@@ -211,7 +211,7 @@ def fill_orthogonal(weight: Tensor, gain: float) -> None:
     """
     for component in weight.unbind(1):
         # torch.nn.init has no QR in half precision.
-        matrix = torch.empty(component.shape, dtype=_at_least_float32(weight.dtype), device=weight.device)
+        matrix = torch.empty(component.shape, dtype=_promote_to_float32(weight.dtype), device=weight.device)
         component.copy_(nn.init.orthogonal_(matrix, gain=gain))
 
 
@@ -223,7 +223,7 @@ def fill_fast(weight: Tensor, gain: float) -> None:
     drawn for each row and component, turn Q's columns into another subspace for each.
     """
     rows, components, rank = weight.shape
-    matrix = torch.empty(rows, rank, dtype=_at_least_float32(weight.dtype), device=weight.device)
+    matrix = torch.empty(rows, rank, dtype=_promote_to_float32(weight.dtype), device=weight.device)
     matrix = nn.init.orthogonal_(matrix, gain=gain).to(weight.dtype)
     signs = torch.empty(components, rows, dtype=weight.dtype, device=weight.device).bernoulli_().mul_(2).sub_(1).T
     if weight.stride(0) == 1:
@@ -236,9 +236,9 @@ def fill_fast(weight: Tensor, gain: float) -> None:
 FILLS = {"orthogonal": fill_orthogonal, "fast": fill_fast}
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def _promote_to_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _first_tensor(states: Tensor | tuple[Any, ...]) -> Tensor:
+def _get_first_tensor(states: Tensor | tuple[Any, ...]) -> Tensor:
     return states[0] if isinstance(states, (tuple, list)) else states

@@ -70,7 +70,7 @@ def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
         dtype = base.weight.dtype
         if not dtype.is_floating_point or dtype.itemsize == 1:  # quantized: its products are in the model's
             dtype = getattr(model, "dtype", dtype)
-        component = make_component(spec, *_dimensions(base), dtype=dtype, device=base.weight.device)
+        component = make_component(spec, *_get_dimensions(base), dtype=dtype, device=base.weight.device)
         setattr(owner, name, NptProjection(base, component, _AttentionOutput(attention)))
         names += [f"{path}.{number}.{child}" for child, module in layers[number].named_modules() if module is component]
     return [found.removesuffix(".npt") for found in names]
@@ -94,7 +94,7 @@ def _find_stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
             # Named modules of each, but not those of the list itself: a list of attentions is no stack of layers.
             layers = list(module)
-            if all(_attention(layer) is not None for layer in layers) and not any(
+            if all(_find_attention(layer) is not None for layer in layers) and not any(
                 path.startswith(f"{other}.") for other, _ in found
             ):
                 found.append((path, layers))
@@ -109,7 +109,7 @@ def _find_stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 def _find_projection(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
     """Return the attention of a layer, and the module that has the MLP's input projection, and its name there."""
-    attention = _attention(layer)
+    attention = _find_attention(layer)
     assert attention is not None
     candidates: list[tuple[str, nn.Module, str]] = []
     inside = {id(module) for module in attention.modules()}
@@ -117,7 +117,7 @@ def _find_projection(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module,
         for name, child in owner.named_children():
             if id(child) in inside or _EXPERTS.search(owner_path) or _EXPERTS.search(type(owner).__name__):
                 continue
-            dimensions = _dimensions(child)
+            dimensions = _get_dimensions(child)
             if dimensions is not None and dimensions[1] > dimensions[0]:
                 candidates.append((f"{owner_path}.{name}", owner, name))
     if not candidates:
@@ -127,7 +127,7 @@ def _find_projection(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module,
     return attention, owner, name
 
 
-def _attention(layer: nn.Module) -> nn.Module | None:
+def _find_attention(layer: nn.Module) -> nn.Module | None:
     for path, module in layer.named_modules():
         name = path.rpartition(".")[2]
         if _ATTENTION.search(name) and not _NOT_ATTENTION.search(name) and any(True for _ in module.parameters()):
@@ -135,7 +135,7 @@ def _attention(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-def _dimensions(module: nn.Module) -> Any:
+def _get_dimensions(module: nn.Module) -> Any:
     """Return (inputs, outputs) of a linear layer; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features

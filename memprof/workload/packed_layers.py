@@ -41,13 +41,13 @@ class PackedLinear(nn.Module):
         self.bits = bits
         self.groups = -(-rows // (rows if group_size == -1 else group_size))
         self.num_weights = rows * columns
-        self._store(rows, columns)
+        self._create_packed_weight(rows, columns)
         self.qzeros = _make_stored_parameter(self.groups, columns * bits // _WORD_BITS)
         dtype = self.scale_dtype or linear.weight.dtype
         self.scales = _make_stored_parameter(self.groups, columns, dtype=dtype)
         self.bias = None if linear.bias is None else _make_stored_parameter(columns, dtype=dtype)
 
-    def _store(self, rows: int, columns: int) -> None:
+    def _create_packed_weight(self, rows: int, columns: int) -> None:
         raise NotImplementedError
 
     def loaded(self) -> None:
@@ -55,9 +55,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product, in the input's dtype."""
-        return self._product(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
+        return self._multiply(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def _unpack_weight(self, like: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
 class Gptq(PackedLinear):
     """Linear layer with GPTQ's tensors: packed along the rows, with the group of each row."""
 
-    def _store(self, rows: int, columns: int) -> None:
+    def _create_packed_weight(self, rows: int, columns: int) -> None:
         self.qweight = _make_stored_parameter(rows * self.bits // _WORD_BITS, columns)
         self.g_idx = _make_stored_parameter(rows)
 
@@ -80,7 +80,7 @@ class Gptq(PackedLinear):
 class Awq(PackedLinear):
     """Linear layer with AWQ's tensors: packed along the columns."""
 
-    def _store(self, rows: int, columns: int) -> None:
+    def _create_packed_weight(self, rows: int, columns: int) -> None:
         self.qweight = _make_stored_parameter(rows, columns * self.bits // _WORD_BITS)
 
 
@@ -100,7 +100,7 @@ class _Marlin(PackedLinear):
 
     _repacked: tuple[str, ...] = ("qweight", "scales")
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.shape[0]
         result = x.new_empty((tokens, self.out_features))
         rows = min(-(-tokens // 16) * 16, _MAX_ROWS)
@@ -140,7 +140,7 @@ class GptqUnpacking(Gptq):
 
     scale_dtype = torch.float16
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             result = torch.matmul(x, self._unpack_weight(self.scales).to(x.dtype))
         else:

@@ -116,7 +116,7 @@ def parse_plan(text: str, gpus: int) -> ParallelPlan:
         if len(both) > 1:
             given = ", ".join(both)
             raise UsageError("--parallel: parts exclude each other", value=given, hint=f"give one of {given}")
-    plan = _plan_from_sizes(sizes, gpus, text)
+    plan = _make_plan(sizes, gpus, text)
     for kind, options in options_by_kind.items():
         for option in options:
             plan = _apply_option(plan, kind, option)
@@ -134,7 +134,7 @@ def _parse_numbers(kind: str, number: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _plan_from_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> ParallelPlan:
+def _make_plan(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> ParallelPlan:
     given = math.prod(number for numbers in sizes.values() for number in numbers)
     unsized_kinds = [kind for kind, numbers in sizes.items() if not numbers]
     if len(unsized_kinds) > 1:

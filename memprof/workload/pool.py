@@ -60,7 +60,7 @@ def run_all(
     """
     max_workers = min(number_of_workers(), len(works))
     if max_workers < 2:
-        return [_result_or_error(work) for work in works]
+        return [_run_task(work) for work in works]
     answers: dict[int, Any] = {}
     running: dict[Connection, tuple[int, Any]] = {}
     left = list(enumerate(works))
@@ -82,7 +82,7 @@ def run_all(
             worker.kill()
             worker.join()
             line.close()
-    return [answers[place] if place in answers else _result_or_error(work) for place, work in enumerate(works)]
+    return [answers[place] if place in answers else _run_task(work) for place, work in enumerate(works)]
 
 
 def loaded_module_files() -> set[str]:
@@ -107,10 +107,10 @@ def _run_worker(work: Callable[[], Any], line: Connection) -> None:
     torch.set_num_threads(1)  # a pool of threads is not inherited
     before = loaded_module_files()
     with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that requested it
-        line.send((_result_or_error(work), loaded_module_files() - before))
+        line.send((_run_task(work), loaded_module_files() - before))
 
 
-def _result_or_error(work: Callable[[], _Answer]) -> _Answer | MemprofError:
+def _run_task(work: Callable[[], _Answer]) -> _Answer | MemprofError:
     try:
         return work()
     except MemprofError as error:

@@ -101,7 +101,7 @@ def load_quantized(
     config = dict(stored.config)
     if not stored.from_checkpoint and stored.name != "int8":
         config["bnb_4bit_compute_dtype"] = arguments["dtype"] if spec.amp is None else getattr(torch, spec.amp)
-    state = _checkpoint_state(model_class._from_config(configuration, **arguments))
+    state = _make_checkpoint_state(model_class._from_config(configuration, **arguments))
     model: nn.Module = model_class.from_pretrained(
         None,
         config=configuration,
@@ -163,7 +163,7 @@ def unpacking_notes(stored: WeightFormat | None, model: nn.Module) -> list[str]:
     ]
 
 
-def _checkpoint_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def _make_checkpoint_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state of `model` as in a checkpoint: tied weights once."""
     seen: set[int] = set()
     state: dict[str, torch.Tensor] = {}

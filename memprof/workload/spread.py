@@ -38,7 +38,7 @@ class Spread:
             raise UsageError("this torch was built without torch.distributed", hint="install torch from PyPI")
         self.plan, self.rank, self._spec = plan, rank, spec
         self._mesh: Any = None
-        self._whole: Any = None
+        self._ddp_wrapper: Any = None
 
     def join(self) -> None:
         """Join the process group, and create the device mesh."""
@@ -52,7 +52,7 @@ class Spread:
         shape = (plan.stages, plan.replicate, plan.shard, plan.sequence, plan.tensor)
         self._mesh = init_device_mesh("cuda", shape, mesh_dim_names=_NAMES)
 
-    def _submesh(self, *names: str) -> Any:
+    def _get_submesh(self, *names: str) -> Any:
         """Return the mesh of these dimensions; several are flattened to one."""
         return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
 
@@ -78,8 +78,10 @@ class Spread:
         if plan.sharded or plan.data * plan.sequence == 1 or self._spec.mode is Mode.INFERENCE:
             return
         # Ranks that share a sequence have parts of gradients, too.
-        summed = self._submesh(*(name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1))
-        self._whole = nn.parallel.DistributedDataParallel(
+        summed = self._get_submesh(
+            *(name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1)
+        )
+        self._ddp_wrapper = nn.parallel.DistributedDataParallel(
             model, device_ids=[torch.cuda.current_device()], process_group=summed.get_group()
         )
 
@@ -88,7 +90,7 @@ class Spread:
 
         plan = self.plan
         options: dict[str, Any] = {}
-        inner = self._submesh("shard", "sequence") if plan.sequence > 1 else self._submesh("shard")
+        inner = self._get_submesh("shard", "sequence") if plan.sequence > 1 else self._get_submesh("shard")
         if plan.replicate > 1:
             # Two directions of the mesh: replicas, and shards among them.
             if plan.sequence > 1:
@@ -133,7 +135,7 @@ class Spread:
             style = next((style for pattern, style in tp_plan.items() if fnmatch.fnmatch(name, pattern)), "")
             if style in styles:
                 found[name] = styles[style]()
-        parallelize_module(model, self._submesh("tensor"), found)
+        parallelize_module(model, self._get_submesh("tensor"), found)
 
     def parameter_groups(self, parameters: list[nn.Parameter]) -> list[Any]:
         """Return those that an optimizer may take into one operator: on one mesh each, for torch mixes none."""
@@ -154,15 +156,15 @@ class Spread:
                 value=f"--parallel {self._spec.parallel}",
                 hint=f"--context-length {length - length % (2 * plan.sequence)}",
             )
-        batch = _with_positions(batch)
+        batch = _add_positions(batch)
         if plan.ulysses > 1:
             from memprof.workload.ulysses import exchange_heads
 
-            place = self._submesh("sequence").get_local_rank()
+            place = self._get_submesh("sequence").get_local_rank()
             part = slice(place * length // plan.sequence, (place + 1) * length // plan.sequence)
             own = {name: tensor[:, part].contiguous() for name, tensor in batch.items()}
             del batch
-            with exchange_heads(self._submesh("sequence").get_group()):
+            with exchange_heads(self._get_submesh("sequence").get_group()):
                 yield own
             return
         from torch.distributed.tensor.experimental import context_parallel
@@ -173,7 +175,7 @@ class Spread:
         # Else positions are out of order, and transformers makes a mask: it takes a sequence for several packed ones.
         options.enable_load_balance = False
         try:
-            mesh, dims = self._submesh("sequence"), [1] * len(tensors)
+            mesh, dims = self._get_submesh("sequence"), [1] * len(tensors)
             with context_parallel(mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(tensors)):
                 yield batch
         finally:
@@ -181,11 +183,11 @@ class Spread:
 
     def called(self, model: nn.Module) -> nn.Module:
         """Return the module to call for `model`: its wrapper, if there is one."""
-        return model if self._whole is None else self._whole
+        return model if self._ddp_wrapper is None else self._ddp_wrapper
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
         """Have DistributedDataParallel reduce gradients in the last micro-batch of a step alone."""
-        return contextlib.nullcontext() if last or self._whole is None else self._whole.no_sync()
+        return contextlib.nullcontext() if last or self._ddp_wrapper is None else self._ddp_wrapper.no_sync()
 
     @property
     def autocasts(self) -> bool:
@@ -212,7 +214,7 @@ def _dispatch_layers(model: Any) -> None:
     accelerate.dispatch_model(model, found)
 
 
-def _with_positions(batch: dict[str, Any]) -> dict[str, Any]:
+def _add_positions(batch: dict[str, Any]) -> dict[str, Any]:
     """Add each token's position and the label of the token after it: a part of a sequence does not know them."""
     ids = batch["input_ids"]
     made = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()}

@@ -93,8 +93,8 @@ class Pipeline:
         )
         self._first, self._last = index == 0, is_last
         self._device, self._step = device, 0
-        self._name_phase(stage_of_torch, "forward_one_chunk", PhaseKind.FORWARD)
-        self._name_phase(stage_of_torch, "backward_one_chunk", PhaseKind.BACKWARD)
+        self._wrap_in_phase(stage_of_torch, "forward_one_chunk", PhaseKind.FORWARD)
+        self._wrap_in_phase(stage_of_torch, "backward_one_chunk", PhaseKind.BACKWARD)
 
         def named_loss(output: Any, target: Any) -> torch.Tensor:
             with device.phase(PhaseKind.FORWARD, self._step, self._micro_batch):
@@ -109,7 +109,7 @@ class Pipeline:
         )
         self._schedule_step = functools.partial(schedule.step, **no_outputs)
 
-    def _name_phase(self, stage: Any, name: str, kind: PhaseKind) -> None:
+    def _wrap_in_phase(self, stage: Any, name: str, kind: PhaseKind) -> None:
         original = getattr(stage, name)
 
         def run(chunk: int, *args: Any, **options: Any) -> Any:

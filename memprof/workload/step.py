@@ -48,7 +48,7 @@ class Workload:
 
     def __init__(self, spec: TargetSpec, source: ModelSource, switch_on: SwitchOn | None = None) -> None:
         self.spec = spec
-        self._switch_on = switch_on
+        self._apply_fixes = switch_on
         self.source = source
         self.num_parameters = 0
         self.num_trainable_parameters = 0
@@ -66,14 +66,14 @@ class Workload:
             require_optimizer(spec.optimizer)
         self.context_length: int | None = None
         self.dtype: str | None = source.dtype
-        self._spread: Spread | None = None
+        self._placement: Spread | None = None
         self._pipeline: Pipeline | None = None
         if spec.parallel is not None:
             from memprof.workload.spread import Spread  # and torch's distributed packages with it
 
             plan = parse_plan(spec.parallel, spec.gpus)
             check_plan(plan, spec, source.task, source.config)
-            self._spread = Spread(plan, spec.rank or 0, spec)
+            self._placement = Spread(plan, spec.rank or 0, spec)
 
     def run(
         self,
@@ -86,7 +86,7 @@ class Workload:
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
                 stack.enter_context(quiet_transformers())
-            if self._spread is not None:  # torch warns of the model's output, a view, which nothing here changes
+            if self._placement is not None:  # torch warns of the model's output, a view, which nothing here changes
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             if self.spec.sdpa_backend is not None:
@@ -100,11 +100,11 @@ class Workload:
         for note in (*self.source.notes, *quantization.assumptions(self.source.stored, spec)):
             device.assume(note)
         progress("building the model")
-        if self._spread is not None:
-            self._spread.join()
+        if self._placement is not None:
+            self._placement.join()
         with device.phase(PhaseKind.MODEL):
-            model, base = self._build(device.name, building)
-        device.adopt(model if self._spread is None else self._spread.called(model))
+            model, base = self._build_model(device.name, building)
+        device.adopt(model if self._placement is None else self._placement.called(model))
         if spec.compile:
             for part in [part for _, part in find_layers(base, "--compile-layers")] if spec.compile_layers else [model]:
                 part.compile(mode=spec.compile_mode)
@@ -116,19 +116,19 @@ class Workload:
         feeder = Feeder(self.source, base, spec.batch_size, spec.context_length, self._lengths)
         self.sequence_lengths = feeder.sequence_lengths
         self.context_length = feeder.context_length if feeder.takes_tokens else None
-        if self._spread is not None and self._spread.plan.stages > 1:
-            self._pipeline = self._spread.pipeline(model, base, (spec.batch_size, feeder.context_length), device)
+        if self._placement is not None and self._placement.plan.stages > 1:
+            self._pipeline = self._placement.pipeline(model, base, (spec.batch_size, feeder.context_length), device)
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
         seed_rngs()
-        self._run(device, model, base, feeder, progress)
+        self._run_steps(device, model, base, feeder, progress)
         if feeder.sequence_lengths:
             self.context_length = max(feeder.sequence_lengths)
         for sentence in feeder.assumptions:
             device.assume(sentence)
 
-    def _run(
+    def _run_steps(
         self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, progress: Callable[[str], None]
     ) -> None:
         spec = self.spec
@@ -137,13 +137,13 @@ class Workload:
             for step in range(1, spec.steps + 1):
                 progress(f"forward {step} of {spec.steps}")
                 for micro_batch in range(1, spec.gradient_accumulation + 1):
-                    self._infer(device, model, base, feeder, (step, micro_batch))
+                    self._run_inference(device, model, base, feeder, (step, micro_batch))
         else:
             model.train()
             self._prepare_training(device, model, base)
             with device.phase(PhaseKind.OPTIMIZER):
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                groups = trained if self._spread is None else self._spread.parameter_groups(trained)
+                groups = trained if self._placement is None else self._placement.parameter_groups(trained)
                 optimizer = self._optimizer = self._optimizer or optimizer_over(groups, spec)
                 # Disabled, a scaler passes everything through. With its usual scale gradients of random weights
                 # overflow, and it would leave out the steps that are profiled: no optimizer would have any state.
@@ -154,7 +154,7 @@ class Workload:
                     self._run_pipeline(device, feeder, step)
                 else:
                     for micro_batch in range(1, spec.gradient_accumulation + 1):
-                        self._micro_batch(device, model, feeder, scaler, step, micro_batch)
+                        self._run_micro_batch(device, model, feeder, scaler, step, micro_batch)
                 if optimizer is not None:
                     with device.phase(PhaseKind.OPTIMIZER_STEP, step):
                         scaler.step(optimizer)
@@ -164,7 +164,7 @@ class Workload:
                 if spec.evaluate:
                     self._evaluate(device, model, feeder, step)
 
-    def _build(
+    def _build_model(
         self, device: str, building: Callable[[], AbstractContextManager[object]]
     ) -> tuple[nn.Module, nn.Module]:
         """Return the model to call, and the model itself, which an adapter wraps."""
@@ -183,15 +183,15 @@ class Workload:
         whole = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
         self.num_parameters = quantization.count_parameters(whole)
         self.num_trainable_parameters = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-        spread = self._spread
+        spread = self._placement
         if spread is not None and spread.plan.stages > 1:
             whole = spread.cut(whole)
         place = None if spread is None else functools.partial(spread.place, device=device)
-        if self.spec.fixes and self._switch_on is not None:
+        if self.spec.fixes and self._apply_fixes is not None:
             # An adapter's parameters are in the model; what wraps it has none of its own.
             make = functools.partial(optimizer_over, spec=self.spec)
             changed = whole if spread is not None and spread.plan.stages > 1 else model
-            self._optimizer = self._switch_on(changed, self.spec, make, device, place)
+            self._optimizer = self._apply_fixes(changed, self.spec, make, device, place)
         elif place is not None:
             place(whole)
         elif self.source.stored is None:  # else it is on the GPU already
@@ -220,7 +220,7 @@ class Workload:
         if self.spec.adapter is not None or self.spec.npt is not None:
             adapters.enable_input_gradients(base)
 
-    def _micro_batch(
+    def _run_micro_batch(
         self,
         device: Device,
         model: nn.Module,
@@ -234,9 +234,9 @@ class Workload:
             batch = _move_batch(feeder.host_batch(), device.name)
         last = micro_batch == self.spec.gradient_accumulation
         with contextlib.ExitStack() as shared:
-            if self._spread is not None:
-                model = self._spread.called(model)
-                shared.enter_context(self._spread.gradient_sync(last))
+            if self._placement is not None:
+                model = self._placement.called(model)
+                shared.enter_context(self._placement.gradient_sync(last))
                 batch = self._shard_batch(device, shared, batch, step, micro_batch)
             with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
                 outputs = model(**batch)
@@ -252,16 +252,16 @@ class Workload:
         self, device: Device, shared: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
     ) -> dict[str, Any]:
         """Return this rank's part of `batch`; valid until `shared` is closed."""
-        if self._spread is None or self._spread.plan.sequence == 1:
+        if self._placement is None or self._placement.plan.sequence == 1:
             return batch
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
-            return shared.enter_context(self._spread.sharing(batch))
+            return shared.enter_context(self._placement.sharing(batch))
 
     def _run_pipeline(self, device: Device, feeder: Feeder, step: int) -> None:
         """Run all micro-batches forward and backward, in the order of the pipeline's schedule."""
-        assert self._pipeline is not None and self._spread is not None
+        assert self._pipeline is not None and self._placement is not None
         with device.phase(PhaseKind.INPUTS, step):
-            made = [feeder.host_batch() for _ in range(self._spread.plan.microbatches)]
+            made = [feeder.host_batch() for _ in range(self._placement.plan.microbatches)]
             batch = {name: torch.cat([one[name] for one in made]).to(device.name) for name in ("input_ids", "labels")}
         with self._autocast(device.name):
             self._pipeline.step(step, batch["input_ids"], batch["labels"])
@@ -282,11 +282,13 @@ class Workload:
         model.train()
 
     def _autocast(self, device: str) -> AbstractContextManager[object]:
-        if self.spec.amp is None or (self._spread is not None and not self._spread.autocasts):
+        if self.spec.amp is None or (self._placement is not None and not self._placement.autocasts):
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
-    def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, at: tuple[int, int]) -> None:
+    def _run_inference(
+        self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, at: tuple[int, int]
+    ) -> None:
         """Run one forward, or one prompt and its decode steps; `at` is (step, micro-batch), from 1."""
         task = self.source.task
         with device.phase(PhaseKind.INPUTS, *at):

@@ -141,11 +141,11 @@ def _make_checkpoint(
     state: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name not in tied:
-            state |= _tensors_as_saved(name, tensor, model)
+            state |= _make_saved_tensors(name, tensor, model)
     return state
 
 
-def _tensors_as_saved(name: str, tensor: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
+def _make_saved_tensors(name: str, tensor: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
     path, _, own = name.rpartition(".")
     if own in ("gate_up_proj", "down_proj") and type(model.get_submodule(path)).__name__ == "Mxfp4GptOssExperts":
         experts, rows, packed = tensor.shape

@@ -21,15 +21,15 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
         """Return the all-to-all of contiguous parts."""
         ctx.group, ctx.to_heads = group, to_heads
-        return _exchange(x, group, to_heads)
+        return _exchange_parts(x, group, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradient, by the all-to-all in the other direction."""
-        return _exchange(gradients[0], ctx.group, not ctx.to_heads), None, None
+        return _exchange_parts(gradients[0], ctx.group, not ctx.to_heads), None, None
 
 
-def _exchange(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
+def _exchange_parts(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     batch, heads, tokens, width = x.shape
     if to_heads:

@@ -217,7 +217,7 @@ def _iterate_parts(
             yield rows, key, value, (last <= at[:, None])[None, None, None], slice(0, num_keys)
 
 
-def _forward_formula(
+def _count_forward_flops(
     query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
     **kwargs: Any,
 ) -> int:  # fmt: skip
@@ -228,22 +228,22 @@ def _forward_formula(
     return int(2 * batch * heads * tokens * seen * (width + value[-1]))
 
 
-def _backward_formula(
+def _count_backward_flops(
     gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, *pattern: Any, **kwargs: Any
 ) -> int:
     """Return the FLOPs of a backward's five products: scores, and four for the gradients."""
-    return _forward_formula(query, key, value, blocks, *pattern) * 5 // 2
+    return _count_forward_flops(query, key, value, blocks, *pattern) * 5 // 2
 
 
-def _choice_formula(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
+def _count_choice_flops(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
     """Return the FLOPs of the scores of compressed keys."""
-    return _forward_formula(query, key, key, None, 0, 0, 0, 0, 0) // 2
+    return _count_forward_flops(query, key, key, None, 0, 0, 0, 0, 0) // 2
 
 
 _counter = import_quietly("torch.utils.flop_counter")
 for _operator, _formula in (
-    (torch.ops.memprof.attend, _forward_formula),
-    (torch.ops.memprof.attend_backward, _backward_formula),
-    (torch.ops.memprof.choose_blocks, _choice_formula),
+    (torch.ops.memprof.attend, _count_forward_flops),
+    (torch.ops.memprof.attend_backward, _count_backward_flops),
+    (torch.ops.memprof.choose_blocks, _count_choice_flops),
 ):
     _counter.register_flop_formula(_operator)(_formula)

@@ -65,7 +65,7 @@ def block_mask(kind: str, window: int, queries: int, keys: int, device: Any) -> 
     corners = torch.stack([sees(None, None, row.clamp(max=queries - 1), column) for row, column in ends])
     # A block whose four corners are visible is all visible: patterns are intervals of distances, or of blocks.
     whole = corners.all(0) & (rows + BLOCK <= queries) & (columns + BLOCK <= keys)
-    partial_blocks = _visible_blocks(kind, window, rows + keys - queries, columns) & ~whole
+    partial_blocks = _find_visible_blocks(kind, window, rows + keys - queries, columns) & ~whole
     (some, where), (full, where_full) = map(_sort_blocks, (partial_blocks, whole))
     return BlockMask.from_kv_blocks(
         some, where, full, where_full, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(queries, keys)
@@ -86,7 +86,7 @@ def _make_pattern(kind: str, window: int, offset: int) -> Callable[..., Tensor]:
     return sliding if kind == "sliding" else blocks
 
 
-def _visible_blocks(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
+def _find_visible_blocks(kind: str, window: int, rows: Tensor, columns: Tensor) -> Tensor:
     """Return a mask of the blocks with a visible pair; `rows` and `columns` are positions of each block's first query
     and key."""
     past = columns <= rows + BLOCK - 1

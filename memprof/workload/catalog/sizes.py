@@ -97,7 +97,7 @@ def synthesize(count: int) -> ModelEntry:
     if not SMALLEST <= count <= LARGEST:
         hint = f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}"
         raise UsageError("cannot synthesise a model of this size", value=f"{count:,} parameters", hint=hint)
-    shape = min(_generate_shapes(count), key=lambda candidate: _shape_distance(candidate, count))
+    shape = min(_generate_shapes(count), key=lambda candidate: _compute_shape_distance(candidate, count))
     size = format_count(count, ".6g")  # as the user would have typed it: 1.2B, 350M, 7B
     positions = 8192 if count >= 10**9 else 2048
     config = {
@@ -194,7 +194,7 @@ def _interpolate_aspect(count: int) -> float:
     return _ASPECTS[-1][1]
 
 
-def _shape_distance(shape: _LlamaShape, count: int) -> tuple[float, int]:
+def _compute_shape_distance(shape: _LlamaShape, count: int) -> tuple[float, int]:
     """Return the distance of a shape from a Llama of `count` parameters; lower is better."""
     error = abs(shape.num_parameters / count - 1)
     aspect = abs(math.log(shape.hidden / shape.layers / _interpolate_aspect(count)))

@@ -356,7 +356,7 @@ def test_the_largest_part_of_sharded_state_is_torchs_own() -> None:
         optimizer: Any = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(size)) for size in sizes], torch.optim.Adam)
         parts = optimizer._partition_parameters()
         largest = max(sum(one.numel() for group in part for one in group["params"]) for part in parts)
-    assert state_not_sharded._largest_shard(sizes, 4) == largest
+    assert state_not_sharded._compute_largest_shard(sizes, 4) == largest
 
 
 def stage(blocks: int, rank: int) -> Trace:
@@ -370,7 +370,7 @@ def stage(blocks: int, rank: int) -> Trace:
             layers(torch.zeros(16, WIDTH, device="cuda")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return gpus.trace.on(f"cuda:{rank}")
+    return gpus.trace.select_device(f"cuda:{rank}")
 
 
 def test_ranks_that_differ_much() -> None:

@@ -63,7 +63,7 @@ def test_it_does_not_run_unasked(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question at the terminal"))
     monkeypatch.chdir(folder.parent)
     if hub:  # a name with a slash, whose file the hub's client finds
-        monkeypatch.setattr("memprof.workload.models._hub_answers", lambda: False)
+        monkeypatch.setattr("memprof.workload.models._is_hub_reachable", lambda: False)
         config = json.loads((folder / "config.json").read_text())
         monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", lambda name, **_: (config, {}))
     with pytest.raises(UsageError, match="not run unasked") as caught:
