@@ -73,21 +73,16 @@ def _patch_strategies() -> Iterator[tuple[Any, str, Any]]:
     if original is None:
         return
 
-    def tree_map_only(leaf_type: Any, function: Any, tree: Any, is_leaf: Any = None) -> Any:
+    def tree_map_only(cls: Any, function: Any, tree: Any, is_leaf: Any = None) -> Any:
         # `function` replaces lists of tensors, which occur only as arguments; other arguments (hundreds of numbers) are
         # not traversed.
-        if (
-            isinstance(leaf_type, type)
-            and leaf_type.__name__ == "TupleStrategy"
-            and isinstance(tree, tuple)
-            and len(tree) == 2
-        ):
+        if isinstance(cls, type) and cls.__name__ == "TupleStrategy" and isinstance(tree, tuple) and len(tree) == 2:
             args, kwargs = tree
             return (
-                tuple(function(argument) if isinstance(argument, leaf_type) else argument for argument in args),
-                {name: function(value) if isinstance(value, leaf_type) else value for name, value in kwargs.items()},
+                tuple(function(argument) if isinstance(argument, cls) else argument for argument in args),
+                {name: function(value) if isinstance(value, cls) else value for name, value in kwargs.items()},
             )
-        return original(leaf_type, function, tree, is_leaf=is_leaf)
+        return original(cls, function, tree, is_leaf=is_leaf)
 
     yield distributed.tree_map_only_of_strategies.patch(tree_map_only)
 

@@ -96,9 +96,8 @@ def _patch_optimizer_states() -> Iterator[Patch]:
         local = state["state"]
         remote: dict[Any, Any] = {key: {} for key, p in parameters.items() if p.requires_grad and not p.numel()}
         # `merge_keys` gathers the names: by default the first rank, which may not run, would send them.
-        names, keys_by_name = original(
-            {**state, "state": {**remote, **local}}, group, parameters, *rest[:2], merge_keys=True
-        )
+        full_state = {**state, "state": {**remote, **local}}
+        names, keys_by_name = original(full_state, group, parameters, *rest[:2], merge_keys=True)
         return names, {name: key for name, key in keys_by_name.items() if key in local}
 
     yield distributed.map_param_key_to_optim_keys.patch(map_keys)

@@ -57,9 +57,8 @@ class ProcessGroups(Extension):
             for name, replacement in (("init_process_group", init_function), ("split_group", _split_group)):
                 if hasattr(owner, name):
                     yield owner, name, replacement
-        yield distributed.new_process_group_helper.patch(
-            self._make_group_helper(distributed.new_process_group_helper.get())
-        )
+        helper = distributed.new_process_group_helper
+        yield helper.patch(self._make_group_helper(helper.get()))
         yield distributed.store_based_barrier.patch(lambda *args, **options: None)
         for owner in (dist, _c10d):
             for name in ("TCPStore", "FileStore"):
@@ -154,22 +153,19 @@ class ProcessGroups(Extension):
 
 
 # Name of a group -> ranks of the last group of the name in this process, and whether this rank was a member.
-_MEMBERSHIPS_BY_GROUP: dict[str, tuple[tuple[int, ...], bool]] = {}
+_MEMBERSHIPS: dict[str, tuple[tuple[int, ...], bool]] = {}
 
 
 def _clear_stale_sharding_caches(group_rank: GroupRank) -> None:
     """Clear DTensor's caches of sharding propagation, whose keys have names of groups, if the process has before run
     another rank, with other groups of the same names."""
     membership = group_rank.ranks, group_rank.rank in range(len(group_rank.ranks))
-    if (
-        _MEMBERSHIPS_BY_GROUP.get(group_rank.name, membership) != membership
-        and "torch.distributed.tensor" in sys.modules
-    ):
+    if _MEMBERSHIPS.get(group_rank.name, membership) != membership and "torch.distributed.tensor" in sys.modules:
         distributed.op_dispatcher.get().sharding_propagator.propagate_op_sharding.cache_clear()
         if distributed.clear_fast_path_sharding_prop_cache.exists():
             distributed.clear_fast_path_sharding_prop_cache()
-        _MEMBERSHIPS_BY_GROUP.clear()
-    _MEMBERSHIPS_BY_GROUP[group_rank.name] = membership
+        _MEMBERSHIPS.clear()
+    _MEMBERSHIPS[group_rank.name] = membership
 
 
 def _split_group(

@@ -101,9 +101,8 @@ class RankGroup(_ProcessGroup):
         """Return the devices that the backend supports; torch sends objects from the host if that is one of them."""
         devices_by_backend = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"], "mpi": ["cpu", "cuda"]}
         device_names = [part.partition(":")[0] for part in self._backend_name.split(",") if ":" in part]
-        return [
-            torch.device(name) for name in device_names or devices_by_backend.get(self._backend_name, ["cpu", "cuda"])
-        ]
+        device_names = device_names or devices_by_backend.get(self._backend_name, ["cpu", "cuda"])
+        return [torch.device(name) for name in device_names]
 
     @property
     def _has_nccl(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.values import unknown_values
+from memprof.virtual.values.unknown_values import LINEAR_COST, MATRIX_PRODUCTS
 
 # Limit of one shadow: a routing mask of 131,072 tokens, 8 choices and 128 experts in int64.
 MAX_TENSOR_BYTES = 1 << 30
@@ -33,15 +33,11 @@ def is_integer(tensor: torch.Tensor) -> bool:
 def has_linear_cost(func: Any) -> bool:
     """Return whether `func` visits each element about once, or is a matrix product."""
     packet = func.overloadpacket
-    return (
-        torch.Tag.pointwise in func.tags
-        or packet in unknown_values.LINEAR_COST
-        or packet in unknown_values.MATRIX_PRODUCTS
-    )
+    return torch.Tag.pointwise in func.tags or packet in LINEAR_COST or packet in MATRIX_PRODUCTS
 
 
 def count_visited_elements(func: Any, tensors: list[torch.Tensor]) -> int:
     """Return the number of elements that `func` visits; `tensors` are the inputs, then the output."""
     # A product of [n, k] and [k, m] visits k elements for each of the output.
-    visits_per_element = tensors[-2].shape[-2] if func.overloadpacket in unknown_values.MATRIX_PRODUCTS else 1
+    visits_per_element = tensors[-2].shape[-2] if func.overloadpacket in MATRIX_PRODUCTS else 1
     return visits_per_element * max(tensor.numel() for tensor in tensors)

@@ -76,11 +76,8 @@ class UnknownValuePolicy:
             self._assume(TOO_MANY_INDICES_ASSUMPTION)
             return torch.empty(num_indices, mask.dim(), dtype=torch.int64, device="meta")
         if known is not None:
-            return (
-                known.expand(mask.shape).nonzero()
-                if num_indices
-                else known.new_empty((0, mask.dim()), dtype=torch.int64)
-            )
+            known = known.expand(mask.shape)
+            return known.nonzero() if num_indices else known.new_empty((0, mask.dim()), dtype=torch.int64)
         if density is not None:
             return unknown_values.spread_indices(mask.shape, density)
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
