@@ -264,14 +264,14 @@ def test_a_command_that_ends_before_it_is_watched(monkeypatch):
     monkeypatch.setattr(
         "memprof.monitor.run.RunningCommand", lambda *given: started.append(RunningCommand(*given)) or started[0]
     )
-    hold = Signals.hold
+    block = Signals.block
 
     def late(signals):
         while started[0].exit_code is None:
             time.sleep(0.01)
-        hold(signals)
+        block(signals)
 
-    monkeypatch.setattr(Signals, "hold", late)
+    monkeypatch.setattr(Signals, "block", late)
     view = make_view(open(os.devnull, "w"), has_command=True, quiet=True)  # noqa: SIM115
     outcome = monitor(["false"], view, interval=60)
     view._stream.close()
