@@ -82,20 +82,20 @@ class PatchSet:
         self._undo.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
 
-    def set_all(self, patches: Iterable[Patch]) -> None:
+    def apply_all(self, patches: Iterable[Patch]) -> None:
         """Apply `patches` one after the other; a lazy iterable sees the earlier patches in place."""
         for owner, name, value in patches:
             self.set(owner, name, value)
 
-    def on_import(self, name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> None:
+    def apply_on_import(self, name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> None:
         """Apply the patches of the module `name`: at once if the module has been imported, else after its execution."""
         if name in sys.modules:
-            self.set_all(patches(sys.modules[name]))
+            self.apply_all(patches(sys.modules[name]))
             return
         if self._hook is None:
             self._hook = ImportHook()
             sys.meta_path.insert(0, self._hook)
-        self._hook.add(name, lambda module: self.set_all(patches(module)))
+        self._hook.add(name, lambda module: self.apply_all(patches(module)))
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -106,9 +106,9 @@ class PatchSet:
                 _restore(owner, name, before)
             yield
 
-    def undo(self, but_below: str = "") -> None:
+    def undo(self, excluded_folder: str = "") -> None:
         """Restore all originals, also in modules that were imported since the first patch and refer to a replacement,
-        except modules with a file below the folder `but_below`."""
+        except modules with a file below the folder `excluded_folder`."""
         hook, self._hook = self._hook, None
         if hook in sys.meta_path:  # unless the program has removed the hook
             sys.meta_path.remove(hook)
@@ -123,7 +123,7 @@ class PatchSet:
             for module in [sys.modules[name] for name in sys.modules.keys() - self._modules] if originals else []:
                 if not isinstance(module, ModuleType):
                     continue
-                if but_below and str(getattr(module, "__file__", "")).startswith(but_below):
+                if excluded_folder and str(getattr(module, "__file__", "")).startswith(excluded_folder):
                     continue
                 for name, value in list(vars(module).items()):
                     if id(value) in originals:
@@ -138,7 +138,7 @@ def _restore(owner: Any, name: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def bound_everywhere(name: str, original: Any, replacement: Any) -> Iterator[None]:
+def bind_everywhere(name: str, original: Any, replacement: Any) -> Iterator[None]:
     """Context manager: bind `name` to `replacement` in each module where it is `original` (`from safetensors import
     safe_open`).
 
@@ -176,7 +176,7 @@ class Extension:
         """Yield the patches (owner, name, replacement) that are in place from the begin of the run."""
         yield from ()
 
-    def patches_of(self, module: ModuleType, context: Any) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: Any) -> Iterator[Patch]:
         """Yield the patches that are applied once `module`, one of `imports`, has been imported."""
         yield from ()
 
@@ -189,7 +189,7 @@ class Extension:
 
 
 @functools.cache
-def extensions_in(*packages: str) -> tuple[type[Extension], ...]:
+def find_extensions(*packages: str) -> tuple[type[Extension], ...]:
     """Return the extensions in the files of these packages, in the order of the files' names."""
     found: list[type[Extension]] = []
     for package in packages:

@@ -128,7 +128,7 @@ class MeasuredDevice(Watch):
             self._cublas = cuda.get_cublas_workspace(self._gpu)
             if self._outside is not None:
                 self._stack.enter_context(self._outside)
-            self._patches.set_all(self._peaks.patches())
+            self._patches.apply_all(self._peaks.patches())
             self._begin_history()
             self._peaks.take_peak(self._gpu)
         profiler = torch.profiler.profile(
@@ -139,7 +139,7 @@ class MeasuredDevice(Watch):
         self._profiler = profiler
         self._whole_run.__enter__()
         self._stack.callback(self._stop)
-        self._patches.set_all(_refuse_other_profilers())
+        self._patches.apply_all(_refuse_other_profilers())
         self._marks.begin_phase(self._phase)
 
     def _stop(self) -> Any:
@@ -157,7 +157,7 @@ class MeasuredDevice(Watch):
         self._initial_bytes = self._peaks.requested_bytes(self._gpu)
         record = private_cuda.record_memory_history.get()
         self._stack.callback(record, enabled=None)
-        self._patches.set_all(cuda.keep_recording_history(record))
+        self._patches.apply_all(cuda.keep_recording_history(record))
         # Without stacks, which cost time; "python": others load a library for those of C++ all the same.
         record(enabled="all", context=None, stacks="python", max_entries=cuda.MAX_ENTRIES)
 

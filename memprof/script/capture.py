@@ -145,9 +145,9 @@ def capture_script(
         patches = PatchSet()
         handlers = ExitHandlers(is_program)
         try:
-            patches.set_all(handlers.patches())
+            patches.apply_all(handlers.patches())
             if worst_batch:
-                patches.set_all(WorstBatch(device.assume, device.phases).patches())
+                patches.apply_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.begin_model_building()
             outcome = _run(program, device, rule, handlers, start)
             peer_reason = None if channel is None else channel.stop_reason
@@ -211,7 +211,7 @@ def _run(
     with allow_stop_from_threads() as stop:
         watch = ThreadWatch(stop)
         with PatchSet() as patches:
-            patches.set_all(watch.patches())
+            patches.apply_all(watch.patches())
             outcome = program.run(rule, handlers, start)
     if watch.error is None:
         return outcome

@@ -43,7 +43,7 @@ class Bitsandbytes(Extension):
         """Suppress the package's warning, with twenty lines of traceback, about a missing CUDA library."""
         yield logging.getLogger("bitsandbytes.cextension"), "disabled", True
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of its native library, and run its Python code for CUDA."""
         yield from _patches(context.assume)
         context.function_mode.run_cuda_kernels_of(_operators())

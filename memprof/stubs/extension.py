@@ -40,7 +40,7 @@ class LibraryOperators(Extension):
 
     imports = ("torchvision", "torchaudio")
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Register the allocations of the package's operators; no patch is yielded."""
         registry.register_library(module.__name__)
         if module.__name__ == "torchvision":
@@ -71,7 +71,7 @@ class StubExtension(Extension):
         self._finder = StubFinder(context.assume, context.forget_values, context.keep_workspace)
         return self._finder.activate()
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the parts of an installed package that need a GPU."""
         yield from self._patches_by_module[module.__name__](module, context)
 

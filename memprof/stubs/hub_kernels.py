@@ -45,7 +45,7 @@ class HubKernels(Extension):
         "transformers.quantizers.quantizer_mxfp4",
     )
 
-    def patches_of(self, module: Any, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: Any, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the functions of one of these modules that download kernels."""
         name, assume = module.__name__.rpartition(".")[2], context.assume
         if name == "finegrained_fp8" and hasattr(module, "FineGrainedFP8"):

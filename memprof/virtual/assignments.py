@@ -29,14 +29,14 @@ class Assignments:
 
     def __init__(
         self,
-        tracker: DeviceState,
+        device_state: DeviceState,
         answers: DeviceAnswers,
         to: Callable[..., Any],
         mixed: MixedDevices,
         kinds: HostKinds,
         read: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._tracker = tracker
+        self._device_state = device_state
         self._believed = answers.believed
         self._device = answers.device
         self._to = to
@@ -133,10 +133,10 @@ class Assignments:
             return self._read(value).clone()
         with disable_current_modes():
             virtual = torch.empty_like(value, device=_META)
-        place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
-        self._tracker.record([virtual], "aten.clone", place, HOST)
-        if self._tracker.values.store.is_trackable(virtual):
-            self._tracker.values.store.set(virtual, value)
+        place = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
+        self._device_state.record([virtual], "aten.clone", place, HOST)
+        if self._device_state.values.store.is_trackable(virtual):
+            self._device_state.values.store.set(virtual, value)
         return virtual
 
     def wrap_compatibility_check(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
@@ -147,11 +147,11 @@ class Assignments:
         def have_compatible_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
             frame = sys._getframe(1).f_back  # nn.Module._apply, which calls a function of its own
             if frame is not None and isinstance(frame.f_locals.get("self"), torch.jit.ScriptModule):
-                self._tracker.values.assume(_SCRIPTED)
+                self._device_state.values.assume(_SCRIPTED)
                 return original(tensor, other)
             with torch.DisableTorchFunction():
                 one_is_virtual = tensor.is_meta != other.is_meta
-                believed = {self._tracker.device_of(tensor), self._tracker.device_of(other)}
+                believed = {self._device_state.device_of(tensor), self._device_state.device_of(other)}
             return (one_is_virtual and "meta" not in believed) or original(tensor, other)
 
         return have_compatible_data

@@ -19,16 +19,16 @@ class CublasWorkspaces:
         self._size: CublasWorkspace | None = None
         self._workspaces: dict[str, int] = {}
 
-    def take(self, machine: DeviceState, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
+    def take(self, device_state: DeviceState, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
         """Allocate the workspace of a matrix product of `args` on `gpu`, unless its handle and stream have one."""
         if self._size is None:
-            self._size = CublasWorkspace.of(machine.gpu.compute_capability, machine.gpu.release)
+            self._size = CublasWorkspace.of(device_state.gpu.compute_capability, device_state.gpu.release)
         if not self._size.permanent:
-            machine.transients([self._size.num_bytes], operator.name, place, gpu)
+            device_state.transients([self._size.num_bytes], operator.name, place, gpu)
             return
-        thread = "backward" if in_backward() else machine.turn.thread or "forward"
-        handle = f"{thread} {gpu} {machine.recorder.streams.get_current_stream(gpu)}"
-        storages = machine.recorder.storages
+        thread = "backward" if in_backward() else device_state.turn.thread or "forward"
+        handle = f"{thread} {gpu} {device_state.recorder.streams.get_current_stream(gpu)}"
+        storages = device_state.recorder.storages
         if handle not in self._workspaces:
             self._workspaces[handle] = storages.allocate_without_tensor(self._size.num_bytes, WORKSPACE, place, gpu)
         lt = "lt " + handle
@@ -36,8 +36,8 @@ class CublasWorkspaces:
         if is_lt and self._size.lt_num_bytes and lt not in self._workspaces:
             self._workspaces[lt] = storages.allocate_without_tensor(self._size.lt_num_bytes, LT_WORKSPACE, place, gpu)
 
-    def clear(self, machine: DeviceState) -> None:
+    def clear(self, device_state: DeviceState) -> None:
         """Free all workspaces, as `clearCublasWorkspaces` of CublasHandlePool.cpp does."""
         for index in self._workspaces.values():
-            machine.recorder.storages.free_without_tensor(index)
+            device_state.recorder.storages.free_without_tensor(index)
         self._workspaces.clear()

@@ -18,8 +18,8 @@ _device_named = functools.cache(torch.device)
 class DeviceAnswers:
     """Replacements for the attributes and functions that report a tensor's device."""
 
-    def __init__(self, tracker: DeviceState) -> None:
-        self._tracker = tracker
+    def __init__(self, device_state: DeviceState) -> None:
+        self._device_state = device_state
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return the handlers of the function mode: torch function -> replacement."""
@@ -34,7 +34,7 @@ class DeviceAnswers:
     def believed(self, tensor: torch.Tensor) -> str:
         """Return the device that the program believes `tensor` to be on."""
         with torch.DisableTorchFunction():
-            return self._tracker.device_of(tensor)
+            return self._device_state.device_of(tensor)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the device that the program believes `tensor` to be on, as a torch.device."""
@@ -42,7 +42,7 @@ class DeviceAnswers:
             tensor = unwrap(tensor)
             if not tensor.is_meta:
                 return tensor.device
-            believed = self._tracker.device_of(tensor)
+            believed = self._device_state.device_of(tensor)
         return _device_named(believed)
 
     def _get_device(self, tensor: torch.Tensor) -> int:
@@ -57,10 +57,10 @@ class DeviceAnswers:
         def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
             with torch.DisableTorchFunction():
                 virtual = has_memory(tensor) and tensor.is_meta
-                device = self._tracker.device_of(tensor) if virtual else "meta"
+                device = self._device_state.device_of(tensor) if virtual else "meta"
                 if device == "meta":
                     return original(tensor, **kwargs)
-                known = self._tracker.values.store.get(tensor.detach())
+                known = self._device_state.values.store.get(tensor.detach())
                 if known is None and tensor.dim() == 0:
                     known = read(tensor)
                 kind = torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)  # as torch prints it

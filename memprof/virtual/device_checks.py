@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 _TAKES_SEVERAL_GPUS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
 
 
-def settle_gpu(machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
+def settle_gpu(device_state: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
     """Set the GPU, one of several, on which `call` runs: the GPU of its first tensor, else the requested GPU.
 
     Raises:
@@ -29,57 +29,59 @@ def settle_gpu(machine: DeviceState, operator: OpInfo, call: OperatorCall, place
     """
     virtual_tensors = [tensor for tensor in call.tensors if tensor.is_meta]
     # An empty tensor has no storage in the trace, and so no known device, unless the program made it itself.
-    devices = map(machine.device_of, [tensor for tensor in virtual_tensors if tensor.numel()] or virtual_tensors)
+    devices = map(device_state.device_of, [tensor for tensor in virtual_tensors if tensor.numel()] or virtual_tensors)
     gpus_of_tensors = list(filter(is_gpu, devices))
     if not gpus_of_tensors:
-        requested = machine.factory_device
-        call.gpu = requested if requested is not None and is_gpu(requested) else machine.nodes.current_gpu()
+        requested = device_state.factory_device
+        call.gpu = requested if requested is not None and is_gpu(requested) else device_state.nodes.current_gpu()
         return
     call.gpu = gpus_of_tensors[0]
-    machine.nodes.note_gpu(gpus_of_tensors[0])
+    device_state.nodes.note_gpu(gpus_of_tensors[0])
     # Operators on lists process the tensors one by one where they are on several GPUs (native/ForeachUtils.h).
     if (
         len(set(gpus_of_tensors)) > 1
         and operator.packet not in _TAKES_SEVERAL_GPUS
         and not operator.name.startswith("aten._foreach_")
     ):
-        note_mismatch(machine, operator.name, call.tensors, place)
-        raise RuntimeError(mismatch_error(operator.name, machine.recorder.trace.mismatches[-1].operands))
+        note_mismatch(device_state, operator.name, call.tensors, place)
+        raise RuntimeError(mismatch_error(operator.name, device_state.recorder.trace.mismatches[-1].operands))
 
 
-def check_devices(machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
+def check_devices(device_state: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
     """Note a call that breaks CUDA's device rule; move its host tensors to meta where it needs that to run."""
     if not call.on_gpu:
         # Small host tensors are real, large host tensors virtual: their mix is no mismatch.
         if any(t.dim() for t in call.real):
-            _make_virtual(machine, call)
-    elif breaks_rule(machine, operator, call):
-        note_mismatch(machine, operator.name, call.tensors, place)
-        _make_virtual(machine, call)
+            _make_virtual(device_state, call)
+    elif breaks_rule(device_state, operator, call):
+        note_mismatch(device_state, operator.name, call.tensors, place)
+        _make_virtual(device_state, call)
 
 
-def breaks_rule(machine: DeviceState, operator: OpInfo, call: OperatorCall) -> bool:
+def breaks_rule(device_state: DeviceState, operator: OpInfo, call: OperatorCall) -> bool:
     """Return whether CUDA refuses a call on the GPU because some of its tensors are on the host."""
-    host_tensors = [*call.real, *(t for t in call.tensors if t.is_meta and machine.device_of(t) == HOST)]
+    host_tensors = [*call.real, *(t for t in call.tensors if t.is_meta and device_state.device_of(t) == HOST)]
     return not operator.mixes_devices and not all(operator.takes_of_host(tensor) for tensor in host_tensors)
 
 
-def _make_virtual(machine: DeviceState, call: OperatorCall) -> None:
+def _make_virtual(device_state: DeviceState, call: OperatorCall) -> None:
     """Replace the real host tensors of `call` by meta tensors, so that the call can run on meta."""
 
     def record_moved(tensor: torch.Tensor, moved: torch.Tensor) -> None:
-        machine.record_copy(moved)  # a sparse result may refer to the copy
-        if machine.values.store.is_trackable(moved):
-            machine.values.store.set(moved, tensor)
+        device_state.record_copy(moved)  # a sparse result may refer to the copy
+        if device_state.values.store.is_trackable(moved):
+            device_state.values.store.set(moved, tensor)
 
-    call.set_arguments(to_meta(call.args, record_moved), to_meta(call.kwargs, record_moved), machine)
+    call.set_arguments(to_meta(call.args, record_moved), to_meta(call.kwargs, record_moved), device_state)
 
 
-def note_mismatch(machine: DeviceState, op: str, tensors: list[torch.Tensor], place: CallSite | None = None) -> None:
+def note_mismatch(
+    device_state: DeviceState, op: str, tensors: list[torch.Tensor], place: CallSite | None = None
+) -> None:
     """Note a call that raises on a real GPU, with the operator, its operands and the source line."""
-    recorder = machine.recorder
+    recorder = device_state.recorder
     place = place or recorder.attribution.find_call_site(sys._getframe(1))
-    operands = tuple(_describe_operand(machine, tensor) for tensor in tensors)
+    operands = tuple(_describe_operand(device_state, tensor) for tensor in tensors)
     recorder.trace.mismatches.append(
         DeviceMismatch(
             len(recorder.trace.events), recorder.writer.get_op_index(op), place.module, place.source, operands
@@ -87,17 +89,17 @@ def note_mismatch(machine: DeviceState, op: str, tensors: list[torch.Tensor], pl
     )
 
 
-def _describe_operand(machine: DeviceState, tensor: torch.Tensor) -> Operand:
+def _describe_operand(device_state: DeviceState, tensor: torch.Tensor) -> Operand:
     tensor = next(iter(get_sparse_parts(tensor)), tensor)
     storage = tensor.untyped_storage()
     source = -1
     if tensor.is_meta:
-        index = machine.recorder.storages.index_by_address.get(storage._cdata)
+        index = device_state.recorder.storages.index_by_address.get(storage._cdata)
         if index is not None:
-            source = machine.recorder.trace.storages[index].source
+            source = device_state.recorder.trace.storages[index].source
     else:
-        ref, origin = machine.host_sources.get(storage._cdata, (lambda: None, -1))
+        ref, origin = device_state.host_sources.get(storage._cdata, (lambda: None, -1))
         if ref() is storage:
             source = origin
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Operand(machine.device_of(tensor), tuple(tensor.shape), dtype, source)
+    return Operand(device_state.device_of(tensor), tuple(tensor.shape), dtype, source)

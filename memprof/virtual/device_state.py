@@ -1,7 +1,7 @@
 """The machine that the program believes in: where each tensor lives, and the record of new storages.
 
 Kernels and the handlers of Python code use the virtual GPU through this class. dispatch_mode.py derives a dispatch mode
-from it, so that operators called `with machine:` run on the virtual GPU in turn.
+from it, so that operators called `with device_state:` run on the virtual GPU in turn.
 """
 
 from __future__ import annotations

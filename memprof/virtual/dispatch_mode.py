@@ -62,7 +62,7 @@ _FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "
 def _restore_factories() -> Iterator[None]:
     """Context manager: restore torch's own factories, which a program may have replaced (nanotron)."""
     with PatchSet() as patches:
-        patches.set_all((torch, name, factory) for name, factory in _FACTORIES.items())
+        patches.apply_all((torch, name, factory) for name, factory in _FACTORIES.items())
         yield
 
 

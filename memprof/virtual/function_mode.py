@@ -41,24 +41,24 @@ class OwnFunctionMode(TorchFunctionMode):
 class FunctionMode(OwnFunctionMode):
     """The function mode that runs torch functions for the virtual GPU; each attribute handles one kind of function."""
 
-    def __init__(self, tracker: DeviceState) -> None:
+    def __init__(self, device_state: DeviceState) -> None:
         super().__init__()
-        self._tracker = tracker
-        self.answers = answers = DeviceAnswers(tracker)
-        moves = Moves(tracker, answers, self, self._run)
+        self._device_state = device_state
+        self.answers = answers = DeviceAnswers(device_state)
+        moves = Moves(device_state, answers, self, self._run)
         self.kinds = moves.kinds
-        self._mixed = mixed = MixedDevices(tracker, answers.believed, moves.to, self.kinds)
-        self.autocast = Autocast(tracker.is_on_gpu)
-        self.interchange = Interchange(tracker, moves.to, self)
+        self._mixed = mixed = MixedDevices(device_state, answers.believed, moves.to, self.kinds)
+        self.autocast = Autocast(device_state.is_on_gpu)
+        self.interchange = Interchange(device_state, moves.to, self)
         read, note_pinned = self.interchange.read_values, self.interchange.mark_pinned
-        self.assignments = Assignments(tracker, answers, moves.to, mixed, self.kinds, read)
-        made = TensorsFromData(tracker, answers, moves, mixed, self._run, read, note_pinned)
+        self.assignments = Assignments(device_state, answers, moves.to, mixed, self.kinds, read)
+        made = TensorsFromData(device_state, answers, moves, mixed, self._run, read, note_pinned)
         self.is_off = False  # in a forked child, where functions run as without this mode
         # Operators of libraries that were registered for this run.
         self._cuda_operators: list[Any] = []
         self._float32_operators: list[Any] = []
         self._factories = dispatch.device_constructors()
-        chosen = {func: self._wrap_composite(choose) for func, choose in registry.composites(tracker).items()}
+        chosen = {func: self._wrap_composite(choose) for func, choose in registry.composites(device_state).items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{func: func for func in _READS_METADATA},
             **chosen,
@@ -110,16 +110,18 @@ class FunctionMode(OwnFunctionMode):
                     kwargs = {**(kwargs or {}), "device": _META}
                     for name in ("pin_memory", "generator"):  # meta tensors accept neither
                         kwargs.pop(name, None)
-                    return self._call_on(self._tracker.gpus.named(wanted), func, args, kwargs)
+                    return self._call_on(self._device_state.gpus.named(wanted), func, args, kwargs)
                 if wanted.type == "meta":
                     result = self._call_on("meta", func, args, {**(kwargs or {}), "device": _META})
                     for tensor in find_tensors(result):
                         if not tensor.numel():
-                            self._tracker.recorder.storages.device_by_empty_storage[tensor.untyped_storage()] = "meta"
+                            self._device_state.recorder.storages.device_by_empty_storage[tensor.untyped_storage()] = (
+                                "meta"
+                            )
                     return result
             for position, arg in enumerate(args):
                 if type(arg) is torch.device and arg.type == "cuda":
-                    gpu = self._tracker.gpus.named(arg)
+                    gpu = self._device_state.gpus.named(arg)
                     return self._call_on(gpu, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
             if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].requires_grad and in_place(func):
                 args = self._mixed.writable(func, args, kwargs or {})
@@ -132,16 +134,16 @@ class FunctionMode(OwnFunctionMode):
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `func`; run it again with all tensors on the GPU if it mixed devices and cannot go on with them."""
         args, kwargs = self.kinds.alike(func, args, kwargs)
-        tracker = self._tracker
-        mismatches = tracker.recorder.trace.mismatches
+        device_state = self._device_state
+        mismatches = device_state.recorder.trace.mismatches
         before = len(mismatches)
         try:
             # The same as `MixedDevices.inside`, which would add a frame below every operator.
-            outer, tracker.calling = tracker.calling, args
+            outer, device_state.calling = device_state.calling, args
             try:
                 result = func(*args, **kwargs)
             finally:
-                tracker.calling = outer
+                device_state.calling = outer
         except RuntimeError as error:
             if not self._mixed.is_mismatch(error, func, args, kwargs, noted=len(mismatches) > before):
                 raise
@@ -154,9 +156,9 @@ class FunctionMode(OwnFunctionMode):
             numbers = False
         return self._mixed.run_moved(func, args, kwargs, numbers=numbers)
 
-    def of_thread(self, tracker: DeviceState) -> FunctionMode:
-        """Return the function mode of another thread, whose dispatch mode is `tracker`."""
-        mode = FunctionMode(tracker)
+    def of_thread(self, device_state: DeviceState) -> FunctionMode:
+        """Return the function mode of another thread, whose dispatch mode is `device_state`."""
+        mode = FunctionMode(device_state)
         mode.interchange.share_state(self.interchange)
         mode.run_cuda_kernels_of(self._cuda_operators)
         mode.run_in_float32(self._float32_operators)
@@ -191,12 +193,12 @@ class FunctionMode(OwnFunctionMode):
     def _run_cuda_kernel(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = find_tensors([*args, *kwargs.values()])
         with self:
-            if any(self._tracker.is_on_gpu(tensor) for tensor in tensors):
+            if any(self._device_state.is_on_gpu(tensor) for tensor in tensors):
                 return operator.redispatch(_CUDA_KERNEL, *args, **kwargs)
         return operator(*args, **kwargs)
 
     def _call_on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
-        with self._tracker.factory_device_as(device):
+        with self._device_state.factory_device_as(device):
             return func(*args, **kwargs)
 
     def _wrap_composite(self, choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +208,7 @@ class FunctionMode(OwnFunctionMode):
     def _run_finiteness_test(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Run isfinite, isnan or isinf; unknown numbers are finite (values/policy.py)."""
         result: torch.Tensor = func(tensor)
-        values = self._tracker.values
+        values = self._device_state.values
         with torch.DisableTorchFunction(), disable_current_modes():
             if result.is_meta and values.store.get(tensor.detach()) is None:
                 values.store.set_uniform(result, _NONFINITE[func])

@@ -13,7 +13,7 @@ from torch import nn
 
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.patching import Extension, extensions_in
+from memprof.patching import Extension, find_extensions
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
@@ -55,7 +55,7 @@ class VirtualGpu(Watch):
         # Source lines that have read an unknown value -> whether the line only prints the value.
         self._only_show: dict[int, bool] = {}
         self._growth = GrowthWatch(self.recorder)
-        self._extensions = [*(kind() for kind in extensions_in(*_FOLDERS)), *extensions]
+        self._extensions = [*(kind() for kind in find_extensions(*_FOLDERS)), *extensions]
         self._refused: Failure | None = None
         self._num_models_noted = 0  # number of models whose distribution over ranks is noted
         self._context = InstallContext(
@@ -71,8 +71,8 @@ class VirtualGpu(Watch):
         if chosen.refuses:
             self.recorder.storages.find_oom_message = self._oom_message
         self._context.values.policy.on_unknown_read = self._note_unknown
-        self.tracker = self._context.tracker
-        self._updates = self.tracker.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
+        self.dispatch_mode = self._context.dispatch_mode
+        self._updates = self.dispatch_mode.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
         self._updates.on_step = lambda: self._growth.record_phase_begin(PhaseKind.OPTIMIZER_STEP, in_step=True)
         self.recorder.storages.on_free = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return
@@ -81,7 +81,7 @@ class VirtualGpu(Watch):
     def trace(self) -> Trace:
         """Return the trace of the recorded events."""
         trace = self.recorder.trace
-        trace.work = self.tracker.meter.finish()
+        trace.work = self.dispatch_mode.meter.finish()
         self._write_facts(trace)
         return trace
 
@@ -140,7 +140,7 @@ class VirtualGpu(Watch):
                 self.recorder,
                 self.find_error_phase(error),
                 self._unknown_read,
-                type(self.tracker).__torch_dispatch__.__code__,
+                type(self.dispatch_mode).__torch_dispatch__.__code__,
             )
         if error is None and self.phases.is_recognizing:
             self._growth.record_run_end()
@@ -162,13 +162,13 @@ class VirtualGpu(Watch):
         context = self._context
         self._watch_program()
         for extension in self._extensions:
-            self._patches.set_all(extension.patches(context))
+            self._patches.apply_all(extension.patches(context))
             self._stack.enter_context(extension.around(context))
         for extension in self._extensions:
             for name in extension.imports:
-                self._patches.on_import(name, functools.partial(extension.patches_of, context=context))
+                self._patches.apply_on_import(name, functools.partial(extension.make_module_patches, context=context))
         self._stack.enter_context(context.function_mode)
-        self._stack.enter_context(self.tracker)
+        self._stack.enter_context(self.dispatch_mode)
 
     def _remove(self) -> None:
         global _active
@@ -205,7 +205,7 @@ class VirtualGpu(Watch):
 
     def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._handle_outermost_call(module, index, args, kwargs)
-        self.tracker.caches.record_call(index, (*args, *kwargs.values()))
+        self.dispatch_mode.caches.record_call(index, (*args, *kwargs.values()))
         if self._is_recognizing_calls:
             self._growth.record_call(module, index)
 
@@ -216,7 +216,7 @@ class VirtualGpu(Watch):
 
     def _outermost_return(self, result: Any) -> None:
         """Note that the outermost call of a model returns."""
-        self.tracker.caches.record_call_result(result)
+        self.dispatch_mode.caches.record_call_result(result)
         if self._is_recognizing_calls:
             self._growth.record_call_result(result)
 

@@ -52,8 +52,8 @@ class _Placement(NamedTuple):
 class HostKinds:
     """Conversions that give operands and gradients one kind of host tensor, where autograd records them."""
 
-    def __init__(self, machine: DeviceState, move: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        self._machine = machine
+    def __init__(self, device_state: DeviceState, move: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        self._device_state = device_state
         self._move = move
         # Nodes of Functions written in Python -> position of an argument -> placement of the tensor.
         self._inputs: weakref.WeakKeyDictionary[Any, dict[int, _Placement | None]] = weakref.WeakKeyDictionary()
@@ -113,17 +113,17 @@ class HostKinds:
 
     def to_virtual(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a virtual copy of a real host tensor, with its numbers; autograd records the copy."""
-        with torch.DisableTorchFunction(), self._machine.factory_device_as(HOST):
+        with torch.DisableTorchFunction(), self._device_state.factory_device_as(HOST):
             return torch.ops.aten._to_copy.default(tensor, device=_META)
 
     def to_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real copy of a virtual host tensor, with numbers by the policy; autograd records the copy."""
-        with torch.DisableTorchFunction(), self._machine.factory_device_as(REAL):
+        with torch.DisableTorchFunction(), self._device_state.factory_device_as(REAL):
             return torch.ops.aten._to_copy.default(tensor, device=_CPU)
 
     def _is_virtual(self, tensor: torch.Tensor) -> bool:
         with torch.DisableTorchFunction():
-            return tensor.is_meta and type(tensor) in _PLAIN and self._machine.device_of(tensor) == HOST
+            return tensor.is_meta and type(tensor) in _PLAIN and self._device_state.device_of(tensor) == HOST
 
     def _is_real(self, tensor: torch.Tensor) -> bool:
         with torch.DisableTorchFunction():
@@ -255,7 +255,7 @@ class HostKinds:
         with torch.DisableTorchFunction():
             if not tensor.numel():
                 return None
-            device = self._machine.device_of(tensor)
+            device = self._device_state.device_of(tensor)
             return _Placement(device, tensor.is_meta) if device == HOST or is_gpu(device) else None
 
     def _check_gradient(self, gradient: Any, place: _Placement | None, message: str) -> Any:

@@ -28,22 +28,22 @@ class InPlaceOperators:
     def __init__(self) -> None:
         self._changes_nothing: set[Any] = set()  # keys of calls that do nothing to meta tensors
 
-    def run(self, machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
+    def run(self, device_state: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
         """Run one call, and return its result."""
         target = call.args[0] if call.args and isinstance(call.args[0], torch.Tensor) else None
         if call.real and not (call.on_gpu or call.on_host or call.on_meta):
             return call.func(*call.args, **call.kwargs)
         if target is None or "out" in call.kwargs:
-            return self._run_on_lists_or_out(machine, operator, call, place)
+            return self._run_on_lists_or_out(device_state, operator, call, place)
         if operator.scratch is not None and call.on_gpu:
-            machine.transients(operator.scratch(call.args, machine.gpu), operator.name, place, call.gpu)
+            device_state.transients(operator.scratch(call.args, device_state.gpu), operator.name, place, call.gpu)
         if operator.uses_cublas and call.on_gpu:
-            machine.take_workspace(operator, call.args, place, call.gpu)
+            device_state.take_workspace(operator, call.args, place, call.gpu)
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors are not recorded: their addresses may be reused by recorded storages.
-        is_live = address in machine.recorder.storages.index_by_address
-        if is_live and (machine.values.store.is_known(address) or call.func.overloadpacket in OVERWRITES):
-            machine.values.write(call.func, call.args, call.kwargs, target)
+        is_live = address in device_state.recorder.storages.index_by_address
+        if is_live and (device_state.values.store.is_known(address) or call.func.overloadpacket in OVERWRITES):
+            device_state.values.write(call.func, call.args, call.kwargs, target)
         key, changes_nothing = self._look_up(call)
         if changes_nothing:
             return target
@@ -53,23 +53,25 @@ class InPlaceOperators:
         except NotImplementedError:
             if not fills_arguments(call.func):
                 raise
-            return _run_as_fill(machine, call)
+            return _run_as_fill(device_state, call)
         # An operator that only exchanged the storage (set_) has allocated none.
         if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
-            _record_growth(machine, target, operator, place)
+            _record_growth(device_state, target, operator, place)
         if result is not target and call.on_gpu:
             # The operator writes into one argument and also returns a new tensor (rrelu_with_noise).
             made = [tensor for tensor in find_tensors(result) if tensor is not target]
-            machine.record(made, operator.name, place, call.gpu)
+            device_state.record(made, operator.name, place, call.gpu)
         # Operators that change the tensor's own sizes (t_, squeeze_) must run every time.
         is_unchanged = result is target and operator.packet not in MOVES_STORAGE and _layout(target) == layout
         if key is not None and is_unchanged:
             self._changes_nothing.add(key)
         return result
 
-    def _run_on_lists_or_out(self, machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
+    def _run_on_lists_or_out(
+        self, device_state: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite
+    ) -> Any:
         if operator.name.startswith(("aten._foreach_", "aten._fused_")) and not call.real:
-            _forget_written(machine, call)
+            _forget_written(device_state, call)
             return None
         outs = [t for t in find_tensors(list(call.kwargs.values())) if t.is_meta]
         before = [t.untyped_storage().nbytes() for t in outs]
@@ -77,21 +79,21 @@ class InPlaceOperators:
         known: Any = None
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
             empty = torch.empty(0, dtype=outs[0].dtype)
-            known = machine.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
-        with machine.hidden(copies, operator.name, place, call.gpu):
+            known = device_state.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
+        with device_state.hidden(copies, operator.name, place, call.gpu):
             if operator.uses_cublas and call.on_gpu:
-                machine.take_workspace(operator, call.args, place, call.gpu)
+                device_state.take_workspace(operator, call.args, place, call.gpu)
             try:
                 result = self._run_into_out(operator, call)
             except NotImplementedError:
                 if not fills_arguments(call.func):
                     raise
-                return _run_as_fill(machine, call)
-        store = machine.values.store
+                return _run_as_fill(device_state, call)
+        store = device_state.values.store
         for out, size in zip(outs, before, strict=True):
             store.drop(out.untyped_storage()._cdata)
             if out.untyped_storage().nbytes() != size:
-                _record_growth(machine, out, operator, place)
+                _record_growth(device_state, out, operator, place)
         whole = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
         is_new_value = whole and isinstance(known, torch.Tensor) and known.shape == outs[0].shape
         if is_new_value and store.is_trackable(outs[0]):
@@ -125,32 +127,32 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.size(), tensor.stride(), tensor.untyped_storage().nbytes()
 
 
-def _run_as_fill(machine: DeviceState, call: OperatorCall) -> Any:
+def _run_as_fill(device_state: DeviceState, call: OperatorCall) -> Any:
     """Run an operator without a meta kernel as one that only fills its arguments."""
-    machine.values.assume(
+    device_state.values.assume(
         f"{call.func._schema.name} has no kernel that works without data: as it returns nothing but what it is "
         "given, it fills that and allocates nothing."
     )
-    _forget_written(machine, call)
+    _forget_written(device_state, call)
     return given_back(call)
 
 
-def _forget_written(machine: DeviceState, call: OperatorCall) -> None:
+def _forget_written(device_state: DeviceState, call: OperatorCall) -> None:
     """Forget the known values of the tensors that `call` writes into."""
     for tensor in find_tensors(written(call)):
-        machine.values.store.drop(tensor.untyped_storage()._cdata)
+        device_state.values.store.drop(tensor.untyped_storage()._cdata)
 
 
-def _record_growth(machine: DeviceState, tensor: torch.Tensor, operator: OpInfo, place: CallSite) -> None:
+def _record_growth(device_state: DeviceState, tensor: torch.Tensor, operator: OpInfo, place: CallSite) -> None:
     """Record that an operator resized `tensor`'s storage: CUDA frees the old block and allocates a new one."""
-    storage, storages = tensor.untyped_storage(), machine.recorder.storages
+    storage, storages = tensor.untyped_storage(), device_state.recorder.storages
     index = storages.index_by_address.get(storage._cdata)
     device = (
         storages.device_by_empty_storage.get(storage, GPU)
         if index is None
-        else machine.recorder.trace.storages[index].device
+        else device_state.recorder.trace.storages[index].device
     )
     if index is not None:
         storages.free(index)
     if storage.nbytes():
-        machine.record([tensor], operator.name, place, device)
+        device_state.record([tensor], operator.name, place, device)

@@ -90,10 +90,12 @@ class InstallContext:
         # GeForce GPUs do not read each other's memory: NVIDIA's driver disables peer access.
         self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
-        self.tracker = DispatchMode(recorder, self.values, DeviceProperties.of(gpu), self.gpus, options.workspaces)
-        self.function_mode = FunctionMode(self.tracker)
-        self.tracker.function_mode = self.function_mode
-        self.is_on_gpu = self.tracker.is_on_gpu
+        self.dispatch_mode = DispatchMode(
+            recorder, self.values, DeviceProperties.of(gpu), self.gpus, options.workspaces
+        )
+        self.function_mode = FunctionMode(self.dispatch_mode)
+        self.dispatch_mode.function_mode = self.function_mode
+        self.is_on_gpu = self.dispatch_mode.is_on_gpu
         self.memory = AllocatorAnswers(recorder, options.memory)
         self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
         self.channel = channel = options.channel
@@ -115,7 +117,7 @@ class InstallContext:
 
     def keep_workspace(self, num_bytes: int, name: str) -> None:
         """Allocate a library's permanent workspace on the current GPU."""
-        if self.tracker.workspaces:
+        if self.dispatch_mode.workspaces:
             place = self.recorder.attribution.find_call_site(sys._getframe(1))
             self.recorder.storages.allocate_without_tensor(num_bytes, name, place, self.gpus.named())
 

@@ -22,21 +22,21 @@ class KernelContext:
     """The call that a kernel simulates, and the operations that a kernel may use.
 
     `args` and `kwargs` are the operator's; their tensors are on torch's meta device, except small tensors on the host.
-    `gpu` has the device properties, `values` the known numbers, `machine` everything else.
+    `gpu` has the device properties, `values` the known numbers, `device_state` everything else.
     """
 
-    __slots__ = ("args", "call", "func", "gpu", "kwargs", "machine", "operator", "place", "values")
+    __slots__ = ("args", "call", "device_state", "func", "gpu", "kwargs", "operator", "place", "values")
 
-    def __init__(self, machine: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
-        self.machine = machine
+    def __init__(self, device_state: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
+        self.device_state = device_state
         self.operator = operator
         self.call = call
         self.func = call.func
         self.args = call.args
         self.kwargs = call.kwargs
         self.place = place
-        self.gpu = machine.gpu
-        self.values = machine.values
+        self.gpu = device_state.gpu
+        self.values = device_state.values
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be passed by position, by name or not at all."""
@@ -50,17 +50,17 @@ class KernelContext:
     @property
     def lacks_peers(self) -> bool:
         """Return whether the run has several GPUs that do not read each other's memory."""
-        return self.machine.gpus.several and not self.machine.gpus.are_peers
+        return self.device_state.gpus.several and not self.device_state.gpus.are_peers
 
     def maker_of(self, tensor: torch.Tensor) -> str:
         """Return the operator that allocated `tensor`; empty if unknown."""
-        trace, index = self.machine.recorder.trace, self.machine.recorder.storages.get_index(tensor)
+        trace, index = self.device_state.recorder.trace, self.device_state.recorder.storages.get_index(tensor)
         return trace.op(trace.storages[index]) if index != NONE else ""
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
         """Record, in this order, the meta tensors that the operator (or `op`, which it calls) makes."""
         made = [tensor for tensor in tensors if tensor is not None]
-        self.machine.record(made, op or self.operator.name, self.place, device or self.device)
+        self.device_state.record(made, op or self.operator.name, self.place, device or self.device)
 
     def new(
         self, shape: Any, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
@@ -72,7 +72,7 @@ class KernelContext:
 
     def record_real(self, tensor: torch.Tensor) -> None:
         """Record a host tensor that has data."""
-        self.machine.record_real(tensor, self.operator.name, self.place)
+        self.device_state.record_real(tensor, self.operator.name, self.place)
 
     def known(self, result: Any) -> Any:
         """Return new tensors with the values of the real tensors in `result`; meta tensors give shapes alone."""
@@ -92,36 +92,36 @@ class KernelContext:
         host."""
         if self.device == HOST:
             return contextlib.nullcontext()
-        return self.machine.hidden(sizes, self.operator.name, self.place, gpu or self.call.gpu)
+        return self.device_state.hidden(sizes, self.operator.name, self.place, gpu or self.call.gpu)
 
     def transients(self, *sizes: int, gpu: str | None = None) -> None:
         """Allocate scratch memory of these sizes in bytes, then free it at once; none on the host."""
         if self.device != HOST:
-            self.machine.transients(sizes, self.operator.name, self.place, gpu or self.call.gpu)
+            self.device_state.transients(sizes, self.operator.name, self.place, gpu or self.call.gpu)
 
     def workspace(self, num_bytes: int, most_bytes: int) -> None:
         """Allocate and free a library's workspace for this call: `num_bytes` by a rule, `most_bytes` at most."""
-        self.machine.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.gpu)
+        self.device_state.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.gpu)
 
     def wait(self) -> None:
         """Make the host wait until the GPU has finished all work launched before."""
-        self.machine.recorder.streams.record_host_wait(self.call.gpu)
+        self.device_state.recorder.streams.record_host_wait(self.call.gpu)
 
     def run(self) -> Any:
         """Run and record the operator as one without a kernel of its own."""
-        return self.machine.allocating(self.operator, self.call, self.place)
+        return self.device_state.allocating(self.operator, self.call, self.place)
 
     def inside(self) -> AbstractContextManager[Any]:
         """Context manager: operators called under it run on the virtual GPU in turn."""
-        return self.machine
+        return self.device_state
 
     def note_mismatch(self) -> None:
         """Note that this call raises on a real GPU, because of the devices of its tensors."""
-        note_mismatch(self.machine, self.operator.name, self.call.tensors, self.place)
+        note_mismatch(self.device_state, self.operator.name, self.call.tensors, self.place)
 
     def accumulates_in_place(self) -> bool:
         """Return whether this addition is the engine's, to a gradient with no other reference: see engine.py."""
-        recorder = self.machine.recorder
+        recorder = self.device_state.recorder
         index = recorder.storages.index_by_address.get(self.args[0].untyped_storage()._cdata, NONE)
         made = recorder.attribution.is_made_by_node(index)
-        return self.machine.accumulation.is_in_place(self.args, self.kwargs, made)
+        return self.device_state.accumulation.is_in_place(self.args, self.kwargs, made)

@@ -25,9 +25,13 @@ class MixedDevices:
     """Calls that mix host and GPU tensors. `believed` returns a tensor's device, `to` moves a tensor."""
 
     def __init__(
-        self, tracker: DeviceState, believed: Callable[[torch.Tensor], str], to: Callable[..., Any], kinds: HostKinds
+        self,
+        device_state: DeviceState,
+        believed: Callable[[torch.Tensor], str],
+        to: Callable[..., Any],
+        kinds: HostKinds,
     ) -> None:
-        self._tracker = tracker
+        self._device_state = device_state
         self._believed = believed
         self._to = to
         self._kinds = kinds
@@ -44,7 +48,7 @@ class MixedDevices:
         if not noted:
             with torch.DisableTorchFunction():
                 tensors = find_tensors([*args, *kwargs.values()])
-                note_mismatch(self._tracker, f"aten.{func.__name__}", tensors)
+                note_mismatch(self._device_state, f"aten.{func.__name__}", tensors)
         return True
 
     def run_moved(self, func: Callable[..., Any], args: Any, kwargs: Any, *, numbers: bool) -> Any:
@@ -64,7 +68,7 @@ class MixedDevices:
             has_host and torch.is_grad_enabled() and isinstance(target, torch.Tensor) and is_gpu(self._believed(target))
         ):
             return args
-        mismatches = self._tracker.recorder.trace.mismatches
+        mismatches = self._device_state.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
             func(target.detach(), *(a.detach() if isinstance(a, torch.Tensor) else a for a in args[1:]), **kwargs)
@@ -77,7 +81,7 @@ class MixedDevices:
         """
         if not is_gpu(self._believed(tensor)) or self._believed(value) != HOST:
             return value
-        mismatches = self._tracker.recorder.trace.mismatches
+        mismatches = self._device_state.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
             torch.Tensor.__setitem__(tensor.detach(), index, value.detach())
@@ -92,7 +96,7 @@ class MixedDevices:
         tensors = [tensor for tensor in find_tensors(list(args)) if tensor.is_floating_point()]
         if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
             with torch.DisableTorchFunction():
-                note_mismatch(self._tracker, op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
+                note_mismatch(self._device_state, op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
             args = tuple(
                 arg if isinstance(arg, torch.Tensor) and not arg.is_floating_point() else self._to_gpu(arg, tensors)
                 for arg in args
@@ -105,12 +109,12 @@ class MixedDevices:
 
     def inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `func` with its arguments noted in the dispatch mode: C++ makes new tensors on their device."""
-        tracker = self._tracker
-        outer, tracker.calling = tracker.calling, args
+        device_state = self._device_state
+        outer, device_state.calling = device_state.calling, args
         try:
             return func(*args, **kwargs)
         finally:
-            tracker.calling = outer
+            device_state.calling = outer
 
     def _to_gpu(self, value: Any, reference: Any, numbers: bool = False) -> Any:
         """Return arguments of a call that mixed devices, with host tensors moved, and recorded by autograd, to the GPU

@@ -24,14 +24,14 @@ class Moves:
     """Handlers of the functions that move a tensor."""
 
     def __init__(
-        self, tracker: DeviceState, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
+        self, device_state: DeviceState, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
     ) -> None:
-        self._tracker = tracker
+        self._device_state = device_state
         self._believed = answers.believed
         self._device = answers.device
         self._mode = mode
         self._run = run
-        self.kinds = HostKinds(tracker, self._move_gradient)
+        self.kinds = HostKinds(device_state, self._move_gradient)
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return the handlers of the function mode: torch function -> replacement."""
@@ -73,7 +73,7 @@ class Moves:
             wanted = believed
         else:
             other = "meta" if device.type == "meta" else HOST
-            wanted = self._tracker.gpus.named(device) if device.type == "cuda" else other
+            wanted = self._device_state.gpus.named(device) if device.type == "cuda" else other
         dtype = dtype or tensor.dtype
         if wanted == believed and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
             return tensor
@@ -88,7 +88,7 @@ class Moves:
 
     def _copy_to(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
         """Return a copy on another device, with a hook that returns gradients to the source device."""
-        with self._tracker.factory_device_as(wanted):
+        with self._device_state.factory_device_as(wanted):
             made: torch.Tensor = torch.ops.aten._to_copy.default(tensor, **kwargs)
         if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
             made.grad_fn.register_hook(self._make_gradient_hook(believed))
@@ -124,7 +124,7 @@ class Moves:
         """Run `copy_`. Between GPUs, a source that needs a gradient is moved first, with a gradient hook."""
         if isinstance(source, torch.Tensor) and source.requires_grad:
             ends = self._believed(source), self._believed(tensor)
-            if not (self._tracker.gpus.several and torch.is_grad_enabled()):
+            if not (self._device_state.gpus.several and torch.is_grad_enabled()):
                 source = self.kinds.like(source, tensor) if ends[0] == ends[1] else source
             elif ends[0] != ends[1] and all(map(is_gpu, ends)):
                 source = self.to(source, ends[1])

@@ -30,7 +30,7 @@ class TensorsFromData:
 
     def __init__(
         self,
-        tracker: DeviceState,
+        device_state: DeviceState,
         answers: DeviceAnswers,
         moves: Moves,
         mixed: MixedDevices,
@@ -38,7 +38,7 @@ class TensorsFromData:
         read: Callable[[torch.Tensor], torch.Tensor],
         note_pinned: Callable[[torch.Tensor], None],
     ) -> None:
-        self._tracker = tracker
+        self._device_state = device_state
         self._device = answers.device
         self._to = moves.to
         self._kinds = moves.kinds
@@ -113,9 +113,11 @@ class TensorsFromData:
         args, kwargs = self._kinds.all_virtual(
             ([parts[index] for index in range(len(args))], {n: parts[n] for n in kwargs})
         )
-        virtual = device.type != HOST or any(map(self._tracker.is_virtual, find_tensors([*args, *kwargs.values()])))
-        wanted = self._tracker.gpus.named(device) if device.type == "cuda" else device.type
-        with self._tracker.factory_device_as(wanted):
+        virtual = device.type != HOST or any(
+            map(self._device_state.is_virtual, find_tensors([*args, *kwargs.values()]))
+        )
+        wanted = self._device_state.gpus.named(device) if device.type == "cuda" else device.type
+        with self._device_state.factory_device_as(wanted):
             return func(*args, **{**kwargs, "device": _META if virtual else _CPU})
 
     def _move_to_requested(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:

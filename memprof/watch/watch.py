@@ -119,12 +119,12 @@ class Watch(ABC):
 
     def _watch_program(self) -> None:
         """Install the patches and hooks that observe the program."""
-        self._patches.set_all(self.phases.patches())
+        self._patches.apply_all(self.phases.patches())
         for name, patches in {
             **self.phases.make_import_patches(),
             **zero.make_import_patches(self.phases, self.claim),
         }.items():
-            self._patches.on_import(name, patches)
+            self._patches.apply_on_import(name, patches)
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
         for register, role in (

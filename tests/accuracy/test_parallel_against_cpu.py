@@ -114,7 +114,7 @@ def program(way: str, started: PatchSet) -> Program:
     make_parallel, backend = WAYS[way], "gloo" if way.startswith("ddp") else "fake"
 
     def make(device: str) -> Callable[[], None]:
-        started.set_all(_joining() if device == "cpu" else ())
+        started.apply_all(_joining() if device == "cpu" else ())
         dist.init_process_group("nccl" if device == "cuda" else backend, rank=0, world_size=1)
         batch: Batch = {name: value.to(device) for name, value in tokens().items()}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memprof.device.catalog import find_gpu
-from memprof.patching import Extension, Patch, extensions_in
+from memprof.patching import Extension, Patch, find_extensions
 
 torch = pytest.importorskip("torch")
 
@@ -32,7 +32,7 @@ class OfLibrary(Extension):
     def patches(self, context: Any) -> Iterator[Patch]:
         yield self.library, "where", context.gpu.name
 
-    def patches_of(self, module: ModuleType, context: Any) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: Any) -> Iterator[Patch]:
         yield module, "a", context.gpus.number
 
     @contextlib.contextmanager
@@ -67,6 +67,6 @@ def test_those_of_a_folder_are_found_by_its_files(tmp_path: Path, monkeypatch: p
     (package / "one.py").write_text("from memprof.patching import Extension\n\nclass One(Extension):\n    pass\n")
     (package / "two.py").write_text("from package_of_test_extension.one import One\n\nclass Two(One):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert [kind.__name__ for kind in extensions_in(package.name)] == ["One", "Two"]
+    assert [kind.__name__ for kind in find_extensions(package.name)] == ["One", "Two"]
     for name in [name for name in sys.modules if name.startswith(package.name)]:
         del sys.modules[name]

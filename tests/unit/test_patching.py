@@ -71,8 +71,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_module_is_patched_once_it_is_imported(module: str) -> None:
     before = list(sys.meta_path)
     with PatchSet() as patches:
-        patches.on_import(module, lambda imported: [(imported, "a", imported.a + 1)])
-        patches.on_import(module, lambda imported: [(imported, "b", imported.a + 1)])
+        patches.apply_on_import(module, lambda imported: [(imported, "a", imported.a + 1)])
+        patches.apply_on_import(module, lambda imported: [(imported, "b", imported.a + 1)])
         found = __import__(module)
         assert (found.a, found.b) == (2, 3)
     assert found.a == 1
@@ -83,14 +83,14 @@ def test_a_module_is_patched_once_it_is_imported(module: str) -> None:
 def test_one_that_was_imported_before_is_patched_at_once(module: str) -> None:
     found = __import__(module)
     with PatchSet() as patches:
-        patches.on_import(module, lambda imported: [(imported, "a", 2)])
+        patches.apply_on_import(module, lambda imported: [(imported, "a", 2)])
         assert found.a == 2
     assert found.a == 1
 
 
 def test_after_it_is_left_an_import_is_nobodys(module: str) -> None:
     with PatchSet() as patches:
-        patches.on_import(module, lambda imported: [(imported, "a", 2)])
+        patches.apply_on_import(module, lambda imported: [(imported, "a", 2)])
     assert __import__(module).a == 1
 
 
@@ -99,6 +99,6 @@ def test_a_program_may_take_the_hook_out(module: str) -> None:
     owner = _owner(a=1)
     with PatchSet() as patches:
         patches.set(owner, "a", 2)
-        patches.on_import(module, lambda imported: [])
+        patches.apply_on_import(module, lambda imported: [])
         sys.meta_path[:] = before
     assert owner.a == 1

@@ -82,7 +82,7 @@ def compile_kernels_together() -> Iterator[None]:
         wait(self, scope)
 
     with PatchSet() as patches:
-        patches.set_all([inductor.cpp_pybinding.patch(cpp_pybinding), inductor.wait.patch(wait_for_all)])
+        patches.apply_all([inductor.cpp_pybinding.patch(cpp_pybinding), inductor.wait.patch(wait_for_all)])
         yield
 
 

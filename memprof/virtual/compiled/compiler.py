@@ -79,7 +79,7 @@ class Compiler(Extension):
         self._uses_cuda_graphs = False
 
     def _initialize(self, context: InstallContext) -> None:
-        self._device_state, self._function_mode = context.tracker, context.function_mode
+        self._device_state, self._function_mode = context.dispatch_mode, context.function_mode
         self._patches, self._assume = context.run_patches, context.assume
         self._reason_not_to_compile = "" if context.options.compiles else ", as requested"
         if context.options.compiles and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
@@ -176,11 +176,11 @@ class Compiler(Extension):
         self._driver_patches = list(driver_patches(self._device_state.gpus))
         self._device_choices = tracing.DeviceChoices(self._device_state)
         self._patch_frame_entry()
-        self._compiler_patches.set_all(self._make_patches())
-        self._compiler_patches.set_all(self._diagnostics.patches())
-        self._compiler_patches.set_all(saved_tensors.patches(self._diagnostics.record_saved_tensors))
-        self._compiler_patches.set_all(side_effects.patches(self._suspension, self._function_mode, self._assume))
-        self._compiler_patches.set_all(
+        self._compiler_patches.apply_all(self._make_patches())
+        self._compiler_patches.apply_all(self._diagnostics.patches())
+        self._compiler_patches.apply_all(saved_tensors.patches(self._diagnostics.record_saved_tensors))
+        self._compiler_patches.apply_all(side_effects.patches(self._suspension, self._function_mode, self._assume))
+        self._compiler_patches.apply_all(
             wrapper.patches(self._device_state, self._origins, self._diagnostics.record_kernel)
         )
         wrapper.register_rng_operators(type(self._device_state))
@@ -330,9 +330,9 @@ class Compiler(Extension):
         compile_patches = PatchSet()
         _clear_triton_caches()
         try:
-            compile_patches.set_all(tracing.patches(self._device_state))
-            compile_patches.set_all(convolution_formats.patches(self._device_state.gpu))
-            compile_patches.set_all(_gpu_patches(self._device_state.gpus, self._properties, self._driver_patches))
+            compile_patches.apply_all(tracing.patches(self._device_state))
+            compile_patches.apply_all(convolution_formats.patches(self._device_state.gpu))
+            compile_patches.apply_all(_gpu_patches(self._device_state.gpus, self._properties, self._driver_patches))
             with (
                 dynamo_config.patch(_select_known_settings(dynamo_config, _DYNAMO_SETTINGS)),
                 inductor_config.patch(_select_known_settings(inductor_config, _INDUCTOR_SETTINGS)),
@@ -343,7 +343,7 @@ class Compiler(Extension):
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 yield
         finally:
-            compile_patches.undo(but_below=self._folder)  # generated code keeps the patches of the driver
+            compile_patches.undo(excluded_folder=self._folder)  # generated code keeps the patches of the driver
             _clear_triton_caches()
 
 

@@ -171,7 +171,7 @@ def _allocator_patches(answers: _Answers, context: InstallContext) -> Iterator[P
     yield cuda.record_memory_history.patch(answers.history.record)
     # Read by memory_snapshot, _snapshot and _dump_snapshot.
     yield cuda.memory_snapshot.patch(answers.snapshot)
-    yield cuda.clear_cublas_workspaces.patch(context.tracker.clear_workspaces)
+    yield cuda.clear_cublas_workspaces.patch(context.dispatch_mode.clear_workspaces)
     yield cuda.set_allocator_settings.patch(_make_distinct(context.settings.set))
     for function, answer in (
         (cuda.accelerator_set_allocator_settings, context.settings.set),

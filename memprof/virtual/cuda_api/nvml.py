@@ -19,7 +19,7 @@ class Pynvml(Extension):
 
     imports = ("pynvml",)
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches that replace pynvml's functions."""
         for name, answer in _answers(context.gpu, context.gpus, context.used_bytes).items():
             if hasattr(module, name):

@@ -28,7 +28,7 @@ class DTensorPatches(Extension):
         distributed.chunk_with_empty.module,
     )
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield the patches of one of the modules in `imports`."""
         functions = _patch_propagation, _patch_strategies, _patch_collectives, _patch_chunks
         yield from dict(zip(self.imports, functions, strict=True))[module.__name__]()

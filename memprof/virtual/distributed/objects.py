@@ -31,7 +31,7 @@ class ObjectCollectives(Extension):
         if _c10d is not None:
             yield from _patch_object_lists(context.rank_backend)
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield replacements of the functions that gather parts of a checkpoint or of an optimizer's state."""
         if module.__name__.endswith("default_planner"):
             yield from _patch_checkpoints(context.rank_backend)

@@ -17,7 +17,7 @@ class RpcRejection(Extension):
 
     imports = ("torch.distributed.rpc",)
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield a replacement of `init_rpc` that raises for more than one process."""
         original = getattr(module, "init_rpc", None)  # not in every build
         if original is None:

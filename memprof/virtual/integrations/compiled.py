@@ -43,7 +43,7 @@ class CompiledCode(Extension):
             if dynamo.FakeTensorMode.is_imported():
                 dynamo.FakeTensorMode.get().cache_clear()
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the launches of Triton's kernels, which skip the kernel or end the run with its name."""
         yield from _triton_patches(context.note_written if context.options.passes_kernels else None)
 

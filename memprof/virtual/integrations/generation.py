@@ -29,7 +29,7 @@ class Generation(Extension):
 
     imports = ("transformers.generation.utils",)
 
-    def patches_of(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
+    def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the methods that compare scores, and that prepare the end and padding tokens."""
         mixin, values = module.GenerationMixin, context.values
         prepare = getattr(mixin, _PREPARES, None)

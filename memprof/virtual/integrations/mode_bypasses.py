@@ -71,7 +71,7 @@ def _saved_tensor_patch(mode: FunctionMode) -> Patch:
 
 def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
     """Yield patches that drop the half-precision copies of weights at the end of the outermost autocast region."""
-    mode, tracker = context.function_mode, context.tracker
+    mode, dispatch_mode = context.function_mode, context.dispatch_mode
     original = torch.clear_autocast_cache
 
     def clear() -> None:
@@ -83,12 +83,12 @@ def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
 
     def run_backward_with_cast(*args: Any, **kwargs: Any) -> Any:
         # A dispatch mode runs with autocast off; operators that the engine calls inside a region are cast nevertheless.
-        outer = tracker.cast
-        tracker.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
+        outer = dispatch_mode.cast
+        dispatch_mode.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
         try:
             return run_backward(*args, **kwargs)
         finally:
-            tracker.cast = outer
+            dispatch_mode.cast = outer
 
     yield autograd.engine_run_backward.patch(run_backward_with_cast)
 

@@ -51,7 +51,7 @@ def _watch_forks() -> None:
 def _disable_in_child(context: InstallContext) -> None:
     """Disable the modes in a forked child; they stay on their stacks, where running code expects them."""
     context.leave_in_child()
-    context.function_mode.is_off = context.tracker.is_off = True
+    context.function_mode.is_off = context.dispatch_mode.is_off = True
     file = context.children.file
     set_unsupported_handler(lambda problem, hint, line: no_gpu.report_refusal(file, problem, hint))
     no_gpu.refuse(torch.cuda, file, lambda problem: MemprofError(problem, hint=no_gpu.HINT))
@@ -63,7 +63,7 @@ class Processes(Extension):
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of queues between processes, and of functions that start a rank for each GPU."""
         for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
-            yield queue, "put", _wrap_put(queue.put, context.tracker.is_virtual)
+            yield queue, "put", _wrap_put(queue.put, context.dispatch_mode.is_virtual)
         pool = concurrent.futures.ThreadPoolExecutor
         yield pool, "submit", _wrap_submit(pool.submit)
         for name in ("spawn", "start_processes"):
@@ -119,7 +119,7 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """Return `torch.multiprocessing.spawn` for at most as many processes as GPUs: the run simulates one of them."""
-    assume, tracker, gpus = context.assume, context.tracker, context.gpus.number
+    assume, dispatch_mode, gpus = context.assume, context.dispatch_mode, context.gpus.number
     is_exact = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(
@@ -141,12 +141,12 @@ def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callab
                 ) from error
         if not is_exact:
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
-        first_storage = len(tracker.recorder.trace.storages)
+        first_storage = len(dispatch_mode.recorder.trace.storages)
         with process_groups.destroy_groups_at_end():
             fn(context.options.rank % nprocs, *args)
         # The next rank is a process of its own.
         gc.collect()
-        tracker.process_ended(first_storage)
+        dispatch_mode.process_ended(first_storage)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         # Else the context of a process that has ended.

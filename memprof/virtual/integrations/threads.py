@@ -64,17 +64,17 @@ class Threads(Extension):
 
     @contextlib.contextmanager
     def _enter_modes(self, context: InstallContext) -> Iterator[None]:
-        tracker = copy.copy(context.tracker)
-        dispatch.TorchDispatchMode.__init__(tracker)  # a mode's record of its outer modes belongs to the thread
-        with tracker.recorder.writer.lock:
+        dispatch_mode = copy.copy(context.dispatch_mode)
+        dispatch.TorchDispatchMode.__init__(dispatch_mode)  # a mode's record of its outer modes belongs to the thread
+        with dispatch_mode.recorder.writer.lock:
             # A cuBLAS handle passes to the next thread when its own thread has ended (CublasHandlePool.cpp).
             number = next(one for one in itertools.count(1) if one not in self._numbers)
             self._numbers.add(number)
-        tracker.turn = Turn(tracker.recorder.writer, f"thread {number}", lambda: context.assume(_ORDER))
-        tracker.recorder.writer.mark_worker_thread()
-        tracker.function_mode = context.function_mode.of_thread(tracker)
-        with tracker.function_mode:
-            dispatch.push_dispatch_mode(tracker)
+        dispatch_mode.turn = Turn(dispatch_mode.recorder.writer, f"thread {number}", lambda: context.assume(_ORDER))
+        dispatch_mode.recorder.writer.mark_worker_thread()
+        dispatch_mode.function_mode = context.function_mode.of_thread(dispatch_mode)
+        with dispatch_mode.function_mode:
+            dispatch.push_dispatch_mode(dispatch_mode)
             try:
                 yield
             finally:

@@ -48,10 +48,10 @@ ALWAYS_READ_DTYPES = frozenset({torch.bool, torch.int16, torch.int32, torch.int6
 class Checkpoints:
     """Writer and reader of checkpoint files (torch.save, torch.load) of one virtual GPU."""
 
-    def __init__(self, tracker: DeviceState, mode: TorchFunctionMode) -> None:
-        self._tracker = tracker
+    def __init__(self, device_state: DeviceState, mode: TorchFunctionMode) -> None:
+        self._device_state = device_state
         self._mode = mode
-        self._assume = tracker.values.assume
+        self._assume = device_state.values.assume
         self._dtype = torch.uint8  # dtype of the storage that is being loaded
         self.is_saving = False
 
@@ -121,7 +121,7 @@ class Checkpoints:
             file.write_record(name, content, len(content))
         for key, (storage, data) in storages.items():
             if self._find_location(storage).startswith("cuda"):  # the data is copied to the host
-                self._tracker.transients((storage.nbytes(),), "torch.save", self._find_call_site(), HOST)
+                self._device_state.transients((storage.nbytes(),), "torch.save", self._find_call_site(), HOST)
             if data is not None:
                 with torch.DisableTorchFunction(), disable_current_modes():
                     file.write_record(f"data/{key}", data, data.nbytes())
@@ -134,7 +134,9 @@ class Checkpoints:
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known = self._tracker.values.store.read_elements(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
+        known = (
+            self._device_state.values.store.read_elements(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
+        )
         if known is None or not is_cheap_to_compute(known):
             return None
         with torch.DisableTorchFunction():
@@ -145,7 +147,7 @@ class Checkpoints:
         """Return the location tag ("cpu", "cuda:0") of `storage`."""
         if storage.device.type != "meta":
             return str(torch.serialization.location_tag(storage))
-        device = self._tracker.recorder.storages.get_device(storage)
+        device = self._device_state.recorder.storages.get_device(storage)
         return device if is_gpu(device) else "cpu"
 
     def _load(
@@ -212,7 +214,7 @@ class Checkpoints:
                 if is_byte_swapped:
                     storage.byteswap(dtype)
                 if num_bytes >= HOST_COUNTED_BYTES:
-                    self._tracker.record_real(data, "torch.load", self._find_call_site())
+                    self._device_state.record_real(data, "torch.load", self._find_call_site())
             return storage
         if name not in records and EMPTY_SHELL not in name and num_bytes:
             raise pickle.UnpicklingError(f"this checkpoint is damaged: it has no record {name!r}")
@@ -224,11 +226,11 @@ class Checkpoints:
         with torch.DisableTorchFunction():
             with disable_current_modes():
                 tensor = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_META)
-            self._tracker.record([tensor], "torch.load", self._find_call_site(), device)
+            self._device_state.record([tensor], "torch.load", self._find_call_site(), device)
             return tensor.untyped_storage()
 
     def _find_call_site(self) -> Any:
-        return self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
+        return self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
 
     def _move_storage(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
         target = torch.device(device) if isinstance(device, str) else device
@@ -240,8 +242,8 @@ class Checkpoints:
         self, storage: torch.UntypedStorage, device: Any = None, **unused: Any
     ) -> torch.UntypedStorage:
         """Return a copy of `storage` on a GPU; values of small storages, and of integers, stay known."""
-        values, dtype = self._tracker.values, self._dtype
-        result = self._make_virtual_storage(storage.nbytes(), dtype, self._tracker.gpus.named(device))
+        values, dtype = self._device_state.values, self._dtype
+        result = self._make_virtual_storage(storage.nbytes(), dtype, self._device_state.gpus.named(device))
         with torch.DisableTorchFunction(), disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(result)  # type: ignore[call-overload]
             if not (is_cheap_to_compute(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):

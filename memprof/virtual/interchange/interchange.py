@@ -51,11 +51,11 @@ def _override_for_meta(original: Callable[..., Any]) -> Callable[[Callable[..., 
 class Interchange:
     """Replacements of the functions by which a program accesses the data of tensors, for one virtual GPU."""
 
-    def __init__(self, tracker: DeviceState, move: Callable[..., torch.Tensor], mode: TorchFunctionMode) -> None:
-        self._tracker = tracker
+    def __init__(self, device_state: DeviceState, move: Callable[..., torch.Tensor], mode: TorchFunctionMode) -> None:
+        self._device_state = device_state
         self._move = move  # moves a tensor to a device, as `Tensor.to`
-        self.checkpoints = Checkpoints(tracker, mode)
-        self.safetensors = SafetensorsFiles(tracker)
+        self.checkpoints = Checkpoints(device_state, mode)
+        self.safetensors = SafetensorsFiles(device_state)
         # Reserved pages of each storage (None if there is no address space), and the pointer that the program gets.
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
@@ -99,7 +99,7 @@ class Interchange:
         yield torch, "from_dlpack", self._from_dlpack
         yield from self.checkpoints.patches()
         yield from self.safetensors.patches()
-        yield from storages.patches(self._tracker)
+        yield from storages.patches(self._device_state)
         yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
         yield _patch_pickled_function(tensors.rebuild_meta_tensor_no_storage, self._rebuild)
         yield _patch_pickled_function(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
@@ -111,7 +111,7 @@ class Interchange:
                 return tensor
             tensor = tensor.detach()
             with disable_current_modes():
-                values = self._tracker.values
+                values = self._device_state.values
                 if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.store.get(tensor) is not None:
                     return values.policy.read(tensor)
                 return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
@@ -125,14 +125,14 @@ class Interchange:
     def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
         if tensor.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        device = self._tracker.device_of(tensor)
+        device = self._device_state.device_of(tensor)
         if is_gpu(device) and not force:
             raise TypeError(
                 f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
                 "memory first."
             )
         with disable_current_modes():
-            writable = None if force else self._tracker.values.store.get_writable(tensor.detach())
+            writable = None if force else self._device_state.values.store.get_writable(tensor.detach())
             return (self.read_values(tensor) if writable is None else writable).numpy()
 
     @_override_for_meta(torch.Tensor.__array__)
@@ -148,7 +148,7 @@ class Interchange:
 
     def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
         """Return an aligned pointer that no other storage has: programs compare pointers (tied weights)."""
-        if storage._cdata not in self._tracker.recorder.storages.index_by_address:
+        if storage._cdata not in self._device_state.recorder.storages.index_by_address:
             return _storage_data_ptr(storage)
         known = self._pages.get(storage)
         if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
@@ -157,14 +157,14 @@ class Interchange:
 
     def _dlpack(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         with torch.DisableTorchFunction():
-            if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
+            if tensor.is_meta and is_gpu(self._device_state.device_of(tensor)):
                 raise KernelError("DLPack hands the tensor's data on the GPU to another library", "the DLPack export")
             value = self.read_values(tensor)
             with disable_current_modes():
                 return _export(value, **kwargs)
 
     def _dlpack_device(self, tensor: torch.Tensor) -> Any:
-        device = self._tracker.device_of(tensor)
+        device = self._device_state.device_of(tensor)
         return (2, gpu_index(device)) if tensor.is_meta and is_gpu(device) else (1, 0)  # kDLCUDA, kDLCPU of dlpack.h
 
     def _from_dlpack(self, external: Any, **kwargs: Any) -> torch.Tensor:
@@ -178,7 +178,7 @@ class Interchange:
         with torch.DisableTorchFunction():
             if self._is_pinned(tensor):
                 return tensor
-            if tensor.is_meta and is_gpu(self._tracker.device_of(tensor)):
+            if tensor.is_meta and is_gpu(self._device_state.device_of(tensor)):
                 raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
             pinned = tensor.clone(memory_format=torch.contiguous_format)
             self.mark_pinned(pinned)
@@ -200,14 +200,14 @@ class Interchange:
 
     @_override_for_meta(torch.Tensor.is_shared)
     def _is_shared(self, tensor: torch.Tensor) -> bool:
-        return is_gpu(self._tracker.device_of(tensor)) or tensor.untyped_storage() in self._shared
+        return is_gpu(self._device_state.device_of(tensor)) or tensor.untyped_storage() in self._shared
 
     def _reduce(self, tensor: torch.Tensor, protocol: Any) -> Any:
         """Return what `__reduce_ex__` returns: of a virtual tensor, layout, device and, if known, values."""
         if self.checkpoints.is_saving:
             return _reduce_ex(tensor, protocol)  # pickles the storage; the modes show the GPU as device
         with torch.DisableTorchFunction():
-            device = self._tracker.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
+            device = self._device_state.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
             if device == "meta":
                 return _reduce_ex(tensor, protocol)
             function, arguments = self._find_rebuild_call(tensor, device)
@@ -221,7 +221,7 @@ class Interchange:
     ) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the function that rebuilds a virtual tensor on `device` from a pickle, and the arguments."""
         with torch.DisableTorchFunction():
-            known = self._tracker.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
+            known = self._device_state.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
             if known is not None:
                 arguments = (known.clone(), tensor.dtype, device, tensor.requires_grad)
                 return tensors.rebuild_device_tensor_from_cpu_tensor.get(), arguments
@@ -238,8 +238,8 @@ class Interchange:
             *stride, device = stride
         with torch.DisableTorchFunction(), disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
-        place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
-        self._tracker.record([tensor], "pickle.loads", place, device)
+        place = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
+        self._device_state.record([tensor], "pickle.loads", place, device)
         return tensor
 
     def _rebuild_known(self, data: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> torch.Tensor:

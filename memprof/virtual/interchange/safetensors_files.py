@@ -24,7 +24,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from memprof.patching import bound_everywhere
+from memprof.patching import bind_everywhere
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_state import DeviceState
@@ -56,9 +56,9 @@ _real_serialize_file = safetensors.serialize_file
 class SafetensorsFiles:
     """Writer and reader of safetensors files of one virtual GPU."""
 
-    def __init__(self, tracker: DeviceState) -> None:
-        self._tracker = tracker
-        self.assume = tracker.values.assume
+    def __init__(self, device_state: DeviceState) -> None:
+        self._device_state = device_state
+        self.assume = device_state.values.assume
         self.is_disabled = False  # whether this is a forked child, in which files are read with their data
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
@@ -72,7 +72,7 @@ class SafetensorsFiles:
 
     def replace_safe_open(self) -> AbstractContextManager[None]:
         """Return a context manager that replaces `safe_open` in every module that has the function."""
-        return bound_everywhere("safe_open", _real_open, self._open)
+        return bind_everywhere("safe_open", _real_open, self._open)
 
     def _wrap_flatten(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def flatten(tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
@@ -98,7 +98,7 @@ class SafetensorsFiles:
             is_nonempty_meta = isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel()
             return (
                 bool(is_nonempty_meta)
-                and self._tracker.device_of(tensor) != "meta"
+                and self._device_state.device_of(tensor) != "meta"
                 and self._find_values(tensor) is None
             )
 
@@ -106,7 +106,7 @@ class SafetensorsFiles:
         """Return the values of `tensor` to write; None if they are not known, or too many."""
         with disable_current_modes():
             is_large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_cheap_to_compute(tensor)
-            return None if is_large and tensor.is_meta else self._tracker.values.store.get(tensor.detach())
+            return None if is_large and tensor.is_meta else self._device_state.values.store.get(tensor.detach())
 
     def _serialize(self, flat: Any, metadata: Any = None) -> bytes:
         return (
@@ -126,12 +126,12 @@ class SafetensorsFiles:
         self.assume(EMPTY_SHELLS_ASSUMPTION)
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         data: list[bytes] = []
-        place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
+        place = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
         offset = 0
         with torch.DisableTorchFunction():
             # All tensors are copied to the host before the first is written.
-            copies = [tensor.nbytes for tensor in flat.values() if is_gpu(self._tracker.device_of(tensor))]
-        with torch.DisableTorchFunction(), self._tracker.hidden(copies, _OPERATOR_NAME, place, HOST):
+            copies = [tensor.nbytes for tensor in flat.values() if is_gpu(self._device_state.device_of(tensor))]
+        with torch.DisableTorchFunction(), self._device_state.hidden(copies, _OPERATOR_NAME, place, HOST):
             for name, tensor in flat.items():
                 values = self._find_values(tensor)
                 content = b""
@@ -161,16 +161,16 @@ class SafetensorsFiles:
             with disable_current_modes():
                 tensor = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
-                place = self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
-                name = self._tracker.gpus.named(device) if device.type == "cuda" else HOST
-                self._tracker.record([tensor], _OPERATOR_NAME, place, name)
+                place = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
+                name = self._device_state.gpus.named(device) if device.type == "cuda" else HOST
+                self._device_state.record([tensor], _OPERATOR_NAME, place, name)
         return tensor
 
     def record_read_tensor(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Record `tensor`, whose data was read from a file, and return the tensor on `device`."""
         with torch.DisableTorchFunction():
-            self._tracker.record_real(
-                tensor, _OPERATOR_NAME, self._tracker.recorder.attribution.find_call_site(sys._getframe(1))
+            self._device_state.record_real(
+                tensor, _OPERATOR_NAME, self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
             )
         return tensor if device.type == "cpu" else tensor.to(device)
 

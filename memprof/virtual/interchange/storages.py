@@ -17,7 +17,7 @@ _getitem = torch.UntypedStorage.__getitem__
 _set: Any = torch.Tensor.set_
 
 
-def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
+def patches(device_state: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) of methods of `Tensor` and `UntypedStorage`."""
 
     def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
@@ -25,7 +25,7 @@ def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
         # copies the storage of a meta tensor without an operator, so that the copy would not be recorded.
         if id(tensor) in memo:
             return memo[id(tensor)]
-        if not tensor.is_leaf or not tracker.is_virtual(tensor):
+        if not tensor.is_leaf or not device_state.is_virtual(tensor):
             return _deepcopy(tensor, memo)  # raises for a tensor that is no leaf
         if tensor.is_quantized:
             return memo.setdefault(id(tensor), tensor.clone())
@@ -50,18 +50,20 @@ def patches(tracker: DeviceState) -> Iterator[tuple[Any, str, Any]]:
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         # As on CUDA, a new block is allocated and the old one freed (native/cuda/Resize.cpp).
         with torch.DisableTorchFunction():
-            device = tracker.recorder.storages.get_device(storage) if storage.device.type == "meta" else "meta"
+            device = device_state.recorder.storages.get_device(storage) if storage.device.type == "meta" else "meta"
             old_bytes = storage.nbytes()
             result: torch.UntypedStorage = _resize(storage, size)
             if device != "meta" and storage.nbytes() != old_bytes:
-                tracker.resized(storage, device, tracker.recorder.attribution.find_call_site(sys._getframe(1)))
+                device_state.resized(
+                    storage, device, device_state.recorder.attribution.find_call_site(sys._getframe(1))
+                )
             return result
 
     def getitem(storage: torch.UntypedStorage, index: Any) -> Any:
         # torch slices a storage by its data pointer, which a virtual storage does not have.
         if not isinstance(index, slice) or storage.device.type != "meta":
             return _getitem(storage, index)
-        device = tracker.recorder.storages.get_device(storage)
+        device = device_state.recorder.storages.get_device(storage)
         start, stop, step = index.indices(storage.nbytes())
         if device == "meta" or step != 1:
             return _getitem(storage, index)

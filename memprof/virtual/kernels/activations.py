@@ -38,10 +38,15 @@ def softmax_backward(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 def _softmax_of_half(
-    operator: Any, machine: DeviceState, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
+    operator: Any,
+    device_state: DeviceState,
+    input: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Run a softmax of float16 with a float32 result without a converted copy, as on CUDA (native/SoftMax.cpp)."""
-    if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and machine.is_on_gpu(input):
+    if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and device_state.is_on_gpu(input):
         return operator(input, dim, True)
     return NotImplemented
 
@@ -64,11 +69,11 @@ def log_sigmoid_forward(launch: KernelContext) -> Any:
 
 
 @composite(torch.dropout)
-def dropout(machine: DeviceState, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
+def dropout(device_state: DeviceState, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
     """Run `torch.dropout` with a boolean mask; the generic path's mask has the input's dtype (cuda/Dropout.cu)."""
-    if not (train and 0 < p < 1 and input.numel() and machine.is_on_gpu(input)):
+    if not (train and 0 < p < 1 and input.numel() and device_state.is_on_gpu(input)):
         return NotImplemented
-    machine.values.assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
+    device_state.values.assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
     return aten.native_dropout(input, p, train)[0]
 
 

@@ -71,16 +71,16 @@ class Attention:
 
 
 @composite(kernels.scaled_dot_product_attention)
-def attention(machine: DeviceState, *args: Any, **kwargs: Any) -> Any:
+def attention(device_state: DeviceState, *args: Any, **kwargs: Any) -> Any:
     """Run `scaled_dot_product_attention` by the operators of the chosen backend."""
     call = Attention(*args, **kwargs)
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-    if not machine.is_on_gpu(query):
+    if not device_state.is_on_gpu(query):
         return NotImplemented
-    backend_name = backend(machine.gpu, call)
-    machine.values.assume(f"Attention runs on the {backend_name} backend of scaled_dot_product_attention.")
+    backend_name = backend(device_state.gpu, call)
+    device_state.values.assume(f"Attention runs on the {backend_name} backend of scaled_dot_product_attention.")
     if backend_name == "math":
-        return _math_attention(machine, call)
+        return _math_attention(device_state, call)
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
     if backend_name == "flash":
@@ -90,7 +90,7 @@ def attention(machine: DeviceState, *args: Any, **kwargs: Any) -> Any:
     needs_grad = call.needs_grad
     if backend_name == "cudnn":
         if needs_grad:
-            machine.values.assume(WORKSPACE)
+            device_state.values.assume(WORKSPACE)
         if mask is not None and mask.dtype is torch.bool:
             mask = _to_additive_mask(mask, query)
         operator = aten._scaled_dot_product_cudnn_attention
@@ -197,7 +197,7 @@ def _can_use_efficient(gpu: DeviceProperties, call: Attention, grouped: bool) ->
     )
 
 
-def _math_attention(machine: DeviceState, call: Attention) -> torch.Tensor:
+def _math_attention(device_state: DeviceState, call: Attention) -> torch.Tensor:
     """Run the operators of `_scaled_dot_product_attention_math`, as without a dispatch mode.
 
     Under a mode the C++ function adds the mask out of place and uses the CPU's dropout
@@ -221,7 +221,7 @@ def _math_attention(machine: DeviceState, call: Attention) -> torch.Tensor:
         scores.add_(mask)
     scores = kernels.safe_softmax(scores, -1)
     if dropout_p > 0:
-        dropped = dropout(machine, scores, dropout_p)
+        dropped = dropout(device_state, scores, dropout_p)
         scores = torch.dropout(scores, dropout_p, True) if dropped is NotImplemented else dropped
     result = (scores @ value).to(dtype)
     # The operator returns the scores too, in the input's dtype; SDPA drops them.
@@ -421,7 +421,7 @@ _linear = kernels.linear
 
 @composite(kernels.native_multi_head_attention)
 def multi_head_attention(
-    machine: DeviceState,
+    device_state: DeviceState,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -438,16 +438,16 @@ def multi_head_attention(
 ) -> Any:
     """Run attention by a fused kernel where one supports the call, else with the scores of every head."""
     is_self_attention = query is key and key is value
-    if not machine.is_on_gpu(query) or query.is_nested or not is_self_attention or not query.numel():
+    if not device_state.is_on_gpu(query) or query.is_nested or not is_self_attention or not query.numel():
         return NotImplemented
     batch, length, _ = query.shape
     width = embed_dim // num_heads
     if width % 8 == 0 and not need_weights and mask is None:
         heads = query.view(batch, -1, num_heads, width).transpose(1, 2)
-        if backend(machine.gpu, Attention(heads, heads, heads)) != "math":
+        if backend(device_state.gpu, Attention(heads, heads, heads)) != "math":
             parts = _linear(query, qkv_weight, qkv_bias).chunk(3, -1)
             queries, keys, values = (part.view(batch, -1, num_heads, width).transpose(1, 2) for part in parts)
-            result = attention(machine, queries, keys, values).transpose(1, 2).reshape(batch, -1, embed_dim)
+            result = attention(device_state, queries, keys, values).transpose(1, 2).reshape(batch, -1, embed_dim)
             return _linear(result, proj_weight, proj_bias), None
     projected = torch.matmul(query, qkv_weight.t())
     packed = projected.new_empty((3, batch * num_heads, length, width))
@@ -467,7 +467,7 @@ def multi_head_attention(
 
 
 @composite(kernels.transformer_encoder_layer_fwd)
-def encoder_layer(machine: DeviceState, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
+def encoder_layer(device_state: DeviceState, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
     """Run attention, both norms and the feed-forward network; the activation is part of a matrix product.
 
     `rest` is weight and bias of both projections, whether to use GELU, whether the norm comes first, epsilon, weight
@@ -475,13 +475,13 @@ def encoder_layer(machine: DeviceState, src: torch.Tensor, embed_dim: int, num_h
     """
     projections, (use_gelu, norm_first, eps), norms, linears = rest[:4], rest[4:7], rest[7:11], rest[11:15]
     mask, mask_type = (*rest[15:], None, None)[:2]
-    if not machine.is_on_gpu(src) or src.is_nested or not src.numel():
+    if not device_state.is_on_gpu(src) or src.is_nested or not src.numel():
         return NotImplemented
     shape = (embed_dim,)
     first, second = (*norms[:2], eps), (*norms[2:], eps)
     x = torch.layer_norm(src, shape, *first) if norm_first else src
     options: tuple[Any, ...] = (*projections, mask, False, True, mask_type)
-    x = multi_head_attention(machine, x, x, x, embed_dim, num_heads, *options)[0]
+    x = multi_head_attention(device_state, x, x, x, embed_dim, num_heads, *options)[0]
     x.add_(src)
     if not norm_first:
         x = torch.layer_norm(x, shape, *first)

@@ -176,10 +176,10 @@ def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
 
 
 def _compute_values_only(
-    operator: Any, option: str, position: int, machine: DeviceState, *args: Any, **kwargs: Any
+    operator: Any, option: str, position: int, device_state: DeviceState, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute values without vectors if no gradient is needed; for meta tensors, torch's C++ computes both."""
-    if kwargs or not isinstance(args[0], torch.Tensor) or not machine.is_on_gpu(args[0]):
+    if kwargs or not isinstance(args[0], torch.Tensor) or not device_state.is_on_gpu(args[0]):
         return NotImplemented
     if torch.is_grad_enabled() and args[0].requires_grad:
         return NotImplemented

@@ -105,14 +105,14 @@ def gradient_of_input(launch: KernelContext) -> Any:
 
 @composite(torch.ctc_loss)
 def ctc_loss_with_lengths(
-    machine: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
+    device_state: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
 ) -> Any:
     """Run `ctc_loss` with lengths as lists: the host reads tensors of lengths (native/LossCTC.cpp, ctc_loss). Lengths
     whose values are not known stay tensors on the GPU."""
     lengths = (input_lengths, target_lengths)
-    if not machine.is_on_gpu(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
+    if not device_state.is_on_gpu(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
         return NotImplemented
-    known = [machine.values.store.get(each) for each in lengths]
+    known = [device_state.values.store.get(each) for each in lengths]
     if all(each is not None for each in known):
         lengths = tuple(each.tolist() for each in known)
     return torch.ctc_loss(log_probs, targets, *lengths, *rest, **named)
@@ -166,7 +166,7 @@ scratch(aten.nll_loss2d_backward)(
 
 @composite(kernels.cross_entropy_loss)
 def cross_entropy(
-    machine: DeviceState,
+    device_state: DeviceState,
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -175,7 +175,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Run cross entropy under autocast: only operators after the log-softmax are in float32 (native/LossNLL.cpp)."""
-    if not _is_autocast_to_float32(machine, input):
+    if not _is_autocast_to_float32(device_state, input):
         return NotImplemented
     class_dim = 1 if input.dim() > 1 else 0
     log_softmax = torch.log_softmax(input, class_dim, dtype=input.dtype)
@@ -192,18 +192,23 @@ def cross_entropy(
 
 @composite(torch.pairwise_distance)
 def pairwise_distance(
-    machine: DeviceState, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+    device_state: DeviceState,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    p: float = 2,
+    eps: float = 1e-6,
+    keepdim: bool = False,
 ) -> Any:
     """Run the distance under autocast, where the norm returns float32 (native/Distance.cpp)."""
-    if not _is_autocast_to_float32(machine, x1):
+    if not _is_autocast_to_float32(device_state, x1):
         return NotImplemented
     return kernels.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)
 
 
-def _is_autocast_to_float32(machine: DeviceState, input: torch.Tensor) -> bool:
+def _is_autocast_to_float32(device_state: DeviceState, input: torch.Tensor) -> bool:
     """Return whether autocast would run a reduction of `input` inside a C++ function in float32."""
     is_half = input.dtype in (torch.float16, torch.bfloat16)
-    return is_half and torch.is_autocast_enabled("cuda") and machine.is_on_gpu(input)
+    return is_half and torch.is_autocast_enabled("cuda") and device_state.is_on_gpu(input)
 
 
 def _probability_loss(

@@ -112,16 +112,16 @@ class _AddmmWithDtype:
 
 @composite(_linear)
 def linear(
-    machine: DeviceState, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    device_state: DeviceState, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run `linear` so that a bias outside of an addmm is added in place, as without a mode (native/Linear.cpp)."""
     if bias is None or is_wrapped(bias):  # added out of place in a real run too
         return _linear(input, weight, bias)
-    machine.adds_bias = True
+    device_state.adds_bias = True
     try:
         return _linear(input, weight, bias)
     finally:
-        machine.adds_bias = False
+        device_state.adds_bias = False
 
 
 @kernel(aten.add, on_host=True)
@@ -134,7 +134,7 @@ def add(launch: KernelContext) -> Any:
         return launch.args[0]
     # Under vmap, addmm adds the product to the bias: the first argument is no result of a product then.
     left, right = launch.args[:2]
-    if launch.machine.adds_bias and left.shape == torch.broadcast_shapes(left.shape, right.shape):
+    if launch.device_state.adds_bias and left.shape == torch.broadcast_shapes(left.shape, right.shape):
         # Autograd sees the out-of-place addition of `linear` (above), which must return another tensor object.
         left.add_(right)
         return left.detach()

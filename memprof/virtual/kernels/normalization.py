@@ -117,16 +117,16 @@ def group_norm_backward(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 def rms_norm(
-    machine: DeviceState,
+    device_state: DeviceState,
     input: torch.Tensor,
     normalized_shape: Any,
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
     """Run `torch.rms_norm` as one fused kernel; devices other than CUDA run several operators."""
-    if not machine.is_on_gpu(input) or (weight is not None and weight.dtype != input.dtype):
+    if not device_state.is_on_gpu(input) or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
-    machine.values.assume("torch.rms_norm runs as CUDA's fused kernel.")
+    device_state.values.assume("torch.rms_norm runs as CUDA's fused kernel.")
     return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
 
 
@@ -173,7 +173,7 @@ def uses_cudnn(data: torch.Tensor, parameters: Sequence[torch.Tensor | None], tr
 
 @composite(torch.batch_norm)
 def batch_norm(
-    machine: DeviceState,
+    device_state: DeviceState,
     input: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -186,7 +186,7 @@ def batch_norm(
 ) -> Any:
     """Run `torch.batch_norm` by cuDNN's operator, which receives contiguous tensors, or by torch's kernels."""
     parameters = (weight, bias, running_mean, running_var)
-    if not (input.numel() and machine.is_on_gpu(input) and uses_cudnn(input, parameters, training)):
+    if not (input.numel() and device_state.is_on_gpu(input) and uses_cudnn(input, parameters, training)):
         return NotImplemented
     data = input.contiguous(memory_format=suggest_layout(input))
     packed = [None if each is None else each.contiguous() for each in parameters]
@@ -195,7 +195,7 @@ def batch_norm(
 
 @composite(torch.instance_norm)
 def instance_norm(
-    machine: DeviceState,
+    device_state: DeviceState,
     input: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -207,14 +207,16 @@ def instance_norm(
     cudnn_enabled: bool,
 ) -> Any:
     """Run `torch.instance_norm` as a batch norm of one sample with batch x channels channels."""
-    if not machine.is_on_gpu(input) or not (use_input_stats or (running_mean is not None and running_var is not None)):
+    if not device_state.is_on_gpu(input) or not (
+        use_input_stats or (running_mean is not None and running_var is not None)
+    ):
         return NotImplemented
     batch, channels = input.shape[:2]
     arguments = (weight, bias, running_mean, running_var)
     repeated = [None if each is None else each.repeat(batch) for each in arguments]
     flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
     options: list[Any] = [*repeated, use_input_stats, momentum, eps, cudnn_enabled]
-    result = batch_norm(machine, flat, *options)
+    result = batch_norm(device_state, flat, *options)
     if result is NotImplemented:
         result = torch.batch_norm(flat, *options)
     with torch.no_grad():

@@ -240,7 +240,7 @@ def to_copy(launch: KernelContext) -> Any:
             if name in parameters:
                 parameters[name] = aten._to_copy.default(parameters[name], **device_argument)
     if device is None or device.type == "meta":
-        target = launch.machine.factory_device if device is not None else None
+        target = launch.device_state.factory_device if device is not None else None
         return _make_quantized(launch, data.shape, data.dtype, suggest_layout(data), target, **parameters)
     operator = aten._empty_per_channel_affine_quantized if "axis" in parameters else aten._empty_affine_quantized
     result = operator(data.shape, dtype=data.dtype, **parameters).fill_(1.0)

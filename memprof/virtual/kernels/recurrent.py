@@ -70,9 +70,9 @@ def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
     return dtype in DTYPES or (dtype is torch.bfloat16 and takes_bfloat16)
 
 
-def _run_rnn(name: str, machine: DeviceState, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    acceptable = kernels.get_cudnn_enabled() and _runs_on_cudnn(machine.gpu, data.dtype) and data.numel() > 0
-    if kwargs or not acceptable or not machine.is_on_gpu(data):
+def _run_rnn(name: str, device_state: DeviceState, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    acceptable = kernels.get_cudnn_enabled() and _runs_on_cudnn(device_state.gpu, data.dtype) and data.numel() > 0
+    if kwargs or not acceptable or not device_state.is_on_gpu(data):
         return NotImplemented
     if isinstance(args[2], (list, tuple)):  # packed sequences: the third of the arguments is the weights
         batch_sizes, hidden, weights, biases, layers, dropout, training, bidirectional = args
@@ -81,8 +81,8 @@ def _run_rnn(name: str, machine: DeviceState, data: torch.Tensor, *args: Any, **
         hidden, weights, biases, layers, dropout, training, bidirectional, batch_first = args
         sizes = []
     hx, cx = hidden if name == "lstm" else (hidden, None)
-    assume = machine.values.assume
-    if is_measured(machine.gpu):
+    assume = device_state.values.assume
+    if is_measured(device_state.gpu):
         assume(MEASURED_WORKSPACE)
     else:
         assume(WORKSPACE)
@@ -99,10 +99,10 @@ def _run_rnn(name: str, machine: DeviceState, data: torch.Tensor, *args: Any, **
         half = torch.get_autocast_dtype("cuda")
         data, hx = data.to(half), hx.to(half)
         cx = None if cx is None else cx.to(half)
-        buffer, weights = _cast_weights(machine, packing, weights, per_layer, half)
+        buffer, weights = _cast_weights(device_state, packing, weights, per_layer, half)
     elif buffer is None:
         assume(COPIED_WEIGHTS)
-    state = _get_dropout_state(machine, machine.device_of(data)) if training and dropout > 0 else None
+    state = _get_dropout_state(device_state, device_state.device_of(data)) if training and dropout > 0 else None
     options = (MODES[name], size, projected, layers, batch_first, dropout, training, bidirectional, sizes, state)
     output, hy, cy, _, _ = aten._cudnn_rnn(data, weights, per_layer, buffer, hx, cx, *options)
     return (output, hy, cy) if name == "lstm" else (output, hy)
@@ -112,26 +112,26 @@ for _name in MODES:
     composite(getattr(torch, _name))(functools.partial(_run_rnn, _name))
 
 
-def _get_dropout_state(machine: DeviceState, device: str) -> torch.Tensor:
+def _get_dropout_state(device_state: DeviceState, device: str) -> torch.Tensor:
     """Return the state of cuDNN's random numbers, made once on each GPU and never freed (get_dropout_state)."""
     key = f"state of cuDNN's dropout {device}"
-    if key not in machine.kept:
-        gpu, size = machine.gpu, DROPOUT_STATE_BYTES
+    if key not in device_state.kept:
+        gpu, size = device_state.gpu, DROPOUT_STATE_BYTES
         if is_measured(gpu):
             size = gpu.num_sms * gpu.threads_per_sm * _DROPOUT_BYTES_PER_THREAD
         else:
-            machine.values.assume(DROPOUT)
-        with machine.factory_device_as(device):
+            device_state.values.assume(DROPOUT)
+        with device_state.factory_device_as(device):
             torch.empty((), dtype=torch.int64, device=META)  # the seed is drawn on the GPU
-            machine.kept[key] = torch.empty(size, dtype=torch.uint8, device=META)
-    return machine.kept[key]
+            device_state.kept[key] = torch.empty(size, dtype=torch.uint8, device=META)
+    return device_state.kept[key]
 
 
 def _cast_weights(
-    machine: DeviceState, packing: WeightLayout, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
+    device_state: DeviceState, packing: WeightLayout, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
 ) -> Any:
     """Return a new half-precision buffer, and the weights cast into its parts, as autocast does at every call."""
-    with machine.factory_device_as(machine.device_of(weights[0])):
+    with device_state.factory_device_as(device_state.device_of(weights[0])):
         buffer = torch.zeros(packing.numel, dtype=dtype, device=META)
     views = packing.views(buffer, [weight.shape for weight in weights], per_layer)
     # Tensors of their own that share the buffer, not views of it, so that each has its own gradient.
@@ -240,7 +240,7 @@ def _workspace_bytes(launch: KernelContext, args: Any, forward: bool) -> int:
     `forward` says for which pass torch asks, which decides on the algorithm alone.
     """
     data, kind, size, projected, layers, dropout, train = (args[place] for place in (0, 6, 7, 8, 9, 11, 12))
-    if not is_measured(launch.gpu) or not launch.machine.workspaces:
+    if not is_measured(launch.gpu) or not launch.device_state.workspaces:
         return 0
     steps, batch, directions, packed_rows = _read_shapes(args)
     rows, features, out = packed_rows or steps * batch, data.shape[-1], projected or size

@@ -10,7 +10,7 @@
     def roll(args): ...
 
     @composite(torch.dropout)        replacement of a function that chooses by device in C++, above all operators;
-    def dropout(machine, input, ..): returns NotImplemented where the function itself has to run
+    def dropout(device_state, input, ..): returns NotImplemented where the function itself has to run
 
 Every file of the folder is imported. An operator that some releases of torch lack, or that a library defines, is named
 by a string, `"torchvision.nms"`, and registered once it exists.
@@ -91,7 +91,7 @@ _kernels = Table("kernel")
 # Function of (args, gpu): bytes of each temporary, allocated in order after the result.
 scratch = Table("scratch formula")
 input_copies = Table("input copies")  # function of (args): bytes, allocated before the result and cuBLAS's workspace
-composite = Table("composite")  # function of (machine, *arguments)
+composite = Table("composite")  # function of (device_state, *arguments)
 uses_cublas = Table("user of cuBLAS")
 uses_cublaslt = Table("user of cuBLASLt")  # function of (args): whether cuBLASLt runs the call
 expanded_composites = Table("composite that is looked into")  # see expansion.py
@@ -111,13 +111,13 @@ def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Funct
 find_kernel = _kernels.get
 
 
-def composites(machine: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a table of torch function -> replacement for `machine`, for the function mode."""
+def composites(device_state: Any) -> dict[Any, Callable[..., Any]]:
+    """Return a table of torch function -> replacement for `device_state`, for the function mode."""
 
     def make_replacement(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            result = entry(machine, *args, **kwargs)
+            result = entry(device_state, *args, **kwargs)
             return function(*args, **kwargs) if result is NotImplemented else result
 
         return run

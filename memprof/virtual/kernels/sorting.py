@@ -340,9 +340,9 @@ def unfold_backward(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 @composite(kernels.one_hot)
-def one_hot(machine: DeviceState, input: torch.Tensor, num_classes: int = -1) -> Any:
+def one_hot(device_state: DeviceState, input: torch.Tensor, num_classes: int = -1) -> Any:
     """Scatter ones into zeros; for meta tensors, the C++ function compares with a range (native/Onehot.cpp)."""
-    if not machine.is_on_gpu(input) or not input.numel() or input.dtype is not torch.int64:
+    if not device_state.is_on_gpu(input) or not input.numel() or input.dtype is not torch.int64:
         return NotImplemented
     if num_classes == -1:
         num_classes = int(input.max().item()) + 1

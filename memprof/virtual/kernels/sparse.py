@@ -54,12 +54,12 @@ def copy(launch: KernelContext) -> Any:
         # A copy on the host is virtual, its indices as well, if its values are not known.
         with (
             launch.inside(),
-            launch.machine.factory_device_as(REAL)
+            launch.device_state.factory_device_as(REAL)
             if copies_gradient_of_real_tensor(launch)
             else contextlib.nullcontext(),
         ):
             copied_values = launch.func(values, **kwargs)
-        with launch.inside(), launch.machine.factory_device_as(HOST if copied_values.is_meta else REAL):
+        with launch.inside(), launch.device_state.factory_device_as(HOST if copied_values.is_meta else REAL):
             parts = [*(launch.func(index, device=copied_values.device) for index in indices), copied_values]
     else:
         with launch.inside():

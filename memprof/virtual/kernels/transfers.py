@@ -42,7 +42,7 @@ def to_copy(launch: KernelContext) -> Any:
     source = launch.args[0]
     device = launch.kwargs.get("device")
     non_blocking = launch.kwargs.get("non_blocking", False)
-    to_host = device is not None and (device.type == "cpu" or launch.machine.factory_device == HOST)
+    to_host = device is not None and (device.type == "cpu" or launch.device_state.factory_device == HOST)
     if device is not None and launch.call.on_gpu == to_host and not non_blocking:
         launch.wait()  # for the current stream (native/cuda/Copy.cu, copy_kernel_cuda)
     if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
@@ -56,15 +56,17 @@ def to_copy(launch: KernelContext) -> Any:
     if not source.is_meta:
         # Host to GPU: the values are known.
         result = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
-        if launch.machine.factory_device == HOST:
-            launch.machine.record_copy(result)
-        elif launch.machine.factory_device != "meta":
-            launch.record(result, device=HOST if launch.machine.nodes.returns_to_host() else None)
-        if launch.machine.factory_device != "meta" and launch.values.store.is_trackable(result):
+        if launch.device_state.factory_device == HOST:
+            launch.device_state.record_copy(result)
+        elif launch.device_state.factory_device != "meta":
+            launch.record(result, device=HOST if launch.device_state.nodes.returns_to_host() else None)
+        if launch.device_state.factory_device != "meta" and launch.values.store.is_trackable(result):
             launch.values.store.set(result, source.to(dtype))
         return result
     if copies_gradient_of_real_tensor(launch):
-        launch.machine.nodes.note_copy(launch.machine.device_of(source))  # the gradient returns to the source's device
+        launch.device_state.nodes.note_copy(
+            launch.device_state.device_of(source)
+        )  # the gradient returns to the source's device
         return _read_to_host(launch, source, dtype, layout)
     is_large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
     # Several unknown elements stay unknown on the host (`scores.cpu() < 0.5` is an unknown mask), and so do chosen
@@ -82,7 +84,7 @@ def to_copy(launch: KernelContext) -> Any:
 
 def copies_gradient_of_real_tensor(launch: KernelContext) -> bool:
     """Return whether the call copies the gradient of a CPU tensor to the host, for the engine (host_kinds.py)."""
-    return launch.machine.factory_device == REAL or called_by_engine()
+    return launch.device_state.factory_device == REAL or called_by_engine()
 
 
 def _read_to_host(
@@ -116,7 +118,7 @@ def copy_(launch: KernelContext) -> Any:
 def _allocate_peer_copy(launch: KernelContext, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
     """Allocate the temporaries of a copy between GPUs without peer access (native/cuda/Copy.cu, copy_kernel_cuda): the
     transfer needs one dtype and contiguous memory on both GPUs."""
-    gpus = launch.machine.device_of(target), launch.machine.device_of(source)
+    gpus = launch.device_state.device_of(target), launch.device_state.device_of(source)
     has_same_dtype = target.dtype == source.dtype
     dense = torch.empty_like(source)
     has_same_strides = target.stride() == source.stride() == dense.stride()
@@ -140,7 +142,7 @@ def run_collective(launch: KernelContext) -> Any:
     """Keep the input alive until the program waits for the result, as NCCL's work object does
     (ProcessGroupNCCL.hpp, `stashed_for_allocator_safety_`; torch/csrc/distributed/c10d/Functional.cpp)."""
     result = launch.run()
-    launch.machine.pending_collectives[result.untyped_storage()] = launch.args[0]
+    launch.device_state.pending_collectives[result.untyped_storage()] = launch.args[0]
     return result
 
 
@@ -149,7 +151,7 @@ def wait_tensor(launch: KernelContext) -> Any:
     """Return the input tensor (torch/csrc/distributed/c10d/Functional.cpp)."""
     if not launch.args[0].is_meta:
         return NotImplemented
-    launch.machine.pending_collectives.pop(launch.args[0].untyped_storage(), None)
+    launch.device_state.pending_collectives.pop(launch.args[0].untyped_storage(), None)
     return launch.args[0]
 
 

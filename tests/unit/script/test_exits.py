@@ -22,7 +22,7 @@ def ran(folder: Path, text: str, **files: str) -> tuple[EndReason, int]:
         sys.modules.pop(name, None)
     handlers, patches = ExitHandlers(lambda code: True), PatchSet()
     before = atexit.register, atexit.unregister, os._exit
-    patches.set_all(handlers.patches())
+    patches.apply_all(handlers.patches())
     try:
         outcome = Program(str(folder / "train.py"), ("7",)).run(StopRule(), handlers)
     finally:

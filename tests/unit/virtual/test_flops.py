@@ -171,7 +171,7 @@ def test_the_work_is_asked_for_while_another_thread_counts():
 
     with memprof.virtual_gpu("a100-80gb") as gpu:
         torch.ones(4, device="cuda") * 2
-        meter = gpu._virtual.tracker.meter
+        meter = gpu._virtual.dispatch_mode.meter
         for phase, counts in meter._counts.items():
             meter._counts[phase] = Counted(counts)
         assert meter.finish()

@@ -103,7 +103,7 @@ def test_a_last_dimension_that_is_strided_is_left_to_math():
 @pytest.fixture
 def gpu():
     gpu = VirtualGpu(find_gpu("h100-80gb"), workspaces=False)
-    gpu.tracker.gpu = dataclasses.replace(gpu.tracker.gpu, release=(2, 11))
+    gpu.dispatch_mode.gpu = dataclasses.replace(gpu.dispatch_mode.gpu, release=(2, 11))
     with gpu:
         yield gpu
 
