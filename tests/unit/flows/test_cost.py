@@ -1,0 +1,116 @@
+"""The work of a step in seconds, on a GPU whose rates are powers of ten, and what a fix adds to it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from memprof.device.catalog import find_gpu
+from memprof.flows.cost import StepWork, compute_cost, compute_step_work
+from memprof.trace.events import GPU, HOST, PhaseKind, Work
+from tests.unit.traces import TraceBuilder
+
+# Each second 1e12 float32 operations, 1e9 bytes of memory, 1e8 of the link to the host, and 1e7 of that to other GPUs.
+RATES = dataclasses.replace(
+    find_gpu("h100-80gb"),
+    peak_flops={"float32": 10**12, "bfloat16": 10**13},
+    memory_bandwidth=10**9,
+    host_bandwidth=10**8,
+    nvlink_bandwidth=10**7,
+)
+
+
+def _work(*works: Work, micro_batches: tuple[tuple[int, int], ...] = ((1, 1),)):
+    """Return a trace with a forward phase for each (step, micro-batch), and this work."""
+    builder = TraceBuilder(None)
+    for step, micro_batch in micro_batches:
+        builder.phase(PhaseKind.FORWARD, step, micro_batch)
+    builder.trace.work.extend(works)
+    return builder.trace
+
+
+def _call(phase=0, device=GPU, dtype="float32", operations=0, num_bytes=0, to_device=0, to_host=0, calls=1, link=0):
+    return Work(phase, 0, device, dtype, operations, num_bytes, to_device, to_host, calls, link)
+
+
+def test_a_run_without_counted_work_has_no_cost():
+    assert compute_step_work(_work(), RATES) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds"),
+    [
+        # 2 s of operations and 1 s of memory: the longer, and not the sum.
+        (_call(operations=2 * 10**12, num_bytes=10**9), 2.0),
+        (_call(operations=10**12, num_bytes=3 * 10**9), 3.0),
+        (_call(operations=2 * 10**12, num_bytes=10**9, calls=5), 10.0),
+        (_call(dtype="bfloat16", operations=2 * 10**13), 2.0),
+        (_call(dtype="float64", operations=2 * 10**12), 2.0),  # no rate of its own: that of float32
+    ],
+)
+def test_an_operator_takes_the_longer_of_operations_and_bytes(call, seconds):
+    work = compute_step_work(_work(call), RATES)
+    assert work.compute_seconds == pytest.approx(seconds)
+    assert work.operations == call.operations * call.calls
+    assert (work.bus_seconds, work.link_seconds) == (0, 0)
+    assert work.seconds == pytest.approx(seconds)
+
+
+def test_the_bus_carries_both_directions_and_computes_nothing():
+    work = compute_step_work(
+        _work(_call(operations=10**12, num_bytes=10**9, to_device=10**8, to_host=3 * 10**8, calls=2)), RATES
+    )
+    assert work == StepWork(0, 8 * 10**8, 0, 0.0, 8.0, 0, 0.0)
+
+
+def test_other_gpus_are_reached_by_their_own_link():
+    work = compute_step_work(_work(_call(link=10**7, calls=3)), RATES)
+    assert (work.link_bytes, work.link_seconds, work.bus_bytes) == (3 * 10**7, 3.0, 0)
+
+
+def test_without_nvlink_other_gpus_are_reached_over_the_bus():
+    work = compute_step_work(_work(_call(link=10**8)), dataclasses.replace(RATES, nvlink_bandwidth=None))
+    assert work.link_seconds == 1.0
+
+
+def test_operators_of_the_host_count_their_bytes_alone():
+    work = compute_step_work(_work(_call(device=HOST, operations=10**12, num_bytes=5, calls=3)), RATES)
+    assert work == StepWork(0, 0, 15, 0.0, 0.0, 0, 0.0)
+
+
+def test_seconds_are_the_sum_of_all_three():
+    assert StepWork(0, 0, 0, 1.0, 2.0, 0, 4.0).seconds == 7.0
+
+
+def test_only_the_last_step_counts():
+    trace = _work(_call(0, operations=10**12), _call(1, operations=10**13), micro_batches=((1, 1), (2, 1)))
+    assert compute_step_work(trace, RATES).operations == 10**13
+
+
+@pytest.mark.parametrize(("micro_batches", "operations"), [(0, 3), (2, 3), (3, 5), (4, 7)])
+def test_the_last_micro_batch_stands_for_those_that_were_not_run(micro_batches, operations):
+    trace = _work(_call(0, operations=1), _call(1, operations=2), micro_batches=((1, 1), (1, 2)))
+    assert compute_step_work(trace, RATES, micro_batches).operations == operations
+
+
+def test_the_cost_of_a_fix_is_what_it_adds():
+    before = StepWork(10, 20, 30, 1.0, 2.0, 40, 3.0)
+    after = StepWork(11, 22, 33, 1.5, 2.25, 44, 3.125)
+    cost = compute_cost(after, before, "exact", "a note", (7.0, 8))
+    assert (cost.operations, cost.bus_bytes, cost.host_bytes, cost.link_bytes, cost.step_seconds) == (
+        11,
+        22,
+        33,
+        44,
+        6.875,
+    )
+    assert (cost.extra_operations, cost.extra_bus_bytes, cost.extra_link_bytes) == (1, 2, 4)
+    assert (cost.extra_seconds, cost.extra_compute_seconds, cost.extra_bus_seconds) == (0.875, 0.5, 0.25)
+    assert cost.extra_link_seconds == 0.125
+    assert (cost.numerics, cost.note, cost.compile_seconds, cost.compiled_kernels) == ("exact", "a note", 7.0, 8)
+
+
+def test_without_counted_work_a_fix_has_no_cost():
+    cost = compute_cost(None, StepWork(1, 1, 1, 1.0, 1.0, 1, 1.0), "exact", "")
+    assert (cost.operations, cost.step_seconds, cost.extra_seconds, cost.numerics) == (None, None, None, "exact")

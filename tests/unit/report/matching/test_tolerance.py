@@ -1,0 +1,34 @@
+import pytest
+
+from memprof.errors import UsageError
+from memprof.report.matching.tolerance import Tolerance, parse_tolerance
+
+
+@pytest.mark.parametrize(
+    ("text", "a", "b", "is_allowed"),
+    [
+        ("0", 7, 7, True),
+        ("0", 7, 8, False),
+        ("16", 100, 116, True),
+        ("16", 116, 99, False),
+        ("1KiB", 0, 1024, True),
+        ("1KiB", 0, 1025, False),
+        # Of the larger value: 10% of 100, not of 90.
+        ("10%", 90, 100, True),
+        ("10%", 100, 90, True),
+        ("10%", 89, 100, False),
+        ("10%", -100, -90, True),
+    ],
+)
+def test_the_edge_of_a_tolerance(text, a, b, is_allowed):
+    assert parse_tolerance(text).allows(a, b) is is_allowed
+
+
+def test_a_percentage_is_a_hundredth():
+    assert parse_tolerance(" 0.5 % ") == Tolerance("0.5 %", share=0.005)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "x%", "1.5", "many"])
+def test_what_is_no_tolerance(text):
+    with pytest.raises(UsageError, match="not a tolerance"):
+        parse_tolerance(text)
