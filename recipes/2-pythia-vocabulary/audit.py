@@ -113,7 +113,7 @@ def the_fault() -> tuple[Run, Finding]:
 def words() -> tuple[int, float]:
     """Different words of the synthetic corpus, and the share of its text that the report's cap covers."""
     found = Frequencies.of(vocabulary.Counter(vocabulary.synthetic_corpus()).values())
-    return found.distinct, found.coverage((AFTER.vocab_size or 0) - 1)  # one row is for all that is rare
+    return found.distinct, found.compute_coverage((AFTER.vocab_size or 0) - 1)  # one row is for all that is rare
 
 
 def holds(condition: bool) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memprof.workload.spread import _with_positions
+from memprof.workload.spread import _add_positions
 from memprof.workload.ulysses import exchange_heads
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
-    batch = _with_positions({"input_ids": ids, "labels": ids})
+    batch = _add_positions({"input_ids": ids, "labels": ids})
     part = slice(rank * 32 // size, (rank + 1) * 32 // size)
     with exchange_heads(dist.group.WORLD):
         out = model(**{name: tensor[:, part].contiguous() for name, tensor in batch.items()})

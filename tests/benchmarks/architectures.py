@@ -36,7 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-from memprof.workload.loss import _tensors
+from memprof.workload.loss import _collect_tensors
 from tests.benchmarks.tiny_models import Case, batches, configurations
 
 BAR = 0.98
@@ -98,7 +98,7 @@ def _loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = outputs.get("loss") if isinstance(outputs, dict) else None
     if isinstance(loss, torch.Tensor):
         return loss.sum()
-    return next(t for t in _tensors(outputs) if t.is_floating_point() and t.requires_grad).mean()
+    return next(t for t in _collect_tensors(outputs) if t.is_floating_point() and t.requires_grad).mean()
 
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:

@@ -134,7 +134,7 @@ def cached(rows: Iterable[Row]) -> dict[str, float]:
     for row in rows:
         cell = cell_of(*row.case)
         kept = row.required_bytes - CONTEXT_BYTES - row.allocated_bytes
-        whole = cell.of_tokens_bytes if row.lengths else row.allocated_bytes
+        whole = cell.token_bytes if row.lengths else row.allocated_bytes
         found.setdefault(cell.cached_key, []).append(kept / whole)
     return {key: round(statistics.median(shares), 3) for key, shares in sorted(found.items())}
 

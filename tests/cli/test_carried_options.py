@@ -79,14 +79,14 @@ def asked(memprof, script, monkeypatch) -> Callable[[Sequence[str]], Any]:
     found: list[Any] = []
 
     def note_script(program: Program, rule: Any, request: Any) -> int:
-        found.append((request.spec(), program.command, request))
+        found.append((request.build_spec(), program.command, request))
         return 0
 
     def note_target(spec: TargetSpec, how: Any, progress: Any, **others: Any) -> Any:
         found.append((spec, how.device, how))
         raise MemprofError("this is enough")
 
-    for name in ("_run", "_run_ranks", "_run_ladder"):
+    for name in ("_run_script", "_run_ranks", "_run_ladder"):
         monkeypatch.setattr(run_room, name, note_script)
     monkeypatch.setattr(profile_room, "_run", note_target)
     script("", "train.py")
@@ -128,7 +128,7 @@ def test_what_is_printed_after_a_script_has_all_its_options(asked, spec, tmp_pat
             continue  # there are no later ones
         again, _, request = asked(shlex.split(command)[1:])
         assert again == spec.edit(**changes), what
-        assert request.searches == (name == "fix")
+        assert request.is_search == (name == "fix")
 
 
 @pytest.mark.parametrize("spec", RUNS)
@@ -189,7 +189,7 @@ def test_what_is_printed_after_a_target_has_all_its_options(asked, spec, tmp_pat
             continue
         again, device, how = asked(shlex.split(command)[1:])
         assert_same(again, device, spec)
-        assert how.searches if one is full else how.largest == "batch-size"
+        assert how.is_search if one is full else how.largest == "batch-size"
 
 
 @pytest.mark.parametrize("spec", [TargetSpec(model="gpt2", zero_grad="zero"), RunSpec(worst_batch=True)])

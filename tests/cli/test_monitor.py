@@ -395,4 +395,4 @@ def test_a_footer_needs_processes(capsys):
     view = FooterView(sys.stdout)
     view.show(MonitorSample(0.0, 0.0), Peaks())
     assert capsys.readouterr().out == ""
-    assert SampleHistory().curve("allocated").strip() == ""
+    assert SampleHistory().draw_curve("allocated").strip() == ""

@@ -78,12 +78,12 @@ def test_one_answer(case, tmp_path, spec_of_command, capsys):
         model=str(folder), context_length=length, gpu_vram_bytes=capacity, host_memory_bytes=host or 256 * GIB
     )
     answer, search, found = recommend(base, SearchRequest(Goal(goal), sequences, precision), lambda doing: None)
-    ran = {profile.outcome.spec for profile in (*found.tried, *([found.chosen] if found.chosen else []))}
+    ran = {profile.outcome.spec for profile in (*found.runs, *([found.chosen] if found.chosen else []))}
     for row in answer.choices:
         target = {"dtype": "bfloat16", "vocab_size": config["vocab_size"], "classes": set()}
         assert spec_of_command(row.command, target) in ran, row.command
         _row(row, capacity, host)
-    assert answer.runs == len(search.runs)
+    assert answer.runs == len(search.simulator)
     print_recommendation(answer)
     said = " ".join(capsys.readouterr().out.split())
     if answer.chosen is None:

@@ -199,7 +199,7 @@ def test_commands_and_options_mentioned_exist(mention):
 
 @pytest.mark.parametrize("arguments", [["profile", "--no-such-option"], ["no-such-command"]])
 def test_a_command_that_does_not_exist_is_noticed(arguments):
-    with pytest.raises((typer.ExitCode, AssertionError)):
+    with pytest.raises((typer.Exit, AssertionError)):
         _check(arguments)
 
 

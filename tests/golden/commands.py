@@ -72,7 +72,7 @@ def _checkout() -> str:
 
 
 def comparable(document: object, folder: str) -> object:
-    """Without paths of this machine, versions of memprof, and line numbers of its own files."""
+    """Without paths of this machine, versions of memprof, and lines and functions of its own files."""
     if isinstance(document, dict):
         kept = {key: comparable(value, folder) for key, value in document.items() if key != "memprof_version"}
         return {key: None if key in _OF_A_MACHINE else value for key, value in kept.items()}
@@ -87,7 +87,7 @@ def comparable(document: object, folder: str) -> object:
             r"that took [\d.]+ s on this machine; how long making its \d+", "that took SECONDS, its NUMBER", text
         )
         text = re.sub(r"/[^ ]*/(site-packages|memprof|lib/python3\.\d+)/", r"\1/", text)
-        return re.sub(r"((?:memprof/[\w/]+|\bworkload/\w+)\.py):\d+", r"\1:LINE", text)
+        return re.sub(r"((?:memprof/[\w/]+|\bworkload/\w+)\.py):\d+(?: [\w.<>]+)?", r"\1:LINE", text)
     return document
 
 
