@@ -14,8 +14,10 @@ keeps up to 1 MiB beyond its request (from max_split_size on, its whole segment)
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
+
+from sortedcontainers import SortedDict
 
 from memprof.allocator.blocks import Block, StreamPool, split_right
 from memprof.allocator.caching import CachingAllocator
@@ -150,14 +152,13 @@ class Ranges:
 
     def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
         self.large_segment = config.large_segment_size
-        self.by_address: dict[int, Range] = {}
-        self.order: list[int] = []
+        self.by_address: SortedDict[int, Range] = SortedDict()
         for segment in segments:
             self._add(Range.of(segment))
 
     def sorted(self) -> list[Range]:
         """Return all ranges by address."""
-        return [self.by_address[address] for address in sorted(self.by_address)]
+        return list(self.by_address.values())
 
     def is_small(self, mapped: int) -> bool:
         """Return whether `mapped` bytes are of the small pool, mapped 2 MiB at a time; the large pool maps 20 MiB."""
@@ -181,12 +182,8 @@ class Ranges:
             if address + size < found.end:
                 self._add(replace(found, address=address + size, size=found.end - address - size))
         elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
-            at = bisect_left(self.order, address)
-            if (
-                self._find_range(address) is not None
-                or (at < len(self.order) and self.order[at] < address + size)
-                or not size
-            ):
+            inside = self.by_address.irange(address, address + size, inclusive=(True, False))
+            if self._find_range(address) is not None or any(True for _ in inside) or not size:
                 return f"gives memory at {address:#x} back that is still there afterwards"
             expandable = action == SEGMENT_UNMAP
             # Every segment of the small pool has this size, and none of the large pool.
@@ -200,9 +197,8 @@ class Ranges:
 
     def _merge_adjacent(self, run: Range) -> Range:
         """Return the expandable `run` merged with the adjacent mapped runs, which are removed."""
-        at = bisect_left(self.order, run.address)
-        touching = [self.by_address[address] for address in self.order[max(at - 1, 0) : at + 1]]
-        for other in touching:
+        at = self.by_address.bisect_left(run.address)
+        for other in self.by_address.values()[max(at - 1, 0) : at + 1]:
             if other.expandable and (other.end == run.address or run.end == other.address):
                 begin = min(run.address, other.address)
                 run = replace(other, address=begin, size=max(run.end, other.end) - begin)
@@ -211,17 +207,15 @@ class Ranges:
 
     def _find_range(self, address: int) -> Range | None:
         """Return the range that contains `address`."""
-        at = bisect_right(self.order, address) - 1
-        found = self.by_address[self.order[at]] if at >= 0 else None
+        at = self.by_address.bisect_right(address) - 1
+        found: Range | None = self.by_address.peekitem(at)[1] if at >= 0 else None
         return found if found is not None and address < found.end else None
 
     def _add(self, run: Range) -> None:
         self.by_address[run.address] = run
-        insort(self.order, run.address)
 
     def _remove(self, run: Range) -> None:
         del self.by_address[run.address]
-        del self.order[bisect_left(self.order, run.address)]
 
 
 def _set_block_sizes(state: State, events: EventColumns, config: AllocatorConfig) -> None:

@@ -6,11 +6,11 @@ on the GPU that the trace names. A trace has no clock: event i of the trace happ
 
 from __future__ import annotations
 
-import bisect
 import re
-import sys
 from dataclasses import dataclass, field
 from typing import Any
+
+from sortedcontainers import SortedDict
 
 from memprof.allocator import (
     AllocatorConfig,
@@ -76,7 +76,7 @@ class _WritingDriver(SimulatedDriver):
         self.time = 0
         self.stack: Stack = ()
         self.stream = 0
-        self._streams: list[tuple[int, int]] = []  # address and stream of each segment
+        self._streams: SortedDict[int, int] = SortedDict()  # stream of each segment and of each range of mapped memory, by address
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)
@@ -100,8 +100,9 @@ class _WritingDriver(SimulatedDriver):
 
     def _write(self, action: Action, address: int, size: int) -> None:
         if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
-            bisect.insort(self._streams, (address, self.stream))
-        _, stream = self._streams[bisect.bisect(self._streams, (address, sys.maxsize)) - 1]
+            self._streams[address] = self.stream
+        # What is unmapped may begin inside a range that was mapped at once.
+        _, stream = self._streams.peekitem(self._streams.bisect_right(address) - 1)
         self.events.append(SnapshotEvent(action, address, size, stream, DEFAULT_POOL, self.time, self.stack))
 
 

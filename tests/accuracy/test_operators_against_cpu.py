@@ -44,7 +44,7 @@ KERNELS: dict[str, str] = {
         BUFFERS: (
             "native_layer_norm_backward native_batch_norm "
             "native_batch_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward "
-            "kthvalue log_sigmoid_forward multinomial _unique2 normal histc "
+            "kthvalue log_sigmoid_forward _unique2 normal histc "
             "_embedding_bag _embedding_bag_dense_backward _embedding_bag_backward _chunk_cat "
             "native_dropout_backward isin _safe_softmax "
             "_embedding_bag_per_sample_weights_backward"
@@ -67,7 +67,7 @@ KERNELS: dict[str, str] = {
         HOST: ("repeat"),
         NOT_COUNTED: (
             "lu_unpack _linalg_slogdet _linalg_det _linalg_solve_ex linalg_lu_solve linalg_lu linalg_inv_ex "
-            "linalg_ldl_solve cdist _cdist_forward _cdist_backward repeat_interleave renorm"
+            "linalg_ldl_solve cdist _cdist_forward _cdist_backward renorm"
         ),
     }.items()
     for name in names.split()
@@ -85,6 +85,9 @@ OPERATORS: dict[str, str] = {
     "nanmedian": EVEN,
     "cumprod": VALUES,
     "prod": VALUES,
+    "equal": "CUDA compares into a mask, which it reduces (native/cuda/Equal.cpp)",
+    "cov": "as equal: scalars are compared by it (is_scalar_tensor_true)",
+    "corrcoef": "as cov",
     "unique_consecutive": "unknown values are taken to differ",
     "isin": "CUDA compares all pairs (native/cuda/TensorCompare.cpp)",
     "nn.functional.rms_norm": "CUDA's backward is one kernel (layer_norm_kernel.cu), the CPU's is in pieces",

@@ -26,13 +26,17 @@ def check_consistency(report: dict) -> None:
         assert stage["device_used_bytes"] == stage["reserved_bytes"] + context
     assert report["source"] == "simulated"
     assert max(stage["peak_reserved_bytes"] for stage in report["stages"]) == peak["reserved_bytes"]
-    assert report["verdict"]["required_bytes"] == peak["device_used_bytes"] == peak["reserved_bytes"] + context
+    assert peak["device_used_bytes"] == peak["reserved_bytes"] + context
     oom = [(stage["step"], stage["name"]) for stage in report["stages"] if stage["oom"]]
     verdict = report["verdict"]
+    if verdict["fits"] and verdict["retries"]:  # what was reserved before the cache was emptied would have gone beyond the GPU
+        assert verdict["required_bytes"] > peak["device_used_bytes"]
+    else:
+        assert verdict["required_bytes"] == peak["device_used_bytes"]
     assert oom == ([] if verdict["fits"] else [(verdict["oom_step"], verdict["oom_stage"])])
     assert verdict["fits"] == (verdict["oom_message"] is None)
     if verdict["fits"]:
-        assert verdict["required_bytes"] <= report["device"]["total_bytes"]
+        assert peak["device_used_bytes"] <= report["device"]["total_bytes"]
     else:
         in_use = verdict["reserved_bytes"] + verdict["free_bytes"]
         assert in_use == report["device"]["usable_bytes"] >= verdict["in_use_bytes"] + verdict["free_bytes"]

@@ -98,7 +98,7 @@ def test_a_micro_batch_that_weighs_rows_alike_fails(memprof, monkeypatch):
     def alike(self, labels, batch, first, targets):
         return torch.ones(first.shape[0])
 
-    monkeypatch.setattr(micro_batch.MicroBatches, "_counts", alike)
+    monkeypatch.setattr(micro_batch.MicroBatches, "_count_per_row", alike)
     result = memprof("verify", "micro-batch", "--model", "gpt2", "--seeds", 1)
     assert result.exit_code == 4
 
