@@ -6,8 +6,8 @@ __all__ = ["Context", "Evidence", "Finding", "Severity", "find_all"]
 
 
 def find_all(context: Context, *, deciding: bool = False) -> list[Finding]:
-    """Return the findings of all rules, or, if `deciding`, of the rules that guide a search (see `rule`): errors
+    """Return the findings of all rules, or, if `for_search`, of the rules that guide a search (see `rule`): errors
     first, then by bytes; findings without bytes are the last of their severity."""
-    from memprof.findings.rules import ask_all  # here: who shows findings needs none of the rules
+    from memprof.findings.rules import apply_rules  # here: who shows findings needs none of the rules
 
-    return ask_all(context, deciding=deciding)
+    return apply_rules(context, for_search=deciding)

@@ -25,10 +25,10 @@ _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 def find(context: Context) -> list[Finding]:
     """Return one finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
     trace, lives = context.ledger.trace, context.lives
-    kinds = score_storages(context)
+    kinds = find_score_storages(context)
     if not kinds:
         return []
-    most = lives.most(kinds)
+    most = lives.find_max_live(kinds)
     peak_bytes = context.ledger.peak_bytes
     if most.num_bytes < MIN_BYTES and most.num_bytes <= MIN_SHARE * peak_bytes:
         return []
@@ -42,7 +42,7 @@ def find(context: Context) -> list[Finding]:
         f"{evidence.plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} live at once ({shares}; "
         f"{evidence.percent(most.num_bytes, peak_bytes)} of the peak's size)"
     )
-    at_peak = lives.at(context.ledger.peak_event, kinds)
+    at_peak = lives.find_live(context.ledger.peak_event, kinds)
     such = evidence.plural(len(at_peak.storages), "such tensor")
     lines = [
         *evidence.tensors_evidence(context, kinds, most.event, kinds.__getitem__),
@@ -66,7 +66,7 @@ def find(context: Context) -> list[Finding]:
 
 
 @cache_per_context
-def score_storages(context: Context) -> dict[int, str]:
+def find_score_storages(context: Context) -> dict[int, str]:
     """Return the storages of shape [..., queries, keys], each with the label "scores" or "mask".
 
     The shape alone proves nothing: features may be as many as tokens, and images have two equal sizes. Scores require a
@@ -74,13 +74,13 @@ def score_storages(context: Context) -> dict[int, str]:
     over prototypes), they also require as many matrix products. Masks are recognized by their dtype or single head.
     """
     trace = context.ledger.trace
-    inputs = evidence.input_shapes(context)
+    inputs = evidence.find_input_shapes(context)
     lengths = {shape[-1] for shape in inputs if shape[-1] >= MIN_LENGTH}
     batches = {shape[0] for shape in inputs if len(shape) > 1}
     if context.context_length is not None and context.context_length >= MIN_LENGTH:
         lengths.add(context.context_length)
-    words = evidence.vocabulary(context)
-    computes = evidence.computing(trace)
+    words = evidence.find_vocabulary_size(context)
+    computes = evidence.mask_compute_phases(trace)
     softmax = [
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops

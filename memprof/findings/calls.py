@@ -12,14 +12,14 @@ from memprof.trace.events import Forward, PhaseKind, Trace
 _TRAINING = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
 
 
-def training_times(trace: Trace) -> list[int]:
+def find_training_events(trace: Trace) -> list[int]:
     """Return the events at which a backward or an optimizer's step begins."""
     return [time for time, phase in trace.list_phase_begins() if phase.kind in _TRAINING]
 
 
-def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
+def find_call_loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
     """Return the loops among the `wanted` calls: calls of one module without a backward or optimizer step between."""
-    trained = training_times(trace)
+    trained = find_training_events(trace)
     open_loops: dict[int, list[Forward]] = {}
     result: list[list[Forward]] = []
     for forward in trace.forwards:
@@ -34,7 +34,7 @@ def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]
     return result
 
 
-def made_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
+def find_new_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
     """Return the storages on the GPU that were made from event `begin` to before `end`: storages without a role outside
     the KV cache, or, with `caches`, all storages of the KV cache."""
     trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories

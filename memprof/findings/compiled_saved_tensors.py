@@ -12,7 +12,7 @@ from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
 MIN_SHARE = 0.05  # of the peak
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 _SETTINGS = "torch._functorch.config"
 
 
@@ -36,7 +36,7 @@ def find(context: Context) -> list[Finding]:
         if not storage.hidden
     }
     made = [index for index, key in keys.items() if key in results]
-    alive = Counter(keys[index] for index in context.lives.at(ledger.peak_event, made).storages)
+    alive = Counter(keys[index] for index in context.lives.find_live(ledger.peak_event, made).storages)
     calls = {
         graph: max((alive[one.op, one.source, one.num_bytes] // one.times for one in found), default=0)
         for graph, found in kept.items()
@@ -49,7 +49,7 @@ def find(context: Context) -> list[Finding]:
     share = percent(more, ledger.peak_bytes)
     what = f"Compiled code keeps {format_bytes(more)} more for the backward"
     title = f"{what} than eager code would ({share} of the peak)"
-    evidence = [_make_evidence(one, count) for one, count in shown[:MOST_SHOWN]]
+    evidence = [_make_evidence(one, count) for one, count in shown[:MAX_SHOWN]]
     return [Finding("compiled-keeps", Severity.WARNING, title, more, (*evidence, _make_fix_evidence(shown)), ())]
 
 

@@ -8,7 +8,7 @@ from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_gpu, w
 from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 
-@rule(20, decides=True)
+@rule(20, guides_search=True)
 def find(context: Context) -> list[Finding]:
     """Return one finding for each source line with a mismatch; repetitions in other layers and steps are counted."""
     trace = context.ledger.trace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.findings import growth
-from memprof.findings.calls import loops, made_storages
+from memprof.findings.calls import find_call_loops, find_new_storages
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
@@ -24,20 +24,20 @@ def find(context: Context) -> list[Finding]:
     """
     trace = context.ledger.trace
     found: dict[int, Finding] = {}
-    for loop in loops(trace, lambda forward: forward.nodes == 0):
+    for loop in find_call_loops(trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
             index
-            for index in made_storages(context, loop[0].begin, loop[-1].end)
+            for index in find_new_storages(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
-        groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
-        told = {growth.holder_key(holder) for holder in growth.find_leaks_of_steps(context)} if groups else set()
+        groups = growth.group_by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
+        told = {growth.make_holder_key(holder) for holder in growth.find_step_leaks(context)} if groups else set()
         kept = {
             holder: group
             for holder, group in groups.items()
             if _sum_bytes_per_call(group) >= MIN_BYTES
-            and (holder is None or (holder.limit is None and growth.holder_key(holder) not in told))
+            and (holder is None or (holder.limit is None and growth.make_holder_key(holder) not in told))
         }
         left = sum(context.lives.sum_bytes(leak.storages) for group in kept.values() for leak in group)
         before = found.get(loop[0].module)
@@ -47,7 +47,7 @@ def find(context: Context) -> list[Finding]:
 
 
 def _sum_bytes_per_call(group: list[growth.LeakGroup]) -> int:
-    return sum(leak.per_round for leak in group)
+    return sum(leak.bytes_per_iteration for leak in group)
 
 
 def _make_finding(
@@ -58,17 +58,17 @@ def _make_finding(
     per_call = sum(map(_sum_bytes_per_call, kept.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left)} after the last{growth.holders_phrase(*kept)}"
+        f"call, {format_bytes(left)} after the last{growth.format_holders(*kept)}"
     )
     evidence = []
     for holder, group in kept.items():
-        evidence += [growth.holder_evidence(holder), *growth.leak_evidence(trace, group, "call")]
+        evidence += [growth.make_holder_evidence(holder), *growth.make_leak_evidence(trace, group, "call")]
     batches = next((holder.batches for holder in kept if holder is not None and holder.batches is not None), None)
     if batches is not None:
         whole = batches * per_call
         text = f"the data loader has {batches:,} batches: {format_bytes(whole)} over all of it"
         evidence.append(Evidence(text, num_bytes=whole))
-    full = growth.until_full(context, per_call, "call")
+    full = growth.make_exhaustion_evidence(context, per_call, "call")
     if full is not None:
         evidence.append(full)
     evidence += dict.fromkeys(_make_fix_evidence(context, holder, group) for holder, group in kept.items())
@@ -85,6 +85,6 @@ def _make_fix_evidence(context: Context, holder: Holder | None, group: list[grow
             "fix: give the Trainer preprocess_logits_for_metrics (such as an argmax, so that no logits are kept), or "
             "eval_accumulation_steps=1, which moves them to host memory after each batch"
         )
-    return growth.fix_evidence(
+    return growth.make_holder_fix_evidence(
         holder, "keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)"
     )

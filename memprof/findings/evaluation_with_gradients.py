@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import loops, made_storages, training_times
+from memprof.findings.calls import find_call_loops, find_new_storages, find_training_events
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, holders_phrase, leak_evidence
+from memprof.findings.growth import LeakGroup, group_by_holder, find_leaks, make_holder_evidence, format_holders, make_leak_evidence
 from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
@@ -24,9 +24,9 @@ def find(context: Context) -> list[Finding]:
     the call saved were freed before any backward began (or the program ended without one after two such calls).
     """
     trace = context.ledger.trace
-    trained = training_times(trace)
+    trained = find_training_events(trace)
     by_module: dict[int, list[list[Forward]]] = {}
-    for loop in loops(trace, lambda forward: forward.nodes > 0 and not forward.training):
+    for loop in find_call_loops(trace, lambda forward: forward.nodes > 0 and not forward.training):
         by_module.setdefault(loop[0].module, []).append(loop)
     findings = []
     for all_loops in by_module.values():
@@ -37,7 +37,7 @@ def find(context: Context) -> list[Finding]:
             if own is not None:
                 kept += own
                 certain.append(loop)
-        most = context.lives.most(kept)
+        most = context.lives.find_max_live(kept)
         if most.num_bytes >= MIN_BYTES:
             findings.append(_make_finding(context, certain, most.num_bytes))
     return findings
@@ -50,7 +50,7 @@ def _find_saved_storages(context: Context, loop: list[Forward], trained: list[in
     for forward in loop:
         kept += [
             index
-            for index in made_storages(context, forward.begin, forward.end)
+            for index in find_new_storages(context, forward.begin, forward.end)
             if deaths[index] >= forward.end and index not in forward.outputs
         ]
     last = max((deaths[index] for index in kept), default=0)
@@ -70,12 +70,12 @@ def _make_finding(context: Context, certain: list[list[Forward]], num_bytes: int
     share = percent(num_bytes, context.ledger.peak_bytes)
     longest = max(certain, key=len)
     grown = find_leaks(
-        context, made_storages(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
+        context, find_new_storages(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
-    groups = _select_reported_groups(by_holder(trace, grown))
+    groups = _select_reported_groups(group_by_holder(trace, grown))
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
-        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{holders_phrase(*groups)}"
+        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
@@ -92,7 +92,7 @@ def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dic
     return {
         holder: group
         for holder, group in groups.items()
-        if holder is None or holder.nodes or sum(leak.per_round for leak in group) >= MIN_BYTES
+        if holder is None or holder.nodes or sum(leak.bytes_per_iteration for leak in group) >= MIN_BYTES
     }
 
 
@@ -112,8 +112,8 @@ def _make_growth_evidence(
             evidence.append(Evidence("it piles up from call to call; what keeps its graph was not seen:"))
         else:
             why = "for the outputs are kept with their graph" if holder.nodes else "kept without a graph"
-            evidence += [Evidence(f"it piles up from call to call, {why}:"), holder_evidence(holder)]
-        evidence += leak_evidence(trace, group, "call")
+            evidence += [Evidence(f"it piles up from call to call, {why}:"), make_holder_evidence(holder)]
+        evidence += make_leak_evidence(trace, group, "call")
     return evidence
 
 
@@ -123,7 +123,7 @@ def _make_cache_evidence(context: Context, loop: list[Forward]) -> Evidence | No
     None if only tensors of the last call are live: a KV cache without its graph keeps no older ones.
     """
     trace, lives = context.ledger.trace, context.lives
-    there = lives.at(loop[-1].end - 1, made_storages(context, loop[0].begin, loop[-1].end, caches=True)).storages
+    there = lives.find_live(loop[-1].end - 1, find_new_storages(context, loop[0].begin, loop[-1].end, caches=True)).storages
     if all(lives.births[index] >= loop[-1].begin for index in there):
         return None
     shown = max(there, key=lambda index: (trace.storages[index].num_bytes, index))

@@ -131,7 +131,7 @@ def tensors_evidence(
     for indices in kinds.values():
         first = indices[0]
         s = trace.storages[first]
-        then = len(lives.at(moment, indices).storages)
+        then = len(lives.find_live(moment, indices).storages)
         peak = sum(index in lives.at_peak for index in indices)
         module = module_pattern(trace, s)
         inside = f"in {module} " if module else ""
@@ -154,7 +154,7 @@ def _format_live_counts(then: int, at_peak: int, is_peak: bool) -> str:
 # -- what the trace tells -------------------------------------------------------------------------------------------
 
 
-def computing(trace: Trace) -> list[bool]:
+def mask_compute_phases(trace: Trace) -> list[bool]:
     """Return for each phase of the trace whether it is a forward or backward."""
     return [phase.kind in _COMPUTING for phase in trace.phases]
 
@@ -167,24 +167,24 @@ def is_forward(trace: Trace, storage: Storage) -> bool:
     return kind is PhaseKind.FORWARD
 
 
-def owned(trace: Trace, role: Role) -> dict[int, str]:
+def get_names(trace: Trace, role: Role) -> dict[int, str]:
     """Return the names of the tensors with this role, by storage."""
     return {index: owner.name for index, owner in trace.owners.items() if owner.role is role}
 
 
-def parameters(trace: Trace) -> dict[int, str]:
+def get_parameter_names(trace: Trace) -> dict[int, str]:
     """Return the names of the parameters, by storage."""
-    return owned(trace, Role.PARAMETER)
+    return get_names(trace, Role.PARAMETER)
 
 
-def half_dtype(context: Context) -> str | None:
+def find_half_dtype(context: Context) -> str | None:
     """Return the dtype of most bytes of the parameters if it is a half precision, else None.
 
     A trace does not record the dtypes of an operator's inputs; rules use the parameters' dtype as the compute dtype.
     """
     trace = context.ledger.trace
     by_dtype: dict[str, int] = defaultdict(int)
-    known = parameters(trace)
+    known = get_parameter_names(trace)
     # A model that is cast on the GPU has been another before.
     for index in known.keys() & context.lives.at_peak or known:
         by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
@@ -194,7 +194,7 @@ def half_dtype(context: Context) -> str | None:
     return most if most in HALF_DTYPES else None
 
 
-def vocabulary_tables(trace: Trace) -> dict[int, str]:
+def find_vocabulary_tables(trace: Trace) -> dict[int, str]:
     """Return the names of the token embeddings and heads (matrices with one row per word), by storage.
 
     They are recognized by name, or as the weight of an embedding or head module. Excluded are numbered modules (layers,
@@ -211,7 +211,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
     weights = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
     named = {
         index: name
-        for index, name in parameters(trace).items()
+        for index, name in get_parameter_names(trace).items()
         if len(trace.storages[index].shape) == 2
         and (name in weights or _VOCABULARY.search(name))
         and not _POSITIONS.search(name)
@@ -221,16 +221,16 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
     return {index: name for index, name in named.items() if trace.storages[index].shape[0] in words}
 
 
-def vocabulary(context: Context) -> int | None:
+def find_vocabulary_size(context: Context) -> int | None:
     """Return the vocabulary size: as configured, else rows of the largest embedding or head, or the loss's classes."""
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace
-    return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=vocabulary_size(trace))
+    return max((trace.storages[index].shape[0] for index in find_vocabulary_tables(trace)), default=vocabulary_size(trace))
 
 
 @cache_per_context
-def input_shapes(context: Context) -> set[tuple[int, ...]]:
+def find_input_shapes(context: Context) -> set[tuple[int, ...]]:
     """Return the shapes (batch, ..., tokens) of the model's inputs, without the features of a token.
 
     Sources are the specification, integer inputs, float inputs [batch, tokens, features] without the last dimension,
@@ -252,7 +252,7 @@ def input_shapes(context: Context) -> set[tuple[int, ...]]:
     return {shape for shape in shapes if shape}
 
 
-def feature_maps(trace: Trace) -> set[tuple[int, ...]]:
+def find_feature_map_sizes(trace: Trace) -> set[tuple[int, ...]]:
     """Return the heights and widths of convolutions' outputs, which are not rows and columns of matrices."""
     convolutions = {number for number, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
     return {storage.shape[-2:] for storage in trace.storages if storage.op in convolutions and len(storage.shape) == 4}

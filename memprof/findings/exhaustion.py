@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from memprof.allocator import compute_memory_needs
 from memprof.findings.finding import Context, cache_per_context
-from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_leaks_of_steps
+from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_step_leaks
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.trace.events import Event, EventKind, Trace
 
@@ -54,7 +54,7 @@ def predict_growth(context: Context) -> Growth | None:
         return None
     steps = training_steps(ledger.trace, ledger.allocated)
     leaks = _forecast_leaks(context, steps)
-    per_step = sum(leak.group.per_round for leak in leaks)
+    per_step = sum(leak.group.bytes_per_iteration for leak in leaks)
     if per_step < MIN_STEP_BYTES:
         return None
     runs_out = _predict_failing_step(context, steps, leaks, usable)
@@ -84,13 +84,13 @@ def _forecast_leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Fo
     storages, births = context.ledger.trace.storages, context.lives.births
     ends = [step.end - 1 for step in steps]
     found = []
-    for holder, groups in find_leaks_of_steps(context).items():
+    for holder, groups in find_step_leaks(context).items():
         for group in groups:
             by_step: dict[int, list[int]] = defaultdict(list)
             for index in group.storages:
                 by_step[bisect.bisect_left(ends, births[index])].append(storages[index].num_bytes)
-            if group.made_anew:
-                sizes: tuple[tuple[int, ...], ...] = ((group.per_round,),)
+            if group.is_recreated:
+                sizes: tuple[tuple[int, ...], ...] = ((group.bytes_per_iteration,),)
             else:
                 sizes = tuple(tuple(by_step[number]) for number in range(1, len(steps)))
             limit = None if holder is None else holder.limit
@@ -105,14 +105,14 @@ def _predict_failing_step(
 ) -> int | None:
     """Return the number of the step with the first failed allocation; None if no allocation fails."""
     seen = steps[-1].step
-    per_step = sum(leak.group.per_round for leak in leaks)
+    per_step = sum(leak.group.bytes_per_iteration for leak in leaks)
     allocated = context.ledger.allocated
     later = steps[1:]
     # What each step took at most, as if all were the last one.
     needs = [max(allocated[one.begin : one.end]) + per_step * (len(later) - at) for at, one in enumerate(later, 1)]
     worst = max(range(len(later)), key=needs.__getitem__)
     slope = per_step
-    if any(leak.group.made_anew for leak in leaks):  # the old and the new are live together, perhaps at the peak
+    if any(leak.group.is_recreated for leak in leaks):  # the old and the new are live together, perhaps at the peak
         rises = sorted(after.peak_bytes - before.peak_bytes for before, after in pairwise(later))
         slope = min(max(rises[len(rises) // 2] if rises else 0, per_step), 2 * per_step)
     most = seen + 1 + max(usable - needs[worst], 0) // slope

@@ -14,7 +14,7 @@ from memprof.ledger.streams import StreamMemory
 from memprof.spec import TargetSpec
 from memprof.trace.json_values import json_name
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Answer")
 
 
 class Severity(StrEnum):
@@ -75,14 +75,14 @@ class Context:
         object.__setattr__(self, "lives", Lifetimes(self.ledger))
 
 
-def cache_per_context(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
+def cache_per_context(of: Callable[[Context], _Result]) -> Callable[[Context], _Result]:
     """Return a function that computes `of` once per context; callers must not change the result."""
 
     @functools.wraps(of)
-    def answer(context: Context) -> _Answer:
+    def answer(context: Context) -> _Result:
         if of not in context.known:
             context.known[of] = of(context)
-        found: _Answer = context.known[of]
+        found: _Result = context.known[of]
         return found
 
     return answer
@@ -91,13 +91,13 @@ def cache_per_context(of: Callable[[Context], _Answer]) -> Callable[[Context], _
 Rule = Callable[[Context], list[Finding]]
 
 RULES: dict[int, Rule] = {}  # all rules by their places: in this order they are asked
-DECIDING: set[int] = set()  # the places of those that lead a search over many runs
+SEARCH_RULES: set[int] = set()  # the places of those that lead a search over many runs
 
 
 def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
     """Return a decorator that registers a rule; findings of equal severity and bytes are in the order of `place`.
 
-    A search applies only rules with `decides`, whose findings determine the next fix to try. Raises ValueError: another
+    A search applies only rules with `guides_search`, whose findings determine the next fix to try. Raises ValueError: another
     rule has the place.
     """
 
@@ -106,7 +106,7 @@ def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
             raise ValueError(f"{RULES[place].__module__} has place {place} among the rules: {find.__module__}")
         RULES[place] = find
         if decides:
-            DECIDING.add(place)
+            SEARCH_RULES.add(place)
         return find
 
     return register

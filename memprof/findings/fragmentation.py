@@ -30,7 +30,7 @@ MIN_SHARE = 0.05
 
 MIN_GAIN = 0.1  # expandable segments are no fix if they save less than this share of it, unless the run then fits
 
-MOST_SHOWN = 5  # kinds of segments in the evidence
+MAX_SHOWN = 5  # kinds of segments in the evidence
 
 
 @rule(80)
@@ -103,7 +103,7 @@ def _make_private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -
         "torch.cuda.MemPool), which serve nothing else"
     )
     lines = [Evidence(text, sum(free))]
-    for one in sorted(trace.graphed, key=lambda one: -one.sizes)[:MOST_SHOWN]:
+    for one in sorted(trace.graphed, key=lambda one: -one.sizes)[:MAX_SHOWN]:
         if one.sizes > 1:
             what = f"{one.sizes} sizes of its inputs: the fewer sizes (padding), the fewer graphs"
             text = f"compiled code at {file_and_line(one.source)} has CUDA graphs for {what}"
@@ -121,7 +121,7 @@ def _make_pinned_evidence(trace: Trace, segments: list[SnapshotSegment], owners:
             what = sorted({_describe_storage(trace, index) for index in own})
             kinds[segment.size, segment.allocated, len(own), *what].append(segment)
     most = sorted(kinds.values(), key=lambda alike: -sum(segment.size - segment.allocated for segment in alike))
-    return [_make_segment_evidence(trace, alike, held[alike[0]]) for alike in most[:MOST_SHOWN]]
+    return [_make_segment_evidence(trace, alike, held[alike[0]]) for alike in most[:MAX_SHOWN]]
 
 
 def _make_segment_evidence(trace: Trace, alike: list[SnapshotSegment], storages: list[int]) -> Evidence:

@@ -8,7 +8,7 @@ from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
 MIN_SHARE = 0.05  # of the peak: below, fusing across the break would change little
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 
 
 @rule(115)
@@ -26,7 +26,7 @@ def find(context: Context) -> list[Finding]:
     )
     evidence = [
         Evidence(f"{format_bytes(end.num_bytes)} at {file_and_line(end.source)}: {end.why}", source=end.source)
-        for end in ends[:MOST_SHOWN]
+        for end in ends[:MAX_SHOWN]
     ]
     text = "what lies on both sides is not fused; how much less one graph would take is not known"
     return [Finding("graph-breaks", Severity.NOTE, title, None, (*evidence, Evidence(text)), ())]

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from memprof.findings.evidence import file_and_line, parameters, percent
+from memprof.findings.evidence import file_and_line, get_parameter_names, percent
 from memprof.findings.finding import Context, Evidence
 from memprof.trace.events import Role, Trace
 from memprof.trace.facts import ShardedGroup
@@ -26,39 +26,39 @@ def strip_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name).rstrip(".")
 
 
-def is_worth(context: Context, saved: int) -> bool:
+def is_worth_reporting(context: Context, saved: int) -> bool:
     """Return whether a reduction of the peak by `saved` bytes is large enough for a finding."""
     return saved >= MIN_BYTES and saved >= MIN_SHARE * context.ledger.peak_bytes
 
 
-def lower_peak(context: Context, saved: int) -> str:
+def format_peak_reduction(context: Context, saved: int) -> str:
     """Return the end of a title, with the reduction of the peak by `saved` bytes."""
     return f"the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
 
 
-def ddp_groups(context: Context) -> list[ShardedGroup]:
+def get_ddp_groups(context: Context) -> list[ShardedGroup]:
     """Return the groups of several ranks that DistributedDataParallel made."""
     return [group for group in context.ledger.trace.facts.groups if group.api == DDP and group.ranks > 1]
 
 
-def fsdp_groups(context: Context) -> list[ShardedGroup]:
+def get_fsdp_groups(context: Context) -> list[ShardedGroup]:
     """Return the groups of several ranks that FSDP made, with FullyShardedDataParallel or fully_shard."""
     return [group for group in context.ledger.trace.facts.groups if group.api in (FSDP1, FSDP2) and group.ranks > 1]
 
 
-def whole_bytes(group: ShardedGroup) -> dict[str, int]:
+def get_unsharded_bytes(group: ShardedGroup) -> dict[str, int]:
     """Return the unsharded bytes of each parameter in the group."""
     size = _SIZES.get(group.dtype, 4)
     return {name: size * math.prod(shape) for name, shape in zip(group.parameters, group.shapes, strict=True)}
 
 
-def parameter_filter(group: ShardedGroup) -> Callable[[str], bool]:
+def make_name_filter(group: ShardedGroup) -> Callable[[str], bool]:
     """Return a predicate for names of the group's parameters, or of FSDP's flat parameter for the group."""
     names = {*group.parameters, f"{group.module}._flat_param".lstrip(".")}
     return lambda name: strip_wrappers(name) in names
 
 
-def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]]:
+def find_gathers(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]]:
     """Return the unsharded storages of these groups: one list for each time that a group was gathered."""
     trace = context.ledger.trace
     of_name: dict[str, list[int]] = defaultdict(list)
@@ -68,14 +68,14 @@ def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]
     result: list[list[int]] = []
     for group in groups:
         times: dict[int, list[int]] = defaultdict(list)
-        for name in filter(parameter_filter(group), of_name):
+        for name in filter(make_name_filter(group), of_name):
             for ordinal, index in enumerate(sorted(of_name[name], key=context.lives.births.__getitem__)):
                 times[ordinal].append(index)
         result += times.values()
     return result
 
 
-def communicated(trace: Trace, purpose: str) -> list[int]:
+def find_comm_buffers(trace: Trace, purpose: str) -> list[int]:
     """Return the storages that torch.distributed allocated for one purpose (named in watch/sharding.py)."""
     return [
         index
@@ -87,16 +87,16 @@ def communicated(trace: Trace, purpose: str) -> list[int]:
     ]
 
 
-def line_of(trace: Trace, group: ShardedGroup) -> str | None:
+def find_group_line(trace: Trace, group: ShardedGroup) -> str | None:
     """Return the source line that allocated the group's shards or buckets; None if it is not known."""
     if group.api == DDP:
-        made = communicated(trace, "gradient bucket")
+        made = find_comm_buffers(trace, "gradient bucket")
     else:
-        is_own = parameter_filter(group)
-        made = [index for index, name in parameters(trace).items() if is_own(name)]
+        is_own = make_name_filter(group)
+        made = [index for index, name in get_parameter_names(trace).items() if is_own(name)]
     return next((line for index in made if (line := trace.source_line(trace.storages[index])) is not None), None)
 
 
-def fix_at(line: str | None, what: str) -> Evidence:
+def make_fix_evidence(line: str | None, what: str) -> Evidence:
     """Return evidence that describes a fix at a source line of the program."""
     return Evidence(f"fix at {file_and_line(line)}: {what}", source=line)

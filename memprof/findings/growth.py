@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, owned, plural, tensor_evidence
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, get_names, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import ROLES_PER_STEP, Holder, Role, Trace
@@ -35,9 +35,9 @@ MIN_STEP_BYTES = 64 << 10  # per step, of tensors without a graph: less is a met
 # both steps they can.
 MIN_STEPS = 3
 
-MOST_SHOWN = 6  # kinds of tensors in the evidence
+MAX_SHOWN = 6  # kinds of tensors in the evidence
 
-MIN_RISES = 3  # of the number of counterparts that are made anew: two may be batches that happen to have more parts
+MIN_COUNT_RISES = 3  # of the number of counterparts that are made anew: two may be batches that happen to have more parts
 
 MAX_ROUNDS = 10_000_000  # runs are shorter: a GPU that lasts for more is not filled
 
@@ -51,11 +51,11 @@ class LeakGroup:
     key: Key
     storages: tuple[int, ...]  # live at the end of the last round
     num_bytes: int  # of blocks that outlived the round which made them, beyond those at the end of the first
-    per_round: int  # bytes that a round adds: in the middle where each adds some, else on average
-    made_anew: bool = False  # each round makes all of them again: the old and the new are live together for a moment
+    bytes_per_iteration: int  # bytes that a round adds: in the middle where each adds some, else on average
+    is_recreated: bool = False  # each round makes all of them again: the old and the new are live together for a moment
 
 
-def key_of(trace: Trace, index: int) -> Key:
+def make_key(trace: Trace, index: int) -> Key:
     """Return the key of a storage's counterparts: operator, line, and module without numbers."""
     storage = trace.storages[index]
     return storage.op, storage.source, module_pattern(trace, storage)
@@ -66,27 +66,27 @@ def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]
     lives = context.lives
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in storages:
-        groups[key_of(context.ledger.trace, index)].append(index)
+        groups[make_key(context.ledger.trace, index)].append(index)
     result = []
     joins = {number for number, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
     for key, members in groups.items():
         curve = _compute_curve(context, members, moments, lasting=True)
-        grown = grows(curve, rounds_without(context, members, moments))
-        made_anew = not grown
-        if made_anew and key[0] in joins:
+        grown = is_growing(curve, count_idle_iterations(context, members, moments))
+        is_recreated = not grown
+        if is_recreated and key[0] in joins:
             curve = _compute_curve(context, members, moments, lasting=False)
-            grown = grows(curve) and curve[-1] <= 2 * _compute_median_rise(curve) * len(curve)
-        elif made_anew and is_rising_constantly(context, members, moments):
+            grown = is_growing(curve) and curve[-1] <= 2 * _compute_median_rise(curve) * len(curve)
+        elif is_recreated and is_rising_constantly(context, members, moments):
             curve = _compute_curve(context, members, moments, lasting=False)
-            grown = grows(curve)
+            grown = is_growing(curve)
         if grown:
-            alive = lives.at(moments[-1], members).storages
-            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _compute_bytes_per_round(curve), made_anew))
+            alive = lives.find_live(moments[-1], members).storages
+            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _compute_bytes_per_round(curve), is_recreated))
     return sorted(result, key=lambda leak: -leak.num_bytes)
 
 
 @cache_per_context
-def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]]:
+def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     """Return the tensors that accumulate over the training steps, by their holder.
 
     Tensors with a role (buffers, optimizer state that is made late) are no leaks, except parameters and state of models
@@ -108,16 +108,16 @@ def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]
         and (index not in trace.owners or index in counted)
     ]
     found = find_leaks(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
-    groups = by_holder(trace, found)
+    groups = group_by_holder(trace, found)
     for holder in trace.holders:
-        if is_running_sum(holder) and holder_key(holder) not in {holder_key(one) for one in groups}:
+        if is_running_sum(holder) and make_holder_key(holder) not in {make_holder_key(one) for one in groups}:
             groups[holder] = []
     return groups
 
 
 def _find_replaced(trace: Trace) -> set[int]:
     """Return the storages of inputs and gradients that later ones have replaced."""
-    last = {name: index for index, name in owned(trace, Role.GRADIENT).items()}
+    last = {name: index for index, name in get_names(trace, Role.GRADIENT).items()}
     return {
         index for index, owner in trace.owners.items() if owner.role in ROLES_PER_STEP and last.get(owner.name) != index
     }
@@ -129,23 +129,23 @@ def _find_late_models(trace: Trace, births: Sequence[int], begin: int) -> set[in
     Late optimizer state without late parameters belongs to parameters with a late first gradient.
     """
     models, states = (
-        {index for index in owned(trace, role) if births[index] >= begin}
+        {index for index in get_names(trace, role) if births[index] >= begin}
         for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
     )
     return models | states if models else set()
 
 
-def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
+def count_idle_iterations(context: Context, members: list[int], moments: Sequence[int]) -> int:
     """Return the number of last rounds in which no tensor of `members` was made."""
     return len(moments) - 1 - bisect.bisect_left(moments, max(context.lives.births[index] for index in members))
 
 
-def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
-    """Return whether the bytes at the ends of rounds keep growing; `rounds_without` last rounds made no tensor."""
+def is_growing(curve: Sequence[int], count_idle_iterations: int = 0) -> bool:
+    """Return whether the bytes at the ends of rounds keep growing; `count_idle_iterations` last rounds made no tensor."""
     rises = [round_ for round_, (before, after) in enumerate(pairwise(curve), 1) if after > before]
     if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
         return False
-    at_rest = max(len(curve) - 1 - rises[-1], rounds_without)
+    at_rest = max(len(curve) - 1 - rises[-1], count_idle_iterations)
     return at_rest == 0 or at_rest < max(after - before for before, after in pairwise(rises))
 
 
@@ -157,7 +157,7 @@ def is_rising_constantly(context: Context, members: list[int], moments: Sequence
     )
     alive = [bisect.bisect_right(births, moment) - bisect.bisect_right(deaths, moment) for moment in moments]
     rises = {after - before for before, after in pairwise(alive)} - {0}
-    return len(rises) == 1 and sum(after > before for before, after in pairwise(alive)) >= MIN_RISES and grows(alive)
+    return len(rises) == 1 and sum(after > before for before, after in pairwise(alive)) >= MIN_COUNT_RISES and is_growing(alive)
 
 
 def _compute_bytes_per_round(curve: Sequence[int]) -> int:
@@ -194,27 +194,27 @@ def _compute_curve(context: Context, members: list[int], moments: Sequence[int],
     return curve
 
 
-def keys_of(trace: Trace, holder: Holder) -> set[Key]:
+def find_holder_keys(trace: Trace, holder: Holder) -> set[Key]:
     """Return the keys of all tensors that a holder was observed to keep."""
     return {
-        key_of(trace, index) for one in trace.holders if holder_key(one) == holder_key(holder) for index in one.storages
+        make_key(trace, index) for one in trace.holders if make_holder_key(one) == make_holder_key(holder) for index in one.storages
     }
 
 
-def by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
+def group_by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
     """Return the leaks by holder, each holder at its largest graph; the key None has leaks without a known holder."""
     members = {leak.key for leak in grown}
     groups: dict[Holder | None, list[LeakGroup]] = defaultdict(list)
     for leak in grown:
-        holder = holder_of(trace, leak, members)
+        holder = find_holder(trace, leak, members)
         if holder is not None:
-            alike = [one for one in trace.holders if holder_key(one) == holder_key(holder)]
+            alike = [one for one in trace.holders if make_holder_key(one) == make_holder_key(holder)]
             holder = max(alike, key=lambda one: one.nodes)
         groups[holder].append(leak)
     return groups
 
 
-def holder_key(holder: Holder | None) -> tuple[object, ...]:
+def make_holder_key(holder: Holder | None) -> tuple[object, ...]:
     """Return the key by which observations of the same holder are equal."""
     return () if holder is None else (holder.kind, holder.name, holder.source)
 
@@ -222,15 +222,15 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 # -- who keeps it ---------------------------------------------------------------------------------------------------
 
 
-def holder_of(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None:
+def find_holder(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None:
     """Return the holder of a leak: a holder of tensors with the leak's key, else the holder of the largest graph.
 
     `members` holds the keys of all leaks.
     """
-    own = [holder for holder in trace.holders if leak.key in keys_of(trace, holder)]
+    own = [holder for holder in trace.holders if leak.key in find_holder_keys(trace, holder)]
     if own:
         return max(own, key=lambda holder: len(holder.storages))
-    graphs = [h for h in trace.holders if h.nodes and (keys_of(trace, h) & members or is_running_sum(h))]
+    graphs = [h for h in trace.holders if h.nodes and (find_holder_keys(trace, h) & members or is_running_sum(h))]
     return max(graphs, key=lambda holder: (holder.node_steps, holder.nodes), default=None)
 
 
@@ -245,7 +245,7 @@ def describe_holder(holder: Holder) -> str:
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
-def holders_phrase(*holders: Holder | None) -> str:
+def format_holders(*holders: Holder | None) -> str:
     """Return the end of a title, with the known holders and the lines that fill them."""
     seen = [
         describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
@@ -255,14 +255,14 @@ def holders_phrase(*holders: Holder | None) -> str:
     return f", kept by {' and '.join(seen)}" if seen else ""
 
 
-def fix_evidence(holder: Holder | None, what: str) -> Evidence:
+def make_holder_fix_evidence(holder: Holder | None, what: str) -> Evidence:
     """Return evidence that describes a fix at the line that fills the holder."""
     line = holder.source if holder is not None and holder.fills else None
     where = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{where}: {what}", source=line)
 
 
-def holder_evidence(holder: Holder | None) -> Evidence:
+def make_holder_evidence(holder: Holder | None) -> Evidence:
     """Return evidence of the holder and of the line that fills it."""
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
@@ -272,13 +272,13 @@ def holder_evidence(holder: Holder | None) -> Evidence:
     return Evidence(f"kept by {describe_holder(holder)}{where}", source=holder.source)
 
 
-def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:
+def make_leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:
     """Return evidence of each leak, the largest first; leaks beyond MOST_SHOWN are one line."""
-    ordered = sorted(group, key=lambda leak: -leak.per_round)
-    lines = [_make_group_evidence(trace, leak, per) for leak in ordered[:MOST_SHOWN]]
-    others = ordered[MOST_SHOWN:]
+    ordered = sorted(group, key=lambda leak: -leak.bytes_per_iteration)
+    lines = [_make_group_evidence(trace, leak, per) for leak in ordered[:MAX_SHOWN]]
+    others = ordered[MAX_SHOWN:]
     if others:
-        num_bytes = sum(leak.per_round for leak in others)
+        num_bytes = sum(leak.bytes_per_iteration for leak in others)
         text = f"and {plural(len(others), 'kind')} of tensors more: {format_bytes(num_bytes)} more a {per}"
         lines.append(Evidence(text, num_bytes=num_bytes))
     return lines
@@ -293,15 +293,15 @@ def _make_group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
     inside = f"in {module} " if module else ""
     text = (
         f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} {inside}at "
-        f"{file_and_line(trace.source_line(storage))}: {format_bytes(leak.per_round)} more a {per}, "
+        f"{file_and_line(trace.source_line(storage))}: {format_bytes(leak.bytes_per_iteration)} more a {per}, "
         f"{plural(len(leak.storages), 'tensor')} live at the last"
     )
-    return tensor_evidence(trace, shown, text, num_bytes=leak.per_round)
+    return tensor_evidence(trace, shown, text, num_bytes=leak.bytes_per_iteration)
 
 
-def until_full(context: Context, per_round: int, per: str) -> Evidence | None:
+def make_exhaustion_evidence(context: Context, bytes_per_iteration: int, per: str) -> Evidence | None:
     """Return evidence of the rounds until the GPU is full; None without a GPU, on a full GPU, or after MAX_ROUNDS."""
     spare = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
-    if spare is None or not per_round or not 0 < spare // per_round <= MAX_ROUNDS:
+    if spare is None or not bytes_per_iteration or not 0 < spare // bytes_per_iteration <= MAX_ROUNDS:
         return None
-    return Evidence(f"at this rate what is left of the GPU lasts for {spare // per_round:,} more {per}s")
+    return Evidence(f"at this rate what is left of the GPU lasts for {spare // bytes_per_iteration:,} more {per}s")

@@ -47,7 +47,7 @@ class Lifetimes:
         """Return the bytes of the blocks of these storages; storages in host memory count zero."""
         return sum(self._allocated[index] for index in storages)
 
-    def at(self, time: int, storages: Iterable[int]) -> LiveSet:
+    def find_live(self, time: int, storages: Iterable[int]) -> LiveSet:
         """Return the subset of `storages` that is live after the event at `time`."""
         alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
         return LiveSet(self.sum_bytes(alive), time, alive)
@@ -84,7 +84,7 @@ class Lifetimes:
                 result.append(Saving(begin, end, rest))
         return result
 
-    def most(self, storages: Iterable[int]) -> LiveSet:
+    def find_max_live(self, storages: Iterable[int]) -> LiveSet:
         """Return the live subset of `storages` at the earliest moment with the largest sum of bytes."""
         known = list(storages)
         changes = [(self.births[index], self._allocated[index]) for index in known]
@@ -96,4 +96,4 @@ class Lifetimes:
             now += change
             if now > most:
                 most, when = now, time
-        return self.at(when, known)
+        return self.find_live(when, known)

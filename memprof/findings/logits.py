@@ -21,15 +21,15 @@ _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd",
 @rule(100)
 def find(context: Context) -> list[Finding]:
     """Return one finding for all copies of the logits; `num_bytes` is their largest sum at one moment."""
-    copies = logits_storages(context)
+    copies = find_logits_storages(context)
     if not copies:
         return []
     ledger, lives = context.ledger, context.lives
-    most = lives.most(copies)
+    most = lives.find_max_live(copies)
     if most.num_bytes <= MIN_BYTES or most.num_bytes <= MIN_SHARE * ledger.peak_bytes:
         return []
     trace = ledger.trace
-    at_peak = lives.at(ledger.peak_event, copies)
+    at_peak = lives.find_live(ledger.peak_event, copies)
     largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
     rows = (math.prod(largest.shape[:-1]), largest.shape[-1])
     share = evidence.percent(most.num_bytes, ledger.peak_bytes)
@@ -56,18 +56,18 @@ def find(context: Context) -> list[Finding]:
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), fixes)]
 
 
-def logits_storages(context: Context) -> list[int]:
+def find_logits_storages(context: Context) -> list[int]:
     """Return the storages of tensors with one value per word: logits, casts, log-softmax, and gradients of these.
 
     They are recognized by their last dimension. A head of [features x vocabulary] has the same last dimension, so that
     storages with an owner or with the shape of a parameter are excluded.
     """
-    size = evidence.vocabulary(context)
+    size = evidence.find_vocabulary_size(context)
     if size is None:
         return []
     trace = context.ledger.trace
-    computes = evidence.computing(trace)
-    weights = {trace.storages[index].shape for index in evidence.parameters(trace)}
+    computes = evidence.mask_compute_phases(trace)
+    weights = {trace.storages[index].shape for index in evidence.get_parameter_names(trace)}
     return [
         index
         for index, storage in enumerate(trace.storages)

@@ -8,12 +8,12 @@ from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     MIN_STEP_BYTES,
     LeakGroup,
-    find_leaks_of_steps,
-    fix_evidence,
-    holder_evidence,
-    holders_phrase,
-    keys_of,
-    leak_evidence,
+    find_step_leaks,
+    make_holder_fix_evidence,
+    make_holder_evidence,
+    format_holders,
+    find_holder_keys,
+    make_leak_evidence,
 )
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import Holder
@@ -32,7 +32,7 @@ def find(context: Context) -> list[Finding]:
     growth = predict_growth(context)
     return [
         _make_finding(context, holder, group, len(steps), growth)
-        for holder, group in find_leaks_of_steps(context).items()
+        for holder, group in find_step_leaks(context).items()
         if _is_reported(holder, group, growth)
     ]
 
@@ -40,16 +40,16 @@ def find(context: Context) -> list[Finding]:
 def _is_reported(holder: Holder | None, group: list[LeakGroup], growth: Growth | None) -> bool:
     if holder is not None and holder.limit is not None:
         return growth is not None and growth.runs_out
-    return sum(leak.per_round for leak in group) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)
+    return sum(leak.bytes_per_iteration for leak in group) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)
 
 
 def _make_finding(
     context: Context, holder: Holder | None, group: list[LeakGroup], num_steps: int, growth: Growth | None
 ) -> Finding:
-    per_step = sum(leak.per_round for leak in group)
+    per_step = sum(leak.bytes_per_iteration for leak in group)
     trace = context.ledger.trace
-    evidence = [holder_evidence(holder)]
-    evidence += leak_evidence(trace, group, "step")
+    evidence = [make_holder_evidence(holder)]
+    evidence += make_leak_evidence(trace, group, "step")
     if holder is not None and holder.nodes:
         evidence.append(_make_graph_evidence(context, holder, group))
     if growth is not None and growth.runs_out_step is not None and per_step:
@@ -67,7 +67,7 @@ def _make_finding(
 
 
 def _format_title(holder: Holder | None, per_step: int, num_steps: int) -> str:
-    by = holders_phrase(holder)
+    by = format_holders(holder)
     if not per_step:
         return f"The graph of every step stays alive{by}: it takes host memory, and nothing on the GPU"
     what = f"Memory grows by {format_bytes(per_step)} a step in {num_steps} steps"
@@ -88,8 +88,8 @@ def _make_graph_evidence(context: Context, holder: Holder, group: list[LeakGroup
 
 def _sum_saved_bytes(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
     """Return the bytes per step that the graph saves: growing tensors that the holder itself does not keep."""
-    own = keys_of(context.ledger.trace, holder)
-    return sum(leak.per_round for leak in group if leak.key not in own) if holder.nodes else 0
+    own = find_holder_keys(context.ledger.trace, holder)
+    return sum(leak.bytes_per_iteration for leak in group if leak.key not in own) if holder.nodes else 0
 
 
 def _make_fix_evidence(holder: Holder | None, kept: int) -> Evidence:
@@ -98,4 +98,4 @@ def _make_fix_evidence(holder: Holder | None, kept: int) -> Evidence:
         what = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
     else:
         what = "keep the number (.item()), or the tensor without its graph (.detach())"
-    return fix_evidence(holder, what)
+    return make_holder_fix_evidence(holder, what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import half_dtype, owned, parameters, percent, plural, suggest_fixes, tensors_evidence
+from memprof.findings.evidence import find_half_dtype, get_names, get_parameter_names, percent, plural, suggest_fixes, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
@@ -23,17 +23,17 @@ def find(context: Context) -> list[Finding]:
 def _find_float32_state(context: Context) -> list[Finding]:
     """Return a finding for float32 state; `num_bytes` is the excess over half precision."""
     ledger, lives = context.ledger, context.lives
-    half = half_dtype(context)
+    half = find_half_dtype(context)
     if half is None:
         return []
     trace = ledger.trace
     # A state is its own parameter's: with some layers in float32 (norms, a router), so is theirs.
-    full = {trace.storages[index].shape for index in parameters(trace) if trace.storages[index].dtype == "float32"}
+    full = {trace.storages[index].shape for index in get_parameter_names(trace) if trace.storages[index].dtype == "float32"}
     # Step counters are float32 scalars whatever the precision.
-    names = owned(trace, Role.OPTIMIZER_STATE)
+    names = get_names(trace, Role.OPTIMIZER_STATE)
     float32 = [index for index in names if trace.storages[index].dtype == "float32"]
     state = [index for index in float32 if trace.storages[index].shape and trace.storages[index].shape not in full]
-    most = lives.most(state)
+    most = lives.find_max_live(state)
     extra = most.num_bytes // 2
     if extra <= MIN_STATE_SHARE * ledger.peak_bytes:
         return []

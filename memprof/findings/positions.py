@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memprof.findings.evidence import format_shape, parameters, tensor_evidence
+from memprof.findings.evidence import format_shape, get_parameter_names, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 
 _POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORECASE)
@@ -19,7 +19,7 @@ def find(context: Context) -> list[Finding]:
     trace = context.ledger.trace
     tables = [
         (index, name)
-        for index, name in parameters(trace).items()
+        for index, name in get_parameter_names(trace).items()
         if _POSITIONS.search(name)
         and len(trace.storages[index].shape) == 2
         and most <= trace.storages[index].shape[0] < length

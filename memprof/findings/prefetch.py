@@ -11,13 +11,13 @@ from memprof.allocator.streams import Completion
 from memprof.findings.evidence import percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import (
-    communicated,
-    fix_at,
-    fsdp_groups,
-    gathered,
-    is_worth,
-    line_of,
-    lower_peak,
+    find_comm_buffers,
+    make_fix_evidence,
+    get_fsdp_groups,
+    find_gathers,
+    is_worth_reporting,
+    find_group_line,
+    format_peak_reduction,
     strip_wrappers,
 )
 from memprof.trace.events import EventKind, Role
@@ -35,38 +35,38 @@ def find(context: Context) -> list[Finding]:
 
 def _find_explicit_prefetch(context: Context) -> list[Finding]:
     """Return findings for `set_modules_to_forward_prefetch` or `..._backward_prefetch` with several modules."""
-    groups = [group for group in fsdp_groups(context) if group.ahead > AHEAD]
+    groups = [group for group in get_fsdp_groups(context) if group.ahead > AHEAD]
     trace, lives = context.ledger.trace, context.lives
-    sent = communicated(trace, "all-gather")
+    sent = find_comm_buffers(trace, "all-gather")
     saved = lives.peak_reduction(lives.savings_beyond([[one] for one in sent], AHEAD + 1, oldest=True)) if groups else 0
-    if not is_worth(context, saved):
+    if not is_worth_reporting(context, saved):
         return []
     most = max(group.ahead for group in groups)
-    title = f"{plural(most, 'group')} are gathered ahead of their turn: with one {lower_peak(context, saved)}"
+    title = f"{plural(most, 'group')} are gathered ahead of their turn: with one {format_peak_reduction(context, saved)}"
     do = "give set_modules_to_forward_prefetch and set_modules_to_backward_prefetch one module each"
     lines = (
-        fix_at(line_of(trace, groups[0]), do),
-        *tensors_evidence(context, sent, lives.most(sent).event, lambda index: "all-gather")[:3],
+        make_fix_evidence(find_group_line(trace, groups[0]), do),
+        *tensors_evidence(context, sent, lives.find_max_live(sent).event, lambda index: "all-gather")[:3],
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]
 
 
 def _find_unlimited_gathers(context: Context) -> list[Finding]:
     """Return findings for `limit_all_gathers=False`: parameters are gathered while freed ones wait for the GPU."""
-    groups = [group for group in fsdp_groups(context) if group.unlimited]
+    groups = [group for group in get_fsdp_groups(context) if group.unlimited]
     run = context.ledger.run
     if not groups or run.bounds is None:
         return []
-    at_once = _replay_without_waits(context, {one for own in gathered(context, groups) for one in own})
+    at_once = _replay_without_waits(context, {one for own in find_gathers(context, groups) for one in own})
     more = run.bounds.upper_bound_bytes - at_once
-    if not is_worth(context, more):
+    if not is_worth_reporting(context, more):
         return []
     title = (
         f"Nothing limits how many groups are gathered ahead (limit_all_gathers=False): where the GPU falls behind, "
         f"parameters take up to {format_bytes(more)} more of what is reserved ({percent(more, at_once)})"
     )
     lines = (
-        fix_at(line_of(context.ledger.trace, groups[0]), "leave limit_all_gathers as it is, True"),
+        make_fix_evidence(find_group_line(context.ledger.trace, groups[0]), "leave limit_all_gathers as it is, True"),
         Evidence(
             f"reserved if what was gathered is free at once: {format_bytes(at_once)}; only once the host has waited: "
             f"{format_bytes(run.bounds.upper_bound_bytes)}",
@@ -102,18 +102,18 @@ def _find_manual_gathering(context: Context) -> list[Finding]:
             seen[owner.name] += 1
             layers[layer[1] if layer else owner.name, seen[owner.name]].append(index)
     saved = lives.peak_reduction(lives.savings_beyond(layers.values(), AHEAD + 1))
-    if not is_worth(context, saved):
+    if not is_worth_reporting(context, saved):
         return []
-    whole = lives.most(index for own in layers.values() for index in own)
+    whole = lives.find_max_live(index for own in layers.values() for index in own)
     at_once = sum(any(index in whole.storages for index in own) for own in layers.values())
     first = max(whole.storages, key=lambda index: trace.storages[index].num_bytes)
     title = (
         f"Parameters of {at_once} layers are whole at once, {format_bytes(whole.num_bytes)}: with one gathered ahead "
-        f"{lower_peak(context, saved)}"
+        f"{format_peak_reduction(context, saved)}"
     )
     do = "gather a layer when the one before it begins, and give each back once it is done"
     lines = (
-        fix_at(trace.source_line(trace.storages[first]), do),
+        make_fix_evidence(trace.source_line(trace.storages[first]), do),
         *tensors_evidence(context, whole.storages, whole.event, lambda index: "gathered")[:3],
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]

@@ -17,7 +17,7 @@ from memprof.units import MIB, format_bytes
 MIN_BYTES = 256 * MIB
 MIN_SHARE = 0.05  # found when the fullest rank takes more than the mean of all by both, the latter of what it takes
 
-MOST_SHOWN = 3  # categories, and kinds of tensors, in the evidence
+MAX_SHOWN = 3  # categories, and kinds of tensors, in the evidence
 
 
 class RankPeak(NamedTuple):
@@ -50,14 +50,14 @@ def find_differing_ranks(peaks: Mapping[int, RankPeak]) -> list[Finding]:
     lines = (
         Evidence(f"fix{where}: give rank {leanest} a part of what rank {fullest} has there", source=line),
         *(_make_category_evidence(name, most, least, fullest, leanest) for name in _sort_by_difference(most, least)),
-        *(_make_tensor_evidence(tensor, num_bytes, fullest) for tensor, num_bytes in own[:MOST_SHOWN]),
+        *(_make_tensor_evidence(tensor, num_bytes, fullest) for tensor, num_bytes in own[:MAX_SHOWN]),
     )
     return [Finding("ranks-differ", Severity.WARNING, title, beyond, lines, ())]
 
 
 def _sort_by_difference(most: RankPeak, least: RankPeak) -> list[str]:
     more = {name: num_bytes - least.categories.get(name, 0) for name, num_bytes in most.categories.items()}
-    return [name for name in sorted(more, key=lambda name: -more[name])[:MOST_SHOWN] if more[name] > 0]
+    return [name for name in sorted(more, key=lambda name: -more[name])[:MAX_SHOWN] if more[name] > 0]
 
 
 def _make_category_evidence(name: str, most: RankPeak, least: RankPeak, fullest: int, leanest: int) -> Evidence:
@@ -67,7 +67,7 @@ def _make_category_evidence(name: str, most: RankPeak, least: RankPeak, fullest:
 
 
 def _find_surplus_tensors(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
-    """Return the kinds of tensors of which `most` has more than `least`, with the excess bytes, largest first."""
+    """Return the kinds of tensors of which `find_max_live` has more than `least`, with the excess bytes, largest first."""
     there = Counter[tuple[object, ...]]()
     for tensor in least.tensors:
         there[_make_tensor_key(tensor)] += tensor.allocated_bytes

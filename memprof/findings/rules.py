@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import sys
 
-from memprof.findings.finding import DECIDING, RULES, Context, Finding, Severity
+from memprof.findings.finding import SEARCH_RULES, RULES, Context, Finding, Severity
 
 
 def import_rules() -> None:
@@ -19,8 +19,8 @@ def import_rules() -> None:
 import_rules()
 
 
-def ask_all(context: Context, *, deciding: bool = False) -> list[Finding]:
+def apply_rules(context: Context, *, deciding: bool = False) -> list[Finding]:
     """Apply all rules, as `memprof.findings.find_all` does."""
-    findings = [finding for place in sorted(DECIDING if deciding else RULES) for finding in RULES[place](context)]
+    findings = [finding for place in sorted(SEARCH_RULES if deciding else RULES) for finding in RULES[place](context)]
     # The sort is stable, so that equal ones stay in the order of the rules.
     return sorted(findings, key=lambda finding: (finding.severity is not Severity.ERROR, -(finding.num_bytes or 0)))

@@ -11,7 +11,7 @@ from memprof.units import MIB, format_bytes
 MIN_BYTES = 256 * MIB
 MIN_SHARE = 0.05  # found when the streams cost at least both, and always when the run would fit on one
 
-MOST_SHOWN = 4  # streams in the evidence
+MAX_SHOWN = 4  # streams in the evidence
 
 
 @rule(85)
@@ -29,7 +29,7 @@ def find(context: Context) -> list[Finding]:
         f"({percent(cost, found.reserved_bytes)}) would not be on one stream: what one has free, no other can use"
     )
     largest = _find_largest_storages(context.ledger.trace)
-    most = sorted(found.streams, key=lambda share: -share.reserved_bytes)[:MOST_SHOWN]
+    most = sorted(found.streams, key=lambda share: -share.reserved_bytes)[:MAX_SHOWN]
     evidence = (
         _make_saving_evidence(found, fits=decides),
         *(_make_stream_evidence(context.ledger.trace, one, largest) for one in most),

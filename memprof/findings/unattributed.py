@@ -10,7 +10,7 @@ from memprof.units import format_bytes
 
 MIN_SHARE = 0.01  # of the peak: more than this, and the table of categories misleads
 
-MOST_SHOWN = 5
+MAX_SHOWN = 5
 
 
 @rule(160)
@@ -23,7 +23,7 @@ def find(context: Context) -> list[Finding]:
     tensors = [tensor for tensor in ledger.live if tensor.category is Category.UNATTRIBUTED]
     tensors.sort(key=lambda tensor: -tensor.allocated_bytes)
     title = f"{format_bytes(num_bytes)} at the peak ({percent(num_bytes, ledger.peak_bytes)}) belong to no category"
-    evidence = tuple(_make_tensor_evidence(tensor) for tensor in tensors[:MOST_SHOWN])
+    evidence = tuple(_make_tensor_evidence(tensor) for tensor in tensors[:MAX_SHOWN])
     return [Finding("unattributed", Severity.NOTE, title, num_bytes, evidence, ())]
 
 

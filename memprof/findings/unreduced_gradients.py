@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from memprof.findings.evidence import owned, tensors_evidence
+from memprof.findings.evidence import get_names, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP2, fix_at, fsdp_groups, is_worth, line_of, lower_peak, parameter_filter
+from memprof.findings.groups import FSDP2, make_fix_evidence, get_fsdp_groups, is_worth_reporting, find_group_line, format_peak_reduction, make_name_filter
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
@@ -15,15 +15,15 @@ from memprof.units import format_bytes
 def find(context: Context) -> list[Finding]:
     """Return a finding for whole gradients; `num_bytes` is the reduction of the peak if micro-batches reduce them."""
     trace, lives = context.ledger.trace, context.lives
-    groups = fsdp_groups(context)
+    groups = get_fsdp_groups(context)
     ends = [time for time, phase in trace.list_phase_begins() if phase.kind is PhaseKind.FORWARD]
     found, least = [], 1.0
     for group in groups:
-        is_own = parameter_filter(group)
+        is_own = make_name_filter(group)
         whole = {math.prod(shape) for shape in group.shapes} | {sum(map(math.prod, group.shapes))}
         own = [
             index
-            for index, name in owned(trace, Role.GRADIENT).items()
+            for index, name in get_names(trace, Role.GRADIENT).items()
             if is_own(name)
             and math.prod(trace.storages[index].shape) in whole
             and any(lives.births[index] < time < lives.deaths[index] for time in ends)
@@ -31,16 +31,16 @@ def find(context: Context) -> list[Finding]:
         found += own
         least = min(least, 1 - 1 / group.ranks) if own else least
     saved = lives.peak_reduction(lives.savings(found, least))
-    if not is_worth(context, saved):
+    if not is_worth_reporting(context, saved):
         return []
-    most = lives.most(found)
+    most = lives.find_max_live(found)
     title = (
         f"Gradients of sharded parameters wait, whole, for the last micro-batch: {format_bytes(most.num_bytes)}; "
-        f"reduced in each, {lower_peak(context, saved)}"
+        f"reduced in each, {format_peak_reduction(context, saved)}"
     )
     said = "set_requires_gradient_sync(False)" if groups[0].api == FSDP2 else "no_sync()"
     lines = (
-        fix_at(line_of(trace, groups[0]), f"accumulate without {said}"),
+        make_fix_evidence(find_group_line(trace, groups[0]), f"accumulate without {said}"),
         Evidence("it costs a reduce-scatter of all gradients in each micro-batch"),
         *tensors_evidence(context, found, most.event, lambda index: "whole gradient")[:3],
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memprof.findings.attention_scores import score_storages
-from memprof.findings.evidence import file_and_line, half_dtype, is_forward, percent, tensors_evidence, vocabulary
+from memprof.findings.attention_scores import find_score_storages
+from memprof.findings.evidence import file_and_line, find_half_dtype, is_forward, percent, tensors_evidence, find_vocabulary_size
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import NONE, ModuleRole, Storage, Trace
@@ -23,13 +23,13 @@ def find(context: Context) -> list[Finding]:
     pass of a model with half-precision parameters counts as an upcast. The rules `logits-explosion` and
     `attention-scores` report logits and attention scores.
     """
-    half = half_dtype(context)
+    half = find_half_dtype(context)
     trace, lives = context.ledger.trace, context.lives
     if half is None or "aten._to_copy" not in trace.ops:
         return []
     copy = trace.ops.index("aten._to_copy")
-    words = vocabulary(context)
-    scores = score_storages(context)
+    words = find_vocabulary_size(context)
+    scores = find_score_storages(context)
     by_line: dict[int, list[int]] = defaultdict(list)
     for index, storage in enumerate(trace.storages):
         if (
@@ -45,13 +45,13 @@ def find(context: Context) -> list[Finding]:
     findings = []
     peak_bytes = context.ledger.peak_bytes
     for source, indices in by_line.items():
-        most = lives.most(indices)
+        most = lives.find_max_live(indices)
         if most.num_bytes < MIN_BYTES and most.num_bytes < MIN_SHARE * peak_bytes:
             continue
         norm = all(_is_in_norm(trace, trace.storages[index]) for index in indices)
         why = "; the model's own numerics: its norms compute in float32" if norm else ""
         line = file_and_line(trace.source_at(source))
-        at_peak = lives.at(context.ledger.peak_event, indices)
+        at_peak = lives.find_live(context.ledger.peak_event, indices)
         title = (
             f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} live at once, "
             f"{format_bytes(at_peak.num_bytes)} at the peak ({percent(at_peak.num_bytes, peak_bytes)}){why}"

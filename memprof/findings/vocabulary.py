@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import format_shape, percent, suggest_fixes, tensor_evidence, vocabulary_tables
+from memprof.findings.evidence import format_shape, percent, suggest_fixes, tensor_evidence, find_vocabulary_tables
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.logits import logits_storages
+from memprof.findings.logits import find_logits_storages
 from memprof.ledger.categories import Category
 from memprof.trace.events import Role
 from memprof.units import format_bytes
@@ -22,7 +22,7 @@ def find(context: Context) -> list[Finding]:
     trace = ledger.trace
     allowed = -(-asked // TOLERANCE) * TOLERANCE
     tables = {
-        index: name for index, name in vocabulary_tables(trace).items() if trace.storages[index].shape[0] > allowed
+        index: name for index, name in find_vocabulary_tables(trace).items() if trace.storages[index].shape[0] > allowed
     }
     if not tables:
         return []
@@ -42,7 +42,7 @@ def find(context: Context) -> list[Finding]:
             extra["gradients"] += _compute_excess_bytes(num_bytes, shape[0], asked)
         elif owner.role is Role.OPTIMIZER_STATE and shape in shapes:
             extra["optimizer state"] += _compute_excess_bytes(num_bytes, shape[0], asked)
-    for index in logits_storages(context):
+    for index in find_logits_storages(context):
         if index in lives.at_peak:
             storage = trace.storages[index]
             extra[Category.LOGITS_AND_LOSS] += _compute_excess_bytes(storage.num_bytes, storage.shape[-1], asked)

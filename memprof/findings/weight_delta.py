@@ -7,7 +7,7 @@ import functools
 import math
 
 from memprof.findings import evidence
-from memprof.findings.attention_scores import score_storages
+from memprof.findings.attention_scores import find_score_storages
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.groups import strip_wrappers
 from memprof.units import GIB, format_bytes
@@ -20,14 +20,14 @@ MIN_BYTES = GIB
 MIN_SHARE = 0.05  # it is found when it takes more than one of these two
 
 
-@rule(90, decides=True)
+@rule(90, guides_search=True)
 def find(context: Context) -> list[Finding]:
     """Return one finding for all such tensors; `num_bytes` is their largest sum at one moment."""
     matches = _find_matrices_per_token(context)
     if not matches:
         return []
     ledger, lives = context.ledger, context.lives
-    most = lives.most(matches)
+    most = lives.find_max_live(matches)
     if most.num_bytes < MIN_BYTES and most.num_bytes < MIN_SHARE * ledger.peak_bytes:
         return []
     trace = ledger.trace
@@ -63,15 +63,15 @@ def _find_matrices_per_token(context: Context) -> dict[int, tuple[int, int, int]
     tensors as large as a parameter (gradients of experts, casts of weights), logits, S x S scores, and feature maps.
     """
     trace = context.ledger.trace
-    named = [(strip_wrappers(name), trace.storages[index].shape) for index, name in evidence.parameters(trace).items()]
+    named = [(strip_wrappers(name), trace.storages[index].shape) for index, name in evidence.get_parameter_names(trace).items()]
     weights = {math.prod(shape) for _, shape in named}
-    words = evidence.vocabulary(context)
+    words = evidence.find_vocabulary_size(context)
     # One number a sample is a label or a time: taken for text, the batch would be its tokens.
-    texts = (shape for shape in evidence.input_shapes(context) if len(shape) > 1 and shape[-1] > 1)
+    texts = (shape for shape in evidence.find_input_shapes(context) if len(shape) > 1 and shape[-1] > 1)
     counts = {count for count in map(math.prod, texts) if count >= MIN_TOKENS}
-    maps = evidence.feature_maps(trace)
+    maps = evidence.find_feature_map_sizes(trace)
     lengths = {context.context_length} if context.context_length else set()
-    computes = evidence.computing(trace)
+    computes = evidence.mask_compute_phases(trace)
     below: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)  # a module's path -> its parameters' shapes
     for name, shape in named:
         parts = name.split(".")
@@ -116,6 +116,6 @@ def _find_matrices_per_token(context: Context) -> dict[int, tuple[int, int, int]
             if columns in products and before_last in counts:
                 result.setdefault(index, (before_last, *products[columns]))
     if any(rows == columns for _, rows, columns in result.values()):  # features as many as tokens
-        scores = score_storages(context)
+        scores = find_score_storages(context)
         result = {index: one for index, one in result.items() if one[1] != one[2] or index not in scores}
     return result
