@@ -17,7 +17,7 @@ MIN_BYTES = GIB  # found when above one of the two
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
-_IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
+_IMAGE_OPS = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 
@@ -25,31 +25,31 @@ _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 def find(context: Context) -> list[Finding]:
     """Return one finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
     trace, lives = context.ledger.trace, context.lives
-    kinds = find_score_storages(context)
-    if not kinds:
+    labels = find_score_storages(context)
+    if not labels:
         return []
-    most = lives.find_max_live(kinds)
+    max_live = lives.find_max_live(labels)
     peak_bytes = context.ledger.peak_bytes
-    if most.num_bytes < MIN_BYTES and most.num_bytes <= MIN_SHARE * peak_bytes:
+    if max_live.num_bytes < MIN_BYTES and max_live.num_bytes <= MIN_SHARE * peak_bytes:
         return []
-    scores = lives.sum_bytes(index for index in most.storages if kinds[index] == "scores")
-    masks = most.num_bytes - scores
-    largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
-    what = "scores" if scores >= masks else "masks"
-    shares = f"{format_bytes(scores)} scores, {format_bytes(masks)} masks"
+    score_bytes = lives.sum_bytes(index for index in max_live.storages if labels[index] == "scores")
+    mask_bytes = max_live.num_bytes - score_bytes
+    largest = trace.storages[max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)]
+    main_kind = "scores" if score_bytes >= mask_bytes else "masks"
+    bytes_text = f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks"
     title = (
-        f"Attention {what} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
-        f"{evidence.plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} live at once ({shares}; "
-        f"{evidence.percent(most.num_bytes, peak_bytes)} of the peak's size)"
+        f"Attention {main_kind} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
+        f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once ({bytes_text}; "
+        f"{evidence.percent(max_live.num_bytes, peak_bytes)} of the peak's size)"
     )
-    at_peak = lives.find_live(context.ledger.peak_event, kinds)
-    such = evidence.plural(len(at_peak.storages), "such tensor")
+    at_peak = lives.find_live(context.ledger.peak_event, labels)
+    count_text = evidence.plural(len(at_peak.storages), "such tensor")
     lines = [
-        *evidence.tensors_evidence(context, kinds, most.event, kinds.__getitem__),
-        Evidence(f"{such} with {format_bytes(at_peak.num_bytes)} live at the peak", num_bytes=at_peak.num_bytes),
+        *evidence.tensors_evidence(context, labels, max_live.event, labels.__getitem__),
+        Evidence(f"{count_text} with {format_bytes(at_peak.num_bytes)} live at the peak", num_bytes=at_peak.num_bytes),
     ]
     fixes = evidence.suggest_fixes(context, "attention-scores")
-    if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
+    if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in labels):
         # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
         lines.append(
             Evidence(
@@ -59,10 +59,10 @@ def find(context: Context) -> list[Finding]:
             )
         )
         fixes = evidence.suggest_fixes(context, "attention-scores of sdpa")
-    elif "scores" in kinds.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in kinds):
+    elif "scores" in labels.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in labels):
         # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
         fixes = ()
-    return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), fixes)]
+    return [Finding("attention-scores", Severity.WARNING, title, max_live.num_bytes, tuple(lines), fixes)]
 
 
 @cache_per_context
@@ -74,39 +74,39 @@ def find_score_storages(context: Context) -> dict[int, str]:
     over prototypes), they also require as many matrix products. Masks are recognized by their dtype or single head.
     """
     trace = context.ledger.trace
-    inputs = evidence.find_input_shapes(context)
-    lengths = {shape[-1] for shape in inputs if shape[-1] >= MIN_LENGTH}
-    batches = {shape[0] for shape in inputs if len(shape) > 1}
+    input_shapes = evidence.find_input_shapes(context)
+    lengths = {shape[-1] for shape in input_shapes if shape[-1] >= MIN_LENGTH}
+    batches = {shape[0] for shape in input_shapes if len(shape) > 1}
     if context.context_length is not None and context.context_length >= MIN_LENGTH:
         lengths.add(context.context_length)
-    words = evidence.find_vocabulary_size(context)
-    computes = evidence.mask_compute_phases(trace)
-    softmax = [
+    vocabulary_size = evidence.vocabulary_of(context)
+    is_compute_phase = evidence.mask_compute_phases(trace)
+    is_softmax = [
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops
     ]
-    multiplies, draws = [op in _PRODUCTS for op in trace.ops], [op.startswith(_IMAGES) for op in trace.ops]
-    outputs = _find_layer_widths(trace)
-    products = {
+    is_product_op, is_image = [op in _PRODUCTS for op in trace.ops], [op.startswith(_IMAGE_OPS) for op in trace.ops]
+    layer_widths = _find_layer_widths(trace)
+    product_sizes = {
         math.prod(storage.shape)
         for storage in trace.storages
-        if multiplies[storage.op] and computes[storage.phase] and not storage.hidden
+        if is_product_op[storage.op] and is_compute_phase[storage.phase] and not storage.hidden
     }
-    images = {
+    image_sizes = {
         storage.shape[-2:]
         for storage, category in zip(trace.storages, context.ledger.categories, strict=True)
-        if draws[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
+        if is_image[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
     }
     candidates: list[tuple[int, Storage]] = []
-    attended: set[tuple[int, ...]] = set()  # of scores: how many there are, queries and keys
+    score_shapes: set[tuple[int, ...]] = set()  # of scores: how many there are, queries and keys
     for index, storage in enumerate(trace.storages):
         shape = storage.shape
         if (
             len(shape) < 3
             or shape[-1] < MIN_LENGTH
             or shape[-2] < MIN_LENGTH
-            or shape[-1] == words
-            or not computes[storage.phase]
+            or shape[-1] == vocabulary_size
+            or not is_compute_phase[storage.phase]
             or storage.hidden
             or index in trace.owners
         ):
@@ -114,30 +114,30 @@ def find_score_storages(context: Context) -> dict[int, str]:
         candidates.append((index, storage))
         # A router's softmax over [batch, tokens, experts] has keys that are no sequence length.
         size = math.prod(shape)
-        alike = shape[-2:] in images or shape[-1] in outputs
-        believed = softmax[storage.op] and (size in products or not alike)
-        if believed and (shape[-1] in lengths or shape[-2] == shape[-1]):
-            attended.add((size, *shape[-2:]))
-    places = {place[1:] for place in attended}
-    result: dict[int, str] = {}
+        is_ambiguous = shape[-2:] in image_sizes or shape[-1] in layer_widths
+        is_score = is_softmax[storage.op] and (size in product_sizes or not is_ambiguous)
+        if is_score and (shape[-1] in lengths or shape[-2] == shape[-1]):
+            score_shapes.add((size, *shape[-2:]))
+    query_key_shapes = {score_shape[1:] for score_shape in score_shapes}
+    labels: dict[int, str] = {}
     for index, storage in candidates:
         shape = storage.shape
         # [batch, tokens, features] with as many features as tokens is not [batch * heads, queries, keys].
-        plain = len(shape) == 3 and shape[0] in batches
-        if (math.prod(shape), *shape[-2:]) in attended:
-            if not plain or softmax[storage.op]:
-                result[index] = "mask" if _is_mask(trace, storage) else "scores"
+        may_be_features = len(shape) == 3 and shape[0] in batches
+        if (math.prod(shape), *shape[-2:]) in score_shapes:
+            if not may_be_features or is_softmax[storage.op]:
+                labels[index] = "mask" if _is_mask(trace, storage) else "scores"
             continue
-        long = len(shape) >= 4 and shape[-2] in lengths and shape[-1] in lengths
-        if (long or shape[-2:] in places) and _is_mask(trace, storage):
-            result[index] = "mask"
-    return result
+        has_known_lengths = len(shape) >= 4 and shape[-2] in lengths and shape[-1] in lengths
+        if (has_known_lengths or shape[-2:] in query_key_shapes) and _is_mask(trace, storage):
+            labels[index] = "mask"
+    return labels
 
 
 def _find_layer_widths(trace: Trace) -> set[int]:
     """Return the numbers of columns that products of two matrices have, and that no batched product (scores) has."""
-    wide = {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _LINEAR and len(storage.shape) == 2}
-    return wide - {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _PRODUCTS - _LINEAR}
+    widths = {s.shape[-1] for s in trace.storages if trace.op(s) in _LINEAR and len(s.shape) == 2}
+    return widths - {s.shape[-1] for s in trace.storages if trace.op(s) in _PRODUCTS - _LINEAR}
 
 
 def _is_mask(trace: Trace, storage: Storage) -> bool:

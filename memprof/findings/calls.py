@@ -17,24 +17,24 @@ def find_training_events(trace: Trace) -> list[int]:
     return [time for time, phase in trace.list_phase_begins() if phase.kind in _TRAINING]
 
 
-def find_call_loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
-    """Return the loops among the `wanted` calls: calls of one module without a backward or optimizer step between."""
-    trained = find_training_events(trace)
+def find_call_loops(trace: Trace, is_included: Callable[[Forward], bool]) -> list[list[Forward]]:
+    """Return the loops among the `is_included` calls: calls of one module without a backward or optimizer step between."""
+    trained_at = find_training_events(trace)
     open_loops: dict[int, list[Forward]] = {}
-    result: list[list[Forward]] = []
+    loops: list[list[Forward]] = []
     for forward in trace.forwards:
-        if not wanted(forward):
+        if not is_included(forward):
             open_loops.pop(forward.module, None)
             continue
         loop = open_loops.get(forward.module)
-        if loop is None or bisect.bisect(trained, loop[-1].begin) != bisect.bisect(trained, forward.begin):
+        if loop is None or bisect.bisect(trained_at, loop[-1].begin) != bisect.bisect(trained_at, forward.begin):
             loop = open_loops[forward.module] = []
-            result.append(loop)
+            loops.append(loop)
         loop.append(forward)
-    return result
+    return loops
 
 
-def find_new_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
+def new_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
     """Return the storages on the GPU that were made from event `begin` to before `end`: storages without a role outside
     the KV cache, or, with `caches`, all storages of the KV cache."""
     trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import get_names, tensors_evidence
+from memprof.findings.evidence import names_of, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.groups import find_comm_buffers, get_ddp_groups, make_fix_evidence, is_worth_reporting, find_group_line, format_peak_reduction, make_name_filter
+from memprof.findings.groups import comm_buffers, ddp_groups, fix_at, gain_text, group_line, is_large, name_filter
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
@@ -15,25 +15,25 @@ MAX_SHOWN = 3  # kinds of gradients in the evidence
 def find(context: Context) -> list[Finding]:
     """Return a finding for each wrapper; `num_bytes` is the reduction of the peak without the gradients."""
     trace, lives = context.ledger.trace, context.lives
-    buckets = find_comm_buffers(trace, "gradient bucket")
+    buckets = comm_buffers(trace, "gradient bucket")
     findings = []
-    for group in get_ddp_groups(context):
-        is_own = make_name_filter(group)
-        gradients = [index for index, name in get_names(trace, Role.GRADIENT).items() if is_own(name)]
-        saved = 0 if group.views or not buckets else lives.peak_reduction(lives.savings(gradients))
-        if not is_worth_reporting(context, saved):
+    for group in ddp_groups(context):
+        is_in_group = name_filter(group)
+        gradients = [index for index, name in names_of(trace, Role.GRADIENT).items() if is_in_group(name)]
+        saved_bytes = 0 if group.views or not buckets else lives.peak_reduction(lives.savings(gradients))
+        if not is_large(context, saved_bytes):
             continue
-        most = lives.find_max_live(gradients)
-        in_buckets = lives.find_live(most.event, buckets).num_bytes
+        max_live = lives.find_max_live(gradients)
+        bucket_bytes = lives.find_live(max_live.event, buckets).num_bytes
         title = (
-            f"Gradients exist twice: {format_bytes(most.num_bytes)} in `.grad` beside {format_bytes(in_buckets)} in "
-            f"the buckets of DistributedDataParallel; as views of these {format_peak_reduction(context, saved)}"
+            f"Gradients exist twice: {format_bytes(max_live.num_bytes)} in `.grad` beside {format_bytes(bucket_bytes)} in "
+            f"the buckets of DistributedDataParallel; as views of these {gain_text(context, saved_bytes)}"
         )
-        line = find_group_line(trace, group)
+        line = group_line(trace, group)
         lines = (
-            make_fix_evidence(line, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
-            *tensors_evidence(context, buckets, most.event, lambda index: "bucket")[:MAX_SHOWN],
-            *tensors_evidence(context, gradients, most.event, lambda index: "gradient")[:MAX_SHOWN],
+            fix_at(line, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
+            *tensors_evidence(context, buckets, max_live.event, lambda index: "bucket")[:MAX_SHOWN],
+            *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:MAX_SHOWN],
         )
-        findings.append(Finding("gradients-twice", Severity.WARNING, title, saved, lines, ()))
+        findings.append(Finding("gradients-twice", Severity.WARNING, title, saved_bytes, lines, ()))
     return findings

@@ -39,9 +39,9 @@ def file_and_line(source: str | None) -> str:
     return "an unknown line" if source is None else short_source(source)
 
 
-def percent(num_bytes: int, whole: int) -> str:
-    """Return `num_bytes` as a share of `whole`: "25%"."""
-    share = 100 * num_bytes / whole
+def percent(num_bytes: int, total_bytes: int) -> str:
+    """Return `num_bytes` as a share of `total_bytes`: "25%"."""
+    share = 100 * num_bytes / total_bytes
     return f"{share:.0f}%" if share >= 1 or not share else "less than 1%"
 
 
@@ -68,12 +68,12 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
     on |= {fix.name for fix in FIXES.values() if fix.compiles and trace.compiling is not None}
     kinds = {phase.kind for phase in trace.phases}
     # Where no model is known to have computed, or the run was cut short, it may be training.
-    only_computes = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
+    is_inference = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
 
-    in_half = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
+    has_half_tensors = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
 
-    def is_of_use(fix: Fix) -> bool:
-        if (fix.training_only and only_computes) or (fix.for_float32 and in_half):
+    def helps(fix: Fix) -> bool:
+        if (fix.training_only and is_inference) or (fix.for_float32 and has_half_tensors):
             return False
         if trace.updates_parameters_manually and "optimizer" in fix.options:  # there is none of torch's to replace
             return False
@@ -85,7 +85,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
     return tuple(
         name
         for name in helpful
-        if name not in on and not any(conflict_reason(FIXES[name], other) for other in on) and is_of_use(FIXES[name])
+        if name not in on and not any(conflict_reason(FIXES[name], other) for other in on) and helps(FIXES[name])
     )
 
 
@@ -114,41 +114,41 @@ def live_evidence(tensor: LiveTensor, text: str, *, num_bytes: int) -> Evidence:
 
 
 def tensors_evidence(
-    context: Context, storages: Iterable[int], moment: int, label: Callable[[int], str]
+    context: Context, storages: Iterable[int], event: int, get_label: Callable[[int], str]
 ) -> tuple[Evidence, ...]:
     """Return evidence of each kind of tensor among `storages`, most expensive first.
 
     Equal tensors of other layers or steps are one kind. `num_bytes` is the size of one tensor; the text has the numbers
-    of tensors that are live at `moment` (the index of an event) and at the peak.
+    of tensors that are live at `event` (the index of an event) and at the peak.
     """
     trace, lives = context.ledger.trace, context.lives
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in storages:
         s = trace.storages[index]
-        key = (label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
+        key = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
         kinds[key].append(index)
     lines = []
     for indices in kinds.values():
-        first = indices[0]
-        s = trace.storages[first]
-        then = len(lives.find_live(moment, indices).storages)
-        peak = sum(index in lives.at_peak for index in indices)
+        example = indices[0]
+        s = trace.storages[example]
+        num_live = len(lives.find_live(event, indices).storages)
+        num_at_peak = sum(index in lives.at_peak for index in indices)
         module = module_pattern(trace, s)
-        inside = f"in {module} " if module else ""
-        alive = _format_live_counts(then, peak, moment == context.ledger.peak_event)
+        in_module = f"in {module} " if module else ""
+        counts_text = _format_live_counts(num_live, num_at_peak, event == context.ledger.peak_event)
         text = (
-            f"{label(first)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} "
-            f"{inside}at {file_and_line(trace.source_line(s))}; {alive}"
+            f"{get_label(example)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} "
+            f"{in_module}at {file_and_line(trace.source_line(s))}; {counts_text}"
         )
-        lines.append((then * s.num_bytes, tensor_evidence(trace, first, text)))
+        lines.append((num_live * s.num_bytes, tensor_evidence(trace, example, text)))
     return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
 
 
-def _format_live_counts(then: int, at_peak: int, is_peak: bool) -> str:
+def _format_live_counts(num_live: int, at_peak: int, is_peak: bool) -> str:
     if is_peak:
         return f"{at_peak or 'none'} live at the peak"
-    both = f"{then or 'none'} live then"
-    return f"{both} and at the peak" if then == at_peak else f"{both}, {at_peak or 'none'} at the peak"
+    live_then = f"{num_live or 'none'} live then"
+    return f"{live_then} and at the peak" if num_live == at_peak else f"{live_then}, {at_peak or 'none'} at the peak"
 
 
 # -- what the trace tells -------------------------------------------------------------------------------------------
@@ -167,34 +167,34 @@ def is_forward(trace: Trace, storage: Storage) -> bool:
     return kind is PhaseKind.FORWARD
 
 
-def get_names(trace: Trace, role: Role) -> dict[int, str]:
+def names_of(trace: Trace, role: Role) -> dict[int, str]:
     """Return the names of the tensors with this role, by storage."""
     return {index: owner.name for index, owner in trace.owners.items() if owner.role is role}
 
 
-def get_parameter_names(trace: Trace) -> dict[int, str]:
+def param_names(trace: Trace) -> dict[int, str]:
     """Return the names of the parameters, by storage."""
-    return get_names(trace, Role.PARAMETER)
+    return names_of(trace, Role.PARAMETER)
 
 
-def find_half_dtype(context: Context) -> str | None:
+def half_dtype_of(context: Context) -> str | None:
     """Return the dtype of most bytes of the parameters if it is a half precision, else None.
 
     A trace does not record the dtypes of an operator's inputs; rules use the parameters' dtype as the compute dtype.
     """
     trace = context.ledger.trace
-    by_dtype: dict[str, int] = defaultdict(int)
-    known = get_parameter_names(trace)
+    bytes_by_dtype: dict[str, int] = defaultdict(int)
+    names = param_names(trace)
     # A model that is cast on the GPU has been another before.
-    for index in known.keys() & context.lives.at_peak or known:
-        by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
-    if not by_dtype:
+    for index in names.keys() & context.lives.at_peak or names:
+        bytes_by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
+    if not bytes_by_dtype:
         return context.spec.dtype if context.spec is not None and context.spec.dtype in HALF_DTYPES else None
-    most = max(by_dtype, key=lambda dtype: by_dtype[dtype])
-    return most if most in HALF_DTYPES else None
+    main_dtype = max(bytes_by_dtype, key=lambda dtype: bytes_by_dtype[dtype])
+    return main_dtype if main_dtype in HALF_DTYPES else None
 
 
-def find_vocabulary_tables(trace: Trace) -> dict[int, str]:
+def vocabulary_tables(trace: Trace) -> dict[int, str]:
     """Return the names of the token embeddings and heads (matrices with one row per word), by storage.
 
     They are recognized by name, or as the weight of an embedding or head module. Excluded are numbered modules (layers,
@@ -208,25 +208,25 @@ def find_vocabulary_tables(trace: Trace) -> dict[int, str]:
         or any(storage.dtype in _INTEGERS and len(storage.shape) == 2 for storage in trace.storages)
     ):
         return {}
-    weights = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
-    named = {
+    weight_names = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
+    names = {
         index: name
-        for index, name in get_parameter_names(trace).items()
+        for index, name in param_names(trace).items()
         if len(trace.storages[index].shape) == 2
-        and (name in weights or _VOCABULARY.search(name))
+        and (name in weight_names or _VOCABULARY.search(name))
         and not _POSITIONS.search(name)
-        and (below := name.partition(".")[2]) == without_numbers(below)
+        and (rest := name.partition(".")[2]) == without_numbers(rest)
     }
-    words = without_widths(trace, {trace.storages[index].shape[0] for index in named})
-    return {index: name for index, name in named.items() if trace.storages[index].shape[0] in words}
+    vocabulary_sizes = without_widths(trace, {trace.storages[index].shape[0] for index in names})
+    return {index: name for index, name in names.items() if trace.storages[index].shape[0] in vocabulary_sizes}
 
 
-def find_vocabulary_size(context: Context) -> int | None:
+def vocabulary_of(context: Context) -> int | None:
     """Return the vocabulary size: as configured, else rows of the largest embedding or head, or the loss's classes."""
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace
-    return max((trace.storages[index].shape[0] for index in find_vocabulary_tables(trace)), default=vocabulary_size(trace))
+    return max((trace.storages[i].shape[0] for i in vocabulary_tables(trace)), default=vocabulary_size(trace))
 
 
 @cache_per_context
@@ -240,19 +240,19 @@ def find_input_shapes(context: Context) -> set[tuple[int, ...]]:
     if context.spec is not None and context.context_length is not None:
         shapes.add((context.spec.batch_size, context.context_length))
     trace = context.ledger.trace
-    embedding = {number for number, op in enumerate(trace.ops) if op == "aten.embedding"}
+    embedding_ops = {index for index, op in enumerate(trace.ops) if op == "aten.embedding"}
     for storage, category in zip(trace.storages, context.ledger.categories, strict=True):
         if category is Category.INPUTS and storage.dtype in _INTEGERS:
             shapes.add(storage.shape)
             continue
         # An input of more dimensions is a batch of images, and no features of tokens.
-        features = category is Category.INPUTS and storage.dtype != "bool" and len(storage.shape) <= 3
-        if features or storage.op in embedding:
+        has_features = category is Category.INPUTS and storage.dtype != "bool" and len(storage.shape) <= 3
+        if has_features or storage.op in embedding_ops:
             shapes.add(storage.shape[:-1])
     return {shape for shape in shapes if shape}
 
 
 def find_feature_map_sizes(trace: Trace) -> set[tuple[int, ...]]:
     """Return the heights and widths of convolutions' outputs, which are not rows and columns of matrices."""
-    convolutions = {number for number, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
-    return {storage.shape[-2:] for storage in trace.storages if storage.op in convolutions and len(storage.shape) == 4}
+    ops = {index for index, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
+    return {s.shape[-2:] for s in trace.storages if s.op in ops and len(s.shape) == 4}

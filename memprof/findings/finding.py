@@ -14,7 +14,7 @@ from memprof.ledger.streams import StreamMemory
 from memprof.spec import TargetSpec
 from memprof.trace.json_values import json_name
 
-_Result = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 class Severity(StrEnum):
@@ -68,24 +68,24 @@ class Context:
     lives: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
 
     # Results of functions with `cache_per_context`.
-    known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    results: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Compute the storages' lifetimes; `object.__setattr__`, since the dataclass is frozen."""
         object.__setattr__(self, "lives", Lifetimes(self.ledger))
 
 
-def cache_per_context(of: Callable[[Context], _Result]) -> Callable[[Context], _Result]:
-    """Return a function that computes `of` once per context; callers must not change the result."""
+def cache_per_context(function: Callable[[Context], _Result]) -> Callable[[Context], _Result]:
+    """Return a function that computes `function` once per context; callers must not change the result."""
 
-    @functools.wraps(of)
-    def answer(context: Context) -> _Result:
-        if of not in context.known:
-            context.known[of] = of(context)
-        found: _Result = context.known[of]
-        return found
+    @functools.wraps(function)
+    def cached(context: Context) -> _Result:
+        if function not in context.results:
+            context.results[function] = function(context)
+        result: _Result = context.results[function]
+        return result
 
-    return answer
+    return cached
 
 
 Rule = Callable[[Context], list[Finding]]
@@ -94,19 +94,19 @@ RULES: dict[int, Rule] = {}  # all rules by their places: in this order they are
 SEARCH_RULES: set[int] = set()  # the places of those that lead a search over many runs
 
 
-def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule; findings of equal severity and bytes are in the order of `place`.
+def rule(order: int, *, guides_search: bool = False) -> Callable[[Rule], Rule]:
+    """Return a decorator that registers a rule; findings of equal severity and bytes are in the order of `order`.
 
     A search applies only rules with `guides_search`, whose findings determine the next fix to try. Raises ValueError: another
     rule has the place.
     """
 
     def register(find: Rule) -> Rule:
-        if place in RULES:
-            raise ValueError(f"{RULES[place].__module__} has place {place} among the rules: {find.__module__}")
-        RULES[place] = find
-        if decides:
-            SEARCH_RULES.add(place)
+        if order in RULES:
+            raise ValueError(f"{RULES[order].__module__} has place {order} among the rules: {find.__module__}")
+        RULES[order] = find
+        if guides_search:
+            SEARCH_RULES.add(order)
         return find
 
     return register

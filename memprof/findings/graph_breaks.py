@@ -16,13 +16,13 @@ def find(context: Context) -> list[Finding]:
     """Return a finding for graph breaks; `num_bytes` is None, since the memory of an unbroken graph is not known."""
     ledger = context.ledger
     ends = sorted((end for end in ledger.trace.graph_ends if end.num_bytes), key=lambda end: -end.num_bytes)
-    most = max((end.num_bytes for end in ends), default=0)
-    if most < max(MIN_BYTES, MIN_SHARE * ledger.peak_bytes):
+    max_bytes = max((end.num_bytes for end in ends), default=0)
+    if max_bytes < max(MIN_BYTES, MIN_SHARE * ledger.peak_bytes):
         return []
-    places = "a line" if len(ends) == 1 else f"{len(ends)} lines"
+    lines_text = "a line" if len(ends) == 1 else f"{len(ends)} lines"
     title = (
-        f"Compiled graphs end at {places}, and leave up to {format_bytes(most)} there "
-        f"({percent(most, ledger.peak_bytes)} of the peak)"
+        f"Compiled graphs end at {lines_text}, and leave up to {format_bytes(max_bytes)} there "
+        f"({percent(max_bytes, ledger.peak_bytes)} of the peak)"
     )
     evidence = [
         Evidence(f"{format_bytes(end.num_bytes)} at {file_and_line(end.source)}: {end.why}", source=end.source)

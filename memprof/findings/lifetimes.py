@@ -47,22 +47,22 @@ class Lifetimes:
         """Return the bytes of the blocks of these storages; storages in host memory count zero."""
         return sum(self._allocated[index] for index in storages)
 
-    def find_live(self, time: int, storages: Iterable[int]) -> LiveSet:
-        """Return the subset of `storages` that is live after the event at `time`."""
-        alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
-        return LiveSet(self.sum_bytes(alive), time, alive)
+    def find_live(self, event: int, storages: Iterable[int]) -> LiveSet:
+        """Return the subset of `storages` that is live after the event at `event`."""
+        live = tuple(index for index in storages if self.births[index] <= event < self.deaths[index])
+        return LiveSet(self.sum_bytes(live), event, live)
 
-    def peak_reduction(self, less: Sequence[Saving]) -> int:
+    def peak_reduction(self, savings: Sequence[Saving]) -> int:
         """Return the reduction of the run's peak by these savings, all else being equal."""
-        changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
+        changes = [(s.begin, -s.num_bytes) for s in savings] + [(s.end, s.num_bytes) for s in savings]
         changes.sort()
-        now = highest = begin = 0
-        for time, change in [*changes, (len(self._curve), 0)]:
-            if time > begin:
-                highest = max(highest, max(self._curve[begin:time], default=0) + now)
-                begin = time
-            now += change
-        return max(max(self._curve) - highest, 0)
+        change_bytes = new_peak = begin = 0
+        for event, change in [*changes, (len(self._curve), 0)]:
+            if event > begin:
+                new_peak = max(new_peak, max(self._curve[begin:event], default=0) + change_bytes)
+                begin = event
+            change_bytes += change
+        return max(max(self._curve) - new_peak, 0)
 
     def savings(self, storages: Iterable[int], share: float = 1.0) -> list[Saving]:
         """Return savings of the fraction `share` of each of `storages` over the storage's lifetime."""
@@ -70,30 +70,29 @@ class Lifetimes:
             Saving(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages
         ]
 
-    def savings_beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Saving]:
-        """Return savings of all live sets of storages except the `keep` newest (or oldest), at every moment."""
-        lives = [
-            (min(self.births[one] for one in own), max(self.deaths[one] for one in own), self.sum_bytes(own))
-            for own in sets
+    def savings_beyond(self, sets: Iterable[Sequence[int]], num_kept: int, *, oldest: bool = False) -> list[Saving]:
+        """Return savings of all live sets of storages except the `num_kept` newest (or oldest), at every moment."""
+        spans = [
+            (min(self.births[i] for i in own), max(self.deaths[i] for i in own), self.sum_bytes(own)) for own in sets
         ]
-        times = sorted({time for begin, end, _ in lives for time in (begin, end)})
+        times = sorted({time for begin, end, _ in spans for time in (begin, end)})
         result = []
         for begin, end in pairwise(times):
-            alive = sorted((one for one in lives if one[0] <= begin and end <= one[1]), reverse=not oldest)
-            if rest := sum(num_bytes for _, _, num_bytes in alive[keep:]):
+            alive = sorted((i for i in spans if i[0] <= begin and end <= i[1]), reverse=not oldest)
+            if rest := sum(num_bytes for _, _, num_bytes in alive[num_kept:]):
                 result.append(Saving(begin, end, rest))
         return result
 
     def find_max_live(self, storages: Iterable[int]) -> LiveSet:
         """Return the live subset of `storages` at the earliest moment with the largest sum of bytes."""
-        known = list(storages)
-        changes = [(self.births[index], self._allocated[index]) for index in known]
-        changes += [(self.deaths[index], -self._allocated[index]) for index in known]
+        indices = list(storages)
+        changes = [(self.births[index], self._allocated[index]) for index in indices]
+        changes += [(self.deaths[index], -self._allocated[index]) for index in indices]
         changes.sort()
-        now = most = 0
-        when = -1
-        for time, change in changes:
-            now += change
-            if now > most:
-                most, when = now, time
-        return self.find_live(when, known)
+        live_bytes = max_bytes = 0
+        max_event = -1
+        for event, change in changes:
+            live_bytes += change
+            if live_bytes > max_bytes:
+                max_bytes, max_event = live_bytes, event
+        return self.find_live(max_event, indices)

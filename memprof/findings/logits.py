@@ -31,24 +31,24 @@ def find(context: Context) -> list[Finding]:
     trace = ledger.trace
     at_peak = lives.find_live(ledger.peak_event, copies)
     largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
-    rows = (math.prod(largest.shape[:-1]), largest.shape[-1])
+    shape_2d = (math.prod(largest.shape[:-1]), largest.shape[-1])
     share = evidence.percent(most.num_bytes, ledger.peak_bytes)
     if at_peak.num_bytes == most.num_bytes:
-        compared = f"{share} of the peak"
+        comparison = f"{share} of the peak"
     elif at_peak.num_bytes:
-        compared = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it live at the peak"
+        comparison = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it live at the peak"
     else:
-        compared = f"{share} of the peak's size; none live at the peak"
-    count = len(most.storages)
+        comparison = f"{share} of the peak's size; none live at the peak"
+    num_copies = len(most.storages)
     title = (
-        f"Logits: {count} {'copy' if count == 1 else 'copies'} of {evidence.format_shape(rows)}, "
-        f"{format_bytes(most.num_bytes)} live at once ({compared})"
+        f"Logits: {num_copies} {'copy' if num_copies == 1 else 'copies'} of {evidence.format_shape(shape_2d)}, "
+        f"{format_bytes(most.num_bytes)} live at once ({comparison})"
     )
-    rest = ledger.peak_bytes - at_peak.num_bytes
-    tensors = evidence.plural(len(at_peak.storages), "logits tensor")
+    other_bytes = ledger.peak_bytes - at_peak.num_bytes
+    count_text = evidence.plural(len(at_peak.storages), "logits tensor")
     summary = Evidence(
-        f"{tensors} with {format_bytes(at_peak.num_bytes)} live at the peak "
-        f"({evidence.percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(rest)}",
+        f"{count_text} with {format_bytes(at_peak.num_bytes)} live at the peak "
+        f"({evidence.percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(other_bytes)}",
         num_bytes=at_peak.num_bytes,
     )
     lines = evidence.tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
@@ -62,21 +62,21 @@ def find_logits_storages(context: Context) -> list[int]:
     They are recognized by their last dimension. A head of [features x vocabulary] has the same last dimension, so that
     storages with an owner or with the shape of a parameter are excluded.
     """
-    size = evidence.find_vocabulary_size(context)
-    if size is None:
+    vocabulary_size = evidence.vocabulary_of(context)
+    if vocabulary_size is None:
         return []
     trace = context.ledger.trace
-    computes = evidence.mask_compute_phases(trace)
-    weights = {trace.storages[index].shape for index in evidence.get_parameter_names(trace)}
+    is_compute_phase = evidence.mask_compute_phases(trace)
+    parameter_shapes = {trace.storages[index].shape for index in evidence.param_names(trace)}
     return [
         index
         for index, storage in enumerate(trace.storages)
         if storage.shape
-        and storage.shape[-1] == size
+        and storage.shape[-1] == vocabulary_size
         and len(storage.shape) > 1
-        and computes[storage.phase]
-        and storage.shape not in weights
-        and not (trace.op(storage) == "aten._to_copy" and is_half_of(storage, weights))
+        and is_compute_phase[storage.phase]
+        and storage.shape not in parameter_shapes
+        and not (trace.op(storage) == "aten._to_copy" and is_half_of(storage, parameter_shapes))
         and index not in trace.owners
         and not storage.hidden
     ]
@@ -102,6 +102,6 @@ def describe(trace: Trace, storage: Storage) -> str:
     if "softmax_backward" in op:
         return "gradient of the log-softmax's input"
     if op == "aten._to_copy":
-        half = storage.dtype in evidence.HALF_DTYPES
-        return "gradient of the half-precision logits" if half else "gradient of the logits, upcast"
+        is_half = storage.dtype in evidence.HALF_DTYPES
+        return "gradient of the half-precision logits" if is_half else "gradient of the logits, upcast"
     return "gradient of the logits"

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import find_half_dtype, get_names, get_parameter_names, percent, plural, suggest_fixes, tensors_evidence
+from memprof.findings.evidence import (
+    half_dtype_of,
+    names_of,
+    param_names,
+    percent,
+    plural,
+    suggest_fixes,
+    tensors_evidence,
+)
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
@@ -23,27 +31,27 @@ def find(context: Context) -> list[Finding]:
 def _find_float32_state(context: Context) -> list[Finding]:
     """Return a finding for float32 state; `num_bytes` is the excess over half precision."""
     ledger, lives = context.ledger, context.lives
-    half = find_half_dtype(context)
-    if half is None:
+    half_dtype = half_dtype_of(context)
+    if half_dtype is None:
         return []
     trace = ledger.trace
     # A state is its own parameter's: with some layers in float32 (norms, a router), so is theirs.
-    full = {trace.storages[index].shape for index in get_parameter_names(trace) if trace.storages[index].dtype == "float32"}
+    full = {trace.storages[i].shape for i in param_names(trace) if trace.storages[i].dtype == "float32"}
     # Step counters are float32 scalars whatever the precision.
-    names = get_names(trace, Role.OPTIMIZER_STATE)
-    float32 = [index for index in names if trace.storages[index].dtype == "float32"]
-    state = [index for index in float32 if trace.storages[index].shape and trace.storages[index].shape not in full]
-    most = lives.find_max_live(state)
-    extra = most.num_bytes // 2
-    if extra <= MIN_STATE_SHARE * ledger.peak_bytes:
+    names = names_of(trace, Role.OPTIMIZER_STATE)
+    float32 = [i for i in names if trace.storages[i].dtype == "float32"]
+    state = [i for i in float32 if trace.storages[i].shape and trace.storages[i].shape not in full]
+    max_live = lives.find_max_live(state)
+    excess_bytes = max_live.num_bytes // 2
+    if excess_bytes <= MIN_STATE_SHARE * ledger.peak_bytes:
         return []
     title = (
-        f"Optimizer state is float32 while the parameters are {half}: {format_bytes(most.num_bytes)}, "
-        f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
+        f"Optimizer state is float32 while the parameters are {half_dtype}: {format_bytes(max_live.num_bytes)}, "
+        f"{format_bytes(excess_bytes)} more than in {half_dtype} ({percent(excess_bytes, ledger.peak_bytes)} of the peak)"
     )
-    lines = tensors_evidence(context, state, most.event, names.__getitem__)
+    lines = tensors_evidence(context, state, max_live.event, names.__getitem__)
     fixes = suggest_fixes(context, "float32-optimizer-state")
-    return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, fixes)]
+    return [Finding("float32-optimizer-state", Severity.NOTE, title, excess_bytes, lines, fixes)]
 
 
 def _find_step_temporaries(context: Context) -> list[Finding]:
@@ -65,12 +73,12 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
         f"The optimizer step decides the peak: {plural(len(temporaries), 'temporary tensor')}, "
         f"{format_bytes(num_bytes)} live at once ({percent(num_bytes, ledger.peak_bytes)} of the peak)"
     )
-    others = [s for s in ledger.stages if s.kind is not PhaseKind.OPTIMIZER_STEP]
+    other_stages = [stage for stage in ledger.stages if stage.kind is not PhaseKind.OPTIMIZER_STEP]
     lines = list(tensors_evidence(context, temporaries, ledger.peak_event, lambda index: "temporary of the step"))
-    if others:
-        second = max(others, key=lambda stage: stage.peak_allocated_bytes)
-        text = f"the next highest stage is {second.name} with {format_bytes(second.peak_allocated_bytes)}"
-        lines.append(Evidence(text, num_bytes=second.peak_allocated_bytes))
+    if other_stages:
+        next_stage = max(other_stages, key=lambda stage: stage.peak_allocated_bytes)
+        text = f"the next highest stage is {next_stage.name} with {format_bytes(next_stage.peak_allocated_bytes)}"
+        lines.append(Evidence(text, num_bytes=next_stage.peak_allocated_bytes))
     if trace.updates_parameters_manually:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))

@@ -29,11 +29,11 @@ def find(context: Context) -> list[Finding]:
 
 def _make_tensor_evidence(tensor: LiveTensor) -> Evidence:
     if tensor.source is None:
-        why = "made where no line outside torch was running"
+        reason = "made where no line outside torch was running"
     else:
-        why = "made outside every phase that memprof knows and owned by no parameter, buffer, gradient or optimizer"
+        reason = "made outside every phase that memprof knows and owned by no parameter, buffer, gradient or optimizer"
     text = (
         f"{tensor.count} of {format_shape(tensor.shape)} {tensor.dtype}, {format_bytes(tensor.num_bytes)} each, by "
-        f"{tensor.op} at {file_and_line(tensor.source)}: {why}"
+        f"{tensor.op} at {file_and_line(tensor.source)}: {reason}"
     )
     return live_evidence(tensor, text, num_bytes=tensor.num_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from memprof.findings.attention_scores import find_score_storages
-from memprof.findings.evidence import file_and_line, find_half_dtype, is_forward, percent, tensors_evidence, find_vocabulary_size
+from memprof.findings.evidence import file_and_line, half_dtype_of, is_forward, percent, tensors_evidence, vocabulary_of
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import NONE, ModuleRole, Storage, Trace
@@ -23,42 +23,42 @@ def find(context: Context) -> list[Finding]:
     pass of a model with half-precision parameters counts as an upcast. The rules `logits-explosion` and
     `attention-scores` report logits and attention scores.
     """
-    half = find_half_dtype(context)
+    half_dtype = half_dtype_of(context)
     trace, lives = context.ledger.trace, context.lives
-    if half is None or "aten._to_copy" not in trace.ops:
+    if half_dtype is None or "aten._to_copy" not in trace.ops:
         return []
-    copy = trace.ops.index("aten._to_copy")
-    words = find_vocabulary_size(context)
+    copy_op = trace.ops.index("aten._to_copy")
+    vocabulary_size = vocabulary_of(context)
     scores = find_score_storages(context)
     by_line: dict[int, list[int]] = defaultdict(list)
     for index, storage in enumerate(trace.storages):
         if (
-            storage.op == copy
+            storage.op == copy_op
             and storage.dtype == "float32"
             and is_forward(trace, storage)
             and index not in trace.owners
             and index not in scores
             and context.ledger.categories[index] is not Category.LOGITS_AND_LOSS
-            and storage.shape[-1:] != (words,)
+            and storage.shape[-1:] != (vocabulary_size,)
         ):
             by_line[storage.source].append(index)
     findings = []
     peak_bytes = context.ledger.peak_bytes
     for source, indices in by_line.items():
-        most = lives.find_max_live(indices)
-        if most.num_bytes < MIN_BYTES and most.num_bytes < MIN_SHARE * peak_bytes:
+        max_live = lives.find_max_live(indices)
+        if max_live.num_bytes < MIN_BYTES and max_live.num_bytes < MIN_SHARE * peak_bytes:
             continue
-        norm = all(_is_in_norm(trace, trace.storages[index]) for index in indices)
-        why = "; the model's own numerics: its norms compute in float32" if norm else ""
+        in_norms = all(_is_in_norm(trace, trace.storages[index]) for index in indices)
+        norm_text = "; the model's own numerics: its norms compute in float32" if in_norms else ""
         line = file_and_line(trace.source_at(source))
         at_peak = lives.find_live(context.ledger.peak_event, indices)
         title = (
-            f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} live at once, "
-            f"{format_bytes(at_peak.num_bytes)} at the peak ({percent(at_peak.num_bytes, peak_bytes)}){why}"
+            f"{half_dtype} activations copied to float32 at {line}: {format_bytes(max_live.num_bytes)} live at once, "
+            f"{format_bytes(at_peak.num_bytes)} at the peak ({percent(at_peak.num_bytes, peak_bytes)}){norm_text}"
         )
-        lines = tensors_evidence(context, indices, most.event, lambda index: "float32 copy")
-        severity = Severity.NOTE if norm else Severity.WARNING
-        findings.append(Finding("float32-upcast", severity, title, most.num_bytes, lines, ()))
+        lines = tensors_evidence(context, indices, max_live.event, lambda index: "float32 copy")
+        severity = Severity.NOTE if in_norms else Severity.WARNING
+        findings.append(Finding("float32-upcast", severity, title, max_live.num_bytes, lines, ()))
     return findings
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import format_shape, percent, suggest_fixes, tensor_evidence, find_vocabulary_tables
+from memprof.findings.evidence import format_shape, percent, suggest_fixes, tensor_evidence, vocabulary_tables
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.logits import find_logits_storages
 from memprof.ledger.categories import Category
@@ -15,21 +15,21 @@ TOLERANCE = 128  # words: vocabularies are padded up to a multiple of this for t
 @rule(140)
 def find(context: Context) -> list[Finding]:
     """Return a finding for embedding and head; `num_bytes` is the memory of the excess words at the peak."""
-    asked = context.asked_vocab_size
-    if asked is None:
+    requested = context.asked_vocab_size
+    if requested is None:
         return []
     ledger, lives = context.ledger, context.lives
     trace = ledger.trace
-    allowed = -(-asked // TOLERANCE) * TOLERANCE
+    max_rows = -(-requested // TOLERANCE) * TOLERANCE
     tables = {
-        index: name for index, name in find_vocabulary_tables(trace).items() if trace.storages[index].shape[0] > allowed
+        index: name for index, name in vocabulary_tables(trace).items() if trace.storages[index].shape[0] > max_rows
     }
     if not tables:
         return []
     shapes = {trace.storages[index].shape for index in tables}
     rows = max(shape[0] for shape in shapes)
     names = set(tables.values())
-    extra: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer state": 0, "logits and loss": 0}
+    excess: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer state": 0, "logits and loss": 0}
     # Optimizer state is named after its kind (exp_avg) and not after its parameter, but it has the parameter's shape.
     for index in lives.at_peak:
         owner = trace.owners.get(index)
@@ -37,35 +37,35 @@ def find(context: Context) -> list[Finding]:
             continue
         shape, num_bytes = trace.storages[index].shape, trace.storages[index].num_bytes
         if index in tables:
-            extra["parameters"] += _compute_excess_bytes(num_bytes, shape[0], asked)
+            excess["parameters"] += _compute_excess_bytes(num_bytes, shape[0], requested)
         elif owner.role is Role.GRADIENT and owner.name in names:
-            extra["gradients"] += _compute_excess_bytes(num_bytes, shape[0], asked)
+            excess["gradients"] += _compute_excess_bytes(num_bytes, shape[0], requested)
         elif owner.role is Role.OPTIMIZER_STATE and shape in shapes:
-            extra["optimizer state"] += _compute_excess_bytes(num_bytes, shape[0], asked)
+            excess["optimizer state"] += _compute_excess_bytes(num_bytes, shape[0], requested)
     for index in find_logits_storages(context):
         if index in lives.at_peak:
             storage = trace.storages[index]
-            extra[Category.LOGITS_AND_LOSS] += _compute_excess_bytes(storage.num_bytes, storage.shape[-1], asked)
-    total = sum(extra.values())
+            excess[Category.LOGITS_AND_LOSS] += _compute_excess_bytes(storage.num_bytes, storage.shape[-1], requested)
+    total = sum(excess.values())
     title = (
-        f"Vocabulary of {rows:,} where {asked:,} were requested: {format_bytes(total)} at the peak are words that "
+        f"Vocabulary of {rows:,} where {requested:,} were requested: {format_bytes(total)} at the peak are words that "
         f"nobody requested ({percent(total, ledger.peak_bytes)})"
     )
     evidence = []
     for index, name in tables.items():
         storage = trace.storages[index]
-        beyond = _compute_excess_bytes(storage.num_bytes, storage.shape[0], asked)
-        text = f"{name} is {format_shape(storage.shape)} {storage.dtype}: {format_bytes(beyond)} beyond {asked:,} rows"
-        evidence.append(tensor_evidence(trace, index, text, num_bytes=beyond))
+        table_excess = _compute_excess_bytes(storage.num_bytes, storage.shape[0], requested)
+        text = f"{name} is {format_shape(storage.shape)} {storage.dtype}: {format_bytes(table_excess)} beyond {requested:,} rows"
+        evidence.append(tensor_evidence(trace, index, text, num_bytes=table_excess))
     evidence += [
         Evidence(f"{kind} of the extra words: {format_bytes(num_bytes)} at the peak", num_bytes=num_bytes)
-        for kind, num_bytes in extra.items()
+        for kind, num_bytes in excess.items()
         if num_bytes
     ]
     fixes = suggest_fixes(context, "vocabulary-larger-than-asked")
     return [Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), fixes)]
 
 
-def _compute_excess_bytes(num_bytes: int, rows: int, asked: int) -> int:
-    """Return bytes of the rows after the first `asked`."""
-    return num_bytes * max(0, rows - asked) // rows
+def _compute_excess_bytes(num_bytes: int, rows: int, requested: int) -> int:
+    """Return bytes of the rows after the first `requested`."""
+    return num_bytes * max(0, rows - requested) // rows

@@ -175,7 +175,7 @@ def memory_claims(before: Run, after: Run) -> list[Claim]:
     """The report's figures on memory."""
     of_8, eager = run(BATCH_OF_8), run(EAGER)
     largest = largest_batch(BEFORE)
-    fixed = sum(before.find_max_live[name] for name in ("parameters", "gradients", "optimizer state"))
+    fixed = sum(before.most[name] for name in ("parameters", "gradients", "optimizer state"))
     as_told = 200_000_000
     scores = sum(t.allocated_bytes for t in eager.document.peak.tensors if t.op == "aten._softmax")
     at_peak = after.document.peak.categories
@@ -185,8 +185,8 @@ def memory_claims(before: Run, after: Run) -> list[Claim]:
         Claim(
             "before: 5-6 GB for the model, 40 GB and more for gradients and optimizer",
             holds(fixed > 40e9),
-            f"{format_bytes(before.find_max_live['parameters'])} and "
-            f"{format_bytes(fixed - before.find_max_live['parameters'])}. Even 200M parameters would take "
+            f"{format_bytes(before.most['parameters'])} and "
+            f"{format_bytes(fixed - before.most['parameters'])}. Even 200M parameters would take "
             f"{format_bytes(4 * as_told)} and {format_bytes(12 * as_told)}",
         ),
         Claim(
