@@ -1,4 +1,4 @@
-"""Attention scores and masks that exist in memory: their size grows with the square of the sequence length."""
+"""Rule `attention-scores`: materialized attention scores and masks, whose size is quadratic in sequence length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-MIN_LENGTH = 256  # shorter sequences have small scores, and are easily taken for head dimensions
+MIN_LENGTH = 256  # shorter sequences have small scores, and a length may equal a head dimension
 
-MIN_SHARE = 0.05
-MIN_BYTES = GIB  # found when above one of the two
+MIN_SHARE = 0.05  # of the peak; reported if scores and masks take more than this share, or MIN_BYTES
+MIN_BYTES = GIB
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
@@ -23,7 +23,7 @@ _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 @rule(110)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for scores and masks together; `num_bytes`: maximum of the bytes that are live at once."""
     trace, lives = context.ledger.trace, context.lives
     labels = find_score_storages(context)
     if not labels:
@@ -39,8 +39,8 @@ def find(context: Context) -> list[Finding]:
     bytes_text = f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks"
     title = (
         f"Attention {main_kind} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
-        f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once ({bytes_text}; "
-        f"{evidence.percent(max_live.num_bytes, peak_bytes)} of the peak's size)"
+        f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once "
+        f"({bytes_text}; {evidence.percent(max_live.num_bytes, peak_bytes)} of the peak's size)"
     )
     at_peak = lives.find_live(context.ledger.peak_event, labels)
     count_text = evidence.plural(len(at_peak.storages), "such tensor")
@@ -50,7 +50,7 @@ def find(context: Context) -> list[Finding]:
     ]
     fixes = evidence.suggest_fixes(context, "attention-scores")
     if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in labels):
-        # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
+        # Only the math backend of scaled_dot_product_attention calls this softmax: the program uses SDPA already.
         lines.append(
             Evidence(
                 "scaled_dot_product_attention took its math path: no fused kernel serves these arguments (a bias that "
@@ -60,18 +60,18 @@ def find(context: Context) -> list[Finding]:
         )
         fixes = evidence.suggest_fixes(context, "attention-scores of sdpa")
     elif "scores" in labels.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in labels):
-        # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
+        # No product of queries and keys (graph attention adds two terms): no fused kernel computes such scores.
         fixes = ()
     return [Finding("attention-scores", Severity.WARNING, title, max_live.num_bytes, tuple(lines), fixes)]
 
 
 @cache_per_context
 def find_score_storages(context: Context) -> dict[int, str]:
-    """Return the storages of shape [..., queries, keys], each with the label "scores" or "mask".
+    """Return storage -> "scores" or "mask", for attention tensors of shape [..., queries, keys].
 
-    The shape alone proves nothing: features may be as many as tokens, and images have two equal sizes. Scores require a
-    softmax over [queries, keys]; in a program with images of this size, or with layers of as many outputs (a softmax
-    over prototypes), they also require as many matrix products. Masks are recognized by their dtype or single head.
+    The shape alone is ambiguous: features may be as many as tokens, and images are square. So scores require a softmax
+    of this shape and, if images or the outputs of linear layers have such sizes, also a matrix product with as many
+    elements. Masks are recognized by their dtype, or by a head dimension of 1.
     """
     trace = context.ledger.trace
     input_shapes = evidence.find_input_shapes(context)
@@ -79,7 +79,7 @@ def find_score_storages(context: Context) -> dict[int, str]:
     batches = {shape[0] for shape in input_shapes if len(shape) > 1}
     if context.context_length is not None and context.context_length >= MIN_LENGTH:
         lengths.add(context.context_length)
-    vocabulary_size = evidence.vocabulary_of(context)
+    vocabulary_size = evidence.vocab_size_of(context)
     is_compute_phase = evidence.mask_compute_phases(trace)
     is_softmax = [
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
@@ -98,7 +98,7 @@ def find_score_storages(context: Context) -> dict[int, str]:
         if is_image[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
     }
     candidates: list[tuple[int, Storage]] = []
-    score_shapes: set[tuple[int, ...]] = set()  # of scores: how many there are, queries and keys
+    score_shapes: set[tuple[int, ...]] = set()  # number of elements, queries, keys
     for index, storage in enumerate(trace.storages):
         shape = storage.shape
         if (
@@ -135,7 +135,7 @@ def find_score_storages(context: Context) -> dict[int, str]:
 
 
 def _find_layer_widths(trace: Trace) -> set[int]:
-    """Return the numbers of columns that products of two matrices have, and that no batched product (scores) has."""
+    """Return the output widths of linear layers: columns of 2-D matrix products, if no batched product has as many."""
     widths = {s.shape[-1] for s in trace.storages if trace.op(s) in _LINEAR and len(s.shape) == 2}
     return widths - {s.shape[-1] for s in trace.storages if trace.op(s) in _PRODUCTS - _LINEAR}
 

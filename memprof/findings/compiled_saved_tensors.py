@@ -1,4 +1,4 @@
-"""Compiled code that saves more for its backward than eager code."""
+"""Rule `compiled-keeps`: torch.compile's code saves more tensors for the backward pass than eager code would."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CONFIG_MODULE = "torch._functorch.config"
 
 @rule(116)
 def find(context: Context) -> list[Finding]:
-    """Find graphs that save more than eager code; `num_bytes` is the difference for the calls live at the peak.
+    """Return at most one finding; `num_bytes` is the difference to eager code, for the calls live at the peak.
 
-    Calls of a graph are counted by the results that the graph saves: buffers of one line, operator and size.
+    A graph's live calls are counted by its saved results: live storages of the same operator, source line and size.
     """
     ledger = context.ledger
     trace = ledger.trace
@@ -62,7 +62,7 @@ def _make_evidence(saved: CompiledSavedTensors, count: int) -> Evidence:
 
 
 def _make_fix_evidence(tensors_with_counts: Sequence[tuple[CompiledSavedTensors, int]]) -> Evidence:
-    """Return the settings of the partitioner that reduced the saved bytes in tests."""
+    """Return evidence that names the settings of torch's partitioner that reduce the saved bytes."""
     text = f"fix: {_CONFIG_MODULE}.activation_memory_budget below 1 has even products computed again"
     if any(tensor.again for tensor, _ in tensors_with_counts):
         text += f"; with {_CONFIG_MODULE}.cse = False the backward stays as it is written"

@@ -1,4 +1,4 @@
-"""An operator with arguments on two devices, which raises an error on a real GPU."""
+"""Rule `device-mismatch`: an operator has arguments on two devices, which raises an error on a real GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 @rule(20, guides_search=True)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for each source line with a mismatch; repetitions in other layers and steps are counted."""
+    """Return one finding per source line with a mismatch, which counts the repetitions in other layers and steps."""
     trace = context.ledger.trace
     groups: dict[tuple[object, ...], list[DeviceMismatch]] = {}
     for mismatch in trace.mismatches:

@@ -1,4 +1,4 @@
-"""Gradients that exist in addition to DistributedDataParallel's buckets."""
+"""Rule `gradients-twice`: gradients exist both in `.grad` and in the buckets of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from memprof.findings.groups import comm_buffers, ddp_groups, fix_at, gain_text,
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
-MAX_SHOWN = 3  # kinds of gradients in the evidence
+MAX_SHOWN = 3  # groups of equal gradients in the evidence
 
 
 @rule(86)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each wrapper; `num_bytes` is the reduction of the peak without the gradients."""
+    """Return one finding per DDP wrapper; `num_bytes` is the reduction of the peak if gradients are bucket views."""
     trace, lives = context.ledger.trace, context.lives
     buckets = comm_buffers(trace, "gradient bucket")
     findings = []
@@ -26,8 +26,8 @@ def find(context: Context) -> list[Finding]:
         max_live = lives.find_max_live(gradients)
         bucket_bytes = lives.find_live(max_live.event, buckets).num_bytes
         title = (
-            f"Gradients exist twice: {format_bytes(max_live.num_bytes)} in `.grad` beside {format_bytes(bucket_bytes)} in "
-            f"the buckets of DistributedDataParallel; as views of these {gain_text(context, saved_bytes)}"
+            f"Gradients exist twice: {format_bytes(max_live.num_bytes)} in `.grad` beside {format_bytes(bucket_bytes)} "
+            f"in the buckets of DistributedDataParallel; as views of these {gain_text(context, saved_bytes)}"
         )
         line = group_line(trace, group)
         lines = (

@@ -1,4 +1,4 @@
-"""An evaluation loop that keeps the outputs of its batches on the GPU, mostly logits."""
+"""Rule `evaluation-accumulates`: an evaluation loop keeps the outputs of all its batches on the GPU, mostly logits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from memprof.units import format_bytes
 
 MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
 
-WARNING_BYTES = 1 << 20  # per call: what is less is a note
+WARNING_BYTES = 1 << 20  # per call: less is only a note
 
 _TRAINER = "transformers/trainer"
 
 
 @rule(60)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each module; `num_bytes` is the maximum that a loop left on the GPU after its last call.
+    """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
 
-    Outputs of the model count, and tensors that the program makes outside of modules. Tensors that modules keep, a KV
-    cache, and tensors that grow from training step to step (memory growth) do not count.
+    Outputs of the model and tensors created outside modules count. A KV cache, other tensors created inside modules,
+    and tensors that the rule `memory-growth` reports do not.
     """
     trace = context.ledger.trace
     findings: dict[int, Finding] = {}

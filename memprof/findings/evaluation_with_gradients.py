@@ -1,4 +1,4 @@
-"""A model in eval mode that is called with gradients on, and saves tensors for a backward that never comes."""
+"""Rule `evaluation-with-gradients`: a model in eval mode saves tensors for a backward pass that never runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memprof.findings.growth import LeakGroup, by_holder, find_leaks, format_hol
 from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
-MIN_BYTES = 64 << 10  # kept at their most, or per call without a graph: less is a decoder's tokens
+MIN_BYTES = 64 << 10  # of saved tensors live at once, or growth per call without a graph: less is a decoder's tokens
 
-WARNING_SHARE = 0.05  # of the peak: what is less is a note
+WARNING_SHARE = 0.05  # of the peak: less is only a note
 
 
 @rule(70)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each module; `num_bytes` is the most bytes of saved tensors at one moment, without outputs.
+    """Return one finding per module; `num_bytes` is the peak of its saved tensors, without outputs.
 
-    A finding requires certainty: the module was in eval mode, autograd made nodes for the call, and all tensors that
-    the call saved were freed before any backward began (or the program ended without one after two such calls).
+    Conditions: the module was in eval mode, autograd created nodes for the call, and all tensors saved by the call were
+    freed before the next backward pass began (or the program ended without one after at least two such calls).
     """
     trace = context.ledger.trace
     training_events = find_training_events(trace)
@@ -44,7 +44,7 @@ def find(context: Context) -> list[Finding]:
 
 
 def _find_saved_storages(context: Context, loop: list[Forward], training_events: list[int]) -> list[int] | None:
-    """Return the storages that these calls kept, except outputs; None if a backward may have used them."""
+    """Return the storages that the calls of `loop` saved, without outputs; None if a backward may have used them."""
     deaths, num_events = context.lives.deaths, len(context.ledger.trace.events)
     saved: list[int] = []
     for forward in loop:
@@ -88,7 +88,7 @@ def _make_finding(context: Context, loops: list[list[Forward]], num_bytes: int) 
 
 
 def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
-    """Return the groups to report: groups whose holder keeps a graph, or that grow by at least MIN_BYTES per call."""
+    """Return the leaks whose holder keeps a graph or is unknown, or that grow by at least MIN_BYTES per call."""
     return {
         holder: group
         for holder, group in groups.items()
@@ -99,7 +99,7 @@ def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dic
 def _make_growth_evidence(
     context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]
 ) -> list[Evidence]:
-    """Return evidence of the tensors that accumulate from call to call, and of the holder of their graph."""
+    """Return evidence of the tensors that accumulate over the calls of `loop`, and of the holder of their graph."""
     trace = context.ledger.trace
     evidence = []
     for holder, group in groups.items():
@@ -118,9 +118,9 @@ def _make_growth_evidence(
 
 
 def _make_cache_evidence(context: Context, loop: list[Forward]) -> Evidence | None:
-    """Return evidence of the largest key or value tensor that these calls made and that is live after the last call.
+    """Return evidence of the largest KV-cache tensor of `loop` that is live after the last call.
 
-    None if only tensors of the last call are live: a KV cache without its graph keeps no older ones.
+    None if no tensor of an earlier call is live: then the KV cache keeps no autograd graph.
     """
     trace, lives = context.ledger.trace, context.lives
     live = lives.find_live(loop[-1].end - 1, new_storages(context, loop[0].begin, loop[-1].end, caches=True)).storages

@@ -1,4 +1,4 @@
-"""Helpers that rules share: evidence of tensors, and a trace's parameters, token shapes and vocabulary."""
+"""Helpers for rules: text formatting, evidence of tensors, and a trace's parameters, input shapes and vocabulary."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _POSITIONS = re.compile(r"(^|[._])(pos|pe(\.|$))|wpe|token_type|patch", re.IGNOR
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """Return the text of a shape: "[131072 x 151936]"."""
+    """Return `shape` as text: "[131072 x 151936]"."""
     return "[" + " x ".join(map(str, shape)) + "]"
 
 
 def file_and_line(source: str | None) -> str:
-    """Return the short file name and line of a source "file:line function", for a sentence."""
+    """Return the base name and line ("train.py:12") of `source` ("path/train.py:12 function"), for a sentence."""
     return "an unknown line" if source is None else short_source(source)
 
 
 def percent(num_bytes: int, total_bytes: int) -> str:
-    """Return `num_bytes` as a share of `total_bytes`: "25%"."""
+    """Return `num_bytes` as a percentage of `total_bytes`: "25%"."""
     share = 100 * num_bytes / total_bytes
     return f"{share:.0f}%" if share >= 1 or not share else "less than 1%"
 
 
 def plural(count: int, noun: str) -> str:
-    """Return the count and its noun: "1 tensor", "4 tensors"."""
+    """Return `count` and the regular singular or plural of `noun`: "1 tensor", "4 tensors"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def module_pattern(trace: Trace, storage: Storage) -> str | None:
-    """Return the path of the storage's module with layer numbers replaced by `*`; None outside modules."""
+    """Return the path of the module that allocated `storage`, with `*` for layer numbers; None outside modules."""
     path = trace.module_path(storage)
     return None if path is None else without_numbers(path)
 
@@ -60,14 +60,14 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 
 
 def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
-    """Return the fixes against these problems (categories, findings) that are not on and may help, best first."""
+    """Return fixes against `problems` (categories or ids of findings), best first, that the run could still apply."""
     spec = context.spec
     on = {fix.partition("=")[0] for fix in context.fixes} & set(FIXES)
     on |= set() if spec is None else set(in_force(spec))
     trace = context.ledger.trace
     on |= {fix.name for fix in FIXES.values() if fix.compiles and trace.compiling is not None}
     kinds = {phase.kind for phase in trace.phases}
-    # Where no model is known to have computed, or the run was cut short, it may be training.
+    # A run without a known forward, or one that ran out of memory early, may be training.
     is_inference = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
 
     has_half_tensors = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
@@ -75,7 +75,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
     def helps(fix: Fix) -> bool:
         if (fix.training_only and is_inference) or (fix.for_float32 and has_half_tensors):
             return False
-        if trace.updates_parameters_manually and "optimizer" in fix.options:  # there is none of torch's to replace
+        if trace.updates_parameters_manually and "optimizer" in fix.options:  # no torch optimizer to replace
             return False
         if fix.for_models and (spec is None or spec.npt is None):
             return False
@@ -93,7 +93,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
 
 
 def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
-    """Return evidence of one storage; `num_bytes` replaces the storage's bytes where `text` describes several."""
+    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages."""
     storage = trace.storages[index]
     return Evidence(
         text=text,
@@ -108,7 +108,7 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
 
 
 def live_evidence(tensor: LiveTensor, text: str, *, num_bytes: int) -> Evidence:
-    """Return evidence of a group of equal live tensors in the ledger."""
+    """Return evidence of `tensor`, which stands for a group of equal live tensors in the ledger."""
     shape, dtype, module = tensor.shape, tensor.dtype, tensor.module
     return Evidence(text, num_bytes, shape, dtype, module, tensor.op, tensor.source)
 
@@ -116,10 +116,10 @@ def live_evidence(tensor: LiveTensor, text: str, *, num_bytes: int) -> Evidence:
 def tensors_evidence(
     context: Context, storages: Iterable[int], event: int, get_label: Callable[[int], str]
 ) -> tuple[Evidence, ...]:
-    """Return evidence of each kind of tensor among `storages`, most expensive first.
+    """Return one evidence for each group of equal tensors among `storages`, the group with the most live bytes first.
 
-    Equal tensors of other layers or steps are one kind. `num_bytes` is the size of one tensor; the text has the numbers
-    of tensors that are live at `event` (the index of an event) and at the peak.
+    Tensors are equal if label, shape, dtype, operator, source line and module (without layer numbers) are equal.
+    `num_bytes` is the size of one tensor; the text counts the tensors live at event index `event` and at the peak.
     """
     trace, lives = context.ledger.trace, context.lives
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -137,8 +137,8 @@ def tensors_evidence(
         in_module = f"in {module} " if module else ""
         counts_text = _format_live_counts(num_live, num_at_peak, event == context.ledger.peak_event)
         text = (
-            f"{get_label(example)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} "
-            f"{in_module}at {file_and_line(trace.source_line(s))}; {counts_text}"
+            f"{get_label(example)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by "
+            f"{trace.op(s)} {in_module}at {file_and_line(trace.source_line(s))}; {counts_text}"
         )
         lines.append((num_live * s.num_bytes, tensor_evidence(trace, example, text)))
     return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
@@ -151,16 +151,16 @@ def _format_live_counts(num_live: int, at_peak: int, is_peak: bool) -> str:
     return f"{live_then} and at the peak" if num_live == at_peak else f"{live_then}, {at_peak or 'none'} at the peak"
 
 
-# -- what the trace tells -------------------------------------------------------------------------------------------
+# -- facts of the trace ---------------------------------------------------------------------------------------------
 
 
 def mask_compute_phases(trace: Trace) -> list[bool]:
-    """Return for each phase of the trace whether it is a forward or backward."""
+    """Return one boolean per phase of the trace: whether the phase is a forward or a backward pass."""
     return [phase.kind in _COMPUTING for phase in trace.phases]
 
 
 def is_forward(trace: Trace, storage: Storage) -> bool:
-    """Return whether forward code made the storage: in a forward phase, or recomputed in a backward phase."""
+    """Return whether forward code allocated `storage`: in a forward pass, or in a recomputation during backward."""
     kind = trace.phases[storage.phase].kind
     if kind is PhaseKind.BACKWARD:
         return storage.forward_event == NONE and storage.module != NONE and storage.source != NONE
@@ -168,24 +168,24 @@ def is_forward(trace: Trace, storage: Storage) -> bool:
 
 
 def names_of(trace: Trace, role: Role) -> dict[int, str]:
-    """Return the names of the tensors with this role, by storage."""
+    """Return storage index -> name for the storages with `role`."""
     return {index: owner.name for index, owner in trace.owners.items() if owner.role is role}
 
 
 def param_names(trace: Trace) -> dict[int, str]:
-    """Return the names of the parameters, by storage."""
+    """Return storage index -> name for the parameters."""
     return names_of(trace, Role.PARAMETER)
 
 
-def half_dtype_of(context: Context) -> str | None:
-    """Return the dtype of most bytes of the parameters if it is a half precision, else None.
+def find_half(context: Context) -> str | None:
+    """Return "bfloat16" or "float16" if most bytes of the parameters have this dtype, else None.
 
-    A trace does not record the dtypes of an operator's inputs; rules use the parameters' dtype as the compute dtype.
+    A trace does not record the dtypes of an operator's inputs, so rules take the parameters' dtype as compute dtype.
     """
     trace = context.ledger.trace
     bytes_by_dtype: dict[str, int] = defaultdict(int)
     names = param_names(trace)
-    # A model that is cast on the GPU has been another before.
+    # If the model was cast on the GPU, parameters of the earlier dtype are in the trace too.
     for index in names.keys() & context.lives.at_peak or names:
         bytes_by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
     if not bytes_by_dtype:
@@ -195,11 +195,11 @@ def half_dtype_of(context: Context) -> str | None:
 
 
 def vocabulary_tables(trace: Trace) -> dict[int, str]:
-    """Return the names of the token embeddings and heads (matrices with one row per word), by storage.
+    """Return storage index -> name for weights of token embeddings and heads: matrices with one row per word.
 
-    They are recognized by name, or as the weight of an embedding or head module. Excluded are numbered modules (layers,
-    experts: `layers.0.attn.head.weight` is a projection), models without token inputs, and matrices with as many rows
-    as the model is wide, which may be projections (`time_embed`).
+    They are recognized by name, or as the weight of an embedding or head module. Excluded are weights of numbered
+    modules (`layers.0.attn.head.weight` is a projection), matrices with as many rows as the model's width (projections
+    such as `time_embed`), and models without token inputs.
     """
     roles = (ModuleRole.EMBEDDING, ModuleRole.HEAD)
     if not (
@@ -221,8 +221,8 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
     return {index: name for index, name in names.items() if trace.storages[index].shape[0] in vocabulary_sizes}
 
 
-def vocabulary_of(context: Context) -> int | None:
-    """Return the vocabulary size: as configured, else rows of the largest embedding or head, or the loss's classes."""
+def vocab_size_of(context: Context) -> int | None:
+    """Return the vocabulary size: configured, else rows of the largest embedding or head, else the loss's classes."""
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace
@@ -231,10 +231,9 @@ def vocabulary_of(context: Context) -> int | None:
 
 @cache_per_context
 def find_input_shapes(context: Context) -> set[tuple[int, ...]]:
-    """Return the shapes (batch, ..., tokens) of the model's inputs, without the features of a token.
+    """Return the shapes (batch, ..., tokens) of the model's inputs, without the feature dimension.
 
-    Sources are the specification, integer inputs, float inputs [batch, tokens, features] without the last dimension,
-    and outputs of embeddings.
+    They come from the spec, integer inputs, and float inputs and embedding outputs [batch, tokens, features].
     """
     shapes: set[tuple[int, ...]] = set()
     if context.spec is not None and context.context_length is not None:
@@ -245,7 +244,7 @@ def find_input_shapes(context: Context) -> set[tuple[int, ...]]:
         if category is Category.INPUTS and storage.dtype in _INTEGERS:
             shapes.add(storage.shape)
             continue
-        # An input of more dimensions is a batch of images, and no features of tokens.
+        # An input with more than 3 dimensions is a batch of images.
         has_features = category is Category.INPUTS and storage.dtype != "bool" and len(storage.shape) <= 3
         if has_features or storage.op in embedding_ops:
             shapes.add(storage.shape[:-1])
@@ -253,6 +252,6 @@ def find_input_shapes(context: Context) -> set[tuple[int, ...]]:
 
 
 def find_feature_map_sizes(trace: Trace) -> set[tuple[int, ...]]:
-    """Return the heights and widths of convolutions' outputs, which are not rows and columns of matrices."""
+    """Return the (height, width) of all outputs of convolutions [batch, channels, height, width]."""
     ops = {index for index, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
     return {s.shape[-2:] for s in trace.storages if s.op in ops and len(s.shape) == 4}

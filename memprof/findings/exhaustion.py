@@ -1,8 +1,8 @@
-"""Prediction of the training step in which growing memory runs out, from the recorded steps, by a replay.
+"""Prediction of the training step in which growing memory runs out, by a replay of the recorded steps.
 
-Steps are alike except for the tensors that they leave behind. The replay allocates the state after the last step, the
-tensors that later steps leave behind, and the events of the step with the highest need once more; bisection finds the
-first step with a failed allocation.
+Steps are assumed to differ only in the tensors that they leak. To test a step, the replay allocates the state after the
+last recorded step, the tensors that later steps leak, and repeats the events of the recorded step that needs the most
+memory. Bisection finds the first step with a failed allocation.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_step_leaks
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.trace.events import Event, EventKind, Trace
 
-MAX_STEPS = 1_000_000  # A run of more steps is not expected: what lasts longer is no verdict
+MAX_STEPS = 1_000_000  # Runs have fewer steps: if memory lasts longer, it does not run out
 
-TOLERANCE = 0.01  # of the predicted step: bisection ends there
+TOLERANCE = 0.01  # of the predicted step: bisection ends at this precision
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory that training steps leave behind on the GPU, and the step in which it runs out."""
+    """Growth of GPU memory over training steps, and the step in which memory runs out."""
 
-    bytes_per_step: int  # What a step adds, as the findings have it.
-    steps_seen: int  # Training steps that were run.
-    # Training steps that the program makes in all, seen or by its loops; None: they tell of no end.
+    bytes_per_step: int  # Leaked bytes per step, as in the findings.
+    steps_seen: int  # Number of recorded training steps.
+    # Total number of training steps of the program, recorded or inferred from its loops; None: not known.
     program_steps: int | None
-    # About the step in which a request would fail; None: later than `MAX_STEPS`, or what grows is limited and fits.
+    # Predicted step with the first failed allocation; None: after `MAX_STEPS`, or the growth is limited and fits.
     runs_out_step: int | None
 
     @property
@@ -47,8 +47,8 @@ class Growth:
 
 @cache_per_context
 def predict_growth(context: Context) -> Growth | None:
-    """Return a prediction of the step in which memory runs out; None if no memory grows, the size of the GPU is not
-    known, or memory has run out already."""
+    """Return the growth of memory and the step in which memory runs out; None if memory does not grow, the GPU's size
+    is not known, or memory has run out already."""
     ledger, usable_bytes = context.ledger, context.usable_bytes
     if usable_bytes is None or ledger.out_of_memory is not None or ledger.trace.facts.command == "profile":
         return None
@@ -66,21 +66,21 @@ def predict_growth(context: Context) -> Growth | None:
 
 @dataclass(frozen=True, slots=True)
 class _Forecast:
-    """A group of leaks, and the bytes that later steps add to the group."""
+    """A leak, and the sizes of the tensors that steps after the recorded ones add to it."""
 
     group: LeakGroup
-    sizes: tuple[tuple[int, ...], ...]  # bytes that each step but the first has added; later steps do the same in turn
-    last_step: int | None  # the step at which its holder is full; None: it has no limit
+    sizes: tuple[tuple[int, ...], ...]  # tensor sizes added by each recorded step but the first; later steps cycle
+    last_step: int | None  # the step at which the holder is full; None: the holder has no maximum length
 
     def get_added_sizes(self, step: int, last_seen_step: int) -> tuple[int, ...]:
-        """Return the sizes of the tensors that `step` adds; the trace has the first `last_seen_step` steps."""
+        """Return the sizes in bytes of the tensors that `step` adds; the last recorded step is `last_seen_step`."""
         if self.last_step is not None and step > self.last_step:
             return ()
         return self.sizes[(step - last_seen_step - 1) % len(self.sizes)]
 
 
 def _forecast_leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
-    """Return the forecasts of all leaks; a leak ends when its holder reaches the holder's limit."""
+    """Return a forecast for each leak; a leak ends when its holder reaches its maximum length."""
     storages, births = context.ledger.trace.storages, context.lives.births
     step_ends = [step.end - 1 for step in steps]
     forecasts = []
@@ -103,12 +103,12 @@ def _forecast_leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Fo
 def _predict_failing_step(
     context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], usable_bytes: int
 ) -> int | None:
-    """Return the number of the step with the first failed allocation; None if no allocation fails."""
+    """Return the step with the first failed allocation on a GPU with `usable_bytes`; None if no allocation fails."""
     last_seen_step = steps[-1].step
     per_step = sum(leak.group.bytes_each for leak in leaks)
     allocated = context.ledger.allocated
     later = steps[1:]
-    # What each step took at most, as if all were the last one.
+    # The peak of each step, plus the bytes that the steps after it leak.
     peak_needs = [max(allocated[s.begin : s.end]) + per_step * (len(later) - i) for i, s in enumerate(later, 1)]
     worst_index = max(range(len(later)), key=peak_needs.__getitem__)
     growth_per_step = per_step
@@ -141,12 +141,12 @@ def _bisect_failing_step(continuation: _Continuation, first: int, last: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Continuation:
-    """The trace, continued by steps that only allocate their leaks, and by one complete step."""
+    """A recorded trace, continued by steps that only allocate their leaked tensors, and by one complete step."""
 
     context: Context
-    template_step: TrainingStep  # whose events the last one has
+    template_step: TrainingStep  # its events are repeated as the complete step
     leaks: Sequence[_Forecast]
-    last_step: TrainingStep  # in the record
+    last_step: TrainingStep  # last recorded step
 
     def fits_until(self, step: int) -> bool:
         """Return whether all allocations succeed up to the end of `step`."""
@@ -162,7 +162,7 @@ class _Continuation:
         return compute_memory_needs(trace, run.gpu, run.config, run.release).fits
 
     def _make_step_events(self, trace: Trace) -> Iterator[Event]:
-        """Yield the events of the template step, with new storages that are added to `trace`."""
+        """Yield the events of the template step for a new step; its storages are appended to `trace`."""
         lives, template_step = self.context.lives, self.template_step
         new_indices: dict[int, int] = {}
         remaining_storages = self._find_remaining_storages()
@@ -177,12 +177,12 @@ class _Continuation:
                 elif lives.births[index] < template_step.begin:
                     storage = trace.storages[index]
                     if candidates := remaining_storages[storage.num_bytes, storage.op]:
-                        yield Event(kind, candidates.pop(0))  # what the step before had left for this one
+                        yield Event(kind, candidates.pop(0))  # the counterpart left by the step before
             else:
                 yield Event(kind, index)
 
     def _find_remaining_storages(self) -> Mapping[tuple[int, int], list[int]]:
-        """Return the storages of the last step that are live at its end and are no leaks, by size and operator."""
+        """Return (size, operator) -> storages of the last step that stay live at its end and are not leaked."""
         lives, trace = self.context.lives, self.context.ledger.trace
         num_events = len(trace.events)
         leaked = {index for leak in self.leaks for index in leak.group.storages}

@@ -1,4 +1,4 @@
-"""Fragmentation: reserved memory that allocations cannot use, the tensors that pin it, and expandable segments."""
+"""Rule `fragmentation`: reserved memory that allocations cannot use, and the tensors that pin it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ from memprof.trace.snapshot import DEFAULT_POOL, SnapshotSegment
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-# Found when the most that is reserved is more than the most that tensors take by at least both, and always when the run
-# would fit without. Blocks that are kept for the next step when a peak is over are no fragmentation.
+# Of the reserved peak. The reserved peak must exceed the allocated peak by this share and by MIN_BYTES, unless the run
+# would fit without fragmentation. Cached blocks after a peak are no fragmentation.
 MIN_SHARE = 0.05
 
-MIN_GAIN = 0.1  # expandable segments are no fix if they save less than this share of it, unless the run then fits
+MIN_GAIN = 0.1  # expandable segments are a fix if they save this share of the fragmentation, or if the run then fits
 
 MAX_SHOWN = 5  # kinds of segments in the evidence
 
 
 @rule(80)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for fragmentation; `num_bytes` is the free reserved memory at a failed allocation, if the run
-    would fit without it; else the difference between the peaks of reserved and allocated memory.
-    """
+    """Return at most one finding; `num_bytes` is the free reserved memory at the failed allocation, if the run would
+    fit without fragmentation, else the difference between the peaks of reserved and allocated memory."""
     ledger = context.ledger
     run, oom = ledger.run, ledger.out_of_memory
     is_decisive = oom is not None and ledger.peak_bytes <= oom.limit_bytes and oom.reserved_bytes > oom.in_use_bytes
@@ -59,48 +58,52 @@ def find(context: Context) -> list[Finding]:
             fixes = suggest_fixes(context, "fragmentation")
         evidence.append(_make_expandable_evidence(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
     evidence += _make_pinned_evidence(ledger.trace, segments, owners)
-    title = f"Fragmentation: {format_bytes(free_bytes)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
-    share, peak_text = percent(free_bytes, reserved), format_bytes(ledger.peak_bytes)
+    free_text, share, peak_text = (
+        format_bytes(free_bytes),
+        percent(free_bytes, reserved),
+        format_bytes(ledger.peak_bytes),
+    )
+    title = f"Fragmentation: {free_text} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
     if is_decisive:
         title += f"free ({share}) when the GPU is full; allocated memory alone, at most {peak_text}, would fit"
     else:
         title += f"never in use ({share}): tensors take at most {peak_text}"
-    # With more room left than it takes, it decides nothing.
+    # If the GPU has more room than the fragmentation takes, the fragmentation does not matter.
     has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > free_bytes
     severity = Severity.WARNING if is_decisive or (fixes and not has_room) else Severity.NOTE
     return [Finding("fragmentation", severity, title, free_bytes, tuple(evidence), fixes)]
 
 
 def _make_release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
-    """Return evidence of the reserved bytes that cannot be released, and of the bytes that can."""
+    """Return evidence of free bytes in `segments`: in segments that live tensors pin, and in empty segments."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
-    empty_segments = [segment.size for segment in segments if not segment.allocated]
-    free_sizes = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
+    empty = [segment.size for segment in segments if not segment.allocated]
+    held = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
     lines = [
         Evidence(
-            f"{format_bytes(sum(free_sizes))} in {plural(len(free_sizes), 'segment')} that live tensors keep from being released",
-            sum(free_sizes),
+            f"{format_bytes(sum(held))} in {plural(len(held), 'segment')} that live tensors keep from being released",
+            sum(held),
         )
     ]
-    if empty_segments:
+    if empty:
         lines.append(
             Evidence(
-                f"{format_bytes(sum(empty_segments))} in {plural(len(empty_segments), 'segment')} without a tensor: released when the "
+                f"{format_bytes(sum(empty))} in {plural(len(empty), 'segment')} without a tensor: released when the "
                 "GPU is full, or by torch.cuda.empty_cache()",
-                sum(empty_segments),
+                sum(empty),
             )
         )
     return lines
 
 
 def _make_private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -> list[Evidence]:
-    """Return evidence of free memory in private pools, and of the functions with CUDA graphs for the most sizes."""
+    """Return evidence of free memory in private pools, and of functions with CUDA graphs for several input sizes."""
     free_sizes = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
     if not sum(free_sizes):
         return []
     text = (
-        f"{format_bytes(sum(free_sizes))} in {plural(sum(map(bool, free_sizes)), 'segment')} of private pools (CUDA graphs, "
-        "torch.cuda.MemPool), which serve nothing else"
+        f"{format_bytes(sum(free_sizes))} in {plural(sum(map(bool, free_sizes)), 'segment')} of private pools "
+        "(CUDA graphs, torch.cuda.MemPool), which serve nothing else"
     )
     lines = [Evidence(text, sum(free_sizes))]
     for graphed in sorted(trace.graphed, key=lambda graphed: -graphed.sizes)[:MAX_SHOWN]:
@@ -112,7 +115,7 @@ def _make_private_pool_evidence(trace: Trace, segments: list[SnapshotSegment]) -
 
 
 def _make_pinned_evidence(trace: Trace, segments: list[SnapshotSegment], owners: Mapping[int, int]) -> list[Evidence]:
-    """Return evidence of the segments with the most bytes that cannot be released; equal segments are one line."""
+    """Return one evidence per group of equal pinned segments, most free bytes first; `owners`: address -> storage."""
     groups: dict[tuple[object, ...], list[SnapshotSegment]] = defaultdict(list)
     held: dict[SnapshotSegment, list[int]] = {}
     for segment in segments:
@@ -125,15 +128,15 @@ def _make_pinned_evidence(trace: Trace, segments: list[SnapshotSegment], owners:
 
 
 def _make_segment_evidence(trace: Trace, segments: list[SnapshotSegment], storages: list[int]) -> Evidence:
-    """Return evidence of a group of equal segments, with the largest tensor that pins one of them."""
+    """Return evidence of equal `segments`, which names the largest of the `storages` that pin the first segment."""
     first = segments[0]
     free = first.size - first.allocated
     largest = max(storages, key=lambda index: trace.storages[index].num_bytes)
-    each_text = " each" if len(segments) > 1 else ""
+    each = " each" if len(segments) > 1 else ""
     others_text = f" and {len(storages) - 1} more" if len(storages) > 1 else ""
     pieces = "" if first.largest_free == free else f", at most {format_bytes(first.largest_free)} in one piece"
     text = (
-        f"{plural(len(segments), 'segment')} of {format_bytes(first.size)}: {format_bytes(free)} free{each_text}{pieces}"
+        f"{plural(len(segments), 'segment')} of {format_bytes(first.size)}: {format_bytes(free)} free{each}{pieces}"
         f"; pinned by {_describe_storage(trace, largest)}{others_text}"
     )
     return tensor_evidence(trace, largest, text, num_bytes=free * len(segments))
@@ -151,7 +154,7 @@ def _describe_storage(trace: Trace, index: int) -> str:
 
 
 def _make_expandable_evidence(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
-    """Return the result of the replay with expandable segments."""
+    """Return evidence that compares the replay `run` with `other`, the replay with expandable segments."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
     if run.gpu is not None:

@@ -1,4 +1,4 @@
-"""Graph breaks of torch.compile, and the tensors that are live across them."""
+"""Rule `graph-breaks`: graph breaks of torch.compile, and the tensors that are live across them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
-MIN_SHARE = 0.05  # of the peak: below, fusing across the break would change little
+MIN_SHARE = 0.05  # of the peak: below, fusion across the break would change little
 MAX_SHOWN = 4
 
 
 @rule(115)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for graph breaks; `num_bytes` is None, since the memory of an unbroken graph is not known."""
+    """Return at most one finding; `num_bytes` is None, since the memory of the graph without breaks is not known."""
     ledger = context.ledger
     ends = sorted((end for end in ledger.trace.graph_ends if end.num_bytes), key=lambda end: -end.num_bytes)
     max_bytes = max((end.num_bytes for end in ends), default=0)

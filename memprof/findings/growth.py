@@ -1,15 +1,14 @@
-"""Tensors that accumulate from round to round; a round is a training step or a call in an evaluation loop.
+"""Leaks: tensors that accumulate over iterations. An iteration is a training step or a call in an evaluation loop.
 
-Tensors with the same operator, line and module (without layer numbers) are counterparts. The bytes of counterparts that
-have outlived a whole round form a curve. The curve grows if it never falls, rises at least twice, and has not settled:
-recent rounds still add bytes and make tensors. A tensor that waits for its successor and a window over the last few
-rounds settle; a structure that is built once rises once; a full cache makes no more tensors.
+Tensors with the same operator, source line and module (without layer numbers) are counterparts. The bytes of the
+counterparts that have outlived an entire iteration, one value per iteration, form a curve. The curve grows if it never
+falls, rises at least twice, and recent iterations still add bytes and allocate tensors. These do not grow: a tensor
+that is replaced in each iteration, a window over the last iterations, a structure that is built once, a full cache.
 
-Tensors that every round makes anew leave none behind and may still grow, in two ways.
-`everything = torch.cat([everything, new])`: joined tensors count from their allocation, if the rounds added nearly all
-bytes of the last tensor; batches that happen to grow longer differ less.
-`kept = [one.clone() for one in kept] + [new]`: each round leaves more counterparts than the round before, by a constant
-number.
+Tensors that each iteration allocates again outlive no iteration, and may still grow, in two ways:
+`everything = torch.cat([everything, new])`: the bytes of such results count from their allocation, if the iterations
+added nearly all bytes of the last result (not so for batches that happen to get longer).
+`kept = [one.clone() for one in kept] + [new]`: each iteration adds the same number of counterparts.
 """
 
 from __future__ import annotations
@@ -31,38 +30,37 @@ _JOINS = ("aten.cat", "aten.stack")
 
 MIN_STEP_BYTES = 64 << 10  # per step, of tensors without a graph: less is a metric that is kept as a tensor
 
-# Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
-# both steps they can.
+# After two steps, a tensor that the next step replaces looks like a leak. (A graph that spans two steps is one.)
 MIN_STEPS = 3
 
 MAX_SHOWN = 6  # kinds of tensors in the evidence
 
-MIN_RISES = 3  # of the number of counterparts that are made anew: two may be batches that happen to have more parts
+MIN_RISES = 3  # rises of the number of recreated counterparts: two may be batches that happen to have more parts
 
-MAX_ITERATIONS = 10_000_000  # runs are shorter: a GPU that lasts for more is not filled
+MAX_ITERATIONS = 10_000_000  # runs are shorter: with room for more iterations, the GPU is not filled
 
 Key = tuple[int, int, str | None]  # indices of operator and line in the trace; the module's path without numbers
 
 
 @dataclass(frozen=True, slots=True)
 class LeakGroup:
-    """Counterparts that accumulate, and that one holder keeps."""
+    """Leak: tensors with the same operator, source line and module that accumulate over iterations."""
 
     key: Key
-    storages: tuple[int, ...]  # live at the end of the last round
-    num_bytes: int  # of blocks that outlived the round which made them, beyond those at the end of the first
-    bytes_each: int  # bytes that a round adds: in the middle where each adds some, else on average
-    is_recreated: bool = False  # each round makes all of them again: the old and the new are live together for a moment
+    storages: tuple[int, ...]  # live at the end of the last iteration
+    num_bytes: int  # growth from the end of the first iteration to the end of the last
+    bytes_each: int  # bytes that an iteration adds: the median if each adds some, else the mean
+    is_recreated: bool = False  # each iteration allocates all of them again; old and new are live together for a moment
 
 
 def make_key(trace: Trace, index: int) -> Key:
-    """Return the key of a storage's counterparts: operator, line, and module without numbers."""
+    """Return the key of the storage `index`: operator, source line, and module path without layer numbers."""
     storage = trace.storages[index]
     return storage.op, storage.source, module_pattern(trace, storage)
 
 
 def find_leaks(context: Context, storages: Iterable[int], ends: Sequence[int]) -> list[LeakGroup]:
-    """Return the groups of growing `storages`, most expensive first; `ends` are the last events of the rounds."""
+    """Return the leaks among `storages`, largest first; `ends` has the last event index of each iteration."""
     lives = context.lives
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in storages:
@@ -87,11 +85,10 @@ def find_leaks(context: Context, storages: Iterable[int], ends: Sequence[int]) -
 
 @cache_per_context
 def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
-    """Return the tensors that accumulate over the training steps, by their holder.
+    """Return holder -> leaks: the tensors that accumulate over training steps; key None: the holder is not known.
 
-    Tensors with a role (buffers, optimizer state that is made late) are no leaks, except parameters and state of models
-    that training makes. Inputs and gradients count once later ones have replaced them, since parameters may get their
-    first gradient in any step. A step's tensors must outlive the step.
+    Tensors with a role are no leaks, except parameters and optimizer state of models that are built during training,
+    and inputs and gradients that later ones have replaced (a parameter may get its first gradient in any step).
     """
     ledger, trace = context.ledger, context.ledger.trace
     steps = training_steps(trace, ledger.allocated)
@@ -116,7 +113,7 @@ def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
 
 
 def _find_replaced(trace: Trace) -> set[int]:
-    """Return the storages of inputs and gradients that later ones have replaced."""
+    """Return the storages of inputs, and those of gradients that a later gradient of the same name has replaced."""
     last = {name: index for index, name in names_of(trace, Role.GRADIENT).items()}
     return {
         index for index, owner in trace.owners.items() if owner.role in ROLES_PER_STEP and last.get(owner.name) != index
@@ -124,9 +121,9 @@ def _find_replaced(trace: Trace) -> set[int]:
 
 
 def _find_late_models(trace: Trace, births: Sequence[int], first_event: int) -> set[int]:
-    """Return the parameters that are made from event `first_event` on, and, if any, the optimizer state from then on.
+    """Return the parameters and the optimizer state allocated from event index `first_event` on.
 
-    Late optimizer state without late parameters belongs to parameters with a late first gradient.
+    Empty without such parameters: late state alone belongs to old parameters that got their first gradient late.
     """
     parameters, optimizer_state = (
         {index for index in names_of(trace, role) if births[index] >= first_event}
@@ -136,12 +133,12 @@ def _find_late_models(trace: Trace, births: Sequence[int], first_event: int) -> 
 
 
 def count_idle_iterations(context: Context, members: list[int], ends: Sequence[int]) -> int:
-    """Return the number of last rounds in which no tensor of `members` was made."""
+    """Return the number of iterations after the one that allocated the newest of `members`."""
     return len(ends) - 1 - bisect.bisect_left(ends, max(context.lives.births[index] for index in members))
 
 
 def is_growing(curve: Sequence[int], num_idle: int = 0) -> bool:
-    """Return whether the bytes at the ends of rounds keep growing; `num_idle` last rounds made no tensor."""
+    """Return whether `curve` (bytes after each iteration) grows; the last `num_idle` iterations allocated no tensor."""
     rises = [iteration for iteration, (before, after) in enumerate(pairwise(curve), 1) if after > before]
     if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
         return False
@@ -150,7 +147,7 @@ def is_growing(curve: Sequence[int], num_idle: int = 0) -> bool:
 
 
 def is_rising_constantly(context: Context, members: list[int], ends: Sequence[int]) -> bool:
-    """Return whether each round that adds `members` adds the same number of them, and rounds keep adding them."""
+    """Return whether the number of live `members` keeps growing, always by the same number per iteration."""
     births, deaths = (
         sorted(map(context.lives.births.__getitem__, members)),
         sorted(map(context.lives.deaths.__getitem__, members)),
@@ -161,7 +158,7 @@ def is_rising_constantly(context: Context, members: list[int], ends: Sequence[in
 
 
 def _compute_bytes_per_iteration(curve: Sequence[int]) -> int:
-    """Return the bytes that a round adds, from the first round that adds any."""
+    """Return the bytes that an iteration adds, from the first rise on: the median, or the mean if some add none."""
     first = next(index for index, (before, after) in enumerate(pairwise(curve)) if after > before)
     rising = curve[first:]
     is_steady = all(after > before for before, after in pairwise(rising))
@@ -169,12 +166,12 @@ def _compute_bytes_per_iteration(curve: Sequence[int]) -> int:
 
 
 def _compute_median_rise(curve: Sequence[int]) -> int:
-    """Return the median of the bytes that a round adds, of rounds that add any."""
+    """Return the median rise of `curve` over the iterations that add bytes."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
 def _compute_curve(context: Context, members: list[int], ends: Sequence[int], *, survivors_only: bool) -> list[int]:
-    """Return the bytes of `members` at each moment; with `survivors_only`, only of members that were live a moment before."""
+    """Return the live bytes of `members` at each of `ends`, with `survivors_only` of those live at the end before."""
     lives = context.lives
     changes: list[tuple[int, int]] = []
     for index in members:
@@ -195,14 +192,14 @@ def _compute_curve(context: Context, members: list[int], ends: Sequence[int], *,
 
 
 def find_holder_keys(trace: Trace, holder: Holder) -> set[Key]:
-    """Return the keys of all tensors that a holder was observed to keep."""
+    """Return the keys of all tensors that `holder` was observed to keep alive."""
     return {
         make_key(trace, index) for h in trace.holders if holder_key(h) == holder_key(holder) for index in h.storages
     }
 
 
 def by_holder(trace: Trace, leaks: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
-    """Return the leaks by holder, each holder at its largest graph; the key None has leaks without a known holder."""
+    """Return holder -> leaks, with the observation of each holder that has the most autograd nodes; None: unknown."""
     leak_keys = {leak.key for leak in leaks}
     leaks_by_holder: dict[Holder | None, list[LeakGroup]] = defaultdict(list)
     for leak in leaks:
@@ -215,17 +212,17 @@ def by_holder(trace: Trace, leaks: list[LeakGroup]) -> dict[Holder | None, list[
 
 
 def holder_key(holder: Holder | None) -> tuple[object, ...]:
-    """Return the key by which observations of the same holder are equal."""
+    """Return a key that is equal for all observations of the same holder."""
     return () if holder is None else (holder.kind, holder.name, holder.source)
 
 
-# -- who keeps it ---------------------------------------------------------------------------------------------------
+# -- holders --------------------------------------------------------------------------------------------------------
 
 
 def find_holder(trace: Trace, leak: LeakGroup, leak_keys: set[Key]) -> Holder | None:
-    """Return the holder of a leak: a holder of tensors with the leak's key, else the holder of the largest graph.
+    """Return the holder of tensors with the key of `leak`, else the holder of the largest autograd graph, else None.
 
-    `leak_keys` holds the keys of all leaks.
+    `leak_keys` has the keys of all leaks.
     """
     direct_holders = [h for h in trace.holders if leak.key in find_holder_keys(trace, h)]
     if direct_holders:
@@ -235,18 +232,18 @@ def find_holder(trace: Trace, leak: LeakGroup, leak_keys: set[Key]) -> Holder | 
 
 
 def is_running_sum(holder: Holder) -> bool:
-    """Return whether the holder is a tensor whose graph spans several steps, as in `total = total + loss`."""
+    """Return whether `holder` is a tensor whose autograd graph spans several steps (`total = total + loss`)."""
     return not holder.kind and holder.node_steps > 1
 
 
 def describe_holder(holder: Holder) -> str:
-    """Return the kind and name of the holder for a sentence: "list `losses`"."""
+    """Return the kind and name of `holder`, as in "list `losses`"."""
     kind = holder.kind or "variable"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
 def format_holders(*holders: Holder | None) -> str:
-    """Return the end of a title, with the known holders and the lines that fill them."""
+    """Return text that names `holders` and the lines that fill them, for the end of a title; "" if all are None."""
     names = [
         describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
@@ -256,14 +253,14 @@ def format_holders(*holders: Holder | None) -> str:
 
 
 def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
-    """Return evidence that describes a fix at the line that fills the holder."""
+    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known."""
     line = holder.source if holder is not None and holder.fills else None
     location = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{location}: {fix}", source=line)
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:
-    """Return evidence of the holder and of the line that fills it."""
+    """Return evidence that names `holder` and the line that fills it; None means an unknown holder."""
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
         return Evidence(text)
@@ -273,7 +270,7 @@ def holder_evidence(holder: Holder | None) -> Evidence:
 
 
 def leak_evidence(trace: Trace, leaks: Sequence[LeakGroup], unit: str) -> list[Evidence]:
-    """Return evidence of each leak, the largest first; leaks beyond MOST_SHOWN are one line."""
+    """Return one evidence per leak ("... more a `unit`"), largest first, and one for all after the first MAX_SHOWN."""
     largest_first = sorted(leaks, key=lambda leak: -leak.bytes_each)
     lines = [_make_group_evidence(trace, leak, unit) for leak in largest_first[:MAX_SHOWN]]
     rest = largest_first[MAX_SHOWN:]
@@ -285,8 +282,8 @@ def leak_evidence(trace: Trace, leaks: Sequence[LeakGroup], unit: str) -> list[E
 
 
 def _make_group_evidence(trace: Trace, leak: LeakGroup, unit: str) -> Evidence:
-    """Return evidence of one leak: its largest tensor, source line, bytes per round, and number of live tensors."""
-    # The largest, of equal ones the last: one line may join logits, labels and losses.
+    """Return evidence of one leak: its largest tensor, source line, bytes per `unit`, and number of live tensors."""
+    # The largest, the last of equal ones: one line may join logits, labels and losses.
     largest = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
     storage = trace.storages[largest]
     module = module_pattern(trace, storage)
@@ -300,7 +297,7 @@ def _make_group_evidence(trace: Trace, leak: LeakGroup, unit: str) -> Evidence:
 
 
 def exhaustion_evidence(context: Context, bytes_each: int, unit: str) -> Evidence | None:
-    """Return evidence of the rounds until the GPU is full; None without a GPU, on a full GPU, or after MAX_ROUNDS."""
+    """Return evidence of how many more iterations the GPU has room for; None if unknown, 0 or over MAX_ITERATIONS."""
     free_bytes = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
     if free_bytes is None or not bytes_each or not 0 < free_bytes // bytes_each <= MAX_ITERATIONS:
         return None

@@ -1,4 +1,4 @@
-"""Parameters that stay unsharded between forward and backward, because of the program's settings."""
+"""Rule `kept-unsharded`: settings of FSDP keep parameters unsharded between forward and backward."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import FSDP2, fix_at, fsdp_groups, full_bytes, gain_text, gathers, group_line, is_large
 from memprof.units import format_bytes
 
-MAX_FULL = 2  # groups that are whole at once without it: the one that computes, and the next
+MAX_FULL = 2  # groups that are unsharded at once with resharding: the one that computes, and the next
 
 
 @rule(89)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for unsharded groups; `num_bytes` is the reduction of the peak if forwards reshard them."""
+    """Return at most one finding; `num_bytes` is the reduction of the peak if groups are resharded after forward."""
     groups = [group for group in fsdp_groups(context) if group.kept]
     saved_bytes = context.lives.peak_reduction(context.lives.savings_beyond(gathers(context, groups), MAX_FULL))
     if len(groups) <= MAX_FULL or not is_large(context, saved_bytes):
@@ -21,8 +21,8 @@ def find(context: Context) -> list[Finding]:
     setting = "reshard_after_forward=False" if is_fsdp2 else "ShardingStrategy.SHARD_GRAD_OP"
     traffic = sum(num_bytes for group in groups for num_bytes in full_bytes(group).values())
     title = (
-        f"{plural(len(groups), 'group')} of parameters stay whole from the forward to the backward ({setting}): sharded "
-        f"in between, {gain_text(context, saved_bytes)}"
+        f"{plural(len(groups), 'group')} of parameters stay whole from the forward to the backward ({setting}): "
+        f"sharded in between, {gain_text(context, saved_bytes)}"
     )
     fix = "reshard_after_forward=True" if is_fsdp2 else "ShardingStrategy.FULL_SHARD"
     lines = (

@@ -1,4 +1,4 @@
-"""Logits explosion: several tensors of [tokens x vocabulary], in several precisions, that are live at once."""
+"""Rule `logits-explosion`: several tensors [tokens x vocabulary], in several precisions, are live at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from memprof.ledger.categories import Category, is_half_of
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-MIN_SHARE = 0.10  # of the run's peak: below it, logits do not decide what fits
+MIN_SHARE = 0.10  # of the run's peak: smaller logits do not decide whether the run fits
 
-MIN_BYTES = GIB  # below it no GPU of today is in trouble
+MIN_BYTES = GIB  # smaller logits matter on no current GPU
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
@@ -20,7 +20,7 @@ _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd",
 
 @rule(100)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for all copies of the logits; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for all copies of the logits; `num_bytes`: maximum of the bytes that are live at once."""
     copies = find_logits_storages(context)
     if not copies:
         return []
@@ -44,11 +44,11 @@ def find(context: Context) -> list[Finding]:
         f"Logits: {num_copies} {'copy' if num_copies == 1 else 'copies'} of {evidence.format_shape(shape_2d)}, "
         f"{format_bytes(most.num_bytes)} live at once ({comparison})"
     )
-    other_bytes = ledger.peak_bytes - at_peak.num_bytes
+    rest = ledger.peak_bytes - at_peak.num_bytes
     count_text = evidence.plural(len(at_peak.storages), "logits tensor")
     summary = Evidence(
         f"{count_text} with {format_bytes(at_peak.num_bytes)} live at the peak "
-        f"({evidence.percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(other_bytes)}",
+        f"({evidence.percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(rest)}",
         num_bytes=at_peak.num_bytes,
     )
     lines = evidence.tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
@@ -57,12 +57,12 @@ def find(context: Context) -> list[Finding]:
 
 
 def find_logits_storages(context: Context) -> list[int]:
-    """Return the storages of tensors with one value per word: logits, casts, log-softmax, and gradients of these.
+    """Return the storages with one value per word of the vocabulary: logits, casts, log-softmax, their gradients.
 
-    They are recognized by their last dimension. A head of [features x vocabulary] has the same last dimension, so that
-    storages with an owner or with the shape of a parameter are excluded.
+    They are recognized by their last dimension. A head [features x vocabulary] has this last dimension too: storages
+    with an owner or with the shape of a parameter are excluded.
     """
-    vocabulary_size = evidence.vocabulary_of(context)
+    vocabulary_size = evidence.vocab_size_of(context)
     if vocabulary_size is None:
         return []
     trace = context.ledger.trace
@@ -83,7 +83,7 @@ def find_logits_storages(context: Context) -> list[int]:
 
 
 def describe(trace: Trace, storage: Storage) -> str:
-    """Return a description of this copy of the logits, by the operator that made it."""
+    """Return a description of `storage`, a copy of the logits, from the operator that allocated it."""
     op = trace.op(storage)
     if evidence.is_forward(trace, storage):
         if "log_softmax" in op:

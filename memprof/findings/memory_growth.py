@@ -1,4 +1,4 @@
-"""Tensors of every training step that stay live, so that memory grows until the GPU is full."""
+"""Rule `memory-growth`: tensors of every training step stay live, so that memory grows until the GPU is full."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from memprof.ledger.steps import training_steps
 from memprof.trace.events import Holder
 from memprof.units import format_bytes
 
-WARNING_BYTES = 1 << 20  # per step: what is less is a note
+WARNING_BYTES = 1 << 20  # per step: less is only a note
 
 
 @rule(50)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each holder; `num_bytes` is the growth from the end of the first step to the last.
+    """Return one finding per holder of leaked tensors; `num_bytes` is the growth from the first step's end to the last.
 
-    The severity is an error if memory will run out. A container of limited length is reported only in this case.
+    The severity is an error if memory will run out. A container with a maximum length is reported only in this case.
     """
     steps = training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
@@ -75,7 +75,7 @@ def _format_title(holder: Holder | None, bytes_per_step: int, num_steps: int) ->
 
 
 def _make_graph_evidence(context: Context, holder: Holder, leaks: list[LeakGroup]) -> Evidence:
-    """Return evidence of the tensors that the graph of the kept tensors saves."""
+    """Return evidence of the autograd graph that `holder` keeps alive, and of the tensors that the graph saves."""
     steps = plural(holder.node_steps, "step")
     nodes = f"an autograd graph hangs on it: {plural(holder.nodes, 'node')} from {steps} when it was looked at"
     saved_bytes = _sum_saved_bytes(context, holder, leaks)
@@ -87,13 +87,13 @@ def _make_graph_evidence(context: Context, holder: Holder, leaks: list[LeakGroup
 
 
 def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -> int:
-    """Return the bytes per step that the graph saves: growing tensors that the holder itself does not keep."""
+    """Return the bytes per step that the holder's autograd graph keeps: leaks not held by the holder itself."""
     holder_keys = find_holder_keys(context.ledger.trace, holder)
     return sum(leak.bytes_each for leak in leaks if leak.key not in holder_keys) if holder.nodes else 0
 
 
 def _make_fix_evidence(holder: Holder | None, kept_bytes: int) -> Evidence:
-    """Return evidence that describes the fix; `kept_bytes` is the bytes per step of the tensors without their graph."""
+    """Return evidence that describes the fix; `kept_bytes`: bytes per step of the kept tensors without their graph."""
     if kept_bytes >= MIN_STEP_BYTES:
         fix = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
     else:

@@ -1,4 +1,4 @@
-"""Out-of-memory errors that the program caught, so that the rest of the run is not representative."""
+"""Rule `out-of-memory-caught`: the program caught out-of-memory errors, so the run's peak is not its full need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memprof.units import format_bytes
 
 @rule(40)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for all failed allocations whose error the program caught; `num_bytes` is the largest."""
+    """Return one finding for all failed allocations whose error the program caught; `num_bytes`: the largest one."""
     caught = caught_errors(context.ledger)
     if not caught:
         return []

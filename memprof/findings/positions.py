@@ -1,4 +1,4 @@
-"""A context longer than the model has positions for."""
+"""Rule `beyond-positions`: the context is longer than the positions that the model supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORE
 
 @rule(150)
 def find(context: Context) -> list[Finding]:
-    """Return a warning, or an error if a table of learned positions is too short, since a real run fails."""
+    """Return a finding if the context is too long: an error if learned positions end before it, else a warning."""
     length, max_positions = context.context_length, context.max_positions
     if length is None or max_positions is None or length <= max_positions:
         return []

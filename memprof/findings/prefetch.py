@@ -1,4 +1,4 @@
-"""Parameters that are gathered further ahead than the next group."""
+"""Rule `prefetch-too-deep`: sharded parameters are all-gathered earlier than one group ahead."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from memprof.findings.groups import (
 from memprof.trace.events import EventKind, Role
 from memprof.units import format_bytes
 
-AHEAD = 1  # groups that are enough for a collective to run while a group computes
+AHEAD = 1  # groups gathered ahead that suffice to overlap communication with computation
 _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 
 @rule(91)
 def find(context: Context) -> list[Finding]:
-    """Return findings for prefetching; `num_bytes` is the reduction of the peak with one group gathered ahead."""
+    """Return the findings; `num_bytes` is the reduction of the peak if only one group is gathered ahead."""
     return _find_explicit_prefetch(context) + _find_unlimited_gathers(context) + _find_manual_gathering(context)
 
 
 def _find_explicit_prefetch(context: Context) -> list[Finding]:
-    """Return findings for `set_modules_to_forward_prefetch` or `..._backward_prefetch` with several modules."""
+    """Return findings for fully_shard's `set_modules_to_forward_prefetch` (or backward) with several modules."""
     groups = [group for group in fsdp_groups(context) if group.ahead > AHEAD]
     trace, lives = context.ledger.trace, context.lives
     buffers = comm_buffers(trace, "all-gather")
@@ -52,32 +52,32 @@ def _find_explicit_prefetch(context: Context) -> list[Finding]:
 
 
 def _find_unlimited_gathers(context: Context) -> list[Finding]:
-    """Return findings for `limit_all_gathers=False`: parameters are gathered while freed ones wait for the GPU."""
+    """Return findings for FSDP's `limit_all_gathers=False`: any number of groups may be gathered ahead."""
     groups = [group for group in fsdp_groups(context) if group.unlimited]
     run = context.ledger.run
     if not groups or run.bounds is None:
         return []
     at_once_bytes = _replay_without_waits(context, {index for indices in gathers(context, groups) for index in indices})
-    excess_bytes = run.bounds.upper_bound_bytes - at_once_bytes
-    if not is_large(context, excess_bytes):
+    excess = run.bounds.upper_bound_bytes - at_once_bytes
+    if not is_large(context, excess):
         return []
     title = (
         f"Nothing limits how many groups are gathered ahead (limit_all_gathers=False): where the GPU falls behind, "
-        f"parameters take up to {format_bytes(excess_bytes)} more of what is reserved ({percent(excess_bytes, at_once_bytes)})"
+        f"parameters take up to {format_bytes(excess)} more of what is reserved ({percent(excess, at_once_bytes)})"
     )
     lines = (
         fix_at(group_line(context.ledger.trace, groups[0]), "leave limit_all_gathers as it is, True"),
         Evidence(
-            f"reserved if what was gathered is free at once: {format_bytes(at_once_bytes)}; only once the host has waited: "
-            f"{format_bytes(run.bounds.upper_bound_bytes)}",
+            f"reserved if what was gathered is free at once: {format_bytes(at_once_bytes)}; only once the host has "
+            f"waited: {format_bytes(run.bounds.upper_bound_bytes)}",
             num_bytes=run.bounds.upper_bound_bytes,
         ),
     )
-    return [Finding("prefetch-too-deep", Severity.WARNING, title, excess_bytes, lines, ())]
+    return [Finding("prefetch-too-deep", Severity.WARNING, title, excess, lines, ())]
 
 
 def _replay_without_waits(context: Context, gathered: set[int]) -> int:
-    """Return the maximum reserved bytes if blocks in `gathered` are free at once, and others on streams after a wait."""
+    """Return the peak of reserved bytes if freed storages in `gathered` can be reused at once, others after a sync."""
     run = context.ledger.run
     trace = run.trace
     events = [e for e in trace.events if not (e.kind is EventKind.USE and trace.uses[e.ref].storage in gathered)]
@@ -88,7 +88,7 @@ def _replay_without_waits(context: Context, gathered: set[int]) -> int:
 
 
 def _find_manual_gathering(context: Context) -> list[Finding]:
-    """Return findings for programs that gather parameters themselves, with more than two layers whole at once."""
+    """Return findings for programs that gather parameters without FSDP, with over two layers unsharded at once."""
     trace, lives = context.ledger.trace, context.lives
     if trace.facts.groups:
         return []
@@ -106,8 +106,8 @@ def _find_manual_gathering(context: Context) -> list[Finding]:
     num_layers = sum(any(index in max_live.storages for index in indices) for indices in storages_by_layer.values())
     largest = max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)
     title = (
-        f"Parameters of {num_layers} layers are whole at once, {format_bytes(max_live.num_bytes)}: with one gathered ahead "
-        f"{gain_text(context, saved_bytes)}"
+        f"Parameters of {num_layers} layers are whole at once, {format_bytes(max_live.num_bytes)}: with one gathered "
+        f"ahead {gain_text(context, saved_bytes)}"
     )
     fix = "gather a layer when the one before it begins, and give each back once it is done"
     lines = (

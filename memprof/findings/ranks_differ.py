@@ -1,6 +1,6 @@
-"""Ranks of one program with very different peaks: the rank with the highest need decides which GPU is large enough.
+"""Finding `ranks-differ`: ranks of one program have very different peaks, and all need the GPU of the highest one.
 
-flows/rank_reports.py calls this module, which is no rule on one run, for the reports of several ranks.
+flows/rank_reports.py calls this module for the reports of several ranks; it is not a rule on a single run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05  # found when the fullest rank takes more than the mean of all by both, the latter of what it takes
+MIN_SHARE = 0.05  # of the highest peak, which must exceed the mean over ranks by this share and by MIN_BYTES
 
-MAX_SHOWN = 3  # categories, and kinds of tensors, in the evidence
+MAX_SHOWN = 3  # categories in the evidence, and groups of equal tensors
 
 
 class RankPeak(NamedTuple):
-    """A rank's memory at its peak."""
+    """Memory of a rank at the rank's peak: total bytes, bytes per category, and live tensors."""
 
     allocated_bytes: int
     categories: Mapping[str, int]
@@ -29,7 +29,7 @@ class RankPeak(NamedTuple):
 
 
 def find_differing_ranks(peaks: Mapping[int, RankPeak]) -> list[Finding]:
-    """Return a finding for unequal ranks; `num_bytes` is the excess of the rank with the highest need over the mean."""
+    """Return at most one finding for `peaks` (rank -> peak); `num_bytes` is the highest peak minus the mean."""
     if len(peaks) < 2:
         return []
     top_rank = max(peaks, key=lambda rank: peaks[rank].allocated_bytes)
@@ -67,7 +67,7 @@ def _make_category_evidence(name: str, top: RankPeak, low: RankPeak, top_rank: i
 
 
 def _find_surplus_tensors(top: RankPeak, low: RankPeak) -> list[tuple[LiveTensor, int]]:
-    """Return the kinds of tensors of which `find_max_live` has more than `low`, with the excess bytes, largest first."""
+    """Return the tensors of which rank `top` has more bytes than rank `low`, each with the excess bytes, most first."""
     lowest_bytes = Counter[tuple[object, ...]]()
     for tensor in low.tensors:
         lowest_bytes[_make_tensor_key(tensor)] += tensor.allocated_bytes

@@ -1,4 +1,4 @@
-"""A run that ended early: the failed operation, its source line, and what to do."""
+"""Rule `run-failed`: the run ended early; reports the failed operation, its source line, and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.trace.events import Failure, FailureKind
 
 @rule(10)
 def find(context: Context) -> list[Finding]:
-    """Return one finding if the run failed; `num_bytes` is None, since the need of the whole run is unknown."""
+    """Return one finding if the run failed; `num_bytes` is None, since the memory of the complete run is not known."""
     failure = context.ledger.trace.failure
     if failure is None:
         return []

@@ -1,4 +1,4 @@
-"""Optimizer state that each rank of DistributedDataParallel keeps whole, though it could be sharded (ZeRO-1)."""
+"""Rule `optimizer-state-not-sharded`: each DDP rank keeps the full optimizer state, which ZeRO-1 would shard."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from memprof.trace.events import Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
 
-MIN_FULL_STATE_SHARE = 0.9  # state is whole if it has at least so many elements for each parameter's
+MIN_FULL_STATE_SHARE = 0.9  # state is not sharded if it has this many elements per element of the parameters
 
-MIN_SHARE = 0.05  # of the peak, which would be lower by as much: this edit is larger than those of other findings
+MIN_SHARE = 0.05  # of the peak, required as its reduction: more than in other rules, since this fix is more work
 
 MAX_SHOWN = 3
 
 
 @rule(87)
 def find(context: Context) -> list[Finding]:
-    """Return findings for whole states; `num_bytes` is the reduction of the peak on the rank with the largest shard."""
+    """Return at most one finding; `num_bytes` is the reduction of the peak on the rank with the largest shard."""
     trace, lives = context.ledger.trace, context.lives
     groups = ddp_groups(context)
     names = names_of(trace, Role.OPTIMIZER_STATE)
@@ -38,8 +38,8 @@ def find(context: Context) -> list[Finding]:
         return []
     max_live = lives.find_max_live(state)
     title = (
-        f"Optimizer state is whole on each of {plural(group.ranks, 'rank')}: {format_bytes(max_live.num_bytes)}; sharded "
-        f"(ZeRO-1), a rank keeps at most {format_bytes(int(max_live.num_bytes * (1 - saved_share)))}, and "
+        f"Optimizer state is whole on each of {plural(group.ranks, 'rank')}: {format_bytes(max_live.num_bytes)}; "
+        f"sharded (ZeRO-1), a rank keeps at most {format_bytes(int(max_live.num_bytes * (1 - saved_share)))}, and "
         f"{gain_text(context, saved_bytes)}"
     )
     line = trace.source_line(trace.storages[max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)])
@@ -55,8 +55,8 @@ def _count_elements(group: ShardedGroup) -> int:
 
 
 def _compute_largest_shard(num_elements: list[int], num_ranks: int) -> int:
-    """Return the elements of the largest shard: each parameter, in order of size, goes to the rank with the fewest
-    elements (ZeroRedundancyOptimizer._partition_parameters)."""
+    """Return the elements of the largest shard if each parameter, largest first, goes to the rank with the fewest
+    elements (ZeroRedundancyOptimizer._partition_parameters); `num_elements` has the size of each parameter."""
     shard_sizes = [0] * num_ranks
     for size in sorted(num_elements, reverse=True):
         shard_sizes[shard_sizes.index(min(shard_sizes))] += size

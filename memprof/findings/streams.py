@@ -1,4 +1,4 @@
-"""Memory that is reserved because the run uses several streams, which cannot reuse each other's free blocks."""
+"""Rule `streams`: memory reserved because the run uses several CUDA streams, which do not share free blocks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from memprof.trace.events import EventKind, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05  # found when the streams cost at least both, and always when the run would fit on one
+MIN_SHARE = 0.05  # of reserved memory; the streams must cost this share and MIN_BYTES, unless the run would fit on one
 
 MAX_SHOWN = 4  # streams in the evidence
 
 
 @rule(85)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for streams; `num_bytes` is the reduction of reserved memory with all memory on one stream."""
+    """Return at most one finding; `num_bytes` is how much less would be reserved if all memory were on one stream."""
     stream_memory, run = context.streams, context.ledger.run
     if stream_memory is None or len(stream_memory.streams) < 2:
         return []
@@ -24,9 +24,10 @@ def find(context: Context) -> list[Finding]:
     is_decisive = not run.fits and usable_bytes is not None and stream_memory.single_stream_bytes <= usable_bytes
     if not is_decisive and (saved_bytes < MIN_BYTES or saved_bytes < MIN_SHARE * stream_memory.reserved_bytes):
         return []
+    share = percent(saved_bytes, stream_memory.reserved_bytes)
     title = (
-        f"Streams: {format_bytes(saved_bytes)} of the {format_bytes(stream_memory.reserved_bytes)} reserved "
-        f"({percent(saved_bytes, stream_memory.reserved_bytes)}) would not be on one stream: what one has free, no other can use"
+        f"Streams: {format_bytes(saved_bytes)} of the {format_bytes(stream_memory.reserved_bytes)} reserved ({share}) "
+        "would not be on one stream: what one has free, no other can use"
     )
     largest = _find_largest_storages(context.ledger.trace)
     largest_shares = sorted(stream_memory.streams, key=lambda share: -share.reserved_bytes)[:MAX_SHOWN]
@@ -48,7 +49,7 @@ def _make_saving_evidence(stream_memory: StreamMemory, *, fits: bool) -> Evidenc
 
 
 def _make_stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
-    """Return evidence of one stream, with the largest tensor that was allocated on it."""
+    """Return evidence of the memory of one stream; `largest` maps a stream to its largest storage."""
     waiting_text = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
     text = (
         f"{f'stream {share.stream}' if share.stream else 'the default stream'}: {format_bytes(share.reserved_bytes)} "
@@ -66,7 +67,7 @@ def _make_stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, i
 
 
 def _find_largest_storages(trace: Trace) -> dict[int, int]:
-    """Return the largest storage that was allocated on each stream."""
+    """Return stream -> the largest storage that was allocated on the stream."""
     largest_by_stream: dict[int, int] = {}
     stream, storages = 0, trace.storages
     for kind, ref in trace.events:

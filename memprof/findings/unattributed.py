@@ -1,4 +1,4 @@
-"""Memory at the peak that belongs to no category."""
+"""Rule `unattributed`: memory at the peak that belongs to no category."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.01  # of the peak: more than this, and the table of categories misleads
+MIN_SHARE = 0.01  # of the peak: with more unattributed memory, the table of categories is misleading
 
 MAX_SHOWN = 5
 
 
 @rule(160)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for unattributed memory; `num_bytes` is its size at the peak."""
+    """Return at most one finding; `num_bytes` is the unattributed memory at the peak."""
     ledger = context.ledger
     num_bytes = ledger.by_category().get(Category.UNATTRIBUTED, 0)
     if num_bytes <= MIN_SHARE * ledger.peak_bytes:

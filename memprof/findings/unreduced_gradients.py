@@ -1,4 +1,4 @@
-"""Whole gradients of sharded parameters, kept from one micro-batch to the next."""
+"""Rule `unreduced-gradients`: unsharded gradients of sharded parameters are kept from micro-batch to micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.units import format_bytes
 
 @rule(93)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for whole gradients; `num_bytes` is the reduction of the peak if micro-batches reduce them."""
+    """Return at most one finding; `num_bytes` is the reduction of the peak if each micro-batch reduces gradients."""
     trace, lives = context.ledger.trace, context.lives
     groups = fsdp_groups(context)
     forward_begins = [event for event, phase in trace.list_phase_begins() if phase.kind is PhaseKind.FORWARD]

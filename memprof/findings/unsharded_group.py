@@ -1,4 +1,4 @@
-"""Layers that are gathered together because the layers were not wrapped one by one."""
+"""Rule `unsharded-group`: FSDP gathers many layers together because they were not wrapped one by one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
 
-MAX_UNSHARDED_LAYERS = 2  # layers that are whole at once where each is wrapped: the one that computes, and the next
+MAX_UNSHARDED_LAYERS = 2  # layers unsharded at once if each is wrapped: the one that computes, and the next
 
-NEARLY_ALL = 0.9  # what has such a share of a group's elements, or bytes, is made for all of it
-
+NEARLY_ALL = 0.9  # a buffer with this share of a group's elements, or bytes, is for the entire group
 
 _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 
 @rule(88)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for each group; `num_bytes` is the reduction of the peak with wrapped layers."""
+    """Return one finding per FSDP group with many layers; `num_bytes`: reduction of the peak if each is wrapped."""
     trace, lives = context.ledger.trace, context.lives
     findings = []
     for group in groups.fsdp_groups(context):
@@ -35,14 +34,14 @@ def find(context: Context) -> list[Finding]:
         excess_layers = set(sorted(layers, key=lambda layer: -layers[layer])[MAX_UNSHARDED_LAYERS:])
         group_bytes = sum(groups.full_bytes(group).values())
         share = sum(layers[layer] for layer in excess_layers) / group_bytes
-        saved_bytes = lives.peak_reduction(_make_wrapping_savings(context, group, excess_layers, share))
-        if not groups.is_large(context, saved_bytes):
+        saved = lives.peak_reduction(_make_wrapping_savings(context, group, excess_layers, share))
+        if not groups.is_large(context, saved):
             continue
         list_paths = [f"model.{path}".rstrip(".") for path in sorted(stacks)]
         name = f"`{group.module}`" if group.module else "The root"
         title = (
             f"{name} is one FSDP group of {format_bytes(group_bytes)}, with {plural(len(layers), 'layer')} of "
-            f"{' and '.join(list_paths)} gathered at once: with each layer wrapped {groups.gain_text(context, saved_bytes)}"
+            f"{' and '.join(list_paths)} gathered at once: with each layer wrapped {groups.gain_text(context, saved)}"
         )
         line = groups.group_line(trace, group)
         if group.api == groups.FSDP2:
@@ -55,12 +54,12 @@ def find(context: Context) -> list[Finding]:
             groups.fix_at(line, fix),
             Evidence(f"whole at once: {format_bytes(full_bytes)} of it; a layer has {format_bytes(largest)}"),
         )
-        findings.append(Finding("unsharded-group", Severity.WARNING, title, saved_bytes, lines, ()))
+        findings.append(Finding("unsharded-group", Severity.WARNING, title, saved, lines, ()))
     return findings
 
 
 def _sum_bytes_by_layer(group: ShardedGroup) -> dict[str, int]:
-    """Return the bytes of each layer with parameters in the group; a layer is a module with a number in its name."""
+    """Return layer path -> bytes of its parameters in `group`; a layer is a module with a number in its name."""
     bytes_by_layer: dict[str, int] = defaultdict(int)
     for name, num_bytes in groups.full_bytes(group).items():
         layer = _LAYER.match(name)
@@ -74,8 +73,8 @@ def _find_class_names(context: Context, layers: dict[str, int]) -> list[str]:
 
 
 def _make_wrapping_savings(context: Context, group: ShardedGroup, excess: set[str], share: float) -> list[Saving]:
-    """Return the savings on the group's gathered parameters, whole gradients and communication buffers, and on the
-    copies that FSDP makes when it flattens parameters at construction."""
+    """Return the savings if FSDP wrapped each layer of `group`: on gathered parameters, unsharded gradients, buffers,
+    and copies for flat parameters. `share` is the fraction of the group's bytes in the layers `excess`."""
     trace, lives = context.ledger.trace, context.lives
     least = NEARLY_ALL * sum(map(math.prod, group.shapes))
     prefixes = tuple(f"{layer}." for layer in excess)

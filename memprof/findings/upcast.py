@@ -1,34 +1,34 @@
-"""Activations that half-precision models copy to float32: the copies take twice the bytes of the originals."""
+"""Rule `float32-upcast`: half-precision models that copy activations to float32, which takes twice the bytes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
 from memprof.findings.attention_scores import find_score_storages
-from memprof.findings.evidence import file_and_line, half_dtype_of, is_forward, percent, tensors_evidence, vocabulary_of
+from memprof.findings.evidence import file_and_line, find_half, is_forward, percent, tensors_evidence, vocab_size_of
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import NONE, ModuleRole, Storage, Trace
 from memprof.units import GIB, format_bytes
 
 MIN_BYTES = GIB
-MIN_SHARE = 0.05  # found when the copies of one line take at least one of the two at their most
+MIN_SHARE = 0.05  # of the peak; the copies of a line that are live at once must take this share, or MIN_BYTES
 
 
 @rule(120)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
+    """Return one finding per source line; `num_bytes` is the maximum of the bytes of its copies that are live at once.
 
     A trace does not record the dtypes of an operator's inputs: a float32 tensor that `aten._to_copy` makes in a forward
     pass of a model with half-precision parameters counts as an upcast. The rules `logits-explosion` and
     `attention-scores` report logits and attention scores.
     """
-    half_dtype = half_dtype_of(context)
+    half_dtype = find_half(context)
     trace, lives = context.ledger.trace, context.lives
     if half_dtype is None or "aten._to_copy" not in trace.ops:
         return []
     copy_op = trace.ops.index("aten._to_copy")
-    vocabulary_size = vocabulary_of(context)
+    vocabulary_size = vocab_size_of(context)
     scores = find_score_storages(context)
     by_line: dict[int, list[int]] = defaultdict(list)
     for index, storage in enumerate(trace.storages):

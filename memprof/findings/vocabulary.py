@@ -1,4 +1,4 @@
-"""A model with a larger vocabulary than requested: its factory ignores vocab_size, or uses a tokenizer's."""
+"""Rule `vocabulary-larger-than-asked`: the model's factory ignores vocab_size, or uses the size of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from memprof.ledger.categories import Category
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
-TOLERANCE = 128  # words: vocabularies are padded up to a multiple of this for the matrix units, and that is no fault
+TOLERANCE = 128  # words: vocabulary sizes are often padded to a multiple of this, for the GPU's matrix units
 
 
 @rule(140)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for embedding and head; `num_bytes` is the memory of the excess words at the peak."""
+    """Return at most one finding; `num_bytes` is the memory at the peak of all words that were not requested."""
     requested = context.asked_vocab_size
     if requested is None:
         return []
@@ -30,7 +30,7 @@ def find(context: Context) -> list[Finding]:
     rows = max(shape[0] for shape in shapes)
     names = set(tables.values())
     excess: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer state": 0, "logits and loss": 0}
-    # Optimizer state is named after its kind (exp_avg) and not after its parameter, but it has the parameter's shape.
+    # Optimizer state is named after its kind (exp_avg), not after its parameter, but has the shape of the parameter.
     for index in lives.at_peak:
         owner = trace.owners.get(index)
         if owner is None:
@@ -55,7 +55,8 @@ def find(context: Context) -> list[Finding]:
     for index, name in tables.items():
         storage = trace.storages[index]
         table_excess = _compute_excess_bytes(storage.num_bytes, storage.shape[0], requested)
-        text = f"{name} is {format_shape(storage.shape)} {storage.dtype}: {format_bytes(table_excess)} beyond {requested:,} rows"
+        shape_text, excess_text = format_shape(storage.shape), format_bytes(table_excess)
+        text = f"{name} is {shape_text} {storage.dtype}: {excess_text} beyond {requested:,} rows"
         evidence.append(tensor_evidence(trace, index, text, num_bytes=table_excess))
     evidence += [
         Evidence(f"{kind} of the extra words: {format_bytes(num_bytes)} at the peak", num_bytes=num_bytes)
@@ -67,5 +68,5 @@ def find(context: Context) -> list[Finding]:
 
 
 def _compute_excess_bytes(num_bytes: int, rows: int, requested: int) -> int:
-    """Return bytes of the rows after the first `requested`."""
+    """Return the bytes of all rows after the first `requested`, of a tensor with `rows` rows and `num_bytes`."""
     return num_bytes * max(0, rows - requested) // rows

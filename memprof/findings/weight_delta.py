@@ -1,4 +1,4 @@
-"""A whole weight matrix for every token, as of einsum('bsr,dr,rf->bsdf') (448 GiB at 4 x 512, 4096 x 14336)."""
+"""Rule `weight-delta-per-token`: a tensor with a weight matrix for each token, as of einsum('bsr,dr,rf->bsdf')."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.groups import strip_wrappers
 from memprof.units import GIB, format_bytes
 
-MIN_DIM = 256  # smaller matrices are heads, ranks and states: an activation that is [tokens x 64 x 64] is nothing odd
+MIN_DIM = 256  # activations with smaller matrices per token, [tokens x 64 x 64], are normal: heads, ranks, states
 
-MIN_TOKENS = 16  # fewer are sequences or experts: a matrix for each is the fix, not the problem
+MIN_TOKENS = 16  # fewer are sequences or experts, for which a matrix each is intended
 
 MIN_BYTES = GIB
-MIN_SHARE = 0.05  # it is found when it takes more than one of these two
+MIN_SHARE = 0.05  # of the peak; reported if the tensors take this share, or MIN_BYTES
 
 
 @rule(90, guides_search=True)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for all such tensors; `num_bytes` is their largest sum at one moment."""
+    """Return one finding for all such tensors; `num_bytes` is the maximum of the bytes that are live at once."""
     matches = _find_matrices_per_token(context)
     if not matches:
         return []
@@ -31,7 +31,7 @@ def find(context: Context) -> list[Finding]:
     if most.num_bytes < MIN_BYTES and most.num_bytes < MIN_SHARE * ledger.peak_bytes:
         return []
     trace = ledger.trace
-    # The forward tensor that was made first is the line to change; the others follow from it.
+    # The program must change the line of the first such tensor; the other tensors are computed from it.
     first_index = min(most.storages, key=lambda index: lives.births[index])
     storage = trace.storages[first_index]
     tokens, rows, columns = matches[first_index]
@@ -54,19 +54,18 @@ def find(context: Context) -> list[Finding]:
 
 
 def _find_matrices_per_token(context: Context) -> dict[int, tuple[int, int, int]]:
-    """Return tokens, rows and columns of the storages that hold a matrix for each token, by storage.
+    """Return storage -> (tokens, rows, columns) for the storages that contain a matrix for each token.
 
-    Rows and columns must be dimensions of parameters of the module that makes the tensor; sizes of other modules'
-    parameters may be equal by coincidence (as many patches as a time embedding has features). The layout is one of the
-    results of einsum and bmm: [..., rows, columns], [..., tokens * rows, columns] or, if a parameter has the shape
-    [rows x columns], [tokens, rows * columns]. Excluded are features of a batch's tokens or of a chunk of tokens,
-    tensors as large as a parameter (gradients of experts, casts of weights), logits, S x S scores, and feature maps.
+    Rows and columns must be dimensions of parameters of the module that allocates the tensor. The layout is
+    [..., rows, columns], [..., tokens * rows, columns] or, if a parameter has the shape [rows x columns],
+    [tokens, rows * columns], as einsum and bmm return it. Excluded are token features, tensors with as many elements as
+    a parameter (gradients of experts, casts of weights), logits, attention scores, and feature maps.
     """
     trace = context.ledger.trace
     named = [(strip_wrappers(name), trace.storages[i].shape) for i, name in evidence.param_names(trace).items()]
     parameter_sizes = {math.prod(shape) for _, shape in named}
-    vocabulary_size = evidence.vocabulary_of(context)
-    # One number a sample is a label or a time: taken for text, the batch would be its tokens.
+    vocabulary_size = evidence.vocab_size_of(context)
+    # An input with one number per sample is a label or a time, not a text.
     text_shapes = (shape for shape in evidence.find_input_shapes(context) if len(shape) > 1 and shape[-1] > 1)
     token_counts = {count for count in map(math.prod, text_shapes) if count >= MIN_TOKENS}
     feature_map_sizes = evidence.find_feature_map_sizes(trace)
@@ -80,7 +79,7 @@ def _find_matrices_per_token(context: Context) -> dict[int, tuple[int, int, int]
 
     @functools.cache
     def get_module_sizes(module: str) -> tuple[set[int], dict[int, tuple[int, int]]]:
-        """Return the dimensions of a module's parameters ("": of all), and their matrices by number of elements."""
+        """Return the dimension sizes of a module's parameters ("": of all), and num_elements -> (rows, columns)."""
         shapes = below.get(module, [])
         matrices = {shape[-2:] for shape in shapes if len(shape) >= 2 and min(shape[-2:]) >= MIN_DIM}
         matrices |= {(columns, rows) for rows, columns in matrices}
