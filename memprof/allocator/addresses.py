@@ -1,4 +1,4 @@
-"""Addresses of cudaMalloc's memory: the order of addresses decides which of two free blocks of equal size is used."""
+"""Simulated addresses of cudaMalloc's memory: of free blocks of equal size, the allocator uses the lowest address."""
 
 from __future__ import annotations
 

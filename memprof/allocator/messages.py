@@ -1,4 +1,4 @@
-"""The error that ends a run: the message of each torch release, and its figures.
+"""The out-of-memory error that ends a run: the message's wording in each torch release, and the byte values in it.
 
 Source: `malloc` of c10/cuda/CUDACachingAllocator.cpp, and the strings of the official wheels.
 """

@@ -1,4 +1,4 @@
-"""A run on one GPU: its memory there, whether it fits, and the error that ends it if not."""
+"""Replay of a run on one GPU: the memory that it needs, whether it fits, and the error that ends it if it does not."""
 
 from __future__ import annotations
 

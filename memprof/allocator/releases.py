@@ -1,6 +1,6 @@
-"""Differences between torch releases: texts, limits of settings, life of the cuBLAS workspaces.
+"""Differences between torch releases: error messages, allowed values of settings, lifetime of cuBLAS workspaces.
 
-The figures come from the sources and the strings of the official wheels 2.0.1 to 2.15.0. A release between two
+The values come from the sources and the strings of the official wheels 2.0.1 to 2.15.0. A release between two
 inspected ones is assumed to agree with the earlier one unless a note says otherwise.
 """
 

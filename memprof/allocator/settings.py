@@ -1,4 +1,4 @@
-"""The settings that a run is replayed with: the torch release, its allocator settings, and the source of these."""
+"""The settings that a run is replayed with: the torch release, the allocator settings, and where they come from."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Events and phases of a run, and the file that keeps them."""
+"""The trace of a run (memory events, phases, storages), its capture file, and torch's snapshots."""

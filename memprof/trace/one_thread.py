@@ -1,6 +1,6 @@
-"""numpy with one BLAS thread: the memory of more threads, which nothing here uses, would count as memory for a file.
+"""Import of numpy with one BLAS thread: buffers of unused threads would count against the limit `--max-memory`.
 
-If numpy has been imported before, its threads stay.
+If numpy was imported before, the number of its threads does not change.
 """
 
 from __future__ import annotations

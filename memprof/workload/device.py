@@ -1,4 +1,4 @@
-"""The device that a workload runs on: a virtual GPU or a measured device."""
+"""Interface of the device that a workload runs on: a virtual GPU or a measured device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Operators whose results torch makes in C++, with other strides or in other pieces than CUDA's kernels.
+"""Operators that meta tensors run as a C++ composite, with other strides or inner operators than CUDA's kernels.
 
-Some are composites with a kernel of their own on CUDA and the CPU (native_functions.yaml). On a device without such a
-kernel, as meta, the composite runs above the dispatch modes, which then see its pieces. During a run these operators
-have an autograd kernel for meta tensors that passes them on undecomposed. Operators with a derivative need none:
-autograd does so where the device has a kernel. RMS norm has a kernel on CUDA alone, and gets one for meta tensors here.
+Some composites have kernels of their own on CUDA and the CPU (native_functions.yaml). On a device without such kernels,
+such as meta, torch decomposes them above the dispatch modes, which see only the inner operators. During a run these
+operators have an autograd kernel for meta tensors that passes them on undecomposed. Operators with a derivative need
+none: autograd does this if the device has a kernel. RMS norm has a kernel only on CUDA, so it gets one for meta here.
 """
 
 from __future__ import annotations
