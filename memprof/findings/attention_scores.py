@@ -24,15 +24,15 @@ _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 @rule(110)
 def find(context: Context) -> list[Finding]:
     """Return one finding for scores and masks together; `num_bytes`: maximum of the bytes that are live at once."""
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     labels = find_score_storages(context)
     if not labels:
         return []
-    max_live = lives.find_max_live(labels)
+    max_live = lifetimes.find_max_live(labels)
     peak_bytes = context.ledger.peak_bytes
     if max_live.num_bytes < MIN_BYTES and max_live.num_bytes <= MIN_SHARE * peak_bytes:
         return []
-    score_bytes = lives.sum_bytes(index for index in max_live.storages if labels[index] == "scores")
+    score_bytes = lifetimes.sum_bytes(index for index in max_live.storages if labels[index] == "scores")
     mask_bytes = max_live.num_bytes - score_bytes
     largest = trace.storages[max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)]
     main_kind = "scores" if score_bytes >= mask_bytes else "masks"
@@ -42,7 +42,7 @@ def find(context: Context) -> list[Finding]:
         f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once "
         f"({bytes_text}; {evidence.percent(max_live.num_bytes, peak_bytes)} of the peak's size)"
     )
-    at_peak = lives.find_live(context.ledger.peak_event, labels)
+    at_peak = lifetimes.find_live(context.ledger.peak_event, labels)
     count_text = evidence.plural(len(at_peak.storages), "such tensor")
     lines = [
         *evidence.tensors_evidence(context, labels, max_live.event, labels.__getitem__),

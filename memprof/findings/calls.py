@@ -37,7 +37,7 @@ def find_call_loops(trace: Trace, is_included: Callable[[Forward], bool]) -> lis
 def new_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
     """Return the GPU storages that were allocated from event index `begin` until before `end`: those of the KV cache if
     `caches`, else those with neither a role nor a place in the KV cache."""
-    trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories
+    trace, births, categories = context.ledger.trace, context.lifetimes.births, context.ledger.categories
     return [
         index
         for index, storage in enumerate(trace.storages)

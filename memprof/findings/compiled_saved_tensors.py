@@ -36,7 +36,7 @@ def find(context: Context) -> list[Finding]:
         if not storage.hidden
     }
     candidates = [index for index, key in keys.items() if key in result_keys]
-    live = Counter(keys[index] for index in context.lives.find_live(ledger.peak_event, candidates).storages)
+    live = Counter(keys[index] for index in context.lifetimes.find_live(ledger.peak_event, candidates).storages)
     calls = {
         graph: max((live[one.op, one.source, one.num_bytes] // one.times for one in tensors), default=0)
         for graph, tensors in saved.items()

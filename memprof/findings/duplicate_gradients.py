@@ -14,17 +14,17 @@ MAX_SHOWN = 3  # groups of equal gradients in the evidence
 @rule(86)
 def find(context: Context) -> list[Finding]:
     """Return one finding per DDP wrapper; `num_bytes` is the reduction of the peak if gradients are bucket views."""
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     buckets = comm_buffers(trace, "gradient bucket")
     findings = []
     for group in ddp_groups(context):
         is_in_group = name_filter(group)
         gradients = [index for index, name in names_of(trace, Role.GRADIENT).items() if is_in_group(name)]
-        saved_bytes = 0 if group.views or not buckets else lives.peak_reduction(lives.savings(gradients))
+        saved_bytes = 0 if group.views or not buckets else lifetimes.peak_reduction(lifetimes.savings(gradients))
         if not is_large(context, saved_bytes):
             continue
-        max_live = lives.find_max_live(gradients)
-        bucket_bytes = lives.find_live(max_live.event, buckets).num_bytes
+        max_live = lifetimes.find_max_live(gradients)
+        bucket_bytes = lifetimes.find_live(max_live.event, buckets).num_bytes
         title = (
             f"Gradients exist twice: {format_bytes(max_live.num_bytes)} in `.grad` beside {format_bytes(bucket_bytes)} "
             f"in the buckets of DistributedDataParallel; as views of these {gain_text(context, saved_bytes)}"

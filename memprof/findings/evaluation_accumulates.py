@@ -39,7 +39,7 @@ def find(context: Context) -> list[Finding]:
             if _sum_bytes_per_call(leaks) >= MIN_BYTES
             and (holder is None or (holder.limit is None and growth.holder_key(holder) not in reported_keys))
         }
-        left_bytes = sum(context.lives.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
+        left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
         previous = findings.get(loop[0].module)
         if reported and (previous is None or left_bytes > (previous.num_bytes or 0)):
             findings[loop[0].module] = _make_finding(context, loop, reported, left_bytes)

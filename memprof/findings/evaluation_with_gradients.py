@@ -37,7 +37,7 @@ def find(context: Context) -> list[Finding]:
             if saved_in_loop is not None:
                 saved += saved_in_loop
                 loops.append(loop)
-        max_live = context.lives.find_max_live(saved)
+        max_live = context.lifetimes.find_max_live(saved)
         if max_live.num_bytes >= MIN_BYTES:
             findings.append(_make_finding(context, loops, max_live.num_bytes))
     return findings
@@ -45,7 +45,7 @@ def find(context: Context) -> list[Finding]:
 
 def _find_saved_storages(context: Context, loop: list[Forward], training_events: list[int]) -> list[int] | None:
     """Return the storages that the calls of `loop` saved, without outputs; None if a backward may have used them."""
-    deaths, num_events = context.lives.deaths, len(context.ledger.trace.events)
+    deaths, num_events = context.lifetimes.deaths, len(context.ledger.trace.events)
     saved: list[int] = []
     for forward in loop:
         saved += [
@@ -122,13 +122,14 @@ def _make_cache_evidence(context: Context, loop: list[Forward]) -> Evidence | No
 
     None if no tensor of an earlier call is live: then the KV cache keeps no autograd graph.
     """
-    trace, lives = context.ledger.trace, context.lives
-    live = lives.find_live(loop[-1].end - 1, new_storages(context, loop[0].begin, loop[-1].end, caches=True)).storages
-    if all(lives.births[index] >= loop[-1].begin for index in live):
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    cached = new_storages(context, loop[0].begin, loop[-1].end, caches=True)
+    live = lifetimes.find_live(loop[-1].end - 1, cached).storages
+    if all(lifetimes.births[index] >= loop[-1].begin for index in live):
         return None
     largest = max(live, key=lambda index: (trace.storages[index].num_bytes, index))
     storage = trace.storages[largest]
-    num_bytes = lives.sum_bytes(live)
+    num_bytes = lifetimes.sum_bytes(live)
     text = (
         f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} in {module_pattern(trace, storage)} at "
         f"{file_and_line(trace.source_line(storage))}: the largest of {plural(len(live), 'tensor')} of keys and "

@@ -121,7 +121,7 @@ def tensors_evidence(
     Tensors are equal if label, shape, dtype, operator, source line and module (without layer numbers) are equal.
     `num_bytes` is the size of one tensor; the text counts the tensors live at event index `event` and at the peak.
     """
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in storages:
         s = trace.storages[index]
@@ -131,8 +131,8 @@ def tensors_evidence(
     for indices in kinds.values():
         example = indices[0]
         s = trace.storages[example]
-        num_live = len(lives.find_live(event, indices).storages)
-        num_at_peak = sum(index in lives.at_peak for index in indices)
+        num_live = len(lifetimes.find_live(event, indices).storages)
+        num_at_peak = sum(index in lifetimes.at_peak for index in indices)
         module = module_pattern(trace, s)
         in_module = f"in {module} " if module else ""
         counts_text = _format_live_counts(num_live, num_at_peak, event == context.ledger.peak_event)
@@ -186,7 +186,7 @@ def find_half(context: Context) -> str | None:
     bytes_by_dtype: dict[str, int] = defaultdict(int)
     names = param_names(trace)
     # If the model was cast on the GPU, parameters of the earlier dtype are in the trace too.
-    for index in names.keys() & context.lives.at_peak or names:
+    for index in names.keys() & context.lifetimes.at_peak or names:
         bytes_by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
     if not bytes_by_dtype:
         return context.spec.dtype if context.spec is not None and context.spec.dtype in HALF_DTYPES else None

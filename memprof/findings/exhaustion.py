@@ -81,7 +81,7 @@ class _Forecast:
 
 def _forecast_leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Forecast]:
     """Return a forecast for each leak; a leak ends when its holder reaches its maximum length."""
-    storages, births = context.ledger.trace.storages, context.lives.births
+    storages, births = context.ledger.trace.storages, context.lifetimes.births
     step_ends = [step.end - 1 for step in steps]
     forecasts = []
     for holder, leaks in find_step_leaks(context).items():
@@ -163,7 +163,7 @@ class _Continuation:
 
     def _make_step_events(self, trace: Trace) -> Iterator[Event]:
         """Yield the events of the template step for a new step; its storages are appended to `trace`."""
-        lives, template_step = self.context.lives, self.template_step
+        lifetimes, template_step = self.context.lifetimes, self.template_step
         new_indices: dict[int, int] = {}
         remaining_storages = self._find_remaining_storages()
         for kind, index in self.context.ledger.trace.events[template_step.begin : template_step.end]:
@@ -174,7 +174,7 @@ class _Continuation:
             elif kind is EventKind.FREE:
                 if index in new_indices:
                     yield Event(kind, new_indices.pop(index))
-                elif lives.births[index] < template_step.begin:
+                elif lifetimes.births[index] < template_step.begin:
                     storage = trace.storages[index]
                     if candidates := remaining_storages[storage.num_bytes, storage.op]:
                         yield Event(kind, candidates.pop(0))  # the counterpart left by the step before
@@ -183,11 +183,11 @@ class _Continuation:
 
     def _find_remaining_storages(self) -> Mapping[tuple[int, int], list[int]]:
         """Return (size, operator) -> storages of the last step that stay live at its end and are not leaked."""
-        lives, trace = self.context.lives, self.context.ledger.trace
-        num_events = len(trace.events)
+        lifetimes, trace = self.context.lifetimes, self.context.ledger.trace
+        end = len(trace.events)
         leaked = {index for leak in self.leaks for index in leak.group.storages}
         remaining: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, storage in enumerate(trace.storages):
-            if self.last_step.begin <= lives.births[index] < num_events <= lives.deaths[index] and index not in leaked:
+            if self.last_step.begin <= lifetimes.births[index] < end <= lifetimes.deaths[index] and index not in leaked:
                 remaining[storage.num_bytes, storage.op].append(index)
         return remaining

@@ -65,7 +65,7 @@ class Context:
     context_length: int | None = None
     max_positions: int | None = None
     streams: StreamMemory | None = None  # None: the run used one stream only
-    lives: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
+    lifetimes: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
 
     # Cached results of functions with the decorator `cache_per_context`, by function.
     results: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)

@@ -49,7 +49,7 @@ def find(context: Context) -> list[Finding]:
         if free_bytes < MIN_BYTES or free_bytes < MIN_SHARE * reserved:
             return []
         segments, owners = run.layout_at(event)
-    evidence = [*_make_release_evidence(segments), *_make_private_pool_evidence(ledger.trace, segments)]
+    evidence = [*_make_free_evidence(segments), *_make_private_pool_evidence(ledger.trace, segments)]
     fixes: tuple[str, ...] = ()
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
@@ -74,7 +74,7 @@ def find(context: Context) -> list[Finding]:
     return [Finding("fragmentation", severity, title, free_bytes, tuple(evidence), fixes)]
 
 
-def _make_release_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
+def _make_free_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:
     """Return evidence of free bytes in `segments`: in segments that live tensors pin, and in empty segments."""
     segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     empty = [segment.size for segment in segments if not segment.allocated]

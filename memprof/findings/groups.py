@@ -69,7 +69,7 @@ def gathers(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]]
     for group in groups:
         storages_by_gather: dict[int, list[int]] = defaultdict(list)
         for name in filter(name_filter(group), storages_by_name):
-            for gather, index in enumerate(sorted(storages_by_name[name], key=context.lives.births.__getitem__)):
+            for gather, index in enumerate(sorted(storages_by_name[name], key=context.lifetimes.births.__getitem__)):
                 storages_by_gather[gather].append(index)
         result += storages_by_gather.values()
     return result

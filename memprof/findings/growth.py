@@ -61,7 +61,7 @@ def make_key(trace: Trace, index: int) -> Key:
 
 def find_leaks(context: Context, storages: Iterable[int], ends: Sequence[int]) -> list[LeakGroup]:
     """Return the leaks among `storages`, largest first; `ends` has the last event index of each iteration."""
-    lives = context.lives
+    lifetimes = context.lifetimes
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in storages:
         groups[make_key(context.ledger.trace, index)].append(index)
@@ -78,7 +78,7 @@ def find_leaks(context: Context, storages: Iterable[int], ends: Sequence[int]) -
             curve = _compute_curve(context, members, ends, survivors_only=False)
             is_leak = is_growing(curve)
         if is_leak:
-            live = lives.find_live(ends[-1], members).storages
+            live = lifetimes.find_live(ends[-1], members).storages
             leaks.append(LeakGroup(key, live, curve[-1] - curve[0], _compute_bytes_per_iteration(curve), is_recreated))
     return sorted(leaks, key=lambda leak: -leak.num_bytes)
 
@@ -94,7 +94,7 @@ def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     steps = training_steps(trace, ledger.allocated)
     if not steps:
         return {}
-    births = context.lives.births
+    births = context.lifetimes.births
     included = _find_replaced(trace) | _find_late_models(trace, births, steps[0].begin)
     candidates = [
         index
@@ -134,7 +134,7 @@ def _find_late_models(trace: Trace, births: Sequence[int], first_event: int) -> 
 
 def count_idle_iterations(context: Context, members: list[int], ends: Sequence[int]) -> int:
     """Return the number of iterations after the one that allocated the newest of `members`."""
-    return len(ends) - 1 - bisect.bisect_left(ends, max(context.lives.births[index] for index in members))
+    return len(ends) - 1 - bisect.bisect_left(ends, max(context.lifetimes.births[index] for index in members))
 
 
 def is_growing(curve: Sequence[int], num_idle: int = 0) -> bool:
@@ -149,12 +149,12 @@ def is_growing(curve: Sequence[int], num_idle: int = 0) -> bool:
 def is_rising_constantly(context: Context, members: list[int], ends: Sequence[int]) -> bool:
     """Return whether the number of live `members` keeps growing, always by the same number per iteration."""
     births, deaths = (
-        sorted(map(context.lives.births.__getitem__, members)),
-        sorted(map(context.lives.deaths.__getitem__, members)),
+        sorted(map(context.lifetimes.births.__getitem__, members)),
+        sorted(map(context.lifetimes.deaths.__getitem__, members)),
     )
-    alive = [bisect.bisect_right(births, end) - bisect.bisect_right(deaths, end) for end in ends]
-    rises = {after - before for before, after in pairwise(alive)} - {0}
-    return len(rises) == 1 and sum(b > a for a, b in pairwise(alive)) >= MIN_RISES and is_growing(alive)
+    counts = [bisect.bisect_right(births, end) - bisect.bisect_right(deaths, end) for end in ends]
+    rises = {after - before for before, after in pairwise(counts)} - {0}
+    return len(rises) == 1 and sum(b > a for a, b in pairwise(counts)) >= MIN_RISES and is_growing(counts)
 
 
 def _compute_bytes_per_iteration(curve: Sequence[int]) -> int:
@@ -172,10 +172,10 @@ def _compute_median_rise(curve: Sequence[int]) -> int:
 
 def _compute_curve(context: Context, members: list[int], ends: Sequence[int], *, survivors_only: bool) -> list[int]:
     """Return the live bytes of `members` at each of `ends`, with `survivors_only` of those live at the end before."""
-    lives = context.lives
+    lifetimes = context.lifetimes
     changes: list[tuple[int, int]] = []
     for index in members:
-        birth, death, num_bytes = lives.births[index], lives.deaths[index], lives.sum_bytes([index])
+        birth, death, num_bytes = lifetimes.births[index], lifetimes.deaths[index], lifetimes.sum_bytes([index])
         if survivors_only:
             iteration = bisect.bisect_left(ends, birth)
             birth = ends[iteration] + 1 if iteration < len(ends) else death

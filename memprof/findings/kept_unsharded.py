@@ -14,7 +14,7 @@ MAX_FULL = 2  # groups that are unsharded at once with resharding: the one that 
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the reduction of the peak if groups are resharded after forward."""
     groups = [group for group in fsdp_groups(context) if group.kept]
-    saved_bytes = context.lives.peak_reduction(context.lives.savings_beyond(gathers(context, groups), MAX_FULL))
+    saved_bytes = context.lifetimes.peak_reduction(context.lifetimes.savings_beyond(gathers(context, groups), MAX_FULL))
     if len(groups) <= MAX_FULL or not is_large(context, saved_bytes):
         return []
     is_fsdp2 = groups[0].api == FSDP2

@@ -73,13 +73,14 @@ class Lifetimes:
     def savings_beyond(self, sets: Iterable[Sequence[int]], num_kept: int, *, oldest: bool = False) -> list[Saving]:
         """Return the savings if only the `num_kept` newest (or `oldest`) of the live `sets` were live at each event."""
         spans = [
-            (min(self.births[i] for i in own), max(self.deaths[i] for i in own), self.sum_bytes(own)) for own in sets
+            (min(self.births[index] for index in own), max(self.deaths[index] for index in own), self.sum_bytes(own))
+            for own in sets
         ]
         times = sorted({time for begin, end, _ in spans for time in (begin, end)})
         result = []
         for begin, end in pairwise(times):
-            alive = sorted((i for i in spans if i[0] <= begin and end <= i[1]), reverse=not oldest)
-            if rest := sum(num_bytes for _, _, num_bytes in alive[num_kept:]):
+            live_spans = sorted((span for span in spans if span[0] <= begin and end <= span[1]), reverse=not oldest)
+            if rest := sum(num_bytes for _, _, num_bytes in live_spans[num_kept:]):
                 result.append(Saving(begin, end, rest))
         return result
 

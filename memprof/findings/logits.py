@@ -24,12 +24,12 @@ def find(context: Context) -> list[Finding]:
     copies = find_logits_storages(context)
     if not copies:
         return []
-    ledger, lives = context.ledger, context.lives
-    most = lives.find_max_live(copies)
+    ledger, lifetimes = context.ledger, context.lifetimes
+    most = lifetimes.find_max_live(copies)
     if most.num_bytes <= MIN_BYTES or most.num_bytes <= MIN_SHARE * ledger.peak_bytes:
         return []
     trace = ledger.trace
-    at_peak = lives.find_live(ledger.peak_event, copies)
+    at_peak = lifetimes.find_live(ledger.peak_event, copies)
     largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
     shape_2d = (math.prod(largest.shape[:-1]), largest.shape[-1])
     share = evidence.percent(most.num_bytes, ledger.peak_bytes)

@@ -22,7 +22,7 @@ def find(context: Context) -> list[Finding]:
 
 def _find_float32_state(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is what float32 optimizer state takes beyond half precision."""
-    ledger, lives = context.ledger, context.lives
+    ledger, lifetimes = context.ledger, context.lifetimes
     half_dtype = find_half(context)
     if half_dtype is None:
         return []
@@ -33,7 +33,7 @@ def _find_float32_state(context: Context) -> list[Finding]:
     names = names_of(trace, Role.OPTIMIZER_STATE)
     float32 = [i for i in names if trace.storages[i].dtype == "float32"]
     state = [i for i in float32 if trace.storages[i].shape and trace.storages[i].shape not in full]
-    max_live = lives.find_max_live(state)
+    max_live = lifetimes.find_max_live(state)
     excess = max_live.num_bytes // 2
     if excess <= MIN_STATE_SHARE * ledger.peak_bytes:
         return []
@@ -48,17 +48,17 @@ def _find_float32_state(context: Context) -> list[Finding]:
 
 def _find_step_temporaries(context: Context) -> list[Finding]:
     """Return at most one finding, if the peak is in the optimizer step; `num_bytes` is the temporaries' size there."""
-    ledger, lives = context.ledger, context.lives
+    ledger, lifetimes = context.ledger, context.lifetimes
     if ledger.peak_stage.kind is not PhaseKind.OPTIMIZER_STEP:
         return []
     trace = ledger.trace
     temporaries = [
         index
-        for index in sorted(lives.at_peak)
+        for index in sorted(lifetimes.at_peak)
         if ledger.categories[index] is Category.TEMPORARIES
         and trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP
     ]
-    num_bytes = lives.sum_bytes(temporaries)
+    num_bytes = lifetimes.sum_bytes(temporaries)
     if num_bytes <= max(MIN_TEMPORARIES_BYTES, MIN_TEMPORARIES_SHARE * ledger.peak_bytes):
         return []
     title = (

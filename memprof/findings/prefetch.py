@@ -36,9 +36,10 @@ def find(context: Context) -> list[Finding]:
 def _find_explicit_prefetch(context: Context) -> list[Finding]:
     """Return findings for fully_shard's `set_modules_to_forward_prefetch` (or backward) with several modules."""
     groups = [group for group in fsdp_groups(context) if group.ahead > AHEAD]
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     buffers = comm_buffers(trace, "all-gather")
-    saved = lives.peak_reduction(lives.savings_beyond([[i] for i in buffers], AHEAD + 1, oldest=True)) if groups else 0
+    excess = lifetimes.savings_beyond([[index] for index in buffers], AHEAD + 1, oldest=True) if groups else []
+    saved = lifetimes.peak_reduction(excess) if groups else 0
     if not is_large(context, saved):
         return []
     max_ahead = max(group.ahead for group in groups)
@@ -46,7 +47,7 @@ def _find_explicit_prefetch(context: Context) -> list[Finding]:
     fix = "give set_modules_to_forward_prefetch and set_modules_to_backward_prefetch one module each"
     lines = (
         fix_at(group_line(trace, groups[0]), fix),
-        *tensors_evidence(context, buffers, lives.find_max_live(buffers).event, lambda i: "all-gather")[:3],
+        *tensors_evidence(context, buffers, lifetimes.find_max_live(buffers).event, lambda i: "all-gather")[:3],
     )
     return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]
 
@@ -89,7 +90,7 @@ def _replay_without_waits(context: Context, gathered: set[int]) -> int:
 
 def _find_manual_gathering(context: Context) -> list[Finding]:
     """Return findings for programs that gather parameters without FSDP, with over two layers unsharded at once."""
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     if trace.facts.groups:
         return []
     storages_by_layer: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -99,10 +100,10 @@ def _find_manual_gathering(context: Context) -> list[Finding]:
             layer = _LAYER.match(strip_wrappers(owner.name))
             num_seen[owner.name] += 1
             storages_by_layer[layer[1] if layer else owner.name, num_seen[owner.name]].append(index)
-    saved_bytes = lives.peak_reduction(lives.savings_beyond(storages_by_layer.values(), AHEAD + 1))
+    saved_bytes = lifetimes.peak_reduction(lifetimes.savings_beyond(storages_by_layer.values(), AHEAD + 1))
     if not is_large(context, saved_bytes):
         return []
-    max_live = lives.find_max_live(index for indices in storages_by_layer.values() for index in indices)
+    max_live = lifetimes.find_max_live(index for indices in storages_by_layer.values() for index in indices)
     num_layers = sum(any(index in max_live.storages for index in indices) for indices in storages_by_layer.values())
     largest = max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)
     title = (

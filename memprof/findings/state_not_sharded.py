@@ -21,22 +21,22 @@ MAX_SHOWN = 3
 @rule(87)
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the reduction of the peak on the rank with the largest shard."""
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     groups = ddp_groups(context)
     names = names_of(trace, Role.OPTIMIZER_STATE)
     state = [index for index in names if trace.storages[index].device == trace.device]
     if not groups or not state:
         return []
     group = max(groups, key=_count_elements)
-    num_elements = sum(math.prod(trace.storages[index].shape) for index in lives.find_max_live(state).storages)
+    num_elements = sum(math.prod(trace.storages[index].shape) for index in lifetimes.find_max_live(state).storages)
     if num_elements < MIN_FULL_STATE_SHARE * sum(map(_count_elements, groups)):
         return []
     shard_elements = _compute_largest_shard([math.prod(shape) for shape in group.shapes], group.ranks)
     saved_share = 1 - shard_elements / _count_elements(group)
-    saved_bytes = lives.peak_reduction(lives.savings(state, saved_share))
+    saved_bytes = lifetimes.peak_reduction(lifetimes.savings(state, saved_share))
     if not is_large(context, saved_bytes) or saved_bytes < MIN_SHARE * context.ledger.peak_bytes:
         return []
-    max_live = lives.find_max_live(state)
+    max_live = lifetimes.find_max_live(state)
     title = (
         f"Optimizer state is whole on each of {plural(group.ranks, 'rank')}: {format_bytes(max_live.num_bytes)}; "
         f"sharded (ZeRO-1), a rank keeps at most {format_bytes(int(max_live.num_bytes * (1 - saved_share)))}, and "

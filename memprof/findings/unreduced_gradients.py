@@ -14,7 +14,7 @@ from memprof.units import format_bytes
 @rule(93)
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the reduction of the peak if each micro-batch reduces gradients."""
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     groups = fsdp_groups(context)
     forward_begins = [event for event, phase in trace.list_phase_begins() if phase.kind is PhaseKind.FORWARD]
     unreduced, min_saved_share = [], 1.0
@@ -26,14 +26,14 @@ def find(context: Context) -> list[Finding]:
             for index, name in names_of(trace, Role.GRADIENT).items()
             if is_in_group(name)
             and math.prod(trace.storages[index].shape) in full_sizes
-            and any(lives.births[index] < event < lives.deaths[index] for event in forward_begins)
+            and any(lifetimes.births[index] < event < lifetimes.deaths[index] for event in forward_begins)
         ]
         unreduced += in_group
         min_saved_share = min(min_saved_share, 1 - 1 / group.ranks) if in_group else min_saved_share
-    saved_bytes = lives.peak_reduction(lives.savings(unreduced, min_saved_share))
+    saved_bytes = lifetimes.peak_reduction(lifetimes.savings(unreduced, min_saved_share))
     if not is_large(context, saved_bytes):
         return []
-    max_live = lives.find_max_live(unreduced)
+    max_live = lifetimes.find_max_live(unreduced)
     title = (
         f"Gradients of sharded parameters wait, whole, for the last micro-batch: {format_bytes(max_live.num_bytes)}; "
         f"reduced in each, {gain_text(context, saved_bytes)}"

@@ -24,7 +24,7 @@ _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 @rule(88)
 def find(context: Context) -> list[Finding]:
     """Return one finding per FSDP group with many layers; `num_bytes`: reduction of the peak if each is wrapped."""
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     findings = []
     for group in groups.fsdp_groups(context):
         layers = _sum_bytes_by_layer(group)
@@ -34,7 +34,7 @@ def find(context: Context) -> list[Finding]:
         excess_layers = set(sorted(layers, key=lambda layer: -layers[layer])[MAX_UNSHARDED_LAYERS:])
         group_bytes = sum(groups.full_bytes(group).values())
         share = sum(layers[layer] for layer in excess_layers) / group_bytes
-        saved = lives.peak_reduction(_make_wrapping_savings(context, group, excess_layers, share))
+        saved = lifetimes.peak_reduction(_make_wrapping_savings(context, group, excess_layers, share))
         if not groups.is_large(context, saved):
             continue
         list_paths = [f"model.{path}".rstrip(".") for path in sorted(stacks)]
@@ -49,7 +49,7 @@ def find(context: Context) -> list[Finding]:
         else:
             fix = f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(_find_class_names(context, layers))}}})"
         largest = max(layers.values())
-        full_bytes = max(lives.find_max_live(own).num_bytes for own in groups.gathers(context, [group]))
+        full_bytes = max(lifetimes.find_max_live(own).num_bytes for own in groups.gathers(context, [group]))
         lines = (
             groups.fix_at(line, fix),
             Evidence(f"whole at once: {format_bytes(full_bytes)} of it; a layer has {format_bytes(largest)}"),
@@ -75,24 +75,24 @@ def _find_class_names(context: Context, layers: dict[str, int]) -> list[str]:
 def _make_wrapping_savings(context: Context, group: ShardedGroup, excess: set[str], share: float) -> list[Saving]:
     """Return the savings if FSDP wrapped each layer of `group`: on gathered parameters, unsharded gradients, buffers,
     and copies for flat parameters. `share` is the fraction of the group's bytes in the layers `excess`."""
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     least = NEARLY_ALL * sum(map(math.prod, group.shapes))
     prefixes = tuple(f"{layer}." for layer in excess)
     savings: list[Saving] = []
     for index in (index for indices in groups.gathers(context, [group]) for index in indices):
         is_flat = trace.storages[index].num_bytes >= NEARLY_ALL * sum(groups.full_bytes(group).values())
-        savings += lives.savings(
+        savings += lifetimes.savings(
             [index], share if is_flat else float(groups.strip_wrappers(trace.owners[index].name).startswith(prefixes))
         )
     buffers = [*groups.comm_buffers(trace, "all-gather"), *groups.comm_buffers(trace, "reduce-scatter")]
-    savings += lives.savings((index for index in buffers if math.prod(trace.storages[index].shape) >= least), share)
+    savings += lifetimes.savings((index for index in buffers if math.prod(trace.storages[index].shape) >= least), share)
     shapes = set(group.shapes)
     construction_buffers = (
         index
         for index in groups.comm_buffers(trace, "")
         if trace.storages[index].shape in shapes or math.prod(trace.storages[index].shape) >= least
     )
-    savings += lives.savings(construction_buffers, share)
+    savings += lifetimes.savings(construction_buffers, share)
     for index, storage in enumerate(trace.storages):
         if trace.phases[storage.phase].kind is not PhaseKind.BACKWARD or storage.hidden:
             continue
@@ -101,7 +101,7 @@ def _make_wrapping_savings(context: Context, group: ShardedGroup, excess: set[st
             continue
         if storage.shape in shapes and storage.module != NONE:
             path = groups.strip_wrappers(trace.modules[storage.module].path) + "."
-            savings += lives.savings([index], float(path.startswith(prefixes)))
+            savings += lifetimes.savings([index], float(path.startswith(prefixes)))
         elif len(storage.shape) == 1 and storage.shape[0] >= least:
-            savings += lives.savings([index], share)
+            savings += lifetimes.savings([index], share)
     return savings

@@ -24,7 +24,7 @@ def find(context: Context) -> list[Finding]:
     `attention-scores` report logits and attention scores.
     """
     half_dtype = find_half(context)
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     if half_dtype is None or "aten._to_copy" not in trace.ops:
         return []
     copy_op = trace.ops.index("aten._to_copy")
@@ -45,13 +45,13 @@ def find(context: Context) -> list[Finding]:
     findings = []
     peak_bytes = context.ledger.peak_bytes
     for source, indices in by_line.items():
-        max_live = lives.find_max_live(indices)
+        max_live = lifetimes.find_max_live(indices)
         if max_live.num_bytes < MIN_BYTES and max_live.num_bytes < MIN_SHARE * peak_bytes:
             continue
         in_norms = all(_is_in_norm(trace, trace.storages[index]) for index in indices)
         norm_text = "; the model's own numerics: its norms compute in float32" if in_norms else ""
         line = file_and_line(trace.source_at(source))
-        at_peak = lives.find_live(context.ledger.peak_event, indices)
+        at_peak = lifetimes.find_live(context.ledger.peak_event, indices)
         title = (
             f"{half_dtype} activations copied to float32 at {line}: {format_bytes(max_live.num_bytes)} live at once, "
             f"{format_bytes(at_peak.num_bytes)} at the peak ({percent(at_peak.num_bytes, peak_bytes)}){norm_text}"

@@ -18,7 +18,7 @@ def find(context: Context) -> list[Finding]:
     requested = context.asked_vocab_size
     if requested is None:
         return []
-    ledger, lives = context.ledger, context.lives
+    ledger, lifetimes = context.ledger, context.lifetimes
     trace = ledger.trace
     max_rows = -(-requested // TOLERANCE) * TOLERANCE
     tables = {
@@ -31,7 +31,7 @@ def find(context: Context) -> list[Finding]:
     names = set(tables.values())
     excess: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer state": 0, "logits and loss": 0}
     # Optimizer state is named after its kind (exp_avg), not after its parameter, but has the shape of the parameter.
-    for index in lives.at_peak:
+    for index in lifetimes.at_peak:
         owner = trace.owners.get(index)
         if owner is None:
             continue
@@ -43,7 +43,7 @@ def find(context: Context) -> list[Finding]:
         elif owner.role is Role.OPTIMIZER_STATE and shape in shapes:
             excess["optimizer state"] += _compute_excess_bytes(num_bytes, shape[0], requested)
     for index in find_logits_storages(context):
-        if index in lives.at_peak:
+        if index in lifetimes.at_peak:
             storage = trace.storages[index]
             excess[Category.LOGITS_AND_LOSS] += _compute_excess_bytes(storage.num_bytes, storage.shape[-1], requested)
     total = sum(excess.values())

@@ -26,13 +26,13 @@ def find(context: Context) -> list[Finding]:
     matches = _find_matrices_per_token(context)
     if not matches:
         return []
-    ledger, lives = context.ledger, context.lives
-    most = lives.find_max_live(matches)
+    ledger, lifetimes = context.ledger, context.lifetimes
+    most = lifetimes.find_max_live(matches)
     if most.num_bytes < MIN_BYTES and most.num_bytes < MIN_SHARE * ledger.peak_bytes:
         return []
     trace = ledger.trace
     # The program must change the line of the first such tensor; the other tensors are computed from it.
-    first_index = min(most.storages, key=lambda index: lives.births[index])
+    first_index = min(most.storages, key=lambda index: lifetimes.births[index])
     storage = trace.storages[first_index]
     tokens, rows, columns = matches[first_index]
     module = evidence.module_pattern(trace, storage)
