@@ -72,7 +72,7 @@ class Context:
 
     def __post_init__(self) -> None:
         """Compute the lifetimes of the storages; `object.__setattr__` is needed because the dataclass is frozen."""
-        object.__setattr__(self, "lives", Lifetimes(self.ledger))
+        object.__setattr__(self, "lifetimes", Lifetimes(self.ledger))
 
 
 def cache_per_context(function: Callable[[Context], _Result]) -> Callable[[Context], _Result]:
