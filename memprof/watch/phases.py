@@ -139,9 +139,8 @@ class Phases:
         self._begin(kind)
 
     def _has_trained_parameters(self, module: nn.Module) -> bool:
-        """Return whether an optimizer has parameters of `module`; without optimizers, whether any requires gradients.
-
-        False for the teacher of a distillation.
+        """Return whether an optimizer has parameters of `module`; without optimizers, after a backward, whether any
+        parameter requires gradients. False for the teacher of a distillation.
         """
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         stepped_parameter_ids = {id(parameter) for group in groups for parameter in group["params"]}
