@@ -240,7 +240,7 @@ def table_of_stubs() -> str:
     """Each function that has a stub, by its package: what is counted, and the files that it was read in."""
     from memprof.stubs import audio, detection, registry  # noqa: F401  # the two register operators of libraries
     from memprof.stubs.packages import INSTALLED, PACKAGES
-    from memprof.virtual.kernels.registry import ABSENT
+    from memprof.virtual.kernels.registry import MISSING_OPERATORS
 
     sections = []
     for package in PACKAGES.values():
@@ -253,7 +253,7 @@ def table_of_stubs() -> str:
     for package in INSTALLED:
         operators = [
             (f"torch.ops.{name}", next(entry for _, entry in entries if callable(entry)), package.source)
-            for name, entries in ABSENT.items()
+            for name, entries in MISSING_OPERATORS.items()
             if name.startswith(f"{package.name}.")
         ]
         sections.append(_of_package(package, operators))

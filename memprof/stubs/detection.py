@@ -12,7 +12,7 @@ import torch
 
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import registry
-from memprof.virtual.kernels.copies import contiguous, make_copies_formula
+from memprof.virtual.kernels.copies import copy_bytes, make_copies_formula
 from memprof.virtual.kernels.registry import aten, scratch
 
 _BOXES_PER_BLOCK = 64
@@ -65,7 +65,7 @@ def deform_conv2d(launch: KernelContext) -> Any:
     if not data.is_meta or not data.numel():
         return NotImplemented
     shape = (data.shape[0], weight.shape[0], *offset.shape[2:])
-    with launch.scratch(*contiguous(data, offset, weight, mask, bias)), launch.inside():
+    with launch.scratch(*copy_bytes(data, offset, weight, mask, bias)), launch.inside():
         ordered, summed = data.new_zeros(shape), data.new_zeros(shape)
         columns, filters = _columns(data, weight, offset), weight.flatten(1)
         summed.view(-1, weight.shape[0], columns.shape[1])[0].addmm_(filters, columns[: filters.shape[1]])
@@ -79,7 +79,7 @@ def deform_conv2d_backward(launch: KernelContext) -> Any:
     if not data.is_meta or not data.numel():
         return NotImplemented
     images, filters = _images(data), weight.flatten(1)
-    with launch.scratch(*contiguous(grad, data, weight, offset, mask, bias)), launch.inside():
+    with launch.scratch(*copy_bytes(grad, data, weight, offset, mask, bias)), launch.inside():
         of_inputs = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (data, offset, mask)]
         grouped = grad.contiguous().view(-1, images, *grad.shape[1:]).transpose(1, 2)
         columns = _columns(data, weight, offset)

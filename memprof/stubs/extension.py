@@ -42,7 +42,7 @@ class LibraryOperators(Extension):
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Register the allocations of the package's operators; no patch is yielded."""
-        registry.register_library(module.__name__)
+        registry.register_library_operators(module.__name__)
         if module.__name__ == "torchvision":
             context.function_mode.run_in_float32(detection.autocast_in_float32())
         yield from ()

@@ -66,7 +66,7 @@ def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
                 raise
         assume(_NOT_LOADED)
         _define_operators()
-        registry.register_library("torchaudio")
+        registry.register_library_operators("torchaudio")
         return True
 
     yield module, "_load_lib", load

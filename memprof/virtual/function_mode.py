@@ -58,7 +58,7 @@ class FunctionMode(OwnFunctionMode):
         self._cuda_operators: list[Any] = []
         self._float32_operators: list[Any] = []
         self._factories = dispatch.device_constructors()
-        chosen = {func: self._wrap_composite(choose) for func, choose in registry.composites(device_state).items()}
+        chosen = {func: self._wrap_composite(choose) for func, choose in registry.make_composites(device_state).items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{func: func for func in _READS_METADATA},
             **chosen,

@@ -10,7 +10,7 @@ from memprof.virtual.device_rules import MIXES_DEVICES
 from memprof.virtual.engine import FILLS_ZEROS
 from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import find_expansion, find_python_body
-from memprof.virtual.kernels.inplace_backward_formulas import CANDIDATES
+from memprof.virtual.kernels.inplace_backward_formulas import OUT_OF_PLACE_OPERATORS
 from memprof.virtual.operator_call import OpInfo, OpKind
 from memprof.watch.caches import WRITE_OPERATORS
 
@@ -24,7 +24,7 @@ _MAKES_SPARSE = frozenset(
         _aten.sparse_coo_tensor,
     }
 )  # fmt: skip
-registry.load()
+registry.import_kernels()
 
 
 def describe_operator(func: Any) -> OpInfo:
@@ -52,6 +52,6 @@ def describe_operator(func: Any) -> OpInfo:
         mixes_devices=packet in MIXES_DEVICES,
         makes_sparse=packet in _MAKES_SPARSE,
         is_cat=packet is _aten.cat,
-        maybe_in_place=func in CANDIDATES or func in FILLS_ZEROS,
+        maybe_in_place=func in OUT_OF_PLACE_OPERATORS or func in FILLS_ZEROS,
         is_partial_write=packet in WRITE_OPERATORS,
     )

@@ -13,7 +13,7 @@ import torch
 
 from memprof.torch_private import dynamo
 from memprof.virtual.device_properties import DeviceProperties
-from memprof.virtual.kernels.convolution import choose_cudnn_layout, is_depthwise, padding_too_big, uses_cudnn
+from memprof.virtual.kernels.convolution import choose_cudnn_layout, is_depthwise, is_output_padding_big, uses_cudnn
 
 _CUDNN_BACKENDS = ("Cudnn", "CudnnTranspose")
 
@@ -36,7 +36,7 @@ def _wrap_select_backend(gpu: DeviceProperties, original: Callable[..., Any]) ->
         if data.device.type != "cuda":
             return original(*args, **kwargs)
         is_transposed = arguments["transposed"]
-        is_too_big = is_transposed and padding_too_big(arguments["stride"], arguments["output_padding"])
+        is_too_big = is_transposed and is_output_padding_big(arguments["stride"], arguments["output_padding"])
         if not uses_cudnn(gpu, data, weight, is_too_big):
             return backends.Slow2d
         is_depthwise_conv = is_depthwise(data, weight, is_transposed, arguments["groups"])

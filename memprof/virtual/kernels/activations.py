@@ -10,12 +10,12 @@ import torch
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, make_copies_formula
+from memprof.virtual.kernels.copies import copy_bytes, make_copies_formula
 from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
 
 
 @scratch("aten._safe_softmax")
-def safe_softmax(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_safe_softmax_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of the mask of -inf scores, of the mask of rows with -inf alone, and of a zero
     (native/transformers/attention.cpp)."""
     scores, dim = args[0], args[1]
@@ -24,20 +24,20 @@ def safe_softmax(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 # native/cuda/SoftMax.cu, host_softmax and host_softmax_backward
-softmax = scratch(aten._softmax, aten._log_softmax)(make_copies_formula(0))
-log_softmax_backward = scratch(aten._log_softmax_backward_data)(make_copies_formula(0, 1))
+compute_softmax_scratch = scratch(aten._softmax, aten._log_softmax)(make_copies_formula(0))
+compute_log_softmax_backward_scratch = scratch(aten._log_softmax_backward_data)(make_copies_formula(0, 1))
 
 
 @scratch(aten._softmax_backward_data)
-def softmax_backward(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_softmax_backward_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of gradient x output, and of contiguous copies of the product and the output
     (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
     # The product has the strides of its factors.
     product = args[0] * args[1]
-    return [product.numel() * product.element_size(), *contiguous(product, args[1])]
+    return [product.numel() * product.element_size(), *copy_bytes(product, args[1])]
 
 
-def _softmax_of_half(
+def _softmax_half_to_float(
     operator: Any,
     device_state: DeviceState,
     input: torch.Tensor,
@@ -51,9 +51,9 @@ def _softmax_of_half(
     return NotImplemented
 
 
-composite(torch.softmax, torch.Tensor.softmax, torch.special.softmax)(partial(_softmax_of_half, aten._softmax))
+composite(torch.softmax, torch.Tensor.softmax, torch.special.softmax)(partial(_softmax_half_to_float, aten._softmax))
 composite(torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax)(
-    partial(_softmax_of_half, aten._log_softmax)
+    partial(_softmax_half_to_float, aten._log_softmax)
 )
 
 

@@ -26,14 +26,14 @@ from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.activations import dropout
 from memprof.virtual.kernels.registry import META, aten, composite, kernel, scratch
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _BACKEND_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # numbers of `torch.nn.attention.SDPBackend`
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 # First release whose memory-efficient kernel supports grouped queries (pull request 191085, summer 2026).
 _EFFICIENT_GROUPS_SINCE = (2, 15)
 
-WORKSPACE = (
+WORKSPACE_ASSUMPTION = (
     "The workspace of cuDNN's attention is counted as its open frontend sizes it and as it was on an H100 with cuDNN "
     "9.19, to the byte for seven sizes; the closed library may take another elsewhere."
 )
@@ -52,7 +52,7 @@ def prefers_cudnn(gpu: DeviceProperties) -> bool:
 
 
 @dataclass
-class Attention:
+class AttentionArguments:
     """The arguments of `scaled_dot_product_attention`."""
 
     query: torch.Tensor
@@ -73,24 +73,24 @@ class Attention:
 @composite(kernels.scaled_dot_product_attention)
 def attention(device_state: DeviceState, *args: Any, **kwargs: Any) -> Any:
     """Run `scaled_dot_product_attention` by the operators of the chosen backend."""
-    call = Attention(*args, **kwargs)
+    call = AttentionArguments(*args, **kwargs)
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     if not device_state.is_on_gpu(query):
         return NotImplemented
-    backend_name = backend(device_state.gpu, call)
+    backend_name = choose_backend(device_state.gpu, call)
     device_state.values.assume(f"Attention runs on the {backend_name} backend of scaled_dot_product_attention.")
     if backend_name == "math":
         return _math_attention(device_state, call)
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
     if backend_name == "flash":
-        padded = (_pad_head_dim(tensor) for tensor in (query, key, value))
-        result = aten._scaled_dot_product_flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)
+        padded_inputs = (_pad_head_dim(tensor) for tensor in (query, key, value))
+        result = aten._scaled_dot_product_flash_attention(*padded_inputs, call.dropout_p, call.is_causal, scale=scale)
         return result[0][..., :head_dim] if result[0].shape[-1] != head_dim else result[0]
     needs_grad = call.needs_grad
     if backend_name == "cudnn":
         if needs_grad:
-            device_state.values.assume(WORKSPACE)
+            device_state.values.assume(WORKSPACE_ASSUMPTION)
         if mask is not None and mask.dtype is torch.bool:
             mask = _to_additive_mask(mask, query)
         operator = aten._scaled_dot_product_cudnn_attention
@@ -100,27 +100,27 @@ def attention(device_state: DeviceState, *args: Any, **kwargs: Any) -> Any:
     return operator(query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=scale)[0]
 
 
-def backend(gpu: DeviceProperties, call: Attention) -> str:
+def choose_backend(gpu: DeviceProperties, call: AttentionArguments) -> str:
     """Return the first backend, in CUDA's order, that is enabled and supports the call (select_sdp_backend)."""
     query, key, value = call.query, call.key, call.value
-    fused = (
+    fits_fused_kernels = (
         query.dim() == key.dim() == value.dim() == 4
         and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in (query, key, value))
         and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)  # false for T5's permuted position biases
         and query.shape[2] > 0
         and key.shape[2] > 0
     )
-    heads = query.shape[1], key.shape[1], value.shape[1] if value.dim() > 1 else 0
-    grouped = fused and not heads[0] == heads[1] == heads[2]
-    if grouped and not (call.enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0):
-        fused = False
+    num_heads = query.shape[1], key.shape[1], value.shape[1] if value.dim() > 1 else 0
+    is_grouped = fits_fused_kernels and not num_heads[0] == num_heads[1] == num_heads[2]
+    if is_grouped and not (call.enable_gqa and num_heads[1] == num_heads[2] and num_heads[0] % num_heads[1] == 0):
+        fits_fused_kernels = False
     for name in _find_backend_order(gpu):
         if name == "math":
             is_available = torch.backends.cuda.math_sdp_enabled()
         elif name == "efficient":
-            is_available = fused and _can_use_efficient(gpu, call, grouped)
+            is_available = fits_fused_kernels and _can_use_efficient(gpu, call, is_grouped)
         else:
-            is_available = fused and (_can_use_cudnn if name == "cudnn" else _can_use_flash)(gpu, call)
+            is_available = fits_fused_kernels and (_can_use_cudnn if name == "cudnn" else _can_use_flash)(gpu, call)
         if is_available:
             return name
     # The message of torch's scaled_dot_product_attention.
@@ -129,66 +129,66 @@ def backend(gpu: DeviceProperties, call: Attention) -> str:
 
 def _find_backend_order(gpu: DeviceProperties) -> tuple[str, ...]:
     """Return the backends in the order that the program set, or in the default order, where cuDNN may come first."""
-    numbers = kernels.get_sdp_priority_order()
+    backend_ids = kernels.get_sdp_priority_order()
     order = tuple(
-        dict.fromkeys(_BACKEND_NAMES[number] for number in numbers if number in _BACKEND_NAMES)
+        dict.fromkeys(_BACKEND_NAMES[backend_id] for backend_id in backend_ids if backend_id in _BACKEND_NAMES)
     )  # 2.8 names one twice
     if order == _DEFAULT_ORDER and prefers_cudnn(gpu):
         return ("cudnn", "flash", "efficient", "math")
     return order
 
 
-def _can_use_cudnn(gpu: DeviceProperties, call: Attention) -> bool:
+def _can_use_cudnn(gpu: DeviceProperties, call: AttentionArguments) -> bool:
     """Return whether cuDNN supports the call (can_use_cudnn_attention): head dimensions up to 128, up to 256 on compute
     capability 9.0 from cuDNN 9.10 on, and 192 with values of 128 on compute capability 10."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-    dims = query.shape[-1], value.shape[-1]
+    head_dims = query.shape[-1], value.shape[-1]
     major, minor = gpu.compute_capability
     has_wide_heads = (major, minor) == (9, 0) and cudnn_version(gpu.release) >= 91_000
-    limit = 256 if has_wide_heads else 192 if dims == (192, 128) and major == 10 else 128
+    max_head_dim = 256 if has_wide_heads else 192 if head_dims == (192, 128) and major == 10 else 128
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and (8, 0) <= (major, minor) <= (12, 1)
-        and query.dtype in _HALF
+        and query.dtype in _HALF_DTYPES
         and not (mask is not None and mask.requires_grad)
         and not _is_deterministic()
         and query.shape[-1] == key.shape[-1]
-        and max(dims) <= limit
-        and all(dim % 8 == 0 for dim in dims)
+        and max(head_dims) <= max_head_dim
+        and all(dim % 8 == 0 for dim in head_dims)
         and key.shape[2] != 1
         and not (call.dropout_p > 0 and query.shape[2] == 1)
     )
 
 
-def _can_use_flash(gpu: DeviceProperties, call: Attention) -> bool:
+def _can_use_flash(gpu: DeviceProperties, call: AttentionArguments) -> bool:
     """Return whether FlashAttention can run (can_use_flash_attention)."""
     query, key, value, head_dim = call.query, call.key, call.value, call.query.shape[-1]
     capability = gpu.compute_capability
-    small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    has_small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and capability >= (8, 0)
         and call.attn_mask is None
-        and query.dtype in _HALF
+        and query.dtype in _HALF_DTYPES
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and head_dim <= 256
         and not (call.is_causal and query.shape[-2] != key.shape[-2])
         and not (
-            small_shared_memory
+            has_small_shared_memory
             and (192 < head_dim <= 224 or (head_dim > 224 and call.dropout_p > 0))
             and call.needs_grad
         )
     )
 
 
-def _can_use_efficient(gpu: DeviceProperties, call: Attention, grouped: bool) -> bool:
+def _can_use_efficient(gpu: DeviceProperties, call: AttentionArguments, is_grouped: bool) -> bool:
     """Return whether the memory-efficient kernel can run (can_use_mem_efficient_attention)."""
     query, key, value, capability = call.query, call.key, call.value, gpu.compute_capability
-    is_half = query.dtype in _HALF
+    is_half = query.dtype in _HALF_DTYPES
     alignment = 8 if is_half else 4 if capability >= (8, 0) else 1
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
-        and not (grouped and gpu.release < _EFFICIENT_GROUPS_SINCE)
+        and not (is_grouped and gpu.release < _EFFICIENT_GROUPS_SINCE)
         and capability >= (5, 0)
         and query.dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if capability >= (8, 0) else ()))
         and query.shape[-1] == key.shape[-1]
@@ -197,7 +197,7 @@ def _can_use_efficient(gpu: DeviceProperties, call: Attention, grouped: bool) ->
     )
 
 
-def _math_attention(device_state: DeviceState, call: Attention) -> torch.Tensor:
+def _math_attention(device_state: DeviceState, call: AttentionArguments) -> torch.Tensor:
     """Run the operators of `_scaled_dot_product_attention_math`, as without a dispatch mode.
 
     Under a mode the C++ function adds the mask out of place and uses the CPU's dropout
@@ -205,24 +205,24 @@ def _math_attention(device_state: DeviceState, call: Attention) -> torch.Tensor:
     """
     query, key, value, mask, dropout_p = call.query, call.key, call.value, call.attn_mask, call.dropout_p
     dtype = query.dtype
-    if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+    if dtype in _HALF_DTYPES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
-    root = (query.shape[-1] ** -0.5 if call.scale is None else call.scale) ** 0.5
-    query = query * root
+    sqrt_scale = (query.shape[-1] ** -0.5 if call.scale is None else call.scale) ** 0.5
+    query = query * sqrt_scale
     if call.is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if mask is not None and mask.dtype is torch.bool:
         mask = _to_additive_mask(mask, query)
     if call.enable_gqa and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ (key.transpose(-2, -1) * root)
+        group_size = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
+    scores = query @ (key.transpose(-2, -1) * sqrt_scale)
     if mask is not None:
         scores.add_(mask)
     scores = kernels.safe_softmax(scores, -1)
     if dropout_p > 0:
-        dropped = dropout(device_state, scores, dropout_p)
-        scores = torch.dropout(scores, dropout_p, True) if dropped is NotImplemented else dropped
+        dropout_result = dropout(device_state, scores, dropout_p)
+        scores = torch.dropout(scores, dropout_p, True) if dropout_result is NotImplemented else dropout_result
     result = (scores @ value).to(dtype)
     # The operator returns the scores too, in the input's dtype; SDPA drops them.
     scores.to(dtype)
@@ -231,8 +231,8 @@ def _math_attention(device_state: DeviceState, call: Attention) -> torch.Tensor:
 
 def _pad_head_dim(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` with the head dimension (the last) padded to a multiple of 8, for flash attention."""
-    num_missing = -tensor.shape[-1] % 8
-    return torch.nn.functional.pad(tensor, (0, num_missing)) if num_missing else tensor
+    num_padding = -tensor.shape[-1] % 8
+    return torch.nn.functional.pad(tensor, (0, num_padding)) if num_padding else tensor
 
 
 def _to_additive_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -256,37 +256,37 @@ def _is_deterministic() -> bool:
 
 
 @scratch(aten._scaled_dot_product_flash_attention_backward)
-def flash_attention_backward(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_flash_backward_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of the accumulators: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
 
     With grouped queries, dk and dv are first computed for every query head and then summed.
     """
     query, key = args[1], args[2]
-    batch, heads, length, head_dim = query.shape
+    batch, num_heads, length, head_dim = query.shape
     rounded_length = round_up(length, 128)
-    rounded_head = round_up(head_dim, 32) if head_dim <= 128 else round_up(head_dim, 64)
-    sizes = [4 * batch * heads * rounded_length, 4 * batch * rounded_length * heads * rounded_head]
-    if key.shape[1] != heads:
-        sizes += 2 * [query.element_size() * batch * key.shape[2] * heads * head_dim]
+    rounded_head_dim = round_up(head_dim, 32) if head_dim <= 128 else round_up(head_dim, 64)
+    sizes = [4 * batch * num_heads * rounded_length, 4 * batch * rounded_length * num_heads * rounded_head_dim]
+    if key.shape[1] != num_heads:
+        sizes += 2 * [query.element_size() * batch * key.shape[2] * num_heads * head_dim]
     return sizes
 
 
 @kernel(aten._scaled_dot_product_efficient_attention)
 def efficient_attention(launch: KernelContext) -> Any:
     """Make the output and its row sums; seed and offset of the dropout are host tensors, except in a captured graph."""
-    output, sums, seed, offset = launch.func(*launch.args, **launch.kwargs)
-    launch.record(output, sums)
-    return output, sums, torch.zeros_like(seed, device="cpu"), torch.zeros_like(offset, device="cpu")
+    output, row_sums, seed, offset = launch.func(*launch.args, **launch.kwargs)
+    launch.record(output, row_sums)
+    return output, row_sums, torch.zeros_like(seed, device="cpu"), torch.zeros_like(offset, device="cpu")
 
 
 @kernel(aten._scaled_dot_product_efficient_attention_backward)
 def efficient_attention_backward(launch: KernelContext) -> Any:
     """Make the gradients, and allocate the buffers of the memory-efficient backward for the arguments of SDPA."""
     query, key, value = launch.args[1:4]
-    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    (batch, heads, q_len, _), k_len = query.shape, key.shape[2]
     grads = launch.func(*launch.args, **launch.kwargs)
     launch.record(*grads)
-    _allocate_for_backward(launch, query, value, (batch, queries), (batch, heads, queries, keys), launch.args[9])
+    _allocate_for_backward(launch, query, value, (batch, q_len), (batch, heads, q_len, k_len), launch.args[9])
     return grads
 
 
@@ -294,62 +294,62 @@ def efficient_attention_backward(launch: KernelContext) -> Any:
 def general_efficient_attention_backward(launch: KernelContext) -> Any:
     """Run the backward of the operator that libraries call; `cu_seqlens` are bounds of concatenated sequences."""
     query, key, value, bias = launch.args[1:5]
-    bounds = launch.args[6]
+    cu_seqlens = launch.args[6]
     batch, rows, heads, _ = query.shape
-    sequences = (batch, rows, key.shape[1]) if bounds is None else (bounds.shape[0] - 1, *launch.args[8:10])
-    grads = [launch.new(each.shape, each.dtype) for each in (query, key, value)]
+    sizes = (batch, rows, key.shape[1]) if cu_seqlens is None else (cu_seqlens.shape[0] - 1, *launch.args[8:10])
+    grads = [launch.new(tensor.shape, tensor.dtype) for tensor in (query, key, value)]
     bias_grad = None
     if launch.args[15]:  # the last dimension is aligned to 16
         bias_grad = launch.new((*bias.shape[:-1], round_up(bias.shape[-1], 16)), bias.dtype)
-    blocks = (sequences[0], heads, *sequences[1:])
-    _allocate_for_backward(launch, query, value, (batch, rows), blocks, launch.args[11])
+    qk_shape = (sizes[0], heads, *sizes[1:])
+    _allocate_for_backward(launch, query, value, (batch, rows), qk_shape, launch.args[11])
     return *grads, bias_grad if bias_grad is None else bias_grad[..., : bias.shape[-1]]
 
 
 def _allocate_for_backward(
-    launch: KernelContext, query: torch.Tensor, value: torch.Tensor, rows: Any, blocks: Any, dropout_p: float
+    launch: KernelContext, query: torch.Tensor, value: torch.Tensor, q_shape: Any, qk_shape: Any, dropout_p: float
 ) -> None:
     """Allocate row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h,
     workspace_size): gradients of queries in tiles, and of keys and values where registers are too few.
 
     `rows` are batch and queries; `blocks` are sequences, heads, and the most queries and keys of one sequence.
     """
-    gpu, is_half = launch.gpu, query.dtype in _HALF
-    sums = 4 * rows[0] * blocks[1] * rows[1]
-    tile = _efficient_tile(gpu, is_half, max(query.shape[-1], value.shape[-1]), dropout_p > 0)
-    in_registers = is_half and tile.max_head <= tile.rows
+    gpu, is_half = launch.gpu, query.dtype in _HALF_DTYPES
+    sums_bytes = 4 * q_shape[0] * qk_shape[1] * q_shape[1]
+    tile = _choose_efficient_tile(gpu, is_half, max(query.shape[-1], value.shape[-1]), dropout_p > 0)
+    fits_in_registers = is_half and tile.max_head_dim <= tile.rows
     with contextlib.ExitStack() as stack:
-        if is_half and (in_registers or gpu.compute_capability[0] != 7 or gpu.compute_capability >= (7, 5)):
-            stack.enter_context(launch.scratch(sums))  # allocated by the kernel
+        if is_half and (fits_in_registers or gpu.compute_capability[0] != 7 or gpu.compute_capability >= (7, 5)):
+            stack.enter_context(launch.scratch(sums_bytes))  # allocated by the kernel
         else:
             # Separate operators: in half precision copies in float32, a product, the sums, and a transposed copy.
-            product = [sums * value.shape[-1]] * (3 if is_half else 1)
-            with launch.scratch(*product, sums):
-                stack.enter_context(launch.scratch(sums))
+            product_buffers = [sums_bytes * value.shape[-1]] * (3 if is_half else 1)
+            with launch.scratch(*product_buffers, sums_bytes):
+                stack.enter_context(launch.scratch(sums_bytes))
         # Half precision is summed in splits where registers are too few.
-        splitting = is_half and not in_registers
-        launch.transients(_compute_backward_workspace(gpu, tile, blocks, query, value, splitting=splitting))
+        is_split = is_half and not fits_in_registers
+        launch.transients(_compute_backward_workspace(gpu, tile, qk_shape, query, value, is_split=is_split))
 
 
 def _compute_backward_workspace(
-    gpu: DeviceProperties, tile: _Tile, blocks: Any, query: torch.Tensor, value: torch.Tensor, *, splitting: bool
+    gpu: DeviceProperties, tile: _Tile, qk_shape: Any, query: torch.Tensor, value: torch.Tensor, *, is_split: bool
 ) -> int:
-    batch, heads, queries, keys = blocks
-    head, head_v = query.shape[-1], value.shape[-1]
+    batch, heads, q_len, k_len = qk_shape
+    head_dim, value_head_dim = query.shape[-1], value.shape[-1]
     block_i, block_j, _ = tile
-    splits = -(-keys // block_j)
-    if batch * heads >= 256 and keys <= 2 * block_j:
-        splits = 1
-    elements = 0
-    if splitting:
-        splits = min(splits, 200 // (batch * heads))
-    if splits < 1 or _is_deterministic():
-        splits = 1
-    if splitting:
-        elements = splits * block_j * (round_up(head, block_i) + round_up(head_v, block_i))
-    if gpu.compute_capability >= (7, 0) or query.dtype in _HALF:
-        elements += -(-queries // block_i) * -(-head // block_j) * (4 + block_i * block_j)
-    return 4 * batch * heads * round_up(elements, 4)
+    num_splits = -(-k_len // block_j)
+    if batch * heads >= 256 and k_len <= 2 * block_j:
+        num_splits = 1
+    num_elements = 0
+    if is_split:
+        num_splits = min(num_splits, 200 // (batch * heads))
+    if num_splits < 1 or _is_deterministic():
+        num_splits = 1
+    if is_split:
+        num_elements = num_splits * block_j * (round_up(head_dim, block_i) + round_up(value_head_dim, block_i))
+    if gpu.compute_capability >= (7, 0) or query.dtype in _HALF_DTYPES:
+        num_elements += -(-q_len // block_i) * -(-head_dim // block_j) * (4 + block_i * block_j)
+    return 4 * batch * heads * round_up(num_elements, 4)
 
 
 class _Tile(NamedTuple):
@@ -357,22 +357,22 @@ class _Tile(NamedTuple):
 
     rows: int
     columns: int
-    max_head: int  # the largest head dimension that the kernel supports
+    max_head_dim: int  # the largest head dimension that the kernel supports
 
 
-def _efficient_tile(gpu: DeviceProperties, is_half: bool, head: int, has_dropout: bool) -> _Tile:
+def _choose_efficient_tile(gpu: DeviceProperties, is_half: bool, head_dim: int, has_dropout: bool) -> _Tile:
     """Return the tile of the kernel that is launched: the first kernel for the head dimension, with 128 rows where the
     shared memory of a block of threads is large enough (mem_eff_attention/kernels/cutlassB.h)."""
     capability = gpu.compute_capability
-    if is_half and not has_dropout and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
+    if is_half and not has_dropout and capability in ((8, 6), (8, 9)) and 64 < head_dim <= 96:
         return _Tile(128, 64, 96)
-    max_head = next((size for size in (32, 64, 128) if head <= size), 2**16)
+    max_head_dim = next((size for size in (32, 64, 128) if head_dim <= size), 2**16)
     has_enough_shared_memory = (capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 9))) or (
         is_half and capability < (7, 5)
     )
-    rows = 128 if max_head > 64 and has_enough_shared_memory else 64
-    is_pipelined = is_half and capability >= (8, 0) and max_head <= rows
-    return _Tile(rows, 128 if is_pipelined and max_head > 64 else 64, max_head)
+    rows = 128 if max_head_dim > 64 and has_enough_shared_memory else 64
+    is_pipelined = is_half and capability >= (8, 0) and max_head_dim <= rows
+    return _Tile(rows, 128 if is_pipelined and max_head_dim > 64 else 64, max_head_dim)
 
 
 def _empty_like_query(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -380,10 +380,10 @@ def _empty_like_query(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tens
     if tuple(query.shape) == shape:
         return torch.empty_like(query)
     strides = [0] * len(shape)
-    step = 1
+    stride = 1
     for dim in sorted(range(len(shape)), key=query.stride):
-        strides[dim] = step
-        step *= shape[dim]
+        strides[dim] = stride
+        stride *= shape[dim]
     return torch.empty_strided(shape, strides, dtype=query.dtype, device=META)
 
 
@@ -392,13 +392,13 @@ def cudnn_attention(launch: KernelContext) -> Any:
     """Make seed and offset of the dropout (always), the output, and for a backward the row sums in float32."""
     query, key, value = launch.args[:3]
     needs_sums = launch.args[4]
-    batch, heads, length, _ = query.shape
+    batch, num_heads, length, _ = query.shape
     seed, offset = (torch.empty((), dtype=torch.int64, device=META) for _ in range(2))
-    output = _empty_like_query(query, (batch, heads, length, value.shape[-1]))
-    sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=META) if needs_sums else None
-    launch.record(seed, offset, output, sums)
+    output = _empty_like_query(query, (batch, num_heads, length, value.shape[-1]))
+    row_sums = torch.empty(batch, num_heads, length, 1, dtype=torch.float32, device=META) if needs_sums else None
+    launch.record(seed, offset, output, row_sums)
     launch.transients(_CUDNN_WORKSPACE_BYTES)
-    return output, sums, None, None, length, key.shape[2], seed, offset, None
+    return output, row_sums, None, None, length, key.shape[2], seed, offset, None
 
 
 @kernel(aten._scaled_dot_product_cudnn_attention_backward)
@@ -406,13 +406,13 @@ def cudnn_attention_backward(launch: KernelContext) -> Any:
     """Make the gradients; the workspace has a float32 gradient and row sum of each query, and with grouped queries
     gradients of keys and values for every query head."""
     query, key, value = launch.args[1:4]
-    grads = tuple(torch.empty_like(each) for each in (query, key, value))
+    grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     launch.record(*grads)
-    workspace = _CUDNN_WORKSPACE_BYTES + 4 * query[..., 0].numel() * (query.shape[-1] + 1)
-    for grouped in (key, value):
-        if grouped.shape[1] != query.shape[1]:
-            workspace += grouped.numel() // grouped.shape[1] * query.shape[1] * grouped.element_size()
-    launch.transients(workspace)
+    workspace_bytes = _CUDNN_WORKSPACE_BYTES + 4 * query[..., 0].numel() * (query.shape[-1] + 1)
+    for tensor in (key, value):
+        if tensor.shape[1] != query.shape[1]:
+            workspace_bytes += tensor.numel() // tensor.shape[1] * query.shape[1] * tensor.element_size()
+    launch.transients(workspace_bytes)
     return grads
 
 
@@ -441,25 +441,25 @@ def multi_head_attention(
     if not device_state.is_on_gpu(query) or query.is_nested or not is_self_attention or not query.numel():
         return NotImplemented
     batch, length, _ = query.shape
-    width = embed_dim // num_heads
-    if width % 8 == 0 and not need_weights and mask is None:
-        heads = query.view(batch, -1, num_heads, width).transpose(1, 2)
-        if backend(device_state.gpu, Attention(heads, heads, heads)) != "math":
-            parts = _linear(query, qkv_weight, qkv_bias).chunk(3, -1)
-            queries, keys, values = (part.view(batch, -1, num_heads, width).transpose(1, 2) for part in parts)
+    head_dim = embed_dim // num_heads
+    if head_dim % 8 == 0 and not need_weights and mask is None:
+        split_heads = query.view(batch, -1, num_heads, head_dim).transpose(1, 2)
+        if choose_backend(device_state.gpu, AttentionArguments(split_heads, split_heads, split_heads)) != "math":
+            projections = _linear(query, qkv_weight, qkv_bias).chunk(3, -1)
+            queries, keys, values = (part.view(batch, -1, num_heads, head_dim).transpose(1, 2) for part in projections)
             result = attention(device_state, queries, keys, values).transpose(1, 2).reshape(batch, -1, embed_dim)
             return _linear(result, proj_weight, proj_bias), None
-    projected = torch.matmul(query, qkv_weight.t())
-    packed = projected.new_empty((3, batch * num_heads, length, width))
-    del projected
-    queries, keys, values = packed.unbind(0)
+    projection = torch.matmul(query, qkv_weight.t())
+    qkv = projection.new_empty((3, batch * num_heads, length, head_dim))
+    del projection
+    queries, keys, values = qkv.unbind(0)
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(batch, num_heads, length, length)
     weights = torch.softmax(scores, -1) if mask is None else kernels.masked_softmax(scores, mask, 3, mask_type)
     del scores
     torch.bmm(weights.view(-1, length, length), values, out=queries)
     if not need_weights:
         del weights
-    context = queries.view(batch, num_heads, length, width).transpose(1, 2).reshape(batch, length, embed_dim)
+    context = queries.view(batch, num_heads, length, head_dim).transpose(1, 2).reshape(batch, length, embed_dim)
     result = _linear(context, proj_weight, proj_bias)
     if not need_weights:
         return result, None
@@ -477,19 +477,19 @@ def encoder_layer(device_state: DeviceState, src: torch.Tensor, embed_dim: int, 
     mask, mask_type = (*rest[15:], None, None)[:2]
     if not device_state.is_on_gpu(src) or src.is_nested or not src.numel():
         return NotImplemented
-    shape = (embed_dim,)
-    first, second = (*norms[:2], eps), (*norms[2:], eps)
-    x = torch.layer_norm(src, shape, *first) if norm_first else src
+    normalized_shape = (embed_dim,)
+    first_norm, second_norm = (*norms[:2], eps), (*norms[2:], eps)
+    x = torch.layer_norm(src, normalized_shape, *first_norm) if norm_first else src
     options: tuple[Any, ...] = (*projections, mask, False, True, mask_type)
     x = multi_head_attention(device_state, x, x, x, embed_dim, num_heads, *options)[0]
     x.add_(src)
     if not norm_first:
-        x = torch.layer_norm(x, shape, *first)
+        x = torch.layer_norm(x, normalized_shape, *first_norm)
     residual = x
     if norm_first:
-        x = torch.layer_norm(x, shape, *second)
+        x = torch.layer_norm(x, normalized_shape, *second_norm)
     hidden = kernels.addmm_activation(linears[1], x.reshape(-1, embed_dim), linears[0].t(), use_gelu=use_gelu)
     x = _linear(hidden.view(*src.shape[:-1], -1), *linears[2:])
     del hidden
     x.add_(residual)
-    return x if norm_first else torch.layer_norm(x, shape, *second)
+    return x if norm_first else torch.layer_norm(x, normalized_shape, *second_norm)

@@ -11,10 +11,10 @@ import torch
 _CONTIGUOUS = torch.contiguous_format
 
 
-def contiguous(*tensors: torch.Tensor | None, layout: torch.memory_format = _CONTIGUOUS) -> list[int]:
+def copy_bytes(*tensors: torch.Tensor | None, layout: torch.memory_format = _CONTIGUOUS) -> list[int]:
     """Return the bytes of each copy that `Tensor.contiguous` makes of `tensors`; None is skipped."""
-    strided = (t for t in tensors if t is not None and not t.is_contiguous(memory_format=layout))
-    return [t.numel() * t.element_size() for t in strided]
+    non_contiguous = (t for t in tensors if t is not None and not t.is_contiguous(memory_format=layout))
+    return [t.numel() * t.element_size() for t in non_contiguous]
 
 
 def make_copies_formula(*positions: int) -> Callable[..., list[int]]:
@@ -23,7 +23,7 @@ def make_copies_formula(*positions: int) -> Callable[..., list[int]]:
     def formula(args: Any, gpu: Any = None) -> list[int]:
         """Return the bytes of each contiguous copy of a tensor argument that is not contiguous."""
         selected = (args[position] for position in positions if position < len(args))
-        return contiguous(*(arg for arg in selected if isinstance(arg, torch.Tensor)))
+        return copy_bytes(*(arg for arg in selected if isinstance(arg, torch.Tensor)))
 
     return formula
 

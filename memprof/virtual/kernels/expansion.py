@@ -21,11 +21,11 @@ from memprof.torch_private.dispatch import OPDEFS
 from memprof.virtual.kernels.registry import expanded_composites
 
 _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
-_EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-_IMPLICIT = "CompositeImplicitAutograd"
+_EXPLICIT_KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_IMPLICIT_KEY = "CompositeImplicitAutograd"
 
 # Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file.
-_OPERATORS = (
+_EXPANDED_OPERATORS = (
     # native/Loss.cpp
     "binary_cross_entropy_with_logits", "soft_margin_loss", "soft_margin_loss_backward",
     # native/ReduceOps.cpp, native/Distance.cpp
@@ -45,9 +45,9 @@ _OPERATORS = (
     # native/Linear.cpp, native/BatchLinearAlgebra.cpp, native/LinearAlgebra.cpp, native/SpectralOps.cpp
     "_trilinear", "cholesky_solve", "linalg_pinv", "fft_fftfreq", "fft_rfftfreq",
 )  # fmt: skip
-expanded_composites.mark(*(f"aten.{name}" for name in _OPERATORS))
+expanded_composites.mark(*(f"aten.{name}" for name in _EXPANDED_OPERATORS))
 # Dispatch keys that torch excludes outside of autocast.
-_AUTOCAST_IS_OFF = dispatch.dispatch_tls_local_exclude_set()
+_DEFAULT_EXCLUDED_KEYS = dispatch.dispatch_tls_local_exclude_set()
 _TORCH_NAMESPACE = "torch_nn"  # operators that torch implements in Python (nn/modules/linear_cross_entropy.py)
 # memprof's operators: the Python body stands for one kernel, which allocates only results (workload/attention).
 _MEMPROF_NAMESPACE = "memprof"
@@ -58,19 +58,19 @@ def find_python_body(func: Any) -> Callable[..., Any] | None:
     definition = OPDEFS.get(func._schema.name)
     if definition is None or func.namespace == _MEMPROF_NAMESPACE:
         return None
-    default: Callable[..., Any] = definition._init_fn
+    init_fn: Callable[..., Any] = definition._init_fn
     if "cuda" in definition._backend_fns:
         cuda_kernel = inspect.unwrap(definition._backend_fns["cuda"])
         cells = zip(cuda_kernel.__code__.co_freevars, cuda_kernel.__closure__ or (), strict=True)
-        return next((cell.cell_contents for name, cell in cells if name == "fn"), default)
-    return default if None in definition._backend_fns or func.namespace == _TORCH_NAMESPACE else None
+        return next((cell.cell_contents for name, cell in cells if name == "fn"), init_fn)
+    return init_fn if None in definition._backend_fns or func.namespace == _TORCH_NAMESPACE else None
 
 
 def set_python_dispatch() -> Any:
     """Return a guard that sets the dispatch keys as inside an operator written in Python. Under a mode, all feature
     keys are excluded, and torch cannot compile code that makes a tensor of numbers. Grad mode is off there."""
-    excluded, included = dispatch.dispatch_tls_local_exclude_set(), dispatch.dispatch_tls_local_include_set()
-    return dispatch.ForceDispatchKeyGuard(included, excluded & _AUTOCAST_IS_OFF)
+    excluded_keys, included_keys = dispatch.dispatch_tls_local_exclude_set(), dispatch.dispatch_tls_local_include_set()
+    return dispatch.ForceDispatchKeyGuard(included_keys, excluded_keys & _DEFAULT_EXCLUDED_KEYS)
 
 
 def find_expansion(func: Any) -> Callable[..., Any] | None:
@@ -89,7 +89,7 @@ def find_expansion(func: Any) -> Callable[..., Any] | None:
         return functools.partial(func._op_dk, torch.DispatchKey.CUDA)
     if _has_kernel(name, "CPU"):
         return None
-    key = next((key for key in (*_EXPLICIT, _IMPLICIT) if _has_kernel(name, key)), None)
-    if key is None or (key != _IMPLICIT and func.overloadpacket not in expanded_composites):
+    key = next((key for key in (*_EXPLICIT_KEYS, _IMPLICIT_KEY) if _has_kernel(name, key)), None)
+    if key is None or (key != _IMPLICIT_KEY and func.overloadpacket not in expanded_composites):
         return None
     return functools.partial(func._op_dk, getattr(torch.DispatchKey, key))

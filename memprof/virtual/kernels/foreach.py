@@ -11,13 +11,13 @@ from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.reductions import accumulator_bytes_per_value
 from memprof.virtual.kernels.registry import aten, input_copies, kernel
 
-_CHUNK = 65_536  # elements of a tensor that a block of a multi-tensor kernel takes (native/cuda/MultiTensorApply.cuh)
+_CHUNK_ELEMENTS = 65_536  # elements per thread block of a multi-tensor kernel (native/cuda/MultiTensorApply.cuh)
 _TILE_BYTES = 2_048  # bytes that a block of the kernel of `_chunk_cat` copies (native/cuda/TensorShape.cu)
-_GLOBAL_NORM = hasattr(aten, "_foreach_global_norm")
+_HAS_GLOBAL_NORM = hasattr(aten, "_foreach_global_norm")
 
 
 @input_copies(aten._foreach_norm)
-def foreach_norm(args: Any) -> list[int]:
+def compute_foreach_norm_buffers(args: Any) -> list[int]:
     """Return the bytes of a float32 norm for each chunk of each tensor: [tensors, chunks of the largest tensor].
 
     Releases that have a global norm also allocate 320 elements and a scalar. Orders other than 1, 2 and infinity run
@@ -29,9 +29,10 @@ def foreach_norm(args: Any) -> list[int]:
         return []
     if order not in (1, 2, math.inf):
         return []
-    item = accumulator_bytes_per_value(tensors[0])
-    chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
-    return [item * len(tensors) * chunks, *([item * 320, tensors[0].element_size()] if _GLOBAL_NORM else [])]
+    itemsize = accumulator_bytes_per_value(tensors[0])
+    chunks = max(-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in tensors)
+    norm_buffers = [itemsize * 320, tensors[0].element_size()] if _HAS_GLOBAL_NORM else []
+    return [itemsize * len(tensors) * chunks, *norm_buffers]
 
 
 @kernel(aten._chunk_cat)
@@ -42,11 +43,11 @@ def chunk_cat(launch: KernelContext) -> Any:
     fully_shard copies gradients into one buffer by this operator. Tensors that are not dense are padded in C++.
     """
     tensors = launch.argument(0, "tensors")
-    dim, chunks = launch.argument(1, "dim"), launch.argument(2, "num_chunks")
-    first, out = tensors[0], launch.kwargs.get("out", tensors[0])
-    casts = first.dtype is torch.bfloat16 and out.dtype is torch.float32
-    if (first.dtype is out.dtype or casts) and all(map(aten.is_non_overlapping_and_dense, tensors)):
-        sizes = [-(-t.size(dim) // chunks) * math.prod(t.shape[dim + 1 :]) * out.element_size() for t in tensors]
-        blocks = sum(-(-size // _TILE_BYTES) for size in sizes)
-        launch.transients(8 * (blocks + 6 * len(tensors) + 2))
+    dim, num_chunks = launch.argument(1, "dim"), launch.argument(2, "num_chunks")
+    first_tensor, out = tensors[0], launch.kwargs.get("out", tensors[0])
+    is_cast = first_tensor.dtype is torch.bfloat16 and out.dtype is torch.float32
+    if (first_tensor.dtype is out.dtype or is_cast) and all(map(aten.is_non_overlapping_and_dense, tensors)):
+        sizes = [-(-t.size(dim) // num_chunks) * math.prod(t.shape[dim + 1 :]) * out.element_size() for t in tensors]
+        num_blocks = sum(-(-size // _TILE_BYTES) for size in sizes)
+        launch.transients(8 * (num_blocks + 6 * len(tensors) + 2))
     return NotImplemented

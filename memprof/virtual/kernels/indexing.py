@@ -21,7 +21,7 @@ from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.engine import in_backward
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import sorting
-from memprof.virtual.kernels.copies import contiguous, make_copies_formula
+from memprof.virtual.kernels.copies import copy_bytes, make_copies_formula
 from memprof.virtual.kernels.reductions import reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, input_copies, kernel, scratch
 from memprof.virtual.operator_call import OpKind, find_tensors
@@ -30,24 +30,24 @@ from memprof.virtual.operator_call import OpKind, find_tensors
 @kernel(aten.nonzero, on_host=True)
 def nonzero(launch: KernelContext) -> Any:
     """Make the indices, and allocate the buffers by which CUDA counts and selects."""
-    mask = launch.args[0]
-    if not mask.is_meta:
+    data = launch.args[0]
+    if not data.is_meta:
         return NotImplemented
-    return _select_indices(launch, mask, lambda: launch.known(launch.values.policy.find_selected_indices(mask)))
+    return _select_indices(launch, data, lambda: launch.known(launch.values.policy.find_selected_indices(data)))
 
 
-def _select_indices(launch: KernelContext, mask: torch.Tensor, select: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _select_indices(launch: KernelContext, mask: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return the result of `select`, the indices of `mask`, and allocate CUB's buffers for the count (before) and the
     selection (after; native/cuda/Nonzero.cu)."""
-    count = mask.numel()
-    if not count or not launch.call.on_gpu or launch.device == HOST:
-        return select()
+    num_elements = mask.numel()
+    if not num_elements or not launch.call.on_gpu or launch.device == HOST:
+        return compute()
     launch.wait()
-    with launch.scratch(*contiguous(mask), 4):
-        launch.transients(sorting.reduce_bytes(count, launch.gpu))
-        indices = select()
+    with launch.scratch(*copy_bytes(mask), 4):
+        launch.transients(sorting.reduce_bytes(num_elements, launch.gpu))
+        indices = compute()
         if mask.dim():
-            launch.transients(sorting.scan_bytes(count, 4, launch.gpu, "flagged"))
+            launch.transients(sorting.scan_bytes(num_elements, 4, launch.gpu, "flagged"))
     return indices
 
 
@@ -69,7 +69,7 @@ def index(launch: KernelContext) -> Any:
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks or not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
-    if value is not None and _fills_a_mask(launch, masks):
+    if value is not None and _is_masked_fill(launch, masks):
         if launch.operator.kind is OpKind.IN_PLACE:
             launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
             return launch.args[0]
@@ -78,46 +78,46 @@ def index(launch: KernelContext) -> Any:
         launch.record(result)
         launch.values.propagate(launch.func, launch.args, launch.kwargs, [result])
         return result
-    expanded: list[torch.Tensor | None] = []
-    selected: list[torch.Tensor | None] = []
+    expanded_indices: list[torch.Tensor | None] = []
+    index_values: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
-            expanded.append(index)
-            selected.append(index)
+            expanded_indices.append(index)
+            index_values.append(index)
             continue
-        columns = launch.values.policy.find_selected_indices(index)
-        if _writes_fewer(launch, index, columns):
-            columns = columns[: launch.args[2].shape[0]]
+        mask_indices = launch.values.policy.find_selected_indices(index)
+        if _has_fewer_rows(launch, index, mask_indices):
+            mask_indices = mask_indices[: launch.args[2].shape[0]]
         # One tensor of all coordinates; the columns are the indices (IndexingUtils.h, expandTensors).
-        coordinates = _select_indices(launch, index, functools.partial(_make_coordinates, launch, columns))
-        expanded += coordinates.unbind(0)
-        selected += columns.unbind(1)
-    args = (launch.args[0], expanded, *launch.args[2:])
-    known = (launch.args[0], selected, *launch.args[2:])
+        coordinates = _select_indices(launch, index, functools.partial(_make_coordinates, launch, mask_indices))
+        expanded_indices += coordinates.unbind(0)
+        index_values += mask_indices.unbind(1)
+    args = (launch.args[0], expanded_indices, *launch.args[2:])
+    args_with_values = (launch.args[0], index_values, *launch.args[2:])
     if launch.operator.kind is OpKind.IN_PLACE:
-        launch.values.write(launch.func, known, launch.kwargs, launch.args[0])
+        launch.values.write(launch.func, args_with_values, launch.kwargs, launch.args[0])
         return launch.func(*args, **launch.kwargs)
     result = launch.func(*args, **launch.kwargs)
     launch.record(*find_tensors(result))
-    launch.values.propagate(launch.func, known, launch.kwargs, find_tensors(result))
+    launch.values.propagate(launch.func, args_with_values, launch.kwargs, find_tensors(result))
     return result
 
 
-def _make_coordinates(launch: KernelContext, columns: torch.Tensor) -> torch.Tensor:
-    coordinates = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=META)
+def _make_coordinates(launch: KernelContext, mask_indices: torch.Tensor) -> torch.Tensor:
+    coordinates = torch.empty(tuple(mask_indices.shape)[::-1], dtype=torch.int64, device=META)
     launch.record(coordinates, op="aten.nonzero")
     return coordinates
 
 
-def _writes_fewer(launch: KernelContext, mask: torch.Tensor, columns: torch.Tensor) -> bool:
+def _has_fewer_rows(launch: KernelContext, mask: torch.Tensor, mask_indices: torch.Tensor) -> bool:
     """Return whether `x[mask] = rows` has fewer rows than an unknown mask selects: the mask then selects that many."""
     value = launch.args[2] if len(launch.args) > 2 else None
     if value is None or value.numel() < 2 or value.dim() != 1 + launch.args[0].dim() - mask.dim():
         return False
-    return 1 < value.shape[0] < len(columns) and launch.values.store.get(mask) is None
+    return 1 < value.shape[0] < len(mask_indices) and launch.values.store.get(mask) is None
 
 
-def _fills_a_mask(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
+def _is_masked_fill(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
     """Return whether `x[mask] = number` runs as masked_fill_, without indices: a single mask, and a number on the
     host, such as a Python number (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
@@ -130,7 +130,7 @@ def _fills_a_mask(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
 
 
 @scratch(aten.index_put, aten.index_put_, aten._index_put_impl_)
-def index_put_accumulate(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_index_put_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes by which an accumulating index_put sorts (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
     In order: the maximum, minimum and range check of each index, where bounds are checked (not by autograd, which calls
@@ -142,25 +142,25 @@ def index_put_accumulate(args: Any, gpu: DeviceProperties) -> list[int]:
     indices = [index for index in args[1] if index is not None]
     if not (len(args) > 3 and args[3]) or not indices:
         return []
-    count = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+    num_indices = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
     slice_size = math.prod(
         size for size, index in zip(data.shape, [*args[1], *[None] * data.dim()], strict=False) if index is None
     )
-    bits = sorting.count_key_bits(max(1, data.numel() // max(1, slice_size)))
-    sort = sorting.radix_sort_bytes(count, 8, 8, bits, gpu)
-    on_gpu = sum(index.is_meta for index in indices)
+    key_bits = sorting.count_key_bits(max(1, data.numel() // max(1, slice_size)))
+    sort_bytes = sorting.radix_sort_bytes(num_indices, 8, 8, key_bits, gpu)
+    num_gpu_indices = sum(index.is_meta for index in indices)
     bounds_buffers: list[int] = []
     if not in_backward() and not (len(args) > 4 and args[4]):
         for index in indices:
             if index.is_meta and index.numel():
                 bounds_buffers += [8, *reduction_buffers(index, None, 8, gpu), 1] * 2
-    linear_index_buffers = [8 * count] * (max(0, 3 * on_gpu - 1) + len(indices) - on_gpu)
+    linear_index_buffers = [8 * num_indices] * (max(0, 3 * num_gpu_indices - 1) + len(indices) - num_gpu_indices)
     values = args[2]
-    num_written = count * slice_size
+    num_written = num_indices * slice_size
     value_copies = (
         [num_written * values.element_size()] if values.numel() < num_written or not values.is_contiguous() else []
     )
-    return [*bounds_buffers, *linear_index_buffers, *value_copies, *[8 * count] * 3, sort]
+    return [*bounds_buffers, *linear_index_buffers, *value_copies, *[8 * num_indices] * 3, sort_bytes]
 
 
 # In number ** tensor, the number becomes a double on the GPU (native/Pow.cpp, pow.Scalar).
@@ -189,28 +189,28 @@ def masked_select(launch: KernelContext) -> Any:
 
 
 @scratch(aten.scatter_reduce, aten.scatter_reduce_)
-def scatter_reduce(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_scatter_reduce_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of the counts of a mean (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
     data, source, reduce = args[0], args[3], args[4]
     if reduce != "mean":
         return []
-    item = data.element_size()
-    return [source.numel() * item, data.numel() * item, data.numel()]
+    item_bytes = data.element_size()
+    return [source.numel() * item_bytes, data.numel() * item_bytes, data.numel()]
 
 
 @scratch(aten.masked_scatter, aten.masked_scatter_)
-def masked_scatter(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_masked_scatter_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of an int64 scan of the mask, which finds each element's source, and of contiguous copies of the
     broadcast mask and the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
-    count = mask.numel()
-    return [8 * count, *contiguous(mask, source), sorting.scan_bytes(count, 8, gpu, "sum of int64")]
+    num_elements = mask.numel()
+    return [8 * num_elements, *copy_bytes(mask, source), sorting.scan_bytes(num_elements, 8, gpu, "sum of int64")]
 
 
 # Indices that cannot be viewed flat are copied (native/Embedding.cpp, embedding).
-embedding_copy = input_copies(aten.embedding)(make_copies_formula(1))
+compute_embedding_copies = input_copies(aten.embedding)(make_copies_formula(1))
 
-_FEW_INDICES = 3072
+_MAX_UNSORTED_INDICES = 3072
 _MAX_MODE = 2  # mode="max" of an embedding bag
 _ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_THREAD)
 
@@ -218,56 +218,56 @@ _ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_
 @kernel(aten.embedding_dense_backward)
 def embedding_dense_backward(launch: KernelContext) -> Any:
     """Make the dense gradient of the table, and allocate the buffers of the sort and the sums."""
-    grad, indices, rows, _, by_frequency = launch.args
+    grad, indices, num_rows, _, scale_grad_by_freq = launch.args
     if not (grad.is_meta and indices.is_meta):
         return NotImplemented
-    count, item, width = indices.numel(), indices.element_size(), grad.shape[-1]
-    needs_sort = count > _FEW_INDICES or by_frequency
+    n, itemsize, width = indices.numel(), indices.element_size(), grad.shape[-1]
+    needs_sort = n > _MAX_UNSORTED_INDICES or scale_grad_by_freq
     with contextlib.ExitStack() as stack:
-        stack.enter_context(launch.scratch(*contiguous(indices, grad)))
+        stack.enter_context(launch.scratch(*copy_bytes(indices, grad)))
         if needs_sort:
             # Sorted indices and original positions.
-            stack.enter_context(launch.scratch(count * item, count * item))
-            launch.transients(count * item, sorting.radix_sort_bytes(count, item, item, 8 * item, launch.gpu))
-            if by_frequency:
-                stack.enter_context(launch.scratch(count * item))
-            if count:
-                return _sum_segments(launch, grad, indices, rows)
-        return launch.new((rows, width), grad.dtype)
+            stack.enter_context(launch.scratch(n * itemsize, n * itemsize))
+            launch.transients(n * itemsize, sorting.radix_sort_bytes(n, itemsize, itemsize, 8 * itemsize, launch.gpu))
+            if scale_grad_by_freq:
+                stack.enter_context(launch.scratch(n * itemsize))
+            if n:
+                return _sum_segments(launch, grad, indices, num_rows)
+        return launch.new((num_rows, width), grad.dtype)
 
 
-def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
+def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Make the gradient of a table from sorted indices, and allocate runs of equal indices and the sums of parts of
     runs (native/cuda/EmbeddingBackwardKernel.cu)."""
-    count, item, width, gpu = indices.numel(), indices.element_size(), grad.shape[-1], launch.gpu
-    result = launch.new((rows, width), grad.dtype)
-    num_segments = min(count, rows)
-    num_parts = count // _ROWS_PER_PART + num_segments
-    with launch.scratch(count * item, 8):
-        launch.transients(count * item, sorting.scan_bytes(count, 8, gpu, "unique by key"))
-        with launch.scratch(num_segments * item, num_segments * item):
-            launch.transients(sorting.scan_bytes(num_segments, item, gpu, f"sum of int{8 * item}"))
-            launch.transients(8, num_parts * item, num_parts * width * max(4, grad.element_size()))
+    n, itemsize, width, gpu = indices.numel(), indices.element_size(), grad.shape[-1], launch.gpu
+    result = launch.new((num_rows, width), grad.dtype)
+    num_segments = min(n, num_rows)
+    num_parts = n // _ROWS_PER_PART + num_segments
+    with launch.scratch(n * itemsize, 8):
+        launch.transients(n * itemsize, sorting.scan_bytes(n, 8, gpu, "unique by key"))
+        with launch.scratch(num_segments * itemsize, num_segments * itemsize):
+            launch.transients(sorting.scan_bytes(num_segments, itemsize, gpu, f"sum of int{8 * itemsize}"))
+            launch.transients(8, num_parts * itemsize, num_parts * width * max(4, grad.element_size()))
     return result
 
 
 @kernel(aten._embedding_bag, aten._embedding_bag_forward_only)
 def embedding_bag(launch: KernelContext) -> Any:
     """Make sizes and indices of the bags before the output (native/cuda/EmbeddingBag.cu)."""
-    output, bags, sizes, largest = results = launch.func(*launch.args, **launch.kwargs)
-    launch.record(sizes, bags, output, largest)
+    output, offset2bag, bag_size, max_indices = results = launch.func(*launch.args, **launch.kwargs)
+    launch.record(bag_size, offset2bag, output, max_indices)
     return results
 
 
 def make_embedding_bag_gradient(launch: KernelContext) -> Any:
     """Make the dense gradient of the table, for sums and means; indices are sorted with their original positions."""
     grad, indices = launch.args[:2]
-    rows, by_frequency, mode = launch.args[6:9]
-    count, item = indices.numel(), indices.element_size()
-    if mode == _MAX_MODE or not count or not launch.call.on_gpu:
+    num_rows, scale_grad_by_freq, mode = launch.args[6:9]
+    n, itemsize = indices.numel(), indices.element_size()
+    if mode == _MAX_MODE or not n or not launch.call.on_gpu:
         return NotImplemented
-    bits = sorting.count_key_bits(rows)
-    with launch.scratch(*contiguous(indices, grad), count * item, count * item):
-        launch.transients(count * item, sorting.radix_sort_bytes(count, item, item, bits, launch.gpu))
-        with launch.scratch(count * item if by_frequency else 0):
-            return _sum_segments(launch, grad, indices, rows)
+    key_bits = sorting.count_key_bits(num_rows)
+    with launch.scratch(*copy_bytes(indices, grad), n * itemsize, n * itemsize):
+        launch.transients(n * itemsize, sorting.radix_sort_bytes(n, itemsize, itemsize, key_bits, launch.gpu))
+        with launch.scratch(n * itemsize if scale_grad_by_freq else 0):
+            return _sum_segments(launch, grad, indices, num_rows)

@@ -17,7 +17,7 @@ from memprof.virtual.kernels.registry import aten
 
 _LOGICAL_AND = {aten.logical_and.default: aten.logical_and_.default}
 # Name of an autograd node -> out-of-place operator -> in-place operator.
-IN_PLACE: dict[str, dict[Any, Any]] = {
+IN_PLACE_OPERATORS: dict[str, dict[Any, Any]] = {
     # evenly_distribute_backward, the branch of CUDA
     **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _LOGICAL_AND),
     # clamp_backward, clamp_backward_min_max
@@ -31,23 +31,23 @@ IN_PLACE: dict[str, dict[Any, Any]] = {
     "BinaryCrossEntropyWithLogitsBackward0": {aten.sub.Tensor: aten.sub_.Tensor, aten.mul.Tensor: aten.mul_.Tensor},
 }
 # The out-of-place operators of the table.
-CANDIDATES = frozenset(operator for table in IN_PLACE.values() for operator in table)
+OUT_OF_PLACE_OPERATORS = frozenset(operator for table in IN_PLACE_OPERATORS.values() for operator in table)
 
 
-def find_in_place(func: Any, args: Any, made_by: str) -> Any:
+def find_in_place(func: Any, args: Any, producer: str) -> Any:
     """Return the in-place operator that the running backward formula calls for `func` on a plain run; None if `func`.
 
     `made_by` names the operator whose result the first argument is. A broadcasting `func` needs a new result.
     """
     node = autograd.current_autograd_node()
-    table = None if node is None else IN_PLACE.get(node.name())
-    if table is None or func not in table:
+    replacements = None if node is None else IN_PLACE_OPERATORS.get(node.name())
+    if replacements is None or func not in replacements:
         return None
     # The target's gradient without pos_weight is `-self * grad_output` on every device.
-    if made_by == "aten.neg" and func is aten.mul.Tensor:
+    if producer == "aten.neg" and func is aten.mul.Tensor:
         return None
     if func is aten.index_fill.int_Tensor:
-        return table[func]
-    overwritten = args[0]
+        return replacements[func]
+    target = args[0]
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
-    return table[func] if torch.broadcast_shapes(*shapes) == overwritten.shape else None
+    return replacements[func] if torch.broadcast_shapes(*shapes) == target.shape else None

@@ -12,10 +12,10 @@ from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import solver_buffers
-from memprof.virtual.kernels.copies import contiguous
+from memprof.virtual.kernels.copies import copy_bytes
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
 
-_FEW_ROWS = 25
+_MAX_FEW_ROWS = 25
 
 
 @kernel(aten.geqrf, on_host=True)
@@ -26,10 +26,10 @@ def geqrf(launch: KernelContext) -> Any:
     if not data.is_meta:
         return NotImplemented
     *batch, rows, columns = data.shape
-    factored = torch.empty(*batch, columns, rows, dtype=data.dtype, device=META).mT
-    factors = torch.empty(*batch, min(rows, columns), dtype=data.dtype, device=META)
-    launch.record(factored, factors)
-    return factored, factors
+    reflectors = torch.empty(*batch, columns, rows, dtype=data.dtype, device=META).mT
+    tau = torch.empty(*batch, min(rows, columns), dtype=data.dtype, device=META)
+    launch.record(reflectors, tau)
+    return reflectors, tau
 
 
 def _count_matrices(matrix: torch.Tensor) -> int:
@@ -58,12 +58,12 @@ def _measured_buffer(gpu: DeviceProperties, num_bytes: int) -> list[int]:
 
 def _assumed_buffer(launch: KernelContext, num_bytes: int) -> list[int]:
     """Return `_measured_buffer`, and add the rule of cuSOLVER's buffers to the report's assumptions."""
-    launch.values.assume(solver_buffers.RULE)
+    launch.values.assume(solver_buffers.BUFFERS_ASSUMPTION)
     return _measured_buffer(launch.gpu, num_bytes)
 
 
 @scratch(aten.linalg_cholesky_ex)
-def cholesky(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_cholesky_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of cuSOLVER's buffer, or of pointers to each of several matrices
     (cuda/linalg/BatchLinearAlgebra.cpp)."""
     batch = _count_matrices(args[0])
@@ -71,7 +71,7 @@ def cholesky(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 @scratch(aten.linalg_ldl_factor_ex)
-def ldl_factor(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_ldl_factor_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of cuSOLVER's buffer for LDL factors."""
     return _measured_buffer(gpu, solver_buffers.sytrf_buffer_bytes(args[0].shape[-1], args[0].element_size()))
 
@@ -89,7 +89,7 @@ scratch(aten.linalg_lu_factor_ex)(lambda args, gpu: _lu_buffers(args[0], gpu))
 
 
 @scratch(aten.linalg_lu)
-def lu(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_lu_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a copy for the factors, pivots, error codes, and the permutation
     (native/BatchLinearAlgebra.cpp)."""
     matrix = args[0]
@@ -106,7 +106,7 @@ def _pivot_sign_buffers(matrix: torch.Tensor) -> list[int]:
 
 
 @scratch(aten._linalg_det)
-def determinant(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_det_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of error codes, the diagonal's product, and the sign (native/LinearAlgebra.cpp,
     linalg_det_out)."""
     matrix, batch = args[0], _count_matrices(args[0])
@@ -114,47 +114,45 @@ def determinant(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 @scratch(aten._linalg_slogdet)
-def log_determinant(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_slogdet_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of error codes, the permutation's sign, the diagonal's signs, their product, and absolute values
     (native/LinearAlgebra.cpp, linalg_slogdet_out)."""
     matrix, batch = args[0], _count_matrices(args[0])
-    diagonal, real = batch * matrix.shape[-1], matrix.dtype.to_real().itemsize
+    diagonal, real_size = batch * matrix.shape[-1], matrix.dtype.to_real().itemsize
     complex_bytes = diagonal * matrix.element_size()
-    sign_buffers = [complex_bytes, batch * matrix.element_size(), diagonal * real, complex_bytes * matrix.is_complex()]
+    sign_buffers = [complex_bytes, batch * matrix.element_size(), diagonal * real_size]
+    sign_buffers.append(complex_bytes * matrix.is_complex())
     return [4 * batch, *_lu_buffers(matrix, gpu), *_pivot_sign_buffers(matrix), *sign_buffers]
 
 
 @kernel(aten._linalg_svd)
-def singular_vectors(launch: KernelContext) -> Any:
+def svd(launch: KernelContext) -> Any:
     """Make vectors before values, and allocate error codes, a column-major copy and cuSOLVER's buffer
     (cuda/linalg/BatchLinearAlgebra.cpp, svd_kernel). Without vectors, cuSOLVER still gets buffers for the vectors of
     one matrix, or of all small matrices."""
     matrix = launch.args[0]
     rows, columns = matrix.shape[-2:]
-    batch, item_bytes, computes_vectors = (
-        _count_matrices(matrix),
-        matrix.element_size(),
-        launch.argument(2, "compute_uv", True),
-    )
-    left, values, right = launch.func(*launch.args, **launch.kwargs)
-    launch.record(left, right, values)
+    batch, item_bytes = _count_matrices(matrix), matrix.element_size()
+    computes_vectors = launch.argument(2, "compute_uv", True)
+    u, s, vh = launch.func(*launch.args, **launch.kwargs)
+    launch.record(u, vh, s)
     num_concurrent = batch if max(rows, columns) <= 32 else 1
-    vectors = (
+    vector_buffers = (
         []
         if computes_vectors
         else [num_concurrent * size * min(rows, columns) * item_bytes for size in (rows, columns)]
     )
     if max(rows, columns) <= 32 and batch > 1 and rows != columns and not launch.argument(1, "full_matrices", False):
-        vectors.append(batch * max(rows, columns) ** 2 * item_bytes)  # of the square ones that are computed
+        vector_buffers.append(batch * max(rows, columns) ** 2 * item_bytes)  # of the square ones that are computed
     buffer = _assumed_buffer(launch, solver_buffers.gesvdj_buffer_bytes(rows, columns, item_bytes))
     with launch.scratch(4 * batch):
-        launch.transients(matrix.nbytes, *vectors, *buffer)
+        launch.transients(matrix.nbytes, *vector_buffers, *buffer)
         launch.transients(*_error_check_bytes(batch))
-    return left, values, right
+    return u, s, vh
 
 
 @kernel(aten._linalg_eigh)
-def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
+def eigh(launch: KernelContext) -> Any:
     """Make vectors and values, and allocate error codes and a buffer for each matrix in turn
     (cuda/linalg/BatchLinearAlgebra.cpp, linalg_eigh_kernel). Without vectors, a copy of the matrix is scratch memory.
     The buffer of batches of small matrices is not counted."""
@@ -163,9 +161,9 @@ def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
     computes_vectors = launch.argument(2, "compute_v", True)
     values, vectors = launch.func(*launch.args, **launch.kwargs)
     launch.record(*((vectors, values) if computes_vectors else (values,)))
-    by_jacobi = matrix.dtype is torch.float32 and 32 <= rows <= 512
+    uses_jacobi = matrix.dtype is torch.float32 and 32 <= rows <= 512
     num_bytes = (
-        solver_buffers.syevj_buffer_bytes(rows) if by_jacobi else solver_buffers.syevd_buffer_bytes(rows, item_bytes)
+        solver_buffers.syevj_buffer_bytes(rows) if uses_jacobi else solver_buffers.syevd_buffer_bytes(rows, item_bytes)
     )
     buffers = [] if batch > 1 and rows <= 32 else batch * _assumed_buffer(launch, num_bytes)
     with launch.scratch(0 if computes_vectors else matrix.nbytes, 4 * batch):
@@ -176,14 +174,14 @@ def eigenvectors_of_symmetric(launch: KernelContext) -> Any:
 
 
 def _compute_values_only(
-    operator: Any, option: str, position: int, device_state: DeviceState, *args: Any, **kwargs: Any
+    operator: Any, vectors_option: str, values_position: int, device_state: DeviceState, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute values without vectors if no gradient is needed; for meta tensors, torch's C++ computes both."""
     if kwargs or not isinstance(args[0], torch.Tensor) or not device_state.is_on_gpu(args[0]):
         return NotImplemented
     if torch.is_grad_enabled() and args[0].requires_grad:
         return NotImplemented
-    return operator(*args, **{option: False})[position]
+    return operator(*args, **{vectors_option: False})[values_position]
 
 
 composite(torch.linalg.svdvals)(partial(_compute_values_only, aten._linalg_svd.default, "compute_uv", 1))
@@ -191,7 +189,7 @@ composite(torch.linalg.eigvalsh)(partial(_compute_values_only, aten._linalg_eigh
 
 
 @kernel(aten.linalg_eig)
-def eigenvectors(launch: KernelContext) -> Any:
+def eig(launch: KernelContext) -> Any:
     """Check that all elements are finite, and compute complex vectors and values in temporaries; for real matrices also
     real ones, and whether any value is complex (native/BatchLinearAlgebra.cpp, linalg_eig_out).
 
@@ -204,13 +202,13 @@ def eigenvectors(launch: KernelContext) -> Any:
     num_values, complex_bytes = batch * rows, matrix.dtype.to_complex().itemsize
     with launch.inside():
         aten.all.default(aten.isfinite.default(matrix))
-    real = [] if matrix.is_complex() else [num_values * complex_bytes, matrix.nbytes]
+    real_buffers = [] if matrix.is_complex() else [num_values * complex_bytes, matrix.nbytes]
     with launch.scratch(4 * batch, num_values * rows * complex_bytes, num_values * complex_bytes):
-        with launch.scratch(*real):
+        with launch.scratch(*real_buffers):
             launch.transients(
                 matrix.nbytes, *_assumed_buffer(launch, solver_buffers.geev_buffer_bytes(rows, item_bytes))
             )
-            launch.transients(*[num_values, 1] * bool(real))
+            launch.transients(*[num_values, 1] * bool(real_buffers))
         result = launch.run()
         launch.transients(*_error_check_bytes(batch))
     return result
@@ -223,13 +221,13 @@ def qr(launch: KernelContext) -> Any:
     matrix, mode = launch.args[0], launch.argument(1, "mode", "reduced")
     (rows, columns), min_dim = matrix.shape[-2:], min(matrix.shape[-2:])
     result = launch.run()
-    size, batch = matrix.element_size(), _count_matrices(matrix)
+    item_bytes, batch = matrix.element_size(), _count_matrices(matrix)
     has_room_for_reflectors = (mode != "r" and result[0].shape[-1] == columns) or result[1].shape[-2] == rows
-    with launch.scratch(min_dim * batch * size, 0 if has_room_for_reflectors else matrix.nbytes):
-        _allocate_for_reflectors(launch, rows, columns, batch, size)
+    with launch.scratch(min_dim * batch * item_bytes, 0 if has_room_for_reflectors else matrix.nbytes):
+        _allocate_for_reflectors(launch, rows, columns, batch, item_bytes)
         if mode != "r":
             buffer = _assumed_buffer(
-                launch, solver_buffers.orgqr_buffer_bytes(rows, result[0].shape[-1], min_dim, size)
+                launch, solver_buffers.orgqr_buffer_bytes(rows, result[0].shape[-1], min_dim, item_bytes)
             )
             _allocate_per_matrix(launch, batch, buffer)
     return result
@@ -258,7 +256,7 @@ def _allocate_per_matrix(launch: KernelContext, batch: int, buffer: list[int]) -
 
 
 @scratch(aten.linalg_inv_ex)
-def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_inverse_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a copy for the factors, of pivots, and of solving for the identity
     (native/BatchLinearAlgebra.cpp)."""
     *batch, rows, _ = args[0].shape
@@ -268,17 +266,17 @@ def inverse(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 @scratch(aten._linalg_solve_ex)
-def solve(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_solve_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of the factorization, of a copied vector, and of solving with the factors, which are a
     result."""
-    matrix, other = args[:2]
-    is_vector = other.dim() == 1 or other.shape == matrix.shape[:-1]
-    batch = torch.broadcast_shapes(matrix.shape[:-2], other.shape[:-1] if is_vector else other.shape[:-2])
-    num_sides = 1 if is_vector else other.shape[-1 if len(args) < 3 or args[2] else -2]
-    copy_bytes = [other.nbytes] * is_vector
+    matrix, rhs = args[:2]
+    is_vector = rhs.dim() == 1 or rhs.shape == matrix.shape[:-1]
+    batch = torch.broadcast_shapes(matrix.shape[:-2], rhs.shape[:-1] if is_vector else rhs.shape[:-2])
+    num_rhs = 1 if is_vector else rhs.shape[-1 if len(args) < 3 or args[2] else -2]
+    vector_copies = [rhs.nbytes] * is_vector
     return [
-        *_lu_buffers(matrix, gpu), *copy_bytes,
-        *_lu_solve_buffers(matrix.shape[-1], num_sides, math.prod(batch), matrix.element_size()),
+        *_lu_buffers(matrix, gpu), *vector_copies,
+        *_lu_solve_buffers(matrix.shape[-1], num_rhs, math.prod(batch), matrix.element_size()),
     ]  # fmt: skip
 
 
@@ -288,22 +286,22 @@ def _triangular_solve_pointers(rows: int, batch: int) -> list[int]:
     return [] if (batch <= 8 and rows >= 64) or rows > 512 else [8 * batch] * 2
 
 
-def _lu_solve_buffers(rows: int, num_sides: int, batch: int, item_bytes: int) -> list[int]:
+def _lu_solve_buffers(rows: int, num_rhs: int, batch: int, item_bytes: int) -> list[int]:
     """Return the bytes of solving with LU factors: triangular solves of permuted rows, cuBLAS with pointers to each
     matrix, or cuSOLVER with an error code (native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel)."""
-    if rows == num_sides:
-        looped, triangular = False, rows > 16
+    if rows == num_rhs:
+        is_looped, uses_triangular_solves = False, rows > 16
     elif rows <= 64:
-        looped = rows > 8 and batch <= 2 and (num_sides <= 64 or rows <= 32)
-        triangular = rows > 8 and not looped and num_sides > 8
+        is_looped = rows > 8 and batch <= 2 and (num_rhs <= 64 or rows <= 32)
+        uses_triangular_solves = rows > 8 and not is_looped and num_rhs > 8
     else:
-        looped = rows <= 128 and batch <= 2 and num_sides <= 2
-        triangular = rows > 128 or num_sides > 2
-    if not triangular:
-        return [4] if looped else [8 * batch] * 2
-    order, orders = 8 * rows, 8 * rows * batch
-    permuted_bytes = rows * num_sides * batch * item_bytes
-    return [order, *[orders] * (batch > 1), order, orders, permuted_bytes, *2 * _triangular_solve_pointers(rows, batch)]
+        is_looped = rows <= 128 and batch <= 2 and num_rhs <= 2
+        uses_triangular_solves = rows > 128 or num_rhs > 2
+    if not uses_triangular_solves:
+        return [4] if is_looped else [8 * batch] * 2
+    row_bytes, index_bytes = 8 * rows, 8 * rows * batch
+    index_buffers = [row_bytes, *[index_bytes] * (batch > 1), row_bytes, index_bytes]
+    return [*index_buffers, rows * num_rhs * batch * item_bytes, *2 * _triangular_solve_pointers(rows, batch)]
 
 
 @kernel(aten.linalg_lstsq)
@@ -318,67 +316,67 @@ def lstsq(launch: KernelContext) -> Any:
     Raises:
         RuntimeError: torch's message for another driver, or for shapes that do not match.
     """
-    matrix, other = launch.args[:2]
+    matrix, rhs = launch.args[:2]
     if (launch.kwargs.get("driver") or "gels").lower() != "gels":
         raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
-    _check_lstsq(matrix, other)
+    _check_lstsq(matrix, rhs)
     *batch, rows, columns = matrix.shape
-    is_vector = other.dim() == matrix.dim() - 1
-    *batch_of_other, _, num_sides = (*other.shape, 1) if is_vector else other.shape
-    full_batch = torch.broadcast_shapes(batch, batch_of_other)
+    is_vector = rhs.dim() == matrix.dim() - 1
+    *rhs_batch, _, num_rhs = (*rhs.shape, 1) if is_vector else rhs.shape
+    common_batch = torch.broadcast_shapes(batch, rhs_batch)
     count, max_dim, min_dim = math.prod(batch), max(rows, columns), min(rows, columns)
-    size = matrix.element_size()
+    item_bytes = matrix.element_size()
     with launch.scratch(4 * max(1, count)):
-        solution = launch.new((*full_batch, num_sides, max_dim), matrix.dtype).mT
-        num_systems = math.prod(full_batch)
-        with launch.scratch(matrix.numel() * size):
+        solution = launch.new((*common_batch, num_rhs, max_dim), matrix.dtype).mT
+        num_systems = math.prod(common_batch)
+        with launch.scratch(matrix.numel() * item_bytes):
             if rows >= columns and _is_batched_by_cublas(rows, num_systems):  # gels_batched_cublas
-                launch.transients(num_systems * rows * columns * size, 8 * num_systems, 8 * num_systems)
+                launch.transients(num_systems * rows * columns * item_bytes, 8 * num_systems, 8 * num_systems)
             else:
-                with launch.scratch(count * min_dim * size, matrix.numel() * size * (rows < columns)):
-                    _allocate_for_reflectors(launch, max_dim, min_dim, count, size)
-                    copy_bytes = (num_systems * max_dim * min_dim * size, num_systems * min_dim * size)
-                    with launch.scratch(*copy_bytes * (tuple(batch) != tuple(full_batch))):
-                        triangular = _triangular_solve_pointers(min_dim, num_systems)
-                        launch.transients(*triangular * (rows < columns))
-                        num_bytes = solver_buffers.ormqr_buffer_bytes(max_dim, min_dim, num_sides, size)
+                with launch.scratch(count * min_dim * item_bytes, matrix.numel() * item_bytes * (rows < columns)):
+                    _allocate_for_reflectors(launch, max_dim, min_dim, count, item_bytes)
+                    copied_bytes = (num_systems * max_dim * min_dim * item_bytes, num_systems * min_dim * item_bytes)
+                    with launch.scratch(*copied_bytes * (tuple(batch) != tuple(common_batch))):
+                        pointer_buffers = _triangular_solve_pointers(min_dim, num_systems)
+                        launch.transients(*pointer_buffers * (rows < columns))
+                        num_bytes = solver_buffers.ormqr_buffer_bytes(max_dim, min_dim, num_rhs, item_bytes)
                         _allocate_per_matrix(launch, num_systems, _assumed_buffer(launch, num_bytes))
-                        launch.transients(*triangular * (rows >= columns))
-        real = matrix.dtype.to_real()
-        residuals = launch.new((*full_batch, num_sides) if rows > columns else (0,), real)
+                        launch.transients(*pointer_buffers * (rows >= columns))
+        real_dtype = matrix.dtype.to_real()
+        residuals = launch.new((*common_batch, num_rhs) if rows > columns else (0,), real_dtype)
         launch.transients(*_error_check_bytes(max(1, count)))
     solution = solution[..., :columns, :]
     solution = solution.squeeze(-1) if is_vector else solution
-    return solution, residuals, launch.new((0,), torch.long), launch.new((0,), real)
+    return solution, residuals, launch.new((0,), torch.long), launch.new((0,), real_dtype)
 
 
-def _check_lstsq(matrix: torch.Tensor, other: torch.Tensor) -> None:
-    name = "torch.linalg.lstsq: "
+def _check_lstsq(matrix: torch.Tensor, rhs: torch.Tensor) -> None:
+    prefix = "torch.linalg.lstsq: "
     if matrix.dim() < 2:
-        raise RuntimeError(f"{name}input must have at least 2 dimensions.")
-    if matrix.dtype is not other.dtype:
-        found = f"but got input's dtype {matrix.dtype} and other's dtype {other.dtype}"
-        raise RuntimeError(f"{name}Expected input and other to have the same dtype, {found}")
-    missing = matrix.dim() - other.dim()
-    if other.dim() < 1 or missing not in (0, 1):
-        dims = "input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1"
-        raise RuntimeError(f"{name}{dims}")
-    rows = -1 if missing else -2
-    if matrix.size(-2) != other.size(rows):
-        raise RuntimeError(f"{name}input.size(-2) should match other.size({rows})")
+        raise RuntimeError(f"{prefix}input must have at least 2 dimensions.")
+    if matrix.dtype is not rhs.dtype:
+        dtypes = f"but got input's dtype {matrix.dtype} and other's dtype {rhs.dtype}"
+        raise RuntimeError(f"{prefix}Expected input and other to have the same dtype, {dtypes}")
+    num_missing_dims = matrix.dim() - rhs.dim()
+    if rhs.dim() < 1 or num_missing_dims not in (0, 1):
+        condition = "input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1"
+        raise RuntimeError(f"{prefix}{condition}")
+    rows_dim = -1 if num_missing_dims else -2
+    if matrix.size(-2) != rhs.size(rows_dim):
+        raise RuntimeError(f"{prefix}input.size(-2) should match other.size({rows_dim})")
 
 
 @kernel(aten._cdist_forward)
 def cdist(launch: KernelContext) -> Any:
     """Compare batches made equal and contiguous; many rows by a matrix product (native/Distance.cpp, cdist_impl)."""
-    *rows, p = launch.args[:3]
+    *inputs, p = launch.args[:3]
     mode = launch.argument(3, "compute_mode") or 0
-    batch = torch.broadcast_shapes(*(each.shape[:-2] for each in rows))
-    expanded = [each.expand(*batch, *each.shape[-2:]) for each in rows]
-    if not all(each.numel() for each in rows):
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in inputs))
+    expanded = [t.expand(*batch, *t.shape[-2:]) for t in inputs]
+    if not all(t.numel() for t in inputs):
         return NotImplemented
-    with launch.scratch(*contiguous(*expanded)):
-        if p == 2 and (mode == 1 or (mode == 0 and any(each.shape[-2] > _FEW_ROWS for each in rows))):
+    with launch.scratch(*copy_bytes(*expanded)):
+        if p == 2 and (mode == 1 or (mode == 0 and any(t.shape[-2] > _MAX_FEW_ROWS for t in inputs))):
             with launch.inside():
                 return aten._euclidean_dist.default(*expanded)
         return launch.run()

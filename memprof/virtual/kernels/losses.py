@@ -19,16 +19,16 @@ from memprof.virtual.kernels.copies import make_copies_formula
 from memprof.virtual.kernels.reductions import accumulator_bytes_per_value, reduction_buffers
 from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
 
-_NONE, _SUM = 0, 2  # `at::Reduction`; the mean is 1
+_REDUCTION_NONE, _REDUCTION_SUM = 0, 2  # `at::Reduction`; the mean is 1
 _Weight = torch.Tensor | None
 
 
-def _is_unreduced(launch: KernelContext, reduction_at: int) -> bool:
+def _is_unreduced(launch: KernelContext, reduction_position: int) -> bool:
     """Return whether the loss is not reduced, or runs on the host: the meta kernel is correct then."""
-    return bool(launch.call.real) or launch.argument(reduction_at, "reduction", 1) == _NONE
+    return bool(launch.call.real) or launch.argument(reduction_position, "reduction", 1) == _REDUCTION_NONE
 
 
-def _reduce(launch: KernelContext, loss: torch.Tensor) -> None:
+def _allocate_reduction_buffers(launch: KernelContext, loss: torch.Tensor) -> None:
     """Allocate the buffers of the reduction of `loss` to a scalar, for the time of the call."""
     launch.transients(*reduction_buffers(loss, None, accumulator_bytes_per_value(loss), launch.gpu))
 
@@ -45,7 +45,7 @@ def elementwise_loss(launch: KernelContext) -> Any:
     result = aten.sub.Tensor(*launch.args[:2])
     loss = torch.empty_like(result)
     launch.record(result, loss)
-    _reduce(launch, loss)
+    _allocate_reduction_buffers(launch, loss)
     return _resize_to_scalar(result)
 
 
@@ -64,7 +64,7 @@ def reduced_loss(launch: KernelContext) -> Any:
     loss = torch.empty_like(launch.args[0])
     launch.record(loss)
     reduced = launch.new((), loss.dtype)
-    _reduce(launch, loss)
+    _allocate_reduction_buffers(launch, loss)
     return _resize_to_scalar(loss) if is_copied else reduced
 
 
@@ -75,7 +75,7 @@ def multi_margin_loss(launch: KernelContext) -> Any:
     if data.dim() < 2 or _is_unreduced(launch, 5):
         return NotImplemented
     result = launch.new((), data.dtype)
-    _reduce(launch, launch.new(data.shape[0], data.dtype))
+    _allocate_reduction_buffers(launch, launch.new(data.shape[0], data.dtype))
     return result
 
 
@@ -85,17 +85,17 @@ def multilabel_margin_loss_forward(launch: KernelContext) -> Any:
     data, target, reduction = launch.args
     if launch.call.real:
         return NotImplemented
-    shape = data.shape[:1] if reduction == _NONE and data.dim() == 2 else ()
+    shape = data.shape[:1] if reduction == _REDUCTION_NONE and data.dim() == 2 else ()
     result = launch.new(shape, data.dtype)
     is_target = launch.new(target.shape, data.dtype)
-    if reduction != _NONE and data.dim() == 2:
-        _reduce(launch, launch.new(data.shape[0], data.dtype))
+    if reduction != _REDUCTION_NONE and data.dim() == 2:
+        _allocate_reduction_buffers(launch, launch.new(data.shape[0], data.dtype))
     return result, is_target
 
 
 @kernel(aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward, on_host=True)
 @kernel(aten.fractional_max_pool3d_backward, on_host=True)
-def gradient_of_input(launch: KernelContext) -> Any:
+def make_input_gradient(launch: KernelContext) -> Any:
     """Make a contiguous gradient of the shape of the input, argument 1, for backward operators without meta kernel."""
     data = launch.args[1]
     if not data.is_meta:
@@ -105,17 +105,17 @@ def gradient_of_input(launch: KernelContext) -> Any:
 
 @composite(torch.ctc_loss)
 def ctc_loss_with_lengths(
-    device_state: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
+    device_state: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **kwargs: Any
 ) -> Any:
     """Run `ctc_loss` with lengths as lists: the host reads tensors of lengths (native/LossCTC.cpp, ctc_loss). Lengths
     whose values are not known stay tensors on the GPU."""
     lengths = (input_lengths, target_lengths)
-    if not device_state.is_on_gpu(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
+    if not device_state.is_on_gpu(log_probs) or not all(isinstance(t, torch.Tensor) for t in lengths):
         return NotImplemented
-    known = [device_state.values.store.get(each) for each in lengths]
-    if all(each is not None for each in known):
-        lengths = tuple(each.tolist() for each in known)
-    return torch.ctc_loss(log_probs, targets, *lengths, *rest, **named)
+    known_lengths = [device_state.values.store.get(t) for t in lengths]
+    if all(t is not None for t in known_lengths):
+        lengths = tuple(t.tolist() for t in known_lengths)
+    return torch.ctc_loss(log_probs, targets, *lengths, *rest, **kwargs)
 
 
 @kernel(aten._ctc_loss, on_host=True)
@@ -126,9 +126,9 @@ def ctc_loss(launch: KernelContext) -> Any:
         return NotImplemented
     frames, batch = log_probs.shape[0], log_probs.shape[1]
     is_tensor = isinstance(target_lengths, torch.Tensor)
-    known = launch.values.store.get(target_lengths) if is_tensor else torch.tensor(target_lengths)
-    if known is not None:
-        max_target_length = int(known.max()) if known.numel() else 0
+    known_lengths = launch.values.store.get(target_lengths) if is_tensor else torch.tensor(target_lengths)
+    if known_lengths is not None:
+        max_target_length = int(known_lengths.max()) if known_lengths.numel() else 0
     else:
         launch.values.assume("CTC targets whose lengths are not known are all as long as they can be.")
         max_target_length = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // batch)
@@ -180,13 +180,13 @@ def cross_entropy(
     class_dim = 1 if input.dim() > 1 else 0
     log_softmax = torch.log_softmax(input, class_dim, dtype=input.dtype)
     if target.shape == input.shape:
-        return _probability_loss(log_softmax, target, weight, reduction, class_dim, label_smoothing)
+        return _compute_probability_loss(log_softmax, target, weight, reduction, class_dim, label_smoothing)
     # The arguments are cast from right to left: see autocast.py.
     nll_weight = None if weight is None else weight.float()
     nll_loss = kernels.nll_loss_nd(log_softmax.float(), target, nll_weight, reduction, ignore_index)
     if not label_smoothing:
         return nll_loss
-    smooth_loss = _smooth_loss(log_softmax, target, weight, reduction, ignore_index, class_dim)
+    smooth_loss = _compute_smooth_loss(log_softmax, target, weight, reduction, ignore_index, class_dim)
     return (1 - label_smoothing) * nll_loss + smooth_loss * (label_smoothing / input.shape[class_dim])
 
 
@@ -211,7 +211,7 @@ def _is_autocast_to_float32(device_state: DeviceState, input: torch.Tensor) -> b
     return is_half and torch.is_autocast_enabled("cuda") and device_state.is_on_gpu(input)
 
 
-def _probability_loss(
+def _compute_probability_loss(
     log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, class_dim: int, smoothing: float
 ) -> torch.Tensor:
     """Return the cross entropy for a target of probabilities (`cross_entropy_loss_prob_target`), summed in float32."""
@@ -221,26 +221,26 @@ def _probability_loss(
     product = log_softmax * target
     if weight is not None:
         product = product * weight
-    if reduction == _NONE:
+    if reduction == _REDUCTION_NONE:
         return -_sum_in_float32(product, class_dim)
     total = -_sum_in_float32(product)
-    return total if reduction == _SUM else total / (log_softmax.numel() / log_softmax.shape[class_dim])
+    return total if reduction == _REDUCTION_SUM else total / (log_softmax.numel() / log_softmax.shape[class_dim])
 
 
-def _smooth_loss(
+def _compute_smooth_loss(
     log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, ignore_index: int, class_dim: int
 ) -> torch.Tensor:
     """Return the label smoothing term (second half of `cross_entropy_loss_label_smoothing`), summed in float32."""
-    weighted = log_softmax if weight is None else log_softmax * _view_by_class(weight, log_softmax, class_dim)
-    loss = -_sum_in_float32(weighted, class_dim)
-    ignored = target == ignore_index
-    loss.masked_fill_(ignored, 0.0)
-    if reduction == _NONE:
+    losses = log_softmax if weight is None else log_softmax * _view_by_class(weight, log_softmax, class_dim)
+    loss = -_sum_in_float32(losses, class_dim)
+    is_ignored = target == ignore_index
+    loss.masked_fill_(is_ignored, 0.0)
+    if reduction == _REDUCTION_NONE:
         return loss
-    if reduction == _SUM:
+    if reduction == _REDUCTION_SUM:
         return _sum_in_float32(loss)
     # The divisor is computed first.
-    is_counted = ~ignored
+    is_counted = ~is_ignored
     count = (
         is_counted.sum()
         if weight is None

@@ -21,7 +21,7 @@ uses_cublas.mark(*(getattr(aten, name) for name in PRODUCTS))
 
 
 @uses_cublaslt(aten.addmm, aten.addmm_, aten._addmm_activation)
-def adds_row(args: Any) -> bool:
+def adds_bias_row(args: Any) -> bool:
     """Return whether the added tensor is one row for all, a bias (native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt)."""
     bias, _, second = args[:3]
     return bool(bias.is_contiguous() and bias.numel() == bias.shape[-1] == second.shape[1] > 1 < second.shape[0])
@@ -30,19 +30,20 @@ def adds_row(args: Any) -> bool:
 def _is_valid_for_cublas(tensor: torch.Tensor) -> bool:
     """Return whether each matrix has contiguous rows or columns (native/cuda/Blas.cpp)."""
     *_, rows, columns = tensor.shape
-    *_, row_step, step = tensor.stride()
-    if (step == 1 and row_step >= columns) or (row_step == 1 and step >= rows):
+    *_, row_stride, col_stride = tensor.stride()
+    if (col_stride == 1 and row_stride >= columns) or (row_stride == 1 and col_stride >= rows):
         return True
-    return (rows == 1 and step == 1) or (columns == 1 and row_step == 1) or (tensor.is_contiguous() and row_step > 0)
+    is_vector = (rows == 1 and col_stride == 1) or (columns == 1 and row_stride == 1)
+    return is_vector or (tensor.is_contiguous() and row_stride > 0)
 
 
-def _matrix_copies(first: int, args: Any) -> list[int]:
+def _compute_matrix_copies(first_position: int, args: Any) -> list[int]:
     """Return the bytes of copies of the matrices at arguments `first` and `first + 1` with unsupported strides."""
-    return [matrix.nbytes for matrix in args[first : first + 2] if not _is_valid_for_cublas(matrix)]
+    return [matrix.nbytes for matrix in args[first_position : first_position + 2] if not _is_valid_for_cublas(matrix)]
 
 
-input_copies(aten.mm, aten.bmm)(partial(_matrix_copies, 0))
-input_copies(aten.addmm, aten.baddbmm)(partial(_matrix_copies, 1))
+input_copies(aten.mm, aten.bmm)(partial(_compute_matrix_copies, 0))
+input_copies(aten.addmm, aten.baddbmm)(partial(_compute_matrix_copies, 1))
 
 
 @kernel("aten._grouped_mm", on_host=True)
@@ -59,9 +60,9 @@ def grouped_mm(launch: KernelContext) -> Any:
     if dtype is torch.bfloat16:
         result = launch.run()
         if launch.gpu.compute_capability in ((9, 0), (10, 0)):
-            batched = next((each for each in (right, left) if each.dim() == 3), None)
-            groups = len(launch.argument(2, "offs") if batched is None else batched)
-            launch.transients((groups + groups % 2) * 24 + groups * (12 + 24), launch.gpu.num_sms * 4 * 128)
+            stacked_matrices = next((t for t in (right, left) if t.dim() == 3), None)
+            num_groups = len(launch.argument(2, "offs") if stacked_matrices is None else stacked_matrices)
+            launch.transients((num_groups + num_groups % 2) * 24 + num_groups * (12 + 24), launch.gpu.num_sms * 4 * 128)
         return result
 
     def to_bfloat16(value: Any) -> Any:
@@ -69,8 +70,8 @@ def grouped_mm(launch: KernelContext) -> Any:
             return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=META)
         return torch.bfloat16 if value is dtype else value
 
-    shape = launch.func(*map(to_bfloat16, launch.args), **{k: to_bfloat16(v) for k, v in launch.kwargs.items()})
-    result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=META)
+    bf16_result = launch.func(*map(to_bfloat16, launch.args), **{k: to_bfloat16(v) for k, v in launch.kwargs.items()})
+    result = torch.empty_strided(bf16_result.size(), bf16_result.stride(), dtype=dtype, device=META)
     launch.record(result)
     return result
 
@@ -84,16 +85,16 @@ def scaled_mm_out(launch: KernelContext) -> Any:
 
 
 @kernel(aten.addmm.dtype, aten.addmm.dtype_out)
-def addmm_of_two_dtypes(launch: KernelContext) -> Any:
+def addmm_with_out_dtype(launch: KernelContext) -> Any:
     """Multiply two matrices in half precision, with the result in float32."""
     # torch 2.13 has a correct meta kernel; the meta kernel of 2.11 reads the dtype as `beta`
     # (torch/_decomp/decompositions.py).
     if not kernels.addmm_dtype.exists():
-        launch.call.func = _AddmmWithDtype(launch.func)
+        launch.call.func = _AddmmWithOutDtype(launch.func)
     return NotImplemented
 
 
-class _AddmmWithDtype:
+class _AddmmWithOutDtype:
     """Overload of addmm with an output dtype, with a meta kernel."""
 
     def __init__(self, operator: Any) -> None:
@@ -106,8 +107,8 @@ class _AddmmWithDtype:
         left, right, out_dtype = args[1:4]
         if not left.is_meta:  # CPU tensors of known values
             return self._operator(*args, **kwargs)
-        size, out = (left.size(0), right.size(1)), kwargs.get("out")
-        return torch.empty(size, dtype=out_dtype, device=META) if out is None else out.resize_(size)
+        shape, out = (left.size(0), right.size(1)), kwargs.get("out")
+        return torch.empty(shape, dtype=out_dtype, device=META) if out is None else out.resize_(shape)
 
 
 @composite(_linear)

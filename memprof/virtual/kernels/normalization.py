@@ -21,20 +21,20 @@ from memprof.trace.events import HOST
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, make_copies_formula, suggest_layout
+from memprof.virtual.kernels.copies import copy_bytes, make_copies_formula, suggest_layout
 from memprof.virtual.kernels.reductions import accumulator_bytes_per_value, floor_power_of_two, reduction_buffers
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, scratch
 
-_WARP = 32
+_WARP_SIZE = 32
 _ROWS_PER_BLOCK = 32
 _MAX_BLOCKS = 32 * 1024
 _MANY_ROWS = 64 * 1024
 
 
 # Copies of input, weight and bias, before the result (layer_norm_cuda, layer_norm_backward_cuda).
-layer_norm_copy = input_copies(aten.native_layer_norm)(make_copies_formula(0, 2, 3))
-layer_norm_backward_copy = input_copies(aten.native_layer_norm_backward)(make_copies_formula(1, 5, 6))
-rms_norm_backward_copy = input_copies("aten._fused_rms_norm_backward")(make_copies_formula(1, 4))
+compute_layer_norm_copies = input_copies(aten.native_layer_norm)(make_copies_formula(0, 2, 3))
+compute_layer_norm_backward_copies = input_copies(aten.native_layer_norm_backward)(make_copies_formula(1, 5, 6))
+compute_rms_norm_backward_copies = input_copies("aten._fused_rms_norm_backward")(make_copies_formula(1, 4))
 
 
 @kernel("aten._fused_rms_norm", on_host=True)
@@ -44,75 +44,75 @@ def fused_rms_norm(launch: KernelContext) -> Any:
     if launch.device == HOST:
         with launch.inside():
             return launch.func._op_dk(torch.DispatchKey.CompositeImplicitAutograd, *launch.args)
-    with launch.scratch(*contiguous(data, weight)):
-        return launch.new(data.shape, data.dtype), launch.new(*_row_statistics_layout(data, shape))
+    with launch.scratch(*copy_bytes(data, weight)):
+        return launch.new(data.shape, data.dtype), launch.new(*_get_row_statistics_layout(data, shape))
 
 
-def _row_statistics_layout(data: torch.Tensor, shape: Any) -> tuple[Any, torch.dtype]:
+def _get_row_statistics_layout(data: torch.Tensor, shape: Any) -> tuple[Any, torch.dtype]:
     rows = data.shape[: data.dim() - len(shape)]
     return (*rows, *[1] * len(shape)), torch.float64 if data.dtype is torch.float64 else torch.float32
 
 
-def _compute_partial_sums(data: torch.Tensor, width: int, parameters: int, gpu: DeviceProperties) -> list[int]:
+def _compute_partial_sums(data: torch.Tensor, width: int, num_parameters: int, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of the sums over many short rows: one row of sums per block, and a reduction of blocks."""
-    rows = data.numel() // width if width else 0
-    if rows <= _MANY_ROWS or width // _WARP >= gpu.num_sms // 2:
+    num_rows = data.numel() // width if width else 0
+    if num_rows <= _MANY_ROWS or width // _WARP_SIZE >= gpu.num_sms // 2:
         return []
-    column_blocks = -(-width // _WARP)
-    blocks = min(_MAX_BLOCKS // column_blocks, -(-rows // _ROWS_PER_BLOCK))
-    item = data.element_size()
-    partial = torch.empty(blocks, width, dtype=data.dtype, device="meta")
-    reductions = [width * item, *reduction_buffers(partial, [0], accumulator_bytes_per_value(partial), gpu)]
-    return parameters * [blocks * width * item] + parameters * reductions
+    num_column_blocks = -(-width // _WARP_SIZE)
+    num_blocks = min(_MAX_BLOCKS // num_column_blocks, -(-num_rows // _ROWS_PER_BLOCK))
+    item_bytes = data.element_size()
+    sums = torch.empty(num_blocks, width, dtype=data.dtype, device="meta")
+    sizes = [width * item_bytes, *reduction_buffers(sums, [0], accumulator_bytes_per_value(sums), gpu)]
+    return num_parameters * [num_blocks * width * item_bytes] + num_parameters * sizes
 
 
-def _norm_backward(mask_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
+def _norm_backward_scratch(mask_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a contiguous gradient, and of partial sums of the gradients of weight and bias.
 
     LayerNormBackwardKernelImpl makes the copy, LaunchGammaBetaBackwardCUDAKernel the sums.
     """
-    num_parameters = sum(map(bool, args[mask_at][1:]))
-    return contiguous(args[0]) + (
+    num_parameters = sum(map(bool, args[mask_position][1:]))
+    return copy_bytes(args[0]) + (
         _compute_partial_sums(args[1], math.prod(args[2]), num_parameters, gpu) if num_parameters else []
     )
 
 
-layer_norm_backward = scratch(aten.native_layer_norm_backward)(partial(_norm_backward, 7))
-rms_norm_backward = scratch("aten._fused_rms_norm_backward")(partial(_norm_backward, 5))
+compute_layer_norm_backward_scratch = scratch(aten.native_layer_norm_backward)(partial(_norm_backward_scratch, 7))
+compute_rms_norm_backward_scratch = scratch("aten._fused_rms_norm_backward")(partial(_norm_backward_scratch, 5))
 
 
 @kernel(aten.native_layer_norm_backward, "aten._fused_rms_norm_backward", on_host=True)
 def norm_backward(launch: KernelContext) -> Any:
     """Make a contiguous gradient of the input, as on CUDA; the meta kernel's gradient has other strides."""
     result = launch.run()
-    gradient = result[0]
-    if gradient is None or gradient.is_contiguous():
+    grad_input = result[0]
+    if grad_input is None or grad_input.is_contiguous():
         return result
     # The gradient is new and fills its storage, so that another view of the storage suffices.
-    strides = torch.empty(gradient.size(), device="meta").stride()
-    return (gradient.as_strided(gradient.size(), strides), *result[1:])
+    strides = torch.empty(grad_input.size(), device="meta").stride()
+    return (grad_input.as_strided(grad_input.size(), strides), *result[1:])
 
 
 @scratch(aten.native_group_norm)
-def group_norm(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_group_norm_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a float32 scale and shift for each sample and channel, if there is a weight or a bias."""
-    data, weight, bias, batch, channels, positions = args[:6]
-    if (weight is None and bias is None) or positions == 1:
+    data, weight, bias, batch, channels, num_positions = args[:6]
+    if (weight is None and bias is None) or num_positions == 1:
         return []
     return 2 * [accumulator_bytes_per_value(data) * batch * channels]
 
 
 @scratch(aten.native_group_norm_backward)
-def group_norm_backward(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_group_norm_backward_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of float32 sums for each channel, and of factors for each channel and group."""
     data, weight = args[1], args[4]
-    batch, channels, positions, groups, mask = args[5:10]
-    item = accumulator_bytes_per_value(data)
-    buffers = 2 * [item * batch * channels]
-    if mask[0]:
-        buffers += 2 * [item * batch * groups]
-        if weight is not None and positions != 1:
-            buffers.append(item * batch * channels)
+    batch, channels, num_positions, num_groups, output_mask = args[5:10]
+    item_bytes = accumulator_bytes_per_value(data)
+    buffers = 2 * [item_bytes * batch * channels]
+    if output_mask[0]:
+        buffers += 2 * [item_bytes * batch * num_groups]
+        if weight is not None and num_positions != 1:
+            buffers.append(item_bytes * batch * channels)
     return buffers
 
 
@@ -132,7 +132,7 @@ def rms_norm(
 
 def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
     """Return the results of `_fused_rms_norm` for meta tensors; torch has none (integrations/results_in_cpp.py)."""
-    size, dtype = _row_statistics_layout(data, shape)
+    size, dtype = _get_row_statistics_layout(data, shape)
     return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
 
 
@@ -149,7 +149,7 @@ if HAS_FUSED_RMS_NORM:
 _INT_MAX = 2**31 - 1
 _MAX_BATCH_TRAINING = 880_801
 _MAX_BATCH_EVALUATION = 65_535
-CHANNELS_LAST = (
+CHANNELS_LAST_ASSUMPTION = (
     "Batch norm of channels-last inputs is cuDNN's, whose reserve space and workspace for them are not published: "
     "they are counted for compute capability 9.0, where the workspaces of one size were measured, and not for others."
 )
@@ -189,8 +189,8 @@ def batch_norm(
     if not (input.numel() and device_state.is_on_gpu(input) and uses_cudnn(input, parameters, training)):
         return NotImplemented
     data = input.contiguous(memory_format=suggest_layout(input))
-    packed = [None if each is None else each.contiguous() for each in parameters]
-    return aten.cudnn_batch_norm(data, *packed, training, momentum, eps)[0]
+    contiguous_parameters = [None if t is None else t.contiguous() for t in parameters]
+    return aten.cudnn_batch_norm(data, *contiguous_parameters, training, momentum, eps)[0]
 
 
 @composite(torch.instance_norm)
@@ -212,17 +212,17 @@ def instance_norm(
     ):
         return NotImplemented
     batch, channels = input.shape[:2]
-    arguments = (weight, bias, running_mean, running_var)
-    repeated = [None if each is None else each.repeat(batch) for each in arguments]
-    flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
-    options: list[Any] = [*repeated, use_input_stats, momentum, eps, cudnn_enabled]
-    result = batch_norm(device_state, flat, *options)
+    parameters = (weight, bias, running_mean, running_var)
+    repeated_parameters = [None if t is None else t.repeat(batch) for t in parameters]
+    flat_input = input.contiguous().view(1, batch * channels, *input.shape[2:])
+    options: list[Any] = [*repeated_parameters, use_input_stats, momentum, eps, cudnn_enabled]
+    result = batch_norm(device_state, flat_input, *options)
     if result is NotImplemented:
-        result = torch.batch_norm(flat, *options)
+        result = torch.batch_norm(flat_input, *options)
     with torch.no_grad():
-        for buffer, updated in zip(arguments[2:], repeated[2:], strict=True):
-            if buffer is not None and updated is not None:
-                buffer.copy_(updated.view(batch, channels).mean(0))
+        for buffer, updated_buffer in zip(parameters[2:], repeated_parameters[2:], strict=True):
+            if buffer is not None and updated_buffer is not None:
+                buffer.copy_(updated_buffer.view(batch, channels).mean(0))
     return result.view(input.shape)
 
 
@@ -236,17 +236,17 @@ def cudnn_batch_norm(launch: KernelContext) -> Any:
     """Make the output in the input's memory format, and in training the mean and the inverse deviation."""
     data, weight, training = launch.args[0], launch.args[1], launch.args[5]
     if training:
-        _forget_statistics(launch)
+        _forget_running_statistics(launch)
     layout = suggest_layout(data)
     if layout is not torch.contiguous_format:
-        launch.values.assume(CHANNELS_LAST)
+        launch.values.assume(CHANNELS_LAST_ASSUMPTION)
     output = launch.new(data.shape, data.dtype, layout)
-    saved = [launch.new(data.shape[1] if training else 0, weight.dtype) for _ in range(2)]
+    saved_statistics = [launch.new(data.shape[1] if training else 0, weight.dtype) for _ in range(2)]
     if training:
         launch.transients(
             *_compute_cudnn_workspace(launch, layout, 3, 2 * _accumulation_dtype(data).itemsize * data.shape[1] + 84)
         )
-    return (output, *saved, torch.empty(0, dtype=torch.uint8, device=META))
+    return (output, *saved_statistics, torch.empty(0, dtype=torch.uint8, device=META))
 
 
 @kernel(aten.cudnn_batch_norm_backward)
@@ -254,7 +254,7 @@ def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
     """Make the gradients of the input, in the input's memory format, and always of both parameters."""
     data, grad, weight = launch.args[:3]
     layout = suggest_layout(data)
-    with launch.scratch(*contiguous(grad, layout=layout)):
+    with launch.scratch(*copy_bytes(grad, layout=layout)):
         gradients = (
             launch.new(data.shape, data.dtype, layout),
             *(launch.new(weight.numel(), weight.dtype) for _ in "wb"),
@@ -264,35 +264,35 @@ def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
 
 
 def _compute_cudnn_workspace(
-    launch: KernelContext, layout: torch.memory_format, blocks: int, more_bytes: int
+    launch: KernelContext, layout: torch.memory_format, num_blocks: int, extra_bytes: int
 ) -> list[int]:
     """Return the bytes of cuDNN's workspace: two sums for each channel, block and multiprocessor, and `more_bytes`.
     Measured for 64 channels in float32 (H100, cuDNN 9.19): 203,348 bytes forward, 135,204 backward."""
     if layout is torch.contiguous_format or launch.gpu.compute_capability != (9, 0):
         return []
     data = launch.args[0]
-    return [blocks * launch.gpu.num_sms * 2 * _accumulation_dtype(data).itemsize * data.shape[1] + more_bytes]
+    return [num_blocks * launch.gpu.num_sms * 2 * _accumulation_dtype(data).itemsize * data.shape[1] + extra_bytes]
 
 
 _TILE_WIDTH = 32
 _BLOCK_THREADS = 512
 _VALUES_PER_THREAD = 16
 _MAX_ROWS_OF_BLOCKS = 128
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS_LAST_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _compute_staging_buffers(data: torch.Tensor, per_channel: int) -> list[int]:
     """Return the bytes of the buffers of channels-last kernels that reduce over blocks (flexible_launch_configs)."""
     channels = data.shape[1]
-    reduction = data.numel() // channels
+    reduction_size = data.numel() // channels
     width = min(floor_power_of_two(channels), _TILE_WIDTH)
-    height = min(floor_power_of_two(-(-reduction // _VALUES_PER_THREAD)), _BLOCK_THREADS // width)
+    height = min(floor_power_of_two(-(-reduction_size // _VALUES_PER_THREAD)), _BLOCK_THREADS // width)
     if width * height != _BLOCK_THREADS:
         width = min(floor_power_of_two(channels), _BLOCK_THREADS // height)
-    rows = min(-(-reduction // (height * _VALUES_PER_THREAD)), _MAX_ROWS_OF_BLOCKS)
-    if rows < 8:
+    num_rows = min(-(-reduction_size // (height * _VALUES_PER_THREAD)), _MAX_ROWS_OF_BLOCKS)
+    if num_rows < 8:
         return []
-    return [_accumulation_dtype(data).itemsize * per_channel * channels * rows, 4 * -(-channels // width)]
+    return [_accumulation_dtype(data).itemsize * per_channel * channels * num_rows, 4 * -(-channels // width)]
 
 
 def _uses_channels_last_kernels(data: torch.Tensor) -> bool:
@@ -312,16 +312,16 @@ def native_batch_norm(launch: KernelContext) -> Any:
         training = False
     else:
         training = bool(launch.args[3 if launch.func._overloadname == "no_stats" else 5])
-        _forget_statistics(launch)
+        _forget_running_statistics(launch)
     output = torch.empty_like(data)
     launch.record(output)
-    saved = [launch.new(data.shape[1], _accumulation_dtype(data)) for _ in range(2)]
+    saved_statistics = [launch.new(data.shape[1], _accumulation_dtype(data)) for _ in range(2)]
     if training and _uses_channels_last_kernels(data):
         launch.transients(*_compute_staging_buffers(data, 4))
-    return (output, *saved)
+    return (output, *saved_statistics)
 
 
-def _forget_statistics(launch: KernelContext) -> None:
+def _forget_running_statistics(launch: KernelContext) -> None:
     """Forget the values of the running statistics, which are updated in place although the schema does not say so."""
     for tensor in launch.args[3:5]:
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
@@ -336,17 +336,17 @@ def native_batch_norm_backward(launch: KernelContext) -> Any:
         return NotImplemented
     channels = data.shape[1]
     dtype = data.dtype if weight is None else weight.dtype
-    reduces = training or mask[1] or mask[2]
-    is_channels_last = data.dim() in (4, 5) and data.is_contiguous(memory_format=_CHANNELS_LAST[data.dim()])
-    if reduces and mask[0] and not (is_channels_last or (data.is_contiguous() and data.stride(1) == 1)):
-        fused = launch.new(data.shape, data.dtype)
-        return (fused, *(launch.new(channels, dtype) if num_parameters else None for num_parameters in mask[1:]))
+    needs_sums = training or mask[1] or mask[2]
+    is_channels_last = data.dim() in (4, 5) and data.is_contiguous(memory_format=_CHANNELS_LAST_FORMATS[data.dim()])
+    if needs_sums and mask[0] and not (is_channels_last or (data.is_contiguous() and data.stride(1) == 1)):
+        grad_input = launch.new(data.shape, data.dtype)
+        return (grad_input, *(launch.new(channels, dtype) if is_needed else None for is_needed in mask[1:]))
     with contextlib.ExitStack() as stack:
         vector_bytes = channels * _accumulation_dtype(data).itemsize
         if save_invstd is None or not save_invstd.numel():
             stack.enter_context(launch.scratch(vector_bytes))
         parameters: list[torch.Tensor | None] = [None, None]
-        if reduces:
+        if needs_sums:
             stack.enter_context(launch.scratch(vector_bytes, vector_bytes))
             if weight is not None:
                 parameters = [launch.new(channels, dtype), launch.new(channels, dtype)]

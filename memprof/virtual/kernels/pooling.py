@@ -15,20 +15,20 @@ import torch
 
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, make_copies_formula, suggest_layout
+from memprof.virtual.kernels.copies import copy_bytes, make_copies_formula, suggest_layout
 from memprof.virtual.kernels.registry import aten, input_copies, kernel, scratch
 
 # Copies keep the suggested memory format of the input.
 scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)(
-    lambda args, gpu: contiguous(args[0], layout=suggest_layout(args[0]))
+    lambda args, gpu: copy_bytes(args[0], layout=suggest_layout(args[0]))
 )
 
 
 @scratch(aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
-def pool_backward(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_pool_backward_copies(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of copies of input, gradient and indices, in the input's memory format."""
     indices = (arg for arg in args[2:] if isinstance(arg, torch.Tensor))
-    return contiguous(args[1], args[0], *indices, layout=suggest_layout(args[1]))
+    return copy_bytes(args[1], args[0], *indices, layout=suggest_layout(args[1]))
 
 
 scratch(aten.avg_pool3d, aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward)(make_copies_formula(0))
@@ -43,7 +43,7 @@ def fold(launch: KernelContext) -> Any:
     """Make a result as large as the input and resize it, so that a smaller result keeps the input's size in memory."""
     data = launch.args[0]
     result = launch.func(*launch.args)
-    with launch.scratch(*contiguous(data)):
+    with launch.scratch(*copy_bytes(data)):
         if result.numel() > data.numel():
             with launch.scratch(data.nbytes):
                 launch.record(result)
@@ -53,61 +53,61 @@ def fold(launch: KernelContext) -> Any:
 
 
 @scratch(aten._adaptive_avg_pool2d_backward)
-def adaptive_average_backward(args: Any, gpu: DeviceProperties) -> list[int]:
+def compute_adaptive_avg_backward_copies(args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a copy of the gradient, unless the input is channels-last."""
-    return contiguous(args[0]) if suggest_layout(args[1]) is torch.contiguous_format else []
+    return copy_bytes(args[0]) if suggest_layout(args[1]) is torch.contiguous_format else []
 
 
 @scratch(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
-def adaptive_max(args: Any, gpu: DeviceProperties | None = None) -> list[int]:
+def compute_adaptive_max_copies(args: Any, gpu: DeviceProperties | None = None) -> list[int]:
     """Return the bytes of a copy of a batch; one sample may have any strides."""
-    return contiguous(args[0]) if args[0].dim() == len(args[1]) + 2 else []
+    return copy_bytes(args[0]) if args[0].dim() == len(args[1]) + 2 else []
 
 
 @input_copies(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
-def adaptive_average(args: Any) -> list[int]:
+def compute_adaptive_avg_copies(args: Any) -> list[int]:
     """Return the bytes of a copy before the result; a channels-last input in two dimensions is not copied."""
-    channels_last = args[0].dim() == 4 and suggest_layout(args[0]) is not torch.contiguous_format
-    return [] if channels_last else adaptive_max(args)
+    is_channels_last = args[0].dim() == 4 and suggest_layout(args[0]) is not torch.contiguous_format
+    return [] if is_channels_last else compute_adaptive_max_copies(args)
 
 
 # Nearest upsampling of fewer channels has no channels-last kernel (native/cuda/UpSampleNearest2d.cu).
 _MIN_CHANNELS_LAST = 4
 
 
-def _copy_image(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
+def _image_copies(size_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a contiguous result, if the result is not contiguous, and of a copy of the source."""
-    source, result = args[0], (*args[0].shape[:2], *args[size_at][-2:])
-    if tuple(source.shape) == result or not source.numel():
+    source, result_shape = args[0], (*args[0].shape[:2], *args[size_position][-2:])
+    if tuple(source.shape) == result_shape or not source.numel():
         return []
     if suggest_layout(source) is torch.contiguous_format:
-        return contiguous(source)
+        return copy_bytes(source)
     if source.shape[1] < _MIN_CHANNELS_LAST:
-        return [math.prod(result) * source.element_size(), *contiguous(source)]
-    dense = source.is_contiguous(memory_format=torch.channels_last)
-    return [] if dense else [source.numel() * source.element_size()]
+        return [math.prod(result_shape) * source.element_size(), *copy_bytes(source)]
+    is_dense = source.is_contiguous(memory_format=torch.channels_last)
+    return [] if is_dense else [source.numel() * source.element_size()]
 
 
 # Nearest upsampling, its backward (whose result is as large as the input was) and the bilinear backward work on
 # contiguous or channels-last images (native/cuda/UpSampleNearest2d.cu, UpSampleBilinear2d.cu). All other forward
 # kernels support any strides.
-upsample_nearest2d = scratch(aten.upsample_nearest2d, aten._upsample_nearest_exact2d)(partial(_copy_image, 1))
-upsample_2d_backward = partial(_copy_image, 2)
-scratch(aten.upsample_nearest2d_backward, aten._upsample_nearest_exact2d_backward)(upsample_2d_backward)
-scratch(aten.upsample_bilinear2d_backward)(upsample_2d_backward)
+compute_upsample_2d_copies = scratch(aten.upsample_nearest2d, aten._upsample_nearest_exact2d)(partial(_image_copies, 1))
+compute_upsample_2d_backward_copies = partial(_image_copies, 2)
+scratch(aten.upsample_nearest2d_backward, aten._upsample_nearest_exact2d_backward)(compute_upsample_2d_backward_copies)
+scratch(aten.upsample_bilinear2d_backward)(compute_upsample_2d_backward_copies)
 # Rows and their gradients are made contiguous (native/cuda/UpSampleNearest1d.cu).
 scratch(aten.upsample_nearest1d, aten.upsample_nearest1d_backward)(make_copies_formula(0))
 scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)(make_copies_formula(0))
 
 
-def _copy_volume(size_at: int, args: Any, gpu: DeviceProperties) -> list[int]:
+def _volume_copies(size_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a contiguous result, if the source is channels-last, and of a copy of the source."""
-    source, result = args[0], (*args[0].shape[:2], *args[size_at][-3:])
-    is_plain = suggest_layout(source) is torch.contiguous_format
-    return contiguous(source) if is_plain else [math.prod(result) * source.element_size(), *contiguous(source)]
+    source, result_shape = args[0], (*args[0].shape[:2], *args[size_position][-3:])
+    is_dense = suggest_layout(source) is torch.contiguous_format
+    return copy_bytes(source) if is_dense else [math.prod(result_shape) * source.element_size(), *copy_bytes(source)]
 
 
 # Volumes and their gradients are made contiguous (native/cuda/UpSampleNearest3d.cu,
 # upsample_nearest3d_out_cuda_template).
-scratch(aten.upsample_nearest3d, aten._upsample_nearest_exact3d)(partial(_copy_volume, 1))
-scratch(aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)(partial(_copy_volume, 2))
+scratch(aten.upsample_nearest3d, aten._upsample_nearest_exact3d)(partial(_volume_copies, 1))
+scratch(aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)(partial(_volume_copies, 2))

@@ -20,8 +20,8 @@ from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
 from memprof.virtual.device_rules import lacks_quantized_kernel
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous, suggest_layout
-from memprof.virtual.kernels.registry import META, Table, aten, kernel
+from memprof.virtual.kernels.copies import copy_bytes, suggest_layout
+from memprof.virtual.kernels.registry import META, OperatorTable, aten, kernel
 from memprof.virtual.limits import unsupported_error
 
 _CPU = torch.DispatchKeySet(torch.DispatchKey.QuantizedCPU)
@@ -33,10 +33,10 @@ _KERNEL_NAME_BY_SCHEME = {0: "per_tensor_affine", 1: "per_channel_affine", 4: "p
 # Dtypes that CUDA's kernels support (Dispatch.h, AT_DISPATCH_QINT_TYPES) -> dtype of the stored integers.
 _STORAGE_DTYPES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
-_SUB_BYTE_DTYPES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
+_SUB_BYTE_DTYPE_NAMES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
 
 # Kernels, functions of (launch), of operators with a virtual quantized operand.
-quantized_kernel = Table("kernel for quantized tensors")
+quantized_kernel = OperatorTable("kernel for quantized tensors")
 # Operators with one C++ function for CPU and CUDA, which allocates by other operators.
 _DEVICE_INDEPENDENT = frozenset(
     {
@@ -58,9 +58,9 @@ def run_quantized(launch: KernelContext) -> Any:
     missing_kernel = lacks_quantized_kernel(name) if launch.device != HOST else ""
     if missing_kernel:
         raise _missing_kernel_error(missing_kernel, "QuantizedCUDA")
-    found = quantized_kernel.get(launch.operator.packet)
-    if found is not None:
-        return found(launch)
+    quantized_function = quantized_kernel.get(launch.operator.packet)
+    if quantized_function is not None:
+        return quantized_function(launch)
     if launch.operator.packet in _DEVICE_INDEPENDENT:
         with launch.inside():
             return launch.func.redispatch(_CPU, *launch.args, **launch.kwargs)
@@ -80,14 +80,14 @@ def _missing_kernel_error(name: str, backend: str) -> NotImplementedError:
     )
 
 
-def _unsupported_dtype_error(kernel: str, dtype: torch.dtype) -> NotImplementedError:
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{_SUB_BYTE_DTYPES[dtype]}'")
+def _unsupported_dtype_error(kernel_name: str, dtype: torch.dtype) -> NotImplementedError:
+    return NotImplementedError(f"\"{kernel_name}\" not implemented for '{_SUB_BYTE_DTYPE_NAMES[dtype]}'")
 
 
 def _choose_layout(tensor: torch.Tensor) -> torch.memory_format:
     """Return the memory format of the result of quantizing or dequantizing `tensor`."""
-    with_floats = tensor.is_quantized and _get_scheme(tensor) == _PER_CHANNEL_FLOATS
-    return torch.contiguous_format if with_floats else suggest_layout(tensor)
+    has_float_parameters = tensor.is_quantized and _get_scheme(tensor) == _PER_CHANNEL_FLOATS
+    return torch.contiguous_format if has_float_parameters else suggest_layout(tensor)
 
 
 def _get_scheme(tensor: torch.Tensor) -> int:
@@ -97,15 +97,15 @@ def _get_scheme(tensor: torch.Tensor) -> int:
 def _get_quantizer_parameters(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the arguments for a quantizer as of `tensor`, which is virtual or on the CPU."""
 
-    def query(operator: Any) -> Any:
+    def get_parameter(operator: Any) -> Any:
         return operator.default.redispatch(_CPU, tensor)
 
     if _get_scheme(tensor) == _PER_TENSOR:
-        return {"scale": query(aten.q_scale), "zero_point": query(aten.q_zero_point)}
+        return {"scale": get_parameter(aten.q_scale), "zero_point": get_parameter(aten.q_zero_point)}
     return {
-        "scales": query(aten.q_per_channel_scales),
-        "zero_points": query(aten.q_per_channel_zero_points),
-        "axis": query(aten.q_per_channel_axis),
+        "scales": get_parameter(aten.q_per_channel_scales),
+        "zero_points": get_parameter(aten.q_per_channel_zero_points),
+        "axis": get_parameter(aten.q_per_channel_axis),
     }
 
 
@@ -122,10 +122,10 @@ def _make_quantized(
     operator = aten._empty_affine_quantized
     if "axis" in parameters:
         operator = aten._empty_per_channel_affine_quantized
-        floats = parameters["zero_points"].is_floating_point()
+        is_float = parameters["zero_points"].is_floating_point()
         with launch.inside():
             for name, default_dtype in (("scales", torch.float64), ("zero_points", torch.int64)):
-                parameters[name] = parameters[name].to(torch.float32 if floats else default_dtype).contiguous()
+                parameters[name] = parameters[name].to(torch.float32 if is_float else default_dtype).contiguous()
     result = operator.default.redispatch(_CPU, size, dtype=dtype, device=META, memory_format=layout, **parameters)
     launch.record(result, device=device)
     return result
@@ -137,10 +137,11 @@ def empty(launch: KernelContext) -> Any:
     device = launch.kwargs.get("device")
     if device is None or device.type != "meta":
         return launch.func(*launch.args, **launch.kwargs)
-    named = {k: v for k, v in launch.kwargs.items() if k in ("scale", "zero_point", "scales", "zero_points", "axis")}
-    named.update(zip(("scales", "zero_points", "axis"), launch.args[1:], strict=False))
+    names = ("scale", "zero_point", "scales", "zero_points", "axis")
+    quantizer = {k: v for k, v in launch.kwargs.items() if k in names}
+    quantizer.update(zip(("scales", "zero_points", "axis"), launch.args[1:], strict=False))
     layout = launch.kwargs.get("memory_format") or torch.contiguous_format
-    return _make_quantized(launch, launch.args[0], launch.kwargs["dtype"], layout, **named)
+    return _make_quantized(launch, launch.args[0], launch.kwargs["dtype"], layout, **quantizer)
 
 
 @kernel(aten.quantize_per_tensor, aten.quantize_per_channel, aten.quantize_per_tensor_dynamic, on_host=True)
@@ -154,15 +155,15 @@ def quantize(launch: KernelContext) -> Any:
     is_dynamic = launch.operator.packet is aten.quantize_per_tensor_dynamic
     if is_dynamic:
         with launch.inside():
-            dense = data.contiguous()
-            dense.min(), dense.max()
-            del dense
+            contiguous_data = data.contiguous()
+            contiguous_data.min(), contiguous_data.max()
+            del contiguous_data
     # A small CPU tensor is quantized with the same arguments, for the quantizer and for errors in the arguments.
     size = [1] if is_dynamic else [0] * data.dim()
     if launch.operator.packet is aten.quantize_per_channel:
         size[rest[2]] = data.shape[rest[2]]
-    known = [launch.values.policy.read(value) if isinstance(value, torch.Tensor) else value for value in rest]
-    sample = launch.func(torch.ones(size, dtype=data.dtype), *known)
+    values = [launch.values.policy.read(value) if isinstance(value, torch.Tensor) else value for value in rest]
+    sample = launch.func(torch.ones(size, dtype=data.dtype), *values)
     if not sample.is_quantized:
         with launch.inside():
             return data.contiguous().to(sample.dtype)
@@ -174,16 +175,16 @@ def quantize(launch: KernelContext) -> Any:
         parameters.update(scales=rest[0], zero_points=rest[1])
     layout = _choose_layout(data) if _get_scheme(sample) != _PER_CHANNEL_FLOATS else torch.contiguous_format
     result = _make_quantized(launch, data.shape, sample.dtype, layout, **parameters)
-    launch.transients(*contiguous(data, layout=layout))
+    launch.transients(*copy_bytes(data, layout=layout))
     return result
 
 
 @kernel("aten._make_per_tensor_quantized_tensor", "aten._make_per_channel_quantized_tensor")
-def wrap_integers(launch: KernelContext) -> Any:
+def make_from_integers(launch: KernelContext) -> Any:
     """Make a quantized tensor of given integers (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
     data, *rest = launch.args
     names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
-    dtype = next(kind for kind, plain in _STORAGE_DTYPES.items() if plain is data.dtype)
+    dtype = next(qdtype for qdtype, storage_dtype in _STORAGE_DTYPES.items() if storage_dtype is data.dtype)
     return _make_quantized(launch, data.shape, dtype, torch.contiguous_format, **dict(zip(names, rest, strict=True)))
 
 
@@ -202,7 +203,7 @@ def dequantize(launch: KernelContext) -> Any:
     data = launch.args[0]
     layout = _choose_layout(data)
     result = launch.new(data.shape, torch.float32, layout)
-    launch.transients(*contiguous(data, layout=layout))
+    launch.transients(*copy_bytes(data, layout=layout))
     return result
 
 
@@ -271,12 +272,12 @@ def update_in_place(launch: KernelContext) -> Any:
 
 
 @quantized_kernel(aten.gelu, aten._adaptive_avg_pool2d)
-def compute_in_floats(launch: KernelContext) -> Any:
+def run_in_float32(launch: KernelContext) -> Any:
     """Dequantize, compute and quantize again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     with launch.inside():
-        floats = aten.dequantize.self(data)
-        result = launch.func(floats, *rest)
+        float_data = aten.dequantize.self(data)
+        result = launch.func(float_data, *rest)
         return aten.quantize_per_tensor.default(result, *_get_quantizer_parameters(data).values(), data.dtype)
 
 
@@ -297,7 +298,7 @@ def max_pool2d(launch: KernelContext) -> Any:
     data, *rest = launch.args
     layout = torch.channels_last if data.dim() == 4 else torch.contiguous_format
     size = aten.max_pool2d_with_indices(torch.empty(data.shape, device=META), *rest)[0].shape
-    with launch.scratch(*contiguous(data, layout=layout)):
+    with launch.scratch(*copy_bytes(data, layout=layout)):
         return _make_quantized(launch, size, torch.qint8, layout, **_get_quantizer_parameters(data))
 
 
@@ -305,11 +306,11 @@ def max_pool2d(launch: KernelContext) -> Any:
 def add(launch: KernelContext) -> Any:
     """Add by a sum and two factors in float32, each as large as an operand (native/quantized/cudnn/BinaryOps.cpp)."""
     data, _, scale, zero_point = launch.args
-    floats = 4 * data.numel()
-    with launch.scratch(floats):
+    float32_bytes = 4 * data.numel()
+    with launch.scratch(float32_bytes):
         quantizer = {"scale": scale, "zero_point": zero_point}
         result = _make_quantized(launch, data.shape, torch.qint8, torch.contiguous_format, **quantizer)
-        launch.transients(floats, floats)
+        launch.transients(float32_bytes, float32_bytes)
     return result
 
 
@@ -338,7 +339,7 @@ def fake_quantize_per_channel(launch: KernelContext) -> Any:
 
 
 @kernel(aten._fake_quantize_learnable_per_tensor_affine)
-def learnable_per_tensor(launch: KernelContext) -> Any:
+def fake_quantize_learnable_per_tensor(launch: KernelContext) -> Any:
     """Make the result for a scale and a zero point that the host reads."""
     data, _, _, quant_min, quant_max = launch.args[:5]
     with launch.inside():
@@ -346,13 +347,13 @@ def learnable_per_tensor(launch: KernelContext) -> Any:
 
 
 @kernel(aten._fake_quantize_learnable_per_channel_affine)
-def learnable_per_channel(launch: KernelContext) -> Any:
+def fake_quantize_learnable_per_channel(launch: KernelContext) -> Any:
     """Make the result of a quantization by channel, with rounded zero points."""
     data, scale, zero_point, axis, quant_min, quant_max = launch.args[:6]
     with launch.inside():
-        rounded = zero_point.round().clamp_(quant_min, quant_max).to(torch.int32)
+        rounded_zero_point = zero_point.round().clamp_(quant_min, quant_max).to(torch.int32)
         return aten.fake_quantize_per_channel_affine_cachemask.default(
-            data, scale, rounded, axis, quant_min, quant_max
+            data, scale, rounded_zero_point, axis, quant_min, quant_max
         )[0]
 
 
@@ -360,21 +361,21 @@ def learnable_per_channel(launch: KernelContext) -> Any:
     aten._fake_quantize_learnable_per_tensor_affine_backward,
     aten._fake_quantize_learnable_per_channel_affine_backward,
 )
-def learnable_backward(launch: KernelContext) -> Any:
+def fake_quantize_learnable_backward(launch: KernelContext) -> Any:
     """Make the gradients; those of scale and zero point are as large as the data before the sum."""
     grad, data, scale, zero_point = launch.args[:4]
     with launch.inside():
         if launch.operator.packet is aten._fake_quantize_learnable_per_tensor_affine_backward:
             gradients = [torch.empty_like(data) for _ in range(3)]
-            return gradients[0], *(each.sum().unsqueeze(0) for each in gradients[1:])
+            return gradients[0], *(t.sum().unsqueeze(0) for t in gradients[1:])
         axis, quant_min, quant_max = launch.args[4:7]
         if data.dtype is torch.bfloat16:
-            grad, data, scale, zero_point = (each.float() for each in (grad, data, scale, zero_point))
-        rounded = zero_point.round().clamp_(quant_min, quant_max)
-        extremes = aten.aminmax.default(rounded)
+            grad, data, scale, zero_point = (t.float() for t in (grad, data, scale, zero_point))
+        rounded_zero_point = zero_point.round().clamp_(quant_min, quant_max)
+        extremes = aten.aminmax.default(rounded_zero_point)
         gradients = [torch.empty_like(data) for _ in range(3)]
         summed_dims = [dim for dim in range(data.dim()) if dim != axis]
-        result = gradients[0], *(each.sum(summed_dims) for each in gradients[1:])
+        result = gradients[0], *(t.sum(summed_dims) for t in gradients[1:])
         del extremes
         return result
 
@@ -386,18 +387,18 @@ def update_range_and_quantize(launch: KernelContext) -> Any:
     quant_min, quant_max, axis = launch.args[8:11]
     is_per_row = launch.argument(11, "per_row_fake_quant", False)
     with launch.inside():
-        dense = data.contiguous()
+        contiguous_data = data.contiguous()
         if is_per_row:
             rows = data if data.dim() == 2 else data.transpose(0, axis).flatten(1)
             if not observers[0].numel():
-                for observer, value in zip(observers, (math.inf, -math.inf, None, None), strict=True):
+                for observer, initial_value in zip(observers, (math.inf, -math.inf, None, None), strict=True):
                     observer.resize_(data.shape[axis])
-                    if value is not None:
-                        observer.fill_(value)
+                    if initial_value is not None:
+                        observer.fill_(initial_value)
             aten.aminmax.default(rows, dim=1)
             del rows
         else:
-            aten.aminmax.default(dense)
+            aten.aminmax.default(contiguous_data)
         for observer in observers:
             launch.values.store.drop(observer.untyped_storage()._cdata)
         if not is_per_row:

@@ -24,8 +24,8 @@ _PAIR_BYTES = 16  # a value and its int64 position, aligned to 8 bytes
 class Reduction:
     """Reduction as the kernel iterates: dimensions by rising stride, reduced dimensions first, neighbours merged."""
 
-    reduced: tuple[tuple[int, int], ...]  # (size, stride in elements) of the reduced dimensions
-    kept: tuple[tuple[int, int], ...]
+    reduced_dims: tuple[tuple[int, int], ...]  # (size, stride in elements) of the reduced dimensions
+    kept_dims: tuple[tuple[int, int], ...]
     item_bytes: int
     accumulator_bytes: int
     values_per_load: int = 4  # values per load of a thread along a contiguous reduced dimension (the kernel's vt0)
@@ -41,87 +41,89 @@ class Reduction:
         requested_dims = (
             [] if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else list(dims)
         )
-        reduced_dims = {dim % rank for dim in requested_dims} if requested_dims and rank else set(range(rank))
+        reduced_indices = {dim % rank for dim in requested_dims} if requested_dims and rank else set(range(rank))
         order = [dim for dim in reversed(range(rank)) if tensor.size(dim) != 1]
-        reduced = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim in reduced_dims]
-        kept = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim not in reduced_dims]
-        merged = _merge_dims(_sort_by_stride(reduced)), _merge_dims(kept)
+        reduced_dims = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim in reduced_indices]
+        kept_dims = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim not in reduced_indices]
+        merged = _merge_dims(_sort_by_stride(reduced_dims)), _merge_dims(kept_dims)
         return cls(*merged, tensor.element_size(), accumulator_bytes, values_per_load)
 
     def split(self) -> list[Reduction]:
         """Return parts that 32-bit indices can address, one per launch: the widest dimension is halved repeatedly."""
-        dims = self.reduced + self.kept
+        dims = self.reduced_dims + self.kept_dims
         extents = [(size - 1) * stride * self.item_bytes for size, stride in dims]
         if not extents or (sum(extents) < _INT32_MAX and math.prod(size for size, _ in dims) <= _INT32_MAX):
             return [self]
-        widest = extents.index(max(extents))
-        size, stride = dims[widest]
+        widest_index = extents.index(max(extents))
+        size, stride = dims[widest_index]
         parts: list[Reduction] = []
-        for part in (size // 2, size - size // 2):
-            halved = (*dims[:widest], (part, stride), *dims[widest + 1 :])
-            count = len(self.reduced)
-            parts += replace(self, reduced=halved[:count], kept=halved[count:]).split()
+        for part_size in (size // 2, size - size // 2):
+            new_dims = (*dims[:widest_index], (part_size, stride), *dims[widest_index + 1 :])
+            num_reduced = len(self.reduced_dims)
+            parts += replace(self, reduced_dims=new_dims[:num_reduced], kept_dims=new_dims[num_reduced:]).split()
         return parts
 
-    def buffers(self, num_sms: int, threads_per_sm: int) -> list[int]:
+    def compute_buffers(self, num_sms: int, threads_per_sm: int) -> list[int]:
         """Return the bytes of the staging buffer and the semaphores of a reduction over several blocks, else [].
 
         The launch rule is from native/cuda/Reduce.cuh (setReduceConfig, global_memory_size, semaphore_size): a block
         has at most 512 threads and is one warp wide where possible; the inputs of one output are split over blocks if
         every thread of one block would have 256 or more inputs.
         """
-        outputs = math.prod(size for size, _ in self.kept)
-        inputs = math.prod(size for size, _ in self.reduced)
-        if not outputs or not inputs:
+        num_outputs = math.prod(size for size, _ in self.kept_dims)
+        num_inputs = math.prod(size for size, _ in self.reduced_dims)
+        if not num_outputs or not num_inputs:
             return []
-        along_inputs = not self.kept or (bool(self.reduced) and self.reduced[0][1] < self.kept[0][1])
-        width, height = (inputs, outputs) if along_inputs else (outputs, inputs)
-        fastest = self.reduced[:1] if along_inputs else self.kept[:1]
-        vector = 1
-        if fastest and fastest[0][1] == 1:
-            if along_inputs and width >= 128 and len(self.reduced) == 1:
+        reduced, kept = self.reduced_dims, self.kept_dims
+        along_inputs = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
+        width, height = (num_inputs, num_outputs) if along_inputs else (num_outputs, num_inputs)
+        innermost_dim = reduced[:1] if along_inputs else kept[:1]
+        outputs_per_thread = 1
+        if innermost_dim and innermost_dim[0][1] == 1:
+            if along_inputs and width >= 128 and len(reduced) == 1:
                 width //= self.values_per_load
             elif not along_inputs:
-                vector = self._output_vector()
-                width //= vector
-        limit = _SPLIT_THREADS // vector
-        widest, highest = min(floor_power_of_two(width), limit), min(floor_power_of_two(height), limit)
-        rows = min(highest, limit // min(widest, 32))
-        columns = min(widest, limit // rows)
+                outputs_per_thread = self._count_outputs_per_thread()
+                width //= outputs_per_thread
+        limit = _SPLIT_THREADS // outputs_per_thread
+        max_width, max_height = min(floor_power_of_two(width), limit), min(floor_power_of_two(height), limit)
+        rows = min(max_height, limit // min(max_width, 32))
+        columns = min(max_width, limit // rows)
         step_input, step_output = (columns, 1) if along_inputs else (1, columns)
-        if -(-inputs // step_input) < min(rows * 16, _MAX_VALUES_PER_THREAD):
+        if -(-num_inputs // step_input) < min(rows * 16, _MAX_VALUES_PER_THREAD):
             return []
-        values = -(-inputs // (step_input * rows))
-        grid = -(-(outputs // vector) // step_output)
-        target = num_sms * (threads_per_sm // (columns * rows))
-        if values < _MAX_VALUES_PER_THREAD or grid > target:
+        values_per_thread = -(-num_inputs // (step_input * rows))
+        num_output_blocks = -(-(num_outputs // outputs_per_thread) // step_output)
+        max_blocks = num_sms * (threads_per_sm // (columns * rows))
+        if values_per_thread < _MAX_VALUES_PER_THREAD or num_output_blocks > max_blocks:
             return []
-        blocks = min(-(-target // grid), -(-values // _MIN_VALUES_PER_THREAD))
-        blocks = max(blocks, -(-values // _MAX_VALUES_PER_THREAD))
-        if blocks <= 1:
+        num_splits = min(-(-max_blocks // num_output_blocks), -(-values_per_thread // _MIN_VALUES_PER_THREAD))
+        num_splits = max(num_splits, -(-values_per_thread // _MAX_VALUES_PER_THREAD))
+        if num_splits <= 1:
             return []
-        staged = self.accumulator_bytes * outputs * blocks
-        return [staged if along_inputs else staged * columns * vector, 4 * grid]
+        staging_bytes = self.accumulator_bytes * num_outputs * num_splits
+        return [staging_bytes if along_inputs else staging_bytes * columns * outputs_per_thread, 4 * num_output_blocks]
 
-    def _output_vector(self) -> int:
+    def _count_outputs_per_thread(self) -> int:
         """Return the number of adjacent outputs per thread: 4, 2 or 1; divides all strides (get_output_vec_size)."""
-        numbers = [self.kept[0][0], *(stride for _, stride in self.reduced), *(stride for _, stride in self.kept[1:])]
-        return next(vector for vector in (4, 2, 1) if all(number % vector == 0 for number in numbers))
+        other_dims = (*self.reduced_dims, *self.kept_dims[1:])
+        strides = [self.kept_dims[0][0], *(stride for _, stride in other_dims)]
+        return next(width for width in (4, 2, 1) if all(stride % width == 0 for stride in strides))
 
 
 def _sort_by_stride(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (size, stride) `pairs` in TensorIterator's insertion sort; expanded dimensions (stride 0) are skipped."""
     ordered = list(pairs)
-    for last in range(1, len(ordered)):
-        moving = last
-        for other in range(last - 1, -1, -1):
-            before, after = ordered[other], ordered[moving]
+    for i in range(1, len(ordered)):
+        current = i
+        for j in range(i - 1, -1, -1):
+            before, after = ordered[j], ordered[current]
             if not before[1] or not after[1] or before == after:
                 continue
             if (before[1], before[0]) < (after[1], after[0]):
                 break
-            ordered[other], ordered[moving] = after, before
-            moving = other
+            ordered[j], ordered[current] = after, before
+            current = j
     return ordered
 
 
@@ -149,26 +151,26 @@ def accumulator_bytes_per_value(tensor: torch.Tensor) -> int:
 
 
 def _make_formula(
-    accumulator: Callable[[torch.Tensor], int],
-    dims_at: int = 1,
+    get_bytes: Callable[[torch.Tensor], int],
+    dims_position: int = 1,
     values_per_load: int = 4,
     *,
     half_per_load: int = 4,
-    cast: bool = False,
+    casts: bool = False,
 ) -> Callable[[Any, DeviceProperties], list[int]]:
     """Return the scratch formula of an operator on gpu_reduce_kernel; argument `dims_at` has the dimensions."""
 
     def formula(args: Any, gpu: DeviceProperties) -> list[int]:
         data = args[0]
-        dims = args[dims_at] if len(args) > dims_at else None
+        dims = args[dims_position] if len(args) > dims_position else None
         copies: list[int] = []
-        if cast and not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
+        if casts and not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
             # native/ReduceOpsUtils.h, make_reduction: inputs of another dtype than the result are converted first.
             copies = [8 * data.numel()]
             data = torch.empty_strided(data.size(), data.stride(), dtype=torch.int64, device="meta")
         per_load = half_per_load if values_per_load == 4 and data.element_size() == 2 else values_per_load
         # max() and min() without a dimension keep no index.
-        num_bytes = data.element_size() if accumulator is _get_pair_bytes and dims is None else accumulator(data)
+        num_bytes = data.element_size() if get_bytes is _get_pair_bytes and dims is None else get_bytes(data)
         return copies + reduction_buffers(data, dims, num_bytes, gpu, per_load)
 
     return formula
@@ -186,15 +188,15 @@ def reduction_buffers(
         return []
     reduction = Reduction.of(tensor, dims, accumulator_bytes, values_per_load)
     parts = reduction.split()
-    sums = []
+    accumulators = []
     if len(parts) > 1 and (tensor.dtype in (torch.float16, torch.bfloat16) or accumulator_bytes == _PAIR_BYTES):
-        sums = [accumulator_bytes * math.prod(size for size, _ in reduction.kept)]
-    return [*sums, *max((_compute_buffers(part, gpu.num_sms, gpu.threads_per_sm) for part in parts), key=sum)]
+        accumulators = [accumulator_bytes * math.prod(size for size, _ in reduction.kept_dims)]
+    return [*accumulators, *max((_compute_buffers(part, gpu.num_sms, gpu.threads_per_sm) for part in parts), key=sum)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _compute_buffers(part: Reduction, num_sms: int, threads_per_sm: int) -> tuple[int, ...]:
-    return tuple(part.buffers(num_sms, threads_per_sm))
+    return tuple(part.compute_buffers(num_sms, threads_per_sm))
 
 
 def _get_pair_bytes(tensor: torch.Tensor) -> int:
@@ -206,11 +208,11 @@ def _get_pair_bytes(tensor: torch.Tensor) -> int:
 _HALVES_PER_LOAD = 8 if torch_release() >= (2, 10) else 4
 
 # Operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu), by the accumulation dtype.
-scratch(aten.sum)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD, cast=True))
-scratch(aten.prod)(_make_formula(accumulator_bytes_per_value, cast=True))
+scratch(aten.sum)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD, casts=True))
+scratch(aten.prod)(_make_formula(accumulator_bytes_per_value, casts=True))
 scratch(aten.nansum)(_make_formula(accumulator_bytes_per_value))
 scratch(aten.mean)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD))
-scratch(aten.linalg_vector_norm)(_make_formula(accumulator_bytes_per_value, dims_at=2))
+scratch(aten.linalg_vector_norm)(_make_formula(accumulator_bytes_per_value, dims_position=2))
 scratch(aten.amax, aten.amin, aten.any, aten.all)(_make_formula(torch.Tensor.element_size))
 scratch(aten.max, aten.min)(_make_formula(_get_pair_bytes))
 scratch(aten.argmax, aten.argmin)(_make_formula(lambda tensor: _PAIR_BYTES))  # with an index even without a dimension

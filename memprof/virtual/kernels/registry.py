@@ -41,14 +41,14 @@ META = torch.device("meta")
 # the repository. Comments name differences between releases; recordings of 2.6, 2.11 and 2.13 confirm the formulas.
 SOURCE_TAG = "v2.13.0"
 
-ABSENT: dict[str, list[tuple[Table, Any]]] = {}  # name of an operator that does not exist yet -> entries
+MISSING_OPERATORS: dict[str, list[tuple[OperatorTable, Any]]] = {}  # name of a missing operator -> entries
 
 
-class Table:
+class OperatorTable:
     """Table of the entries registered for operators, usable as a decorator."""
 
-    def __init__(self, role: str) -> None:
-        self._role = role
+    def __init__(self, entry_kind: str) -> None:
+        self._entry_kind = entry_kind
         self._entries: dict[Any, Any] = {}
         self.get = self._entries.get
         self.items = self._entries.items
@@ -62,14 +62,14 @@ class Table:
         Raises:
             ValueError: the operator has an entry already.
         """
-        found = _find_operator(operator) if isinstance(operator, str) else operator
-        if found is None:
-            ABSENT.setdefault(operator, []).append((self, entry))
-        elif found in self._entries:
-            names = [getattr(each, "__qualname__", str(each)) for each in (self._entries[found], entry)]
-            raise ValueError(f"{found} has two entries as {self._role}: {names[0]} and {names[1]}")
+        key = _find_operator(operator) if isinstance(operator, str) else operator
+        if key is None:
+            MISSING_OPERATORS.setdefault(operator, []).append((self, entry))
+        elif key in self._entries:
+            names = [getattr(each, "__qualname__", str(each)) for each in (self._entries[key], entry)]
+            raise ValueError(f"{key} has two entries as {self._entry_kind}: {names[0]} and {names[1]}")
         else:
-            self._entries[found] = entry
+            self._entries[key] = entry
 
     def mark(self, *operators: Any) -> None:
         """Register `operators` with the entry True."""
@@ -87,15 +87,15 @@ class Table:
         return register
 
 
-_kernels = Table("kernel")
+_kernels = OperatorTable("kernel")
 # Function of (args, gpu): bytes of each temporary, allocated in order after the result.
-scratch = Table("scratch formula")
-input_copies = Table("input copies")  # function of (args): bytes, allocated before the result and cuBLAS's workspace
-composite = Table("composite")  # function of (device_state, *arguments)
-uses_cublas = Table("user of cuBLAS")
-uses_cublaslt = Table("user of cuBLASLt")  # function of (args): whether cuBLASLt runs the call
-expanded_composites = Table("composite that is looked into")  # see expansion.py
-host_kernels = Table("kernel for any device")
+scratch = OperatorTable("scratch formula")
+input_copies = OperatorTable("input copies")  # function of (args): bytes, allocated before the result
+composite = OperatorTable("composite")  # function of (device_state, *arguments)
+uses_cublas = OperatorTable("user of cuBLAS")
+uses_cublaslt = OperatorTable("user of cuBLASLt")  # function of (args): whether cuBLASLt runs the call
+expanded_composites = OperatorTable("composite that is looked into")  # see expansion.py
+host_kernels = OperatorTable("kernel for any device")
 
 
 def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Function]:
@@ -111,7 +111,7 @@ def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Funct
 find_kernel = _kernels.get
 
 
-def composites(device_state: Any) -> dict[Any, Callable[..., Any]]:
+def make_composites(device_state: Any) -> dict[Any, Callable[..., Any]]:
     """Return a table of torch function -> replacement for `device_state`, for the function mode."""
 
     def make_replacement(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,16 +125,16 @@ def composites(device_state: Any) -> dict[Any, Callable[..., Any]]:
     return {function: make_replacement(function, entry) for function, entry in composite.items()}
 
 
-def load() -> None:
+def import_kernels() -> None:
     """Import every file of the folder, which registers its kernels."""
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
 
 
-def register_library(namespace: str) -> None:
+def register_library_operators(namespace: str) -> None:
     """Register the operators of a library that has been imported."""
-    for name in [name for name in ABSENT if name.startswith(f"{namespace}.") and _find_operator(name) is not None]:
-        for table, entry in ABSENT.pop(name):
+    for name in [n for n in MISSING_OPERATORS if n.startswith(f"{namespace}.") and _find_operator(n) is not None]:
+        for table, entry in MISSING_OPERATORS.pop(name):
             table.add(name, entry)
 
 

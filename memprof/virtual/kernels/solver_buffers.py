@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from memprof.units import round_up
 
-RULE = (
+BUFFERS_ASSUMPTION = (
     "cuSOLVER's buffers, gone when each call returns, follow what was measured on an H100, and are not counted on "
     "other GPUs. How they are computed is not published."
 )
@@ -34,16 +34,16 @@ def geqrf_buffer_bytes(columns: int, item_bytes: int) -> int:
     return 128 + item_bytes * (1024 * max(columns, 256) + (1 << 19))
 
 
-def orgqr_buffer_bytes(rows: int, columns: int, reflectors: int, item_bytes: int) -> int:
+def orgqr_buffer_bytes(rows: int, columns: int, num_reflectors: int, item_bytes: int) -> int:
     """Return the bytes for the orthogonal matrix. Exact for all 44 matrices, none with 65 to 127 reflectors."""
-    block = min(reflectors, 128)
-    num_values = max(33_024 + rows * min(reflectors, 64), 16_640 + block * (rows + 2 * columns))
+    block_size = min(num_reflectors, 128)
+    num_values = max(33_024 + rows * min(num_reflectors, 64), 16_640 + block_size * (rows + 2 * columns))
     return round_up(num_values, 32) * item_bytes
 
 
-def ormqr_buffer_bytes(rows: int, reflectors: int, num_sides: int, item_bytes: int) -> int:
+def ormqr_buffer_bytes(rows: int, num_reflectors: int, num_rhs: int, item_bytes: int) -> int:
     """Return the bytes for the product of the orthogonal matrix with `sides` columns. Exact for 25 of 26 matrices."""
-    num_values = (rows + reflectors) * reflectors + 256 * rows + 65_792 + 512 * num_sides + round_up(num_sides, 32)
+    num_values = (rows + num_reflectors) * num_reflectors + 256 * rows + 65_792 + 512 * num_rhs + round_up(num_rhs, 32)
     return round_up(num_values, 32) * item_bytes
 
 
@@ -77,6 +77,6 @@ def gesvdj_buffer_bytes(rows: int, columns: int, item_bytes: int) -> int:
     return num_values * item_bytes
 
 
-def _count_jacobi_values(rows: int, per_row: int) -> int:
-    padded = round_up(rows, 32)
-    return per_row * padded + rows + (padded // 16) ** 2 + padded // 32 + 1024
+def _count_jacobi_values(rows: int, values_per_row: int) -> int:
+    padded_rows = round_up(rows, 32)
+    return values_per_row * padded_rows + rows + (padded_rows // 16) ** 2 + padded_rows // 32 + 1024

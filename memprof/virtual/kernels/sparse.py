@@ -17,13 +17,13 @@ from memprof.trace.events import HOST
 from memprof.virtual.device_state import REAL
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.indexing import make_embedding_bag_gradient
-from memprof.virtual.kernels.registry import META, Table, aten, kernel
+from memprof.virtual.kernels.registry import META, OperatorTable, aten, kernel
 from memprof.virtual.kernels.sorting import radix_sort_bytes
 from memprof.virtual.kernels.transfers import copies_gradient_of_real_tensor
 from memprof.watch.wrappers import get_sparse_parts
 
 # Function of (launch), called where an operand is sparse and virtual, or a sparse result is to be made of one.
-sparse_kernel = Table("kernel for sparse tensors")
+sparse_kernel = OperatorTable("kernel for sparse tensors")
 
 
 def _replace_parts(sparse: torch.Tensor, parts: list[torch.Tensor], size: Any = None, coalesced: bool = False) -> Any:
@@ -38,9 +38,9 @@ def _make_sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tenso
     options: dict[str, Any] = {"dtype": values.dtype, "layout": layout, "device": values.device}
     if len(parts) == 3:
         return aten._sparse_compressed_tensor_unsafe.default(*parts, size, **options)
-    dims = sparse_dims, len(size) - sparse_dims
+    num_dims = sparse_dims, len(size) - sparse_dims
     make = aten._sparse_coo_tensor_with_dims_and_tensors.default
-    return make(*dims, size, *parts, **options, is_coalesced=coalesced)
+    return make(*num_dims, size, *parts, **options, is_coalesced=coalesced)
 
 
 @sparse_kernel(aten._to_copy, aten.clone)
@@ -49,7 +49,7 @@ def copy(launch: KernelContext) -> Any:
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
     *indices, values = get_sparse_parts(sparse)
     index_kwargs = {k: v for k, v in kwargs.items() if k == "device"}
-    coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
+    is_coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
     if values.is_meta and kwargs.get("device") == torch.device("cpu"):
         # A copy on the host is virtual, its indices as well, if its values are not known.
         with (
@@ -64,7 +64,7 @@ def copy(launch: KernelContext) -> Any:
     else:
         with launch.inside():
             parts = [launch.func(index, **index_kwargs) for index in indices] + [launch.func(values, **kwargs)]
-    return _replace_parts(sparse, parts, coalesced=coalesced)
+    return _replace_parts(sparse, parts, coalesced=is_coalesced)
 
 
 @sparse_kernel(aten._sparse_coo_tensor_with_dims_and_tensors, aten._sparse_compressed_tensor_unsafe, aten.detach)
@@ -84,12 +84,12 @@ def coalesce(launch: KernelContext) -> Any:
     sparse = launch.args[0]
     indices, values = get_sparse_parts(sparse)
     num_indices = indices.shape[1]
-    num_unique = min(num_indices, math.prod(sparse.shape[: len(indices)]))
+    length = min(num_indices, math.prod(sparse.shape[: len(indices)]))
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
     with launch.scratch(*3 * [8 * num_indices]):
         launch.transients(radix_sort_bytes(num_indices, 8, 8, 64, launch.gpu))
-        added = launch.new((num_unique, *values.shape[1:]), values.dtype)
-    return _replace_parts(sparse, [launch.new((len(indices), num_unique), indices.dtype), added], coalesced=True)
+        summed_values = launch.new((length, *values.shape[1:]), values.dtype)
+    return _replace_parts(sparse, [launch.new((len(indices), length), indices.dtype), summed_values], coalesced=True)
 
 
 @sparse_kernel(aten._to_sparse)
@@ -101,9 +101,9 @@ def to_sparse(launch: KernelContext) -> Any:
     if layout is not torch.sparse_coo or len(launch.args) > 1:
         return NotImplemented
     with launch.inside():
-        places = aten.nonzero.default(dense).t()
-    values = launch.new(places.shape[1:], dense.dtype)
-    return _make_sparse(torch.sparse_coo, dense.dim(), [places, values], dense.size(), True)
+        indices = aten.nonzero.default(dense).t()
+    values = launch.new(indices.shape[1:], dense.dtype)
+    return _make_sparse(torch.sparse_coo, dense.dim(), [indices, values], dense.size(), True)
 
 
 @sparse_kernel(aten._to_sparse_csr)
@@ -134,12 +134,12 @@ def sparse_sum(launch: KernelContext) -> Any:
     kept_dims = [dim for dim in range(len(indices)) if dim not in dims]
     value_dims = [dim - len(indices) + 1 for dim in dims if dim >= len(indices)]
     with launch.inside():
-        added = values.sum(value_dims) if value_dims else values.clone()
+        summed_values = values.sum(value_dims) if value_dims else values.clone()
         if not kept_dims:
-            return added.sum(0)
-        kept = indices.clone() if len(kept_dims) == len(indices) else indices[kept_dims]
+            return summed_values.sum(0)
+        kept_indices = indices.clone() if len(kept_dims) == len(indices) else indices[kept_dims]
         size = [size for dim, size in enumerate(sparse.shape) if dim not in dims]
-        return _make_sparse(torch.sparse_coo, len(kept_dims), [kept, added], size, False).coalesce()
+        return _make_sparse(torch.sparse_coo, len(kept_dims), [kept_indices, summed_values], size, False).coalesce()
 
 
 @sparse_kernel(aten.sparse_compressed_tensor)
@@ -152,10 +152,10 @@ def compressed_tensor(launch: KernelContext) -> Any:
             largest_index = launch.values.policy.read(aten.max.default(plain_indices)).item()
         layout, dims = launch.kwargs["layout"], indices.dim()
         block_shape = values.shape[dims : dims + 2] if layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
-        counts = indices.shape[-1] - 1, int(largest_index) + 1
-        rows, columns = counts if layout in (torch.sparse_csr, torch.sparse_bsr) else counts[::-1]
-        dense = values.shape[dims + 2 * (block_shape != (1, 1)) :]
-        size = [(*indices.shape[:-1], rows * block_shape[0], columns * block_shape[1], *dense)]
+        plane_shape = indices.shape[-1] - 1, int(largest_index) + 1
+        rows, columns = plane_shape if layout in (torch.sparse_csr, torch.sparse_bsr) else plane_shape[::-1]
+        dense_shape = values.shape[dims + 2 * (block_shape != (1, 1)) :]
+        size = [(*indices.shape[:-1], rows * block_shape[0], columns * block_shape[1], *dense_shape)]
     return aten._sparse_compressed_tensor_unsafe.default(indices, plain_indices, values, *size, **launch.kwargs)
 
 
@@ -163,13 +163,13 @@ def compressed_tensor(launch: KernelContext) -> Any:
 def embedding_bag_backward(launch: KernelContext) -> Any:
     """Make the gradient; for sparse=True, a row for each index (native/EmbeddingBag.cpp,
     _embedding_bag_sparse_backward)."""
-    grad, indices, offsets, bags, sizes, _, weights, by_frequency, mode, is_sparse, *rest = launch.args
+    grad, indices, offsets, offset2bag, bag_size, _, num_weights, by_freq, mode, is_sparse, *rest = launch.args
     if launch.call.device is None:
         return NotImplemented
     if not is_sparse:
         return make_embedding_bag_gradient(launch)
     rest = [*rest, launch.kwargs.get("padding_idx", -1)] if len(rest) < 2 else rest
-    arguments = (grad, indices, offsets, bags, sizes, weights, by_frequency, mode, *rest)
+    arguments = (grad, indices, offsets, offset2bag, bag_size, num_weights, by_freq, mode, *rest)
     with launch.inside():
         return aten._embedding_bag_sparse_backward.default(*arguments)
 
@@ -196,19 +196,19 @@ def add(launch: KernelContext) -> Any:
         with launch.inside():
             result = first if launch.operator.name.endswith("_") else aten.clone.default(first)
         if not second.is_coalesced():
-            scaled = launch.argument(2, "alpha", 1) != 1
-            launch.transients(8 * indices.shape[1], values.numel() * values.element_size() * scaled)
+            is_scaled = launch.argument(2, "alpha", 1) != 1
+            launch.transients(8 * indices.shape[1], values.numel() * values.element_size() * is_scaled)
         launch.values.store.drop(result.untyped_storage()._cdata)
         return result
-    both = zip(get_sparse_parts(first), get_sparse_parts(second), (1, 0), strict=True)
+    part_pairs = zip(get_sparse_parts(first), get_sparse_parts(second), (1, 0), strict=True)
     with launch.inside():
-        added = _replace_parts(first, [aten.cat.default([one, other], dim) for one, other, dim in both])
-        if added._nnz() > added.numel():  # so that sums of sums do not grow without bound (add_out_sparse_cuda)
-            added = added.coalesce()
+        total = _replace_parts(first, [aten.cat.default([a, b], dim) for a, b, dim in part_pairs])
+        if total._nnz() > total.numel():  # so that sums of sums do not grow without bound (add_out_sparse_cuda)
+            total = total.coalesce()
     if launch.operator.name.endswith("_"):
-        first.data = added
+        first.data = total
         return first
-    return added
+    return total
 
 
 @sparse_kernel(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
@@ -246,24 +246,24 @@ def multiply(launch: KernelContext) -> Any:
     indices are converted to 32 bits, and cuSPARSE writes a column-major copy of the result. A dense matrix that is
     neither row-major nor column-major is copied.
     """
-    adds = launch.operator.packet not in (aten.mm, aten.mv)
-    sparse, dense = launch.args[1:3] if adds else launch.args[:2]
+    has_addend = launch.operator.packet not in (aten.mm, aten.mv)
+    sparse, dense = launch.args[1:3] if has_addend else launch.args[:2]
     layouts = (torch.sparse_coo, torch.sparse_csr)
     if sparse.layout not in layouts or dense.layout is not torch.strided:
-        return dense_result(launch)
+        return run_with_dense_operands(launch)
     matrix = dense if dense.dim() == 2 else dense.unsqueeze(-1)
     shape = (sparse.shape[0], *dense.shape[1:])
     if matrix.dim() != 2 or sparse.dim() != 2 or sparse.shape[1] != dense.shape[0]:
-        return dense_result(launch)  # the error is torch's own
+        return run_with_dense_operands(launch)  # the error is torch's own
     is_csr = sparse.layout is torch.sparse_csr
     result_bytes = math.prod(shape) * dense.element_size()
     is_vector = launch.operator.packet is aten.mv
-    with launch.scratch(result_bytes * (not adds and not (is_csr and is_vector))):
+    with launch.scratch(result_bytes * (not has_addend and not (is_csr and is_vector))):
         result = launch.new(shape, dense.dtype)
         is_dense_layout = matrix.is_contiguous() or matrix.mT.is_contiguous()
-        copied = dense.numel() * dense.element_size() * (not is_dense_layout)
+        copied_bytes = dense.numel() * dense.element_size() * (not is_dense_layout)
         if is_csr:
-            launch.transients(copied, *_cusparse_buffer(launch, sparse._nnz(), matrix.shape[1] == 1, is_csr))
+            launch.transients(copied_bytes, *_cusparse_buffer(launch, sparse._nnz(), matrix.shape[1] == 1, is_csr))
             return result
         with launch.inside():
             coalesced = sparse.coalesce()
@@ -272,7 +272,7 @@ def multiply(launch: KernelContext) -> Any:
             launch.transients(4 * num_indices)
             with launch.scratch(4 * num_indices):
                 launch.transients(
-                    result_bytes, copied, *_cusparse_buffer(launch, num_indices, matrix.shape[1] == 1, is_csr)
+                    result_bytes, copied_bytes, *_cusparse_buffer(launch, num_indices, matrix.shape[1] == 1, is_csr)
                 )
     return result
 
@@ -288,7 +288,7 @@ def _cusparse_buffer(launch: KernelContext, num_indices: int, is_vector: bool, i
 
 
 @sparse_kernel(aten.bmm, aten._to_dense, aten.sum)
-def dense_result(launch: KernelContext) -> Any:
+def run_with_dense_operands(launch: KernelContext) -> Any:
     """Run the operator with empty dense operands in place of sparse ones, for operators with dense results."""
 
     def make_dense(value: Any) -> Any:

@@ -71,9 +71,9 @@ def to_copy(launch: KernelContext) -> Any:
     is_large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
     # Several unknown elements stay unknown on the host (`scores.cpu() < 0.5` is an unknown mask), and so do chosen
     # tokens.
-    has_several = source.numel() > 1
+    is_vector = source.numel() > 1
     is_unknown = launch.values.store.get(source) is None
-    is_virtual = (is_unknown and (is_large or has_several)) or (is_large and launch.values.store.is_uniform(source))
+    is_virtual = (is_unknown and (is_large or is_vector)) or (is_large and launch.values.store.is_uniform(source))
     if is_virtual or launch.values.store.tokens.find_placeholders([source]):
         result = torch.empty_like(source, dtype=dtype, memory_format=layout)
         launch.record(result, device=HOST)
@@ -120,8 +120,8 @@ def _allocate_peer_copy(launch: KernelContext, target: torch.Tensor, source: tor
     transfer needs one dtype and contiguous memory on both GPUs."""
     gpus = launch.device_state.device_of(target), launch.device_state.device_of(source)
     has_same_dtype = target.dtype == source.dtype
-    dense = torch.empty_like(source)
-    has_same_strides = target.stride() == source.stride() == dense.stride()
+    dense_source = torch.empty_like(source)
+    has_same_strides = target.stride() == source.stride() == dense_source.stride()
     if gpus[0] == gpus[1] or not all(map(is_gpu, gpus)) or (has_same_dtype and has_same_strides):
         return
     sent_bytes = target.numel() * (target if non_blocking else source).element_size()

@@ -15,7 +15,7 @@ from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import aten, kernel
 
 _MAX_PLAN_DIMS = 3  # dimensions of one plan
-RULE = (
+WORKSPACE_ASSUMPTION = (
     "cuFFT's workspaces, gone when each call returns, follow what was measured on an H100: a copy of the spectrum "
     "where a transform takes several kernels, and of padded signals where a prime factor is large. Which plan cuFFT "
     "takes is not published; on other GPUs they are not counted."
@@ -29,9 +29,9 @@ def complex_to_complex(launch: KernelContext) -> Any:
     item_bytes = data.element_size()
     with launch.scratch(data.nbytes * (len(dims) > _MAX_PLAN_DIMS)):
         result = launch.run()
-        _allocate_plan(launch, data, dims[-_MAX_PLAN_DIMS:], item_bytes)
+        _allocate_plan_buffers(launch, data, dims[-_MAX_PLAN_DIMS:], item_bytes)
         if len(dims) > _MAX_PLAN_DIMS:
-            _allocate_plan(launch, data, dims[:-_MAX_PLAN_DIMS], item_bytes, is_first=False)
+            _allocate_plan_buffers(launch, data, dims[:-_MAX_PLAN_DIMS], item_bytes, is_first=False)
     return result
 
 
@@ -42,15 +42,15 @@ def real_to_complex(launch: KernelContext) -> Any:
     item_bytes = 2 * data.element_size()
     if _is_one_plan(dims):
         result = launch.run()
-        _allocate_plan(launch, data, dims, item_bytes, is_real=True)
+        _allocate_plan_buffers(launch, data, dims, item_bytes, is_real=True)
         return result
     sizes = list(data.shape)
     if launch.args[3]:
         sizes[dims[-1]] = sizes[dims[-1]] // 2 + 1
     with launch.scratch(math.prod(sizes) * item_bytes):
-        _allocate_plan(launch, data, dims[-1:], item_bytes, is_real=True)
+        _allocate_plan_buffers(launch, data, dims[-1:], item_bytes, is_real=True)
         result = launch.run()
-        _allocate_plan(launch, result, dims[:-1], item_bytes, is_first=False)
+        _allocate_plan_buffers(launch, result, dims[:-1], item_bytes, is_first=False)
     return result
 
 
@@ -63,9 +63,9 @@ def complex_to_real(launch: KernelContext) -> Any:
     with launch.scratch(data.nbytes):
         in_columns = math.prod(data.shape[dims[-1] + 1 :]) > 1
         if not _is_one_plan(dims) and len(dims) > 1:
-            _allocate_plan(launch, data, dims[:-1], item_bytes)
+            _allocate_plan_buffers(launch, data, dims[:-1], item_bytes)
             dims, in_columns = dims[-1:], True
-        _allocate_plan(launch, result, dims, item_bytes, is_real=True, is_first=False, in_columns=in_columns)
+        _allocate_plan_buffers(launch, result, dims, item_bytes, is_real=True, is_first=False, in_columns=in_columns)
     return result
 
 
@@ -74,7 +74,7 @@ def _is_one_plan(dims: Sequence[int]) -> bool:
     return len(dims) <= _MAX_PLAN_DIMS and tuple(dims[:2]) != (0, 1)
 
 
-def _allocate_plan(
+def _allocate_plan_buffers(
     launch: KernelContext,
     data: torch.Tensor,
     dims: Sequence[int],
@@ -92,7 +92,7 @@ def _allocate_plan(
     in_columns = in_columns or (bool(dims) and data.stride(dims[-1]) > 1)
     num_bytes = workspace_bytes(launch.gpu, num_signals, lengths, item_bytes, is_real=is_real, in_columns=in_columns)
     if num_bytes:
-        launch.values.assume(RULE)
+        launch.values.assume(WORKSPACE_ASSUMPTION)
     launch.transients(data.nbytes * (is_first and not is_dense_batch), num_bytes)
 
 
@@ -109,7 +109,7 @@ _ALIGNMENT_BYTES = 1024
 
 
 def workspace_bytes(
-    gpu: DeviceProperties, batch: int, lengths: Sequence[int], item_bytes: int, *, is_real: bool, in_columns: bool
+    gpu: DeviceProperties, num_signals: int, lengths: Sequence[int], item_bytes: int, *, is_real: bool, in_columns: bool
 ) -> int:
     """Return the bytes of cuFFT's workspace for `batch` transforms of `lengths`, on compute capability 9.0; else 0.
 
@@ -119,15 +119,15 @@ def workspace_bytes(
     if gpu.compute_capability != (9, 0) or not lengths:
         return 0
     *outer, last = lengths
-    spectrum = batch * math.prod(outer) * (last // 2 + 1 if is_real else last)
+    num_values = num_signals * math.prod(outer) * (last // 2 + 1 if is_real else last)
     if is_real:
-        num_bytes = _real_workspace(batch, math.prod(outer), last, item_bytes, in_columns)
+        num_bytes = _compute_real_workspace(num_signals, math.prod(outer), last, item_bytes, in_columns)
     else:
-        num_bytes = _complex_workspace(spectrum // last, last, item_bytes, in_columns)
-    return max([num_bytes, *(_complex_workspace(spectrum // length, length, item_bytes, True) for length in outer)])
+        num_bytes = _compute_complex_workspace(num_values // last, last, item_bytes, in_columns)
+    return max([num_bytes, *(_compute_complex_workspace(num_values // n, n, item_bytes, True) for n in outer)])
 
 
-def _real_workspace(batch: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
+def _compute_real_workspace(num_signals: int, rows: int, length: int, item_bytes: int, in_columns: bool) -> int:
     if length & (length - 1) == 0:
         max_length = _LONGEST_REAL_POWER[in_columns] if item_bytes <= 8 else 4096
     elif length % 2:
@@ -138,29 +138,29 @@ def _real_workspace(batch: int, rows: int, length: int, item_bytes: int, in_colu
         return 0
     if length % 2 == 0:  # run as one complex signal of half the length
         half = length // 2
-        return batch * rows * (half + (_complex_workspace(1, half, item_bytes, False) > 0)) * item_bytes
-    pairs = -(-batch // 2) * rows  # two real signals run as one complex signal
+        return num_signals * rows * (half + (_compute_complex_workspace(1, half, item_bytes, False) > 0)) * item_bytes
+    pairs = -(-num_signals // 2) * rows  # two real signals run as one complex signal
     copied_bytes = pairs * length * item_bytes
     return copied_bytes + (2 * _padded_bytes(pairs, length, item_bytes, 1) or round_up(copied_bytes, _ALIGNMENT_BYTES))
 
 
-def _complex_workspace(batch: int, length: int, item_bytes: int, in_columns: bool) -> int:
+def _compute_complex_workspace(num_signals: int, length: int, item_bytes: int, in_columns: bool) -> int:
     is_split = length > _LONGEST_COMPLEX[in_columns]
-    return 2 * _padded_bytes(batch, length, item_bytes) or batch * length * item_bytes * is_split
+    return 2 * _padded_bytes(num_signals, length, item_bytes) or num_signals * length * item_bytes * is_split
 
 
-def _padded_bytes(batch: int, length: int, item_bytes: int, extra_bytes: int = 0) -> int:
+def _padded_bytes(num_signals: int, length: int, item_bytes: int, extra_bytes: int = 0) -> int:
     """Return the bytes of signals padded to a product of 2, 3 and 5 (Bluestein's algorithm); 0 without large primes."""
     if length <= _LONGEST_PRIME or _divide_out_factors(length, _LARGEST_RADIX) == 1:
         return 0
-    padded = 2 * length - 1
-    while _divide_out_factors(padded, 5) > 1:
-        padded += 1
-    return round_up(batch * padded * item_bytes + extra_bytes, _ALIGNMENT_BYTES)
+    padded_length = 2 * length - 1
+    while _divide_out_factors(padded_length, 5) > 1:
+        padded_length += 1
+    return round_up(num_signals * padded_length * item_bytes + extra_bytes, _ALIGNMENT_BYTES)
 
 
-def _divide_out_factors(length: int, max_length: int) -> int:
-    for factor in range(2, max_length + 1):
+def _divide_out_factors(length: int, max_factor: int) -> int:
+    for factor in range(2, max_factor + 1):
         while length % factor == 0:
             length //= factor
     return length

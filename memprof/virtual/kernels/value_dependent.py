@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from memprof.virtual.kernel_context import KernelContext
-from memprof.virtual.kernels.copies import contiguous
+from memprof.virtual.kernels.copies import copy_bytes
 from memprof.virtual.kernels.registry import aten, kernel
 from memprof.virtual.kernels.sorting import radix_sort_bytes, run_length_bytes, scan_bytes
 from memprof.virtual.values import budget
 
-_TOO_LARGE = (
+_TOO_LARGE_ASSUMPTION = (
     "A result of unique, bincount or repeat_interleave beyond 1 GiB is not computed: it is as large as the values say, "
     "and as if all elements differed where they are not known."
 )
@@ -23,22 +23,22 @@ _TOO_LARGE = (
 def equal(launch: KernelContext) -> Any:
     """Return whether two tensors are equal, False if the values are not known; tensors of one shape are compared
     element by element (native/cuda/Equal.cpp)."""
-    known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
+    known_result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     first, second = launch.args
     if launch.call.on_gpu and first.shape == second.shape and first.numel() and first is not second:
         with launch.inside():
             aten.eq.Tensor(first, second).all()
-    return known is not None and bool(torch.as_tensor(known).all())
+    return known_result is not None and bool(torch.as_tensor(known_result).all())
 
 
 @kernel(aten.allclose, on_host=True)
 def allclose(launch: KernelContext) -> Any:
     """Return whether two tensors are close (native/TensorCompare.cpp, allclose), True if the values are not known."""
-    known = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
+    known_result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     if launch.call.on_gpu:
         with launch.inside():
             aten.isclose.default(*launch.args, **launch.kwargs).all()
-    return True if known is None else known
+    return True if known_result is None else known_result
 
 
 @kernel(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount, on_host=True)
@@ -50,9 +50,9 @@ def run_on_values(launch: KernelContext) -> Any:
     data = launch.args[0]
     if launch.call.on_gpu and data.numel():
         _check_values(launch, data)
-    length = _find_length(launch, data)
+    length = _find_result_length(launch, data)
     if max(length, data.numel()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
-        launch.values.assume(_TOO_LARGE)
+        launch.values.assume(_TOO_LARGE_ASSUMPTION)
         result = _make_results(launch, data, length)
     else:
         result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
@@ -62,7 +62,7 @@ def run_on_values(launch: KernelContext) -> Any:
         launch.operator.packet is aten.unique_consecutive and launch.argument(3, "dim") is None
     )
     if is_flat and launch.call.on_gpu and data.numel() and data.dtype is not torch.bool:
-        return _unique(launch, data, *result)
+        return _make_unique_results(launch, data, *result)
     return launch.known(result)
 
 
@@ -80,8 +80,8 @@ def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
             del sums
 
 
-def _unique(
-    launch: KernelContext, data: torch.Tensor, rows: Any, inverse_indices: Any, counts: Any
+def _make_unique_results(
+    launch: KernelContext, data: torch.Tensor, elements: Any, inverse_indices: Any, counts: Any
 ) -> tuple[torch.Tensor, ...]:
     """Return the results of `unique`, by a sorted copy (native/cuda/UniqueCub.cu). The storages of elements and counts
     are as long as the input."""
@@ -89,8 +89,8 @@ def _unique(
     options = (
         launch.argument(position, name, False) for position, name in enumerate(_OPTIONS, 1 if is_consecutive else 2)
     )
-    inverse, has_counts = options
-    count, item, gpu = data.numel(), data.element_size(), launch.gpu
+    return_inverse, return_counts = options
+    count, itemsize, gpu = data.numel(), data.element_size(), launch.gpu
 
     def make_with_capacity(value: torch.Tensor) -> torch.Tensor:
         buffer = value.new_empty(count)
@@ -99,42 +99,42 @@ def _unique(
         return view
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(launch.scratch(*contiguous(data), 0 if is_consecutive else count * item))
+        stack.enter_context(launch.scratch(*copy_bytes(data), 0 if is_consecutive else count * itemsize))
         if not is_consecutive:
-            with launch.scratch(8 * count if inverse else 0):
-                stack.enter_context(launch.scratch(8 * count if inverse else 0))
-                launch.transients(radix_sort_bytes(count, item, 8 if inverse else 0, 8 * item, gpu))
+            with launch.scratch(8 * count if return_inverse else 0):
+                stack.enter_context(launch.scratch(8 * count if return_inverse else 0))
+                launch.transients(radix_sort_bytes(count, itemsize, 8 if return_inverse else 0, 8 * itemsize, gpu))
         inverse_indices = launch.known(inverse_indices)
-        if inverse:
+        if return_inverse:
             with launch.scratch((4 if is_consecutive else 8) * count):
                 launch.transients(scan_bytes(count, 4, gpu, "sum of int32"))
-        rows = make_with_capacity(rows)
+        elements = make_with_capacity(elements)
         stack.enter_context(launch.scratch(8))
-        if has_counts:
+        if return_counts:
             counts = make_with_capacity(counts)
             launch.transients(run_length_bytes(count))
         else:
             counts = launch.known(counts)
-            launch.transients(scan_bytes(count, 4, gpu, f"unique of int{32 if item <= 4 else 64}"))
-    return rows, inverse_indices, counts
+            launch.transients(scan_bytes(count, 4, gpu, f"unique of int{32 if itemsize <= 4 else 64}"))
+    return elements, inverse_indices, counts
 
 
 _OPTIONS = ("return_inverse", "return_counts")
 
 
-def _find_length(launch: KernelContext, data: torch.Tensor) -> int:
+def _find_result_length(launch: KernelContext, data: torch.Tensor) -> int:
     """Return the number of rows of the result for known values, or the largest plausible number."""
     packet = launch.operator.packet
     if packet is aten.bincount:
         min_length = launch.argument(2, "minlength", 0)
-        known = launch.values.store.get(data)
-        if known is not None:
-            return max(min_length, 1 + int(known.max()) if known.numel() else 0)
+        values = launch.values.store.get(data)
+        if values is not None:
+            return max(min_length, 1 + int(values.max()) if values.numel() else 0)
         return min_length or data.numel()
     if packet is aten.repeat_interleave:
         size = launch.argument(1, "output_size")
-        known = launch.values.store.get(data) if size is None else None
-        return size if size is not None else data.numel() if known is None else int(known.sum())
+        values = launch.values.store.get(data) if size is None else None
+        return size if size is not None else data.numel() if values is None else int(values.sum())
     if launch.values.store.is_uniform(data):
         return min(1, data.numel())
     dim = launch.argument(1 if packet is aten.unique_dim else 3, "dim") if packet is not aten._unique2 else None
@@ -157,26 +157,27 @@ def _make_results(launch: KernelContext, data: torch.Tensor, length: int) -> Any
     if packet is aten.unique_dim:  # always makes the optional results
         dim, inverse, counts = launch.argument(1, "dim"), True, True
     else:
-        at = 2 if packet is aten._unique2 else 1
+        start = 2 if packet is aten._unique2 else 1
         dim = None if packet is aten._unique2 else launch.argument(3, "dim")
-        inverse, counts = launch.argument(at, "return_inverse", False), launch.argument(at + 1, "return_counts", False)
+        inverse = launch.argument(start, "return_inverse", False)
+        counts = launch.argument(start + 1, "return_counts", False)
     if dim is None:
-        rows, inverse_shape = data.new_empty(length), data.shape
+        elements, inverse_shape = data.new_empty(length), data.shape
     else:
         shape = list(data.shape)
         shape[dim] = length
-        rows, inverse_shape = data.new_empty(shape), data.shape[dim : dim + 1 or None]
-    nothing = int64_values[:0]
-    inverse_indices = torch.empty(inverse_shape, dtype=torch.int64, device="meta") if inverse else nothing
-    return rows, inverse_indices, int64_values if counts else nothing
+        elements, inverse_shape = data.new_empty(shape), data.shape[dim : dim + 1 or None]
+    empty_indices = int64_values[:0]
+    inverse_indices = torch.empty(inverse_shape, dtype=torch.int64, device="meta") if inverse else empty_indices
+    return elements, inverse_indices, int64_values if counts else empty_indices
 
 
 def _make_stub_values(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
     """Return values in place of unknown `data` that make the result as large as plausible."""
     packet, name = launch.operator.packet, launch.operator.name
     if packet is aten.repeat_interleave:
-        size = launch.argument(1, "output_size")
-        num_repeats, num_extra = divmod(data.numel() if size is None else size, max(1, data.numel()))
+        output_size = launch.argument(1, "output_size")
+        num_repeats, num_extra = divmod(data.numel() if output_size is None else output_size, max(1, data.numel()))
         launch.values.assume(f"{name} of unknown repeats: as if all were alike, one each unless the size is given.")
         return (num_repeats + (torch.arange(data.numel()) < num_extra)).to(data.dtype)
     int64_values = torch.arange(data.numel())
@@ -191,7 +192,7 @@ def _make_stub_values(launch: KernelContext, data: torch.Tensor) -> torch.Tensor
 
 @kernel(aten.t_, aten.transpose_, aten.swapaxes_, aten.swapdims_, on_host=True)
 @kernel(aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.detach_, on_host=True)
-def restride(launch: KernelContext) -> Any:
+def change_metadata(launch: KernelContext) -> Any:
     """Change the metadata of the tensor object in place; no cached result replaces the call."""
     return launch.func(*launch.args, **launch.kwargs)
 

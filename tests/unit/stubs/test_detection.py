@@ -29,7 +29,7 @@ def gpu() -> Iterator[VirtualGpu]:
     else:
         _defined()
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, extensions=extensions()) as gpu:
-        registry.register_library("torchvision")
+        registry.register_library_operators("torchvision")
         yield gpu
 
 

@@ -28,7 +28,7 @@ def backend(
     """The backend for meta tensors of these shapes on GPU `on`."""
     shapes = query, key or query, value or key or query
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape in shapes]
-    return attention.backend(on, attention.Attention(*tensors, mask, dropout, enable_gqa=gqa))
+    return attention.choose_backend(on, attention.AttentionArguments(*tensors, mask, dropout, enable_gqa=gqa))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from memprof.device.catalog import find_gpu
 from memprof.ledger.workspaces import Workspaces
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties
-from memprof.virtual.kernels.convolution import workspace
+from memprof.virtual.kernels.convolution import compute_workspace
 
 A100, V100, RTX_3090, P100, H100 = (
     DeviceProperties.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100", "h100-80gb")
@@ -23,7 +23,7 @@ def asked(gpu, data, weight, output, *, made="output", dtype=HALF, **named):
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in (("data", data), ("weight", weight), ("output", output))
     }
-    return workspace(gpu, *tensors.values(), tensors[made], **{"is_channels_last": False, **named})
+    return compute_workspace(gpu, *tensors.values(), tensors[made], **{"is_channels_last": False, **named})
 
 
 def numel_bytes(shape, dtype=HALF):
@@ -92,7 +92,7 @@ def test_the_gradient_of_a_weight_in_half_precision(length, num_bytes):
     parts = (num_bytes - found.num_bytes) / 98_352
     assert abs(parts - round(parts)) < 0.01
     assert -3 <= round(parts) <= 1
-    assert found.most_bytes >= num_bytes
+    assert found.max_bytes >= num_bytes
 
 
 SQUARE = (8, 64, 112, 112), (64, 64, 3, 3), (8, 64, 112, 112)
@@ -192,8 +192,8 @@ def test_float32_in_three_dimensions_is_copied_with_tf32(monkeypatch):
 )
 def test_the_bound_holds(gpu, shapes, dtype, num_bytes):
     found = asked(gpu, *shapes, dtype=dtype)
-    assert num_bytes <= 1.001 * found.most_bytes
-    assert found.num_bytes <= found.most_bytes
+    assert num_bytes <= 1.001 * found.max_bytes
+    assert found.num_bytes <= found.max_bytes
 
 
 @pytest.fixture

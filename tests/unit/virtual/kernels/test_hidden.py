@@ -12,7 +12,7 @@ from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties, max_threads_per_sm
 from memprof.virtual.kernels import activations, attention, foreach, indexing, normalization, pooling, sorting
-from memprof.virtual.kernels.matrix_products import adds_row
+from memprof.virtual.kernels.matrix_products import adds_bias_row
 from memprof.virtual.kernels.reductions import Reduction, reduction_buffers
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def buffers(tensor: torch.Tensor, dims: list[int], sms: int = SMS, threads: int = THREADS) -> list[int]:
-    return Reduction.of(tensor, dims, 4).buffers(sms, threads)
+    return Reduction.of(tensor, dims, 4).compute_buffers(sms, threads)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_reduction_over_the_rows_of_a_transposed_tensor_takes_what_was_recorde
     # Torch 2.6 recording of 512 tokens, with the token dimension fastest: over a vocabulary of 10,000, by sum and by
     # max (which keeps an index: 16 bytes for 4), and over a width of 2,560.
     assert buffers(empty(10_000, 512).t(), [1]) == [41_156_608, 16]
-    assert Reduction.of(empty(10_000, 512).t(), [1], 16).buffers(SMS, THREADS) == [164_626_432, 16]
+    assert Reduction.of(empty(10_000, 512).t(), [1], 16).compute_buffers(SMS, THREADS) == [164_626_432, 16]
     assert buffers(empty(2560, 512).t(), [1]) == [10_485_760, 16]
 
 
@@ -65,7 +65,7 @@ def test_a_sum_of_everything_takes_what_was_recorded() -> None:
     # Another: the mean of 1,966,080 values, and whether any of as many booleans is true, took 576 and 144 bytes, which
     # are 144 blocks: three of 512 threads on each of 48 multiprocessors.
     assert buffers(empty(1_966_080), [0], 48, 1536) == [576, 4]
-    assert Reduction.of(empty(1_966_080, dtype=torch.bool), [0], 1).buffers(48, 1536) == [144, 4]
+    assert Reduction.of(empty(1_966_080, dtype=torch.bool), [0], 1).compute_buffers(48, 1536) == [144, 4]
 
 
 @pytest.mark.parametrize(("sms", "threads", "blocks"), [(128, 1536, 384), (132, 2048, 528), (40, 1024, 80)])
@@ -87,25 +87,25 @@ def test_outputs_that_are_not_a_multiple_of_four_are_made_by_twos_or_one_by_one(
 
 
 def test_dimensions_that_are_one_walk_through_memory_are_merged() -> None:
-    assert Reduction.of(empty(4, 512, 1024), [0, 1], 4).reduced == ((2048, 1024),)
-    assert Reduction.of(empty(4, 1, 1024), [0, 2], 4).reduced == ((4096, 1),)
+    assert Reduction.of(empty(4, 512, 1024), [0, 1], 4).reduced_dims == ((2048, 1024),)
+    assert Reduction.of(empty(4, 1, 1024), [0, 2], 4).reduced_dims == ((4096, 1),)
     assert Reduction.of(empty(4, 512, 1024), None, 4) == Reduction(((4 * 512 * 1024, 1),), (), 4, 4)
-    assert Reduction.of(empty(()), None, 4).buffers(SMS, THREADS) == []
+    assert Reduction.of(empty(()), None, 4).compute_buffers(SMS, THREADS) == []
 
 
 def test_kept_dimensions_are_in_the_order_of_the_result_and_reduced_ones_by_stride() -> None:
     tensor = empty(6, 5, 4, 3).permute(3, 2, 1, 0)  # strides 1, 3, 12, 60 of sizes 3, 4, 5, 6
-    assert Reduction.of(tensor, [0, 1], 4).reduced == ((12, 1),)
-    assert Reduction.of(tensor, [0, 1], 4).kept == ((6, 60), (5, 12))
+    assert Reduction.of(tensor, [0, 1], 4).reduced_dims == ((12, 1),)
+    assert Reduction.of(tensor, [0, 1], 4).kept_dims == ((6, 60), (5, 12))
     expanded = empty(7, 1, 3).expand(7, 5, 3)
-    assert Reduction.of(expanded, None, 4).reduced == ((3, 1), (5, 0), (7, 3))
+    assert Reduction.of(expanded, None, 4).reduced_dims == ((3, 1), (5, 0), (7, 3))
 
 
 def test_a_tensor_beyond_32_bit_offsets_is_reduced_in_halves() -> None:
     # Of 2 GiB of float32 the last value begins below 2 ** 31 bytes; with one more there are two launches.
     assert len(Reduction.of(empty(1 << 29), None, 4).split()) == 1
     parts = Reduction.of(empty((1 << 29) + 1), None, 4).split()
-    assert [part.reduced for part in parts] == [((1 << 28, 1),), (((1 << 28) + 1, 1),)]
+    assert [part.reduced_dims for part in parts] == [((1 << 28, 1),), (((1 << 28) + 1, 1),)]
 
 
 def test_launches_that_follow_one_another_hold_one_buffer_at_a_time() -> None:
@@ -177,10 +177,10 @@ def test_cublas_takes_the_workspace_that_was_recorded(
 
 def test_cublaslt_adds_one_row_and_takes_no_workspace_for_a_matrix() -> None:
     first, second = empty(8, 16), empty(16, 32)
-    assert adds_row((empty(32), first, second)) and adds_row((empty(1, 32), first, second))
-    assert not adds_row((empty(8, 32), first, second))
-    assert not adds_row((empty(1), first, empty(16, 1)))
-    assert not adds_row((empty(64)[::2], first, second))
+    assert adds_bias_row((empty(32), first, second)) and adds_bias_row((empty(1, 32), first, second))
+    assert not adds_bias_row((empty(8, 32), first, second))
+    assert not adds_bias_row((empty(1), first, empty(16, 1)))
+    assert not adds_bias_row((empty(64)[::2], first, second))
 
 
 def test_the_cublas_workspace_follows_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +197,15 @@ def test_the_cublas_workspace_is_taken_and_freed_from_2_15_on(monkeypatch: pytes
 
 def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:
     query, key = empty(2, 8, 1000, 80), empty(2, 8, 1000, 80)
-    assert attention.flash_attention_backward((None, query, key), GPU) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
+    assert attention.compute_flash_backward_scratch((None, query, key), GPU) == [
+        4 * 2 * 8 * 1024,
+        4 * 2 * 1024 * 8 * 96,
+    ]
 
 
 def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -> None:
     query, key = empty(1, 8, 128, 64, dtype=torch.bfloat16), empty(1, 2, 128, 64, dtype=torch.bfloat16)
-    sizes = attention.flash_attention_backward((None, query, key), GPU)
+    sizes = attention.compute_flash_backward_scratch((None, query, key), GPU)
     assert sizes == [4096, 262_144, 131_072, 131_072]
 
 
@@ -274,23 +277,33 @@ def test_adding_at_indices_takes_what_was_recorded() -> None:
     # Recorded with one index tensor of 512 elements (medium at length 128, batch 4, torch 2.11): five arrays of int64
     # and cub's one byte.
     index = empty(512, dtype=torch.int64)
-    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True, True), GPU) == [4096] * 5 + [1]
-    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), GPU) == []
+    assert indexing.compute_index_put_scratch((empty(10, 4), [index], empty(512, 4), True, True), GPU) == [4096] * 5 + [
+        1
+    ]
+    assert indexing.compute_index_put_scratch((empty(10, 4), [index], empty(512, 4), False), GPU) == []
 
 
 def test_safe_softmax_keeps_a_mask_of_scores_one_of_rows_and_a_zero() -> None:
-    assert activations.safe_softmax((empty(2, 4, 16, 32), -1), GPU) == [4096, 128, 4]
+    assert activations.compute_safe_softmax_scratch((empty(2, 4, 16, 32), -1), GPU) == [4096, 128, 4]
 
 
 def test_the_backward_of_softmax_multiplies_gradient_and_output_first() -> None:
     output = empty(4, 8)
-    assert activations.softmax_backward((empty(4, 8), output, -1, torch.float32), GPU) == [128]
+    assert activations.compute_softmax_backward_scratch((empty(4, 8), output, -1, torch.float32), GPU) == [128]
     # What is laid out otherwise is copied, an expanded gradient and a transposed output too.
-    assert activations.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), GPU) == [128, 128, 128]
-    assert activations.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), GPU) == [128]
-    assert activations.log_softmax_backward((empty(4, 8), output, -1, torch.float32), GPU) == []
-    assert activations.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), GPU) == [128]
-    assert activations.softmax((empty(8, 4).t(), -1, False), GPU) == [128]
+    assert activations.compute_softmax_backward_scratch((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), GPU) == [
+        128,
+        128,
+        128,
+    ]
+    assert activations.compute_softmax_backward_scratch((empty(1).expand(4, 8), output, -1, torch.float32), GPU) == [
+        128
+    ]
+    assert activations.compute_log_softmax_backward_scratch((empty(4, 8), output, -1, torch.float32), GPU) == []
+    assert activations.compute_log_softmax_backward_scratch(
+        (empty(1).expand(4, 8), output, -1, torch.float32), GPU
+    ) == [128]
+    assert activations.compute_softmax_scratch((empty(8, 4).t(), -1, False), GPU) == [128]
 
 
 def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
@@ -303,43 +316,45 @@ def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
 
 
 def test_copies_of_inputs_are_made_only_where_needed() -> None:
-    assert sorting.scan((empty(2, 10, dtype=torch.bool), 0), GPU) == [160]
-    assert sorting.scan((empty(2, 10, dtype=torch.int32).t(), 0), GPU) == [160, 160]
-    assert sorting.scan((empty(2, 10, dtype=torch.int64), 0), GPU) == []
-    assert sorting.scan((empty(2, 10), 0), GPU) == []
+    assert sorting.compute_scan_scratch((empty(2, 10, dtype=torch.bool), 0), GPU) == [160]
+    assert sorting.compute_scan_scratch((empty(2, 10, dtype=torch.int32).t(), 0), GPU) == [160, 160]
+    assert sorting.compute_scan_scratch((empty(2, 10, dtype=torch.int64), 0), GPU) == []
+    assert sorting.compute_scan_scratch((empty(2, 10), 0), GPU) == []
     indices = empty(4, 8, dtype=torch.int64)
-    assert indexing.embedding_copy((None, indices)) == []
-    assert indexing.embedding_copy((None, indices.t())) == [256]
+    assert indexing.compute_embedding_copies((None, indices)) == []
+    assert indexing.compute_embedding_copies((None, indices.t())) == [256]
 
 
 def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
-    assert foreach.foreach_norm(([empty(65537), empty(3)], 2))[:1] == [2 * 2 * 4]
-    assert foreach.foreach_norm(([empty(3, dtype=torch.bfloat16)],))[:1] == [4]
-    assert foreach.foreach_norm(([empty(3)], 3)) == []
+    assert foreach.compute_foreach_norm_buffers(([empty(65537), empty(3)], 2))[:1] == [2 * 2 * 4]
+    assert foreach.compute_foreach_norm_buffers(([empty(3, dtype=torch.bfloat16)],))[:1] == [4]
+    assert foreach.compute_foreach_norm_buffers(([empty(3)], 3)) == []
 
 
 def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> None:
     strided, last = empty(2, 8, 6, 6)[:, :4], empty(2, 4, 6, 6).to(memory_format=torch.channels_last)
-    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 3, 3]), GPU) == [2 * 4 * 6 * 6 * 4]
-    assert pooling.upsample_2d_backward((last, [6, 6], [2, 4, 3, 3]), GPU) == []
-    assert pooling.upsample_2d_backward((strided, [6, 6], [2, 4, 6, 6]), GPU) == []
-    assert pooling.upsample_nearest2d((strided, [12, 12]), GPU) == [2 * 4 * 6 * 6 * 4]
-    assert pooling.upsample_nearest2d((last, [12, 12]), GPU) == []
+    assert pooling.compute_upsample_2d_backward_copies((strided, [6, 6], [2, 4, 3, 3]), GPU) == [2 * 4 * 6 * 6 * 4]
+    assert pooling.compute_upsample_2d_backward_copies((last, [6, 6], [2, 4, 3, 3]), GPU) == []
+    assert pooling.compute_upsample_2d_backward_copies((strided, [6, 6], [2, 4, 6, 6]), GPU) == []
+    assert pooling.compute_upsample_2d_copies((strided, [12, 12]), GPU) == [2 * 4 * 6 * 6 * 4]
+    assert pooling.compute_upsample_2d_copies((last, [12, 12]), GPU) == []
 
 
 def test_upsampling_of_few_channels_has_no_kernel_for_channels_last() -> None:
     images = empty(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    assert pooling.upsample_nearest2d((images, [12, 12]), GPU) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
+    assert pooling.compute_upsample_2d_copies((images, [12, 12]), GPU) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
 
 
 def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:
     weight = empty(16)[::2]
-    assert normalization.layer_norm_copy((empty(4, 8), [8], weight, None)) == [32]
-    assert normalization.layer_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, None, weight, weight)) == [
+    assert normalization.compute_layer_norm_copies((empty(4, 8), [8], weight, None)) == [32]
+    assert normalization.compute_layer_norm_backward_copies(
+        (empty(8, 4).t(), empty(4, 8), [8], None, None, weight, weight)
+    ) == [
         32,
         32,
     ]
-    assert normalization.rms_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]
+    assert normalization.compute_rms_norm_backward_copies((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]
 
 
 @pytest.mark.skipif(not normalization.HAS_FUSED_RMS_NORM, reason="this torch has no fused RMS norm")

@@ -93,7 +93,7 @@ def test_solvers_buffers_of_other_gpus_are_not_counted_and_the_rule_is_told():
         torch.linalg.eigh(matrix)
         hidden = [storage.num_bytes for storage in gpu.trace.storages[first:] if storage.hidden]
     assert hidden == [4, 1, 1]
-    assert solver_buffers.RULE in gpu.trace.assumptions
+    assert solver_buffers.BUFFERS_ASSUMPTION in gpu.trace.assumptions
 
 
 def test_vectors_are_computed_where_values_are_differentiated():

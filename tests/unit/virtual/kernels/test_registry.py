@@ -51,7 +51,7 @@ def sorted_scratch(args, GPU):
 def test_a_new_operator_is_one_new_file(tmp_path, monkeypatch):
     (tmp_path / "toy_family.py").write_text(textwrap.dedent(TOY))
     monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])
-    registry.load()
+    registry.import_kernels()
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         data = torch.empty(1024, device="cuda")
         half = torch.ops.memprof_toy.halved(data)
@@ -72,7 +72,7 @@ def test_a_new_operator_is_one_new_file(tmp_path, monkeypatch):
 
 
 def test_a_second_registration_names_both_functions():
-    table = registry.Table("scratch formula")
+    table = registry.OperatorTable("scratch formula")
 
     @table(torch.ops.aten.mm)
     def one(args, gpu):
@@ -95,7 +95,7 @@ def test_a_real_table_refuses_a_second_entry():
 
 
 def test_what_is_named_by_a_string_exists_or_is_of_another_release():
-    absent = {name for name in registry.ABSENT if name.startswith(("aten.", "_c10d_functional."))}
+    absent = {name for name in registry.MISSING_OPERATORS if name.startswith(("aten.", "_c10d_functional."))}
     assert absent <= OF_NEWER_RELEASES, "a misspelt operator, or one that this release of torch does not have"
 
 

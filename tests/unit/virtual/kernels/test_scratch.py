@@ -49,45 +49,52 @@ def test_cubs_sort_takes_nothing_of_note_for_one_tile_and_copies_of_keys_and_val
 
 
 def test_short_slices_are_sorted_in_place_with_a_range():
-    assert sorting.sort((empty(8, 4096),), GPU) == [8 * 4096]
+    assert sorting.compute_sort_scratch((empty(8, 4096),), GPU) == [8 * 4096]
 
 
 def test_one_long_slice_takes_a_range_and_cubs_scratch():
-    assert sorting.sort((empty(128_256),), GPU) == [8 * 128_256, sorting.radix_sort_bytes(128_256, 4, 8, 32, GPU)]
+    assert sorting.compute_sort_scratch((empty(128_256),), GPU) == [
+        8 * 128_256,
+        sorting.radix_sort_bytes(128_256, 4, 8, 32, GPU),
+    ]
 
 
 def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
-    few = sorting.sort((empty(4, 32_000), -1), GPU)
+    few = sorting.compute_sort_scratch((empty(4, 32_000), -1), GPU)
     assert few[:3] == [8 * 128_000, 8 * 128_000, 4 * 128_000]
-    many = sorting.sort((empty(200, 32_000), -1), GPU)
+    many = sorting.compute_sort_scratch((empty(200, 32_000), -1), GPU)
     assert many[0] == 8 * 6_400_000
     assert 12 * 6_400_000 <= many[1] <= 12 * 6_400_000 + 1024
 
 
 def test_a_sort_of_a_part_copies_nothing():
-    assert sorting.sort((empty(20_000)[:10_000],), GPU) == sorting.sort((empty(10_000),), GPU)
+    assert sorting.compute_sort_scratch((empty(20_000)[:10_000],), GPU) == sorting.compute_sort_scratch(
+        (empty(10_000),), GPU
+    )
 
 
 def test_a_sort_along_another_dimension_copies_first():
     count = 5000 * 4
-    assert sorting.sort((empty(5000, 4), 0), GPU)[:3] == [4 * count, 4 * count, 8 * count]
+    assert sorting.compute_sort_scratch((empty(5000, 4), 0), GPU)[:3] == [4 * count, 4 * count, 8 * count]
 
 
 def test_topk_of_few_experts_takes_nothing_and_of_a_vocabulary_a_little():
-    assert sorting.topk((empty(8192, 128), 8), GPU) == []
-    sizes = sorting.topk((empty(1, 128_256), 50), GPU)
+    assert sorting.compute_topk_scratch((empty(8192, 128), 8), GPU) == []
+    sizes = sorting.compute_topk_scratch((empty(1, 128_256), 50), GPU)
     # 128,256 values over 108 x 6 blocks of 256 threads: 4 values a thread, 126 blocks.
     assert sizes == [4, 8, 8, 126 * 512, 1024, 4 * 126, 4 * 126, 1279, 1279]
-    older = sorting.topk((empty(1, 128_256), 50), dataclasses.replace(GPU, release=(2, 9)))
+    older = sorting.compute_topk_scratch((empty(1, 128_256), 50), dataclasses.replace(GPU, release=(2, 9)))
     assert older == [4, 4, 8, 8, 126 * 512, 4 * 126, 4 * 126, 1279, 1279]
 
 
 def test_a_scan_copies_a_strided_input_and_takes_status_words_where_it_is_alone():
-    assert sorting.scan((empty(4, 8).t(), 1), GPU) == [128]
-    assert sorting.scan((empty(4, 8), 1), GPU) == []
+    assert sorting.compute_scan_scratch((empty(4, 8).t(), 1), GPU) == [128]
+    assert sorting.compute_scan_scratch((empty(4, 8), 1), GPU) == []
     older = dataclasses.replace(GPU, release=(2, 10))
-    assert sorting.scan((empty(19_200), 0), older) == [8 * 42 + 48 + 128 + 255]  # 10 tiles and 32 spare, rounded to 256
-    assert sorting.scan((empty(19_200), 0), GPU) == [8 * 42 + 48 + 128 + 256 + 255]
+    assert sorting.compute_scan_scratch((empty(19_200), 0), older) == [
+        8 * 42 + 48 + 128 + 255
+    ]  # 10 tiles and 32 spare, rounded to 256
+    assert sorting.compute_scan_scratch((empty(19_200), 0), GPU) == [8 * 42 + 48 + 128 + 256 + 255]
 
 
 # What CUB of CUDA 13.0 answers for 4,194,304 items: on compute capability 8.6, 8.0 and 9.0, the last as an H100 took.
@@ -221,18 +228,18 @@ def test_indices_of_a_mask_are_one_tensor(gpu):
 def test_the_backward_of_very_many_short_rows_sums_in_blocks():
     rows, width = 131_072, 256
     args = (None, empty(rows, width), [width], None, None, None, None, [True, True, True])
-    sizes = normalization.layer_norm_backward(args, GPU)
+    sizes = normalization.compute_layer_norm_backward_scratch(args, GPU)
     assert sizes[:2] == [4096 * width * 4] * 2  # 32 rows a block: 4,096 blocks in each of 8 columns of blocks
-    assert normalization.layer_norm_backward((*args[:7], [True, False, False]), GPU) == []
+    assert normalization.compute_layer_norm_backward_scratch((*args[:7], [True, False, False]), GPU) == []
     few = (None, empty(65_536, width), *args[2:])
-    assert normalization.layer_norm_backward(few, GPU) == []
+    assert normalization.compute_layer_norm_backward_scratch(few, GPU) == []
     wide = (None, empty(rows, 4096), [4096], *args[3:])
-    assert normalization.layer_norm_backward(wide, GPU) == []
+    assert normalization.compute_layer_norm_backward_scratch(wide, GPU) == []
 
 
 def test_the_backward_of_rms_norm_does_so_for_one_parameter():
     args = (None, empty(131_072, 128, dtype=torch.bfloat16), [128], None, None, [True, True])
-    assert normalization.rms_norm_backward(args, GPU)[0] == 4096 * 128 * 2
+    assert normalization.compute_rms_norm_backward_scratch(args, GPU)[0] == 4096 * 128 * 2
 
 
 def test_group_norm_takes_factors_for_every_channel(gpu):
@@ -302,7 +309,7 @@ def test_adding_at_indices_checks_their_bounds_but_not_for_a_gradient(gpu):
 
 def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
     index = empty(10_000, dtype=torch.int64)
-    sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True, True), GPU)
+    sizes = indexing.compute_index_put_scratch((empty(50_000, 4), [index], empty(10_000, 4), True, True), GPU)
     assert sizes == [80_000] * 5 + [sorting.radix_sort_bytes(10_000, 8, 8, 16, GPU)]
 
 

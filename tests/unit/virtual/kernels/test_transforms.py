@@ -65,5 +65,8 @@ def test_workspaces_along_columns_and_of_images():
 def test_rule_of_workspaces_is_told_where_one_is_taken():
     hidden, _, gpu = beside_result(torch.fft.rfft, 8, 65_536, name="h100-80gb")
     assert hidden == [2_097_216]
-    assert transforms.RULE in gpu.trace.assumptions
-    assert transforms.RULE not in beside_result(torch.fft.rfft, 8, 4096, name="h100-80gb")[2].trace.assumptions
+    assert transforms.WORKSPACE_ASSUMPTION in gpu.trace.assumptions
+    assert (
+        transforms.WORKSPACE_ASSUMPTION
+        not in beside_result(torch.fft.rfft, 8, 4096, name="h100-80gb")[2].trace.assumptions
+    )
