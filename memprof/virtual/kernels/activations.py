@@ -1,4 +1,4 @@
-"""Activation functions and dropout: copies that their kernels make, and tensors saved for the backward."""
+"""Softmax, log-sigmoid and dropout: copies that their CUDA kernels create, and masks saved for the backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memprof.virtual.kernels.registry import aten, composite, kernel, scratch
 
 @scratch("aten._safe_softmax")
 def compute_safe_softmax_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the mask of -inf scores, of the mask of rows with -inf alone, and of a zero
-    (native/transformers/attention.cpp)."""
+    """Return the bytes of the temporaries of `_safe_softmax`: a mask of -inf scores, a mask of rows with only -inf
+    scores, and a scalar zero (native/transformers/attention.cpp)."""
     scores, dim = args[0], args[1]
     rows = scores.numel() // max(1, scores.shape[dim] if scores.dim() else 1)
     return [scores.numel(), rows, scores.element_size()]
@@ -30,7 +30,7 @@ compute_log_softmax_backward_scratch = scratch(aten._log_softmax_backward_data)(
 
 @scratch(aten._softmax_backward_data)
 def compute_softmax_backward_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of gradient x output, and of contiguous copies of the product and the output
+    """Return the bytes of the product of gradient and output, and of contiguous copies of the product and the output
     (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
     # The product has the strides of its factors.
     product = args[0] * args[1]
@@ -45,7 +45,7 @@ def _softmax_half_to_float(
     dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run a softmax of float16 with a float32 result without a converted copy, as on CUDA (native/SoftMax.cpp)."""
+    """Run a softmax of float16 `input` with float32 result without a converted copy, as on CUDA (SoftMax.cpp)."""
     if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and device_state.is_on_gpu(input):
         return operator(input, dim, True)
     return NotImplemented
@@ -59,7 +59,7 @@ composite(torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax
 
 @kernel(aten.log_sigmoid_forward)
 def log_sigmoid_forward(launch: KernelContext) -> Any:
-    """Make the result and a buffer for the backward, which on CUDA is empty (native/cuda/Activation.cpp)."""
+    """Allocate the result and the buffer for the backward pass, which is empty on CUDA (native/cuda/Activation.cpp)."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
@@ -70,7 +70,7 @@ def log_sigmoid_forward(launch: KernelContext) -> Any:
 
 @composite(torch.dropout)
 def dropout(device_state: DeviceState, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
-    """Run `torch.dropout` with a boolean mask; the generic path's mask has the input's dtype (cuda/Dropout.cu)."""
+    """Run `torch.dropout` with a boolean mask; on other devices the mask has the dtype of `input` (cuda/Dropout.cu)."""
     if not (train and 0 < p < 1 and input.numel() and device_state.is_on_gpu(input)):
         return NotImplemented
     device_state.values.assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
@@ -79,7 +79,7 @@ def dropout(device_state: DeviceState, input: torch.Tensor, p: float = 0.5, trai
 
 @kernel(aten.native_dropout, on_host=True)
 def native_dropout(launch: KernelContext) -> Any:
-    """Make the boolean mask, then the result (dropout_cuda); the meta kernel makes a mask in the input's dtype."""
+    """Allocate the boolean mask, then the result (dropout_cuda); the meta kernel's mask has the input's dtype."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented

@@ -1,11 +1,11 @@
-"""Scaled dot-product attention: the choice of the backend on CUDA, and the memory of each backend.
+"""Scaled dot-product attention (SDPA): the choice of the backend on CUDA, and the memory of each backend.
 
-The module also runs the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation, step by
-step: each is one operator (native/transformers/transformer.cpp and cuda/attention.cu).
+The module also runs the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation mode,
+which are one operator each, as their single steps (native/transformers/transformer.cpp and cuda/attention.cu).
 
-Sources: native/transformers/cuda/sdp_utils.cpp (choice), native/transformers/attention.cpp (the paths),
+Sources: native/transformers/cuda/sdp_utils.cpp (choice), native/transformers/attention.cpp (math backend),
 native/transformers/cuda/attention.cu and native/cudnn/MHA.cpp (cuDNN), attention_backward.cu and flash_attn/ in
-native/transformers/cuda (the other backward passes), and for cuDNN's workspace cudnn-frontend,
+native/transformers/cuda (backward passes), and for cuDNN's workspace cudnn-frontend,
 node/scaled_dot_product_flash_attention.h.
 """
 
@@ -42,9 +42,9 @@ _CUDNN_WORKSPACE_BYTES = 256
 
 
 def prefers_cudnn(gpu: DeviceProperties) -> bool:
-    """Return whether cuDNN comes first (check_prefer_cudnn_attention): on compute capability 9 and 10 since torch 2.11.
+    """Return whether SDPA tries cuDNN first: on compute capability 9 and 10, since torch 2.11.
 
-    The rule requires a cuDNN newer than 9.15.0, which PyPI's wheels have since torch 2.11 (issue 165801).
+    torch requires cuDNN above 9.15.0 for it, which PyPI's wheels have since 2.11 (pytorch issue 165801).
     """
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
@@ -101,7 +101,7 @@ def attention(device_state: DeviceState, *args: Any, **kwargs: Any) -> Any:
 
 
 def choose_backend(gpu: DeviceProperties, call: AttentionArguments) -> str:
-    """Return the first backend, in CUDA's order, that is enabled and supports the call (select_sdp_backend)."""
+    """Return the first backend, in CUDA's order, that is enabled and supports `call` (select_sdp_backend)."""
     query, key, value = call.query, call.key, call.value
     fits_fused_kernels = (
         query.dim() == key.dim() == value.dim() == 4
@@ -128,7 +128,7 @@ def choose_backend(gpu: DeviceProperties, call: AttentionArguments) -> str:
 
 
 def _find_backend_order(gpu: DeviceProperties) -> tuple[str, ...]:
-    """Return the backends in the order that the program set, or in the default order, where cuDNN may come first."""
+    """Return the names of the backends in the order that the program set, or in `gpu`'s default order."""
     backend_ids = kernels.get_sdp_priority_order()
     order = tuple(
         dict.fromkeys(_BACKEND_NAMES[backend_id] for backend_id in backend_ids if backend_id in _BACKEND_NAMES)
@@ -139,8 +139,8 @@ def _find_backend_order(gpu: DeviceProperties) -> tuple[str, ...]:
 
 
 def _can_use_cudnn(gpu: DeviceProperties, call: AttentionArguments) -> bool:
-    """Return whether cuDNN supports the call (can_use_cudnn_attention): head dimensions up to 128, up to 256 on compute
-    capability 9.0 from cuDNN 9.10 on, and 192 with values of 128 on compute capability 10."""
+    """Return whether cuDNN supports `call` (can_use_cudnn_attention): head dimensions up to 128, up to 256 on compute
+    capability 9.0 with cuDNN 9.10 or later, and 192 with value heads of 128 on compute capability 10."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     head_dims = query.shape[-1], value.shape[-1]
     major, minor = gpu.compute_capability
@@ -161,7 +161,7 @@ def _can_use_cudnn(gpu: DeviceProperties, call: AttentionArguments) -> bool:
 
 
 def _can_use_flash(gpu: DeviceProperties, call: AttentionArguments) -> bool:
-    """Return whether FlashAttention can run (can_use_flash_attention)."""
+    """Return whether FlashAttention supports `call` (can_use_flash_attention)."""
     query, key, value, head_dim = call.query, call.key, call.value, call.query.shape[-1]
     capability = gpu.compute_capability
     has_small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
@@ -182,7 +182,7 @@ def _can_use_flash(gpu: DeviceProperties, call: AttentionArguments) -> bool:
 
 
 def _can_use_efficient(gpu: DeviceProperties, call: AttentionArguments, is_grouped: bool) -> bool:
-    """Return whether the memory-efficient kernel can run (can_use_mem_efficient_attention)."""
+    """Return whether the memory-efficient kernel supports `call` (can_use_mem_efficient_attention)."""
     query, key, value, capability = call.query, call.key, call.value, gpu.compute_capability
     is_half = query.dtype in _HALF_DTYPES
     alignment = 8 if is_half else 4 if capability >= (8, 0) else 1
@@ -198,9 +198,9 @@ def _can_use_efficient(gpu: DeviceProperties, call: AttentionArguments, is_group
 
 
 def _math_attention(device_state: DeviceState, call: AttentionArguments) -> torch.Tensor:
-    """Run the operators of `_scaled_dot_product_attention_math`, as without a dispatch mode.
+    """Run the operators that `_scaled_dot_product_attention_math` runs without a dispatch mode.
 
-    Under a mode the C++ function adds the mask out of place and uses the CPU's dropout
+    Under a dispatch mode, the C++ function adds the mask out of place and uses the CPU's dropout
     (aten/src/ATen/native/transformers/attention.cpp).
     """
     query, key, value, mask, dropout_p = call.query, call.key, call.value, call.attn_mask, call.dropout_p
@@ -230,19 +230,19 @@ def _math_attention(device_state: DeviceState, call: AttentionArguments) -> torc
 
 
 def _pad_head_dim(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with the head dimension (the last) padded to a multiple of 8, for flash attention."""
+    """Return `tensor` with its last dimension, the head dimension, padded to a multiple of 8 for FlashAttention."""
     num_padding = -tensor.shape[-1] % 8
     return torch.nn.functional.pad(tensor, (0, num_padding)) if num_padding else tensor
 
 
 def _to_additive_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return a boolean mask as zeros and minus infinities of the query's dtype."""
+    """Return the boolean `mask` with 0 for True and -inf for False, in the dtype of `query`."""
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return torch.where(mask, zero, torch.full_like(zero, float("-inf")))
 
 
 def _align_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return an additive mask, rows aligned to 16 elements, expanded over the heads, for the efficient kernel."""
+    """Return `mask` for the memory-efficient kernel: additive, rows aligned to 16 elements, expanded over the heads."""
     if mask.dtype is torch.bool:
         mask = _to_additive_mask(mask, query)
     length = mask.shape[-1]
@@ -257,9 +257,9 @@ def _is_deterministic() -> bool:
 
 @scratch(aten._scaled_dot_product_flash_attention_backward)
 def compute_flash_backward_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the accumulators: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
+    """Return the bytes of the query gradient in float32 and of the row sums softmax_d (flash_api.cpp, mha_bwd).
 
-    With grouped queries, dk and dv are first computed for every query head and then summed.
+    With grouped queries, also of key and value gradients for every query head, which are summed afterwards.
     """
     query, key = args[1], args[2]
     batch, num_heads, length, head_dim = query.shape
@@ -273,7 +273,7 @@ def compute_flash_backward_scratch(args: Any, gpu: DeviceProperties) -> list[int
 
 @kernel(aten._scaled_dot_product_efficient_attention)
 def efficient_attention(launch: KernelContext) -> Any:
-    """Make the output and its row sums; seed and offset of the dropout are host tensors, except in a captured graph."""
+    """Allocate the output and its row sums. Dropout seed and offset are host tensors, except in a CUDA graph."""
     output, row_sums, seed, offset = launch.func(*launch.args, **launch.kwargs)
     launch.record(output, row_sums)
     return output, row_sums, torch.zeros_like(seed, device="cpu"), torch.zeros_like(offset, device="cpu")
@@ -281,7 +281,7 @@ def efficient_attention(launch: KernelContext) -> Any:
 
 @kernel(aten._scaled_dot_product_efficient_attention_backward)
 def efficient_attention_backward(launch: KernelContext) -> Any:
-    """Make the gradients, and allocate the buffers of the memory-efficient backward for the arguments of SDPA."""
+    """Allocate the gradients of query, key and value, then the temporaries of the memory-efficient backward kernel."""
     query, key, value = launch.args[1:4]
     (batch, heads, q_len, _), k_len = query.shape, key.shape[2]
     grads = launch.func(*launch.args, **launch.kwargs)
@@ -292,7 +292,7 @@ def efficient_attention_backward(launch: KernelContext) -> Any:
 
 @kernel(aten._efficient_attention_backward)
 def general_efficient_attention_backward(launch: KernelContext) -> Any:
-    """Run the backward of the operator that libraries call; `cu_seqlens` are bounds of concatenated sequences."""
+    """Run the memory-efficient backward that libraries call; `cu_seqlens` has the bounds of concatenated sequences."""
     query, key, value, bias = launch.args[1:5]
     cu_seqlens = launch.args[6]
     batch, rows, heads, _ = query.shape
@@ -309,10 +309,10 @@ def general_efficient_attention_backward(launch: KernelContext) -> Any:
 def _allocate_for_backward(
     launch: KernelContext, query: torch.Tensor, value: torch.Tensor, q_shape: Any, qk_shape: Any, dropout_p: float
 ) -> None:
-    """Allocate row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h,
-    workspace_size): gradients of queries in tiles, and of keys and values where registers are too few.
+    """Allocate float32 row sums and the workspace of `attention_backward.cu` (kernel_backward.h, workspace_size): query
+    gradients in tiles, and key and value gradients where registers are too few.
 
-    `rows` are batch and queries; `blocks` are sequences, heads, and the most queries and keys of one sequence.
+    `q_shape` is (batch, queries); `qk_shape` is (sequences, heads, longest query, longest key).
     """
     gpu, is_half = launch.gpu, query.dtype in _HALF_DTYPES
     sums_bytes = 4 * q_shape[0] * qk_shape[1] * q_shape[1]
@@ -353,7 +353,7 @@ def _compute_backward_workspace(
 
 
 class _Tile(NamedTuple):
-    """Tile of the attention scores that one block of threads computes."""
+    """Tile of the attention scores that one thread block computes."""
 
     rows: int
     columns: int
@@ -361,8 +361,8 @@ class _Tile(NamedTuple):
 
 
 def _choose_efficient_tile(gpu: DeviceProperties, is_half: bool, head_dim: int, has_dropout: bool) -> _Tile:
-    """Return the tile of the kernel that is launched: the first kernel for the head dimension, with 128 rows where the
-    shared memory of a block of threads is large enough (mem_eff_attention/kernels/cutlassB.h)."""
+    """Return the tile of the launched kernel: of the first kernel that supports `head_dim`, with 128 rows where the
+    shared memory of a thread block is large enough (mem_eff_attention/kernels/cutlassB.h)."""
     capability = gpu.compute_capability
     if is_half and not has_dropout and capability in ((8, 6), (8, 9)) and 64 < head_dim <= 96:
         return _Tile(128, 64, 96)
@@ -376,7 +376,7 @@ def _choose_efficient_tile(gpu: DeviceProperties, is_half: bool, head_dim: int, 
 
 
 def _empty_like_query(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return an empty output with the order of dimensions of `query` (alloc_with_matching_layout)."""
+    """Return an empty tensor of `shape` with the dimension order of `query` (alloc_with_matching_layout)."""
     if tuple(query.shape) == shape:
         return torch.empty_like(query)
     strides = [0] * len(shape)
@@ -389,7 +389,7 @@ def _empty_like_query(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tens
 
 @kernel(aten._scaled_dot_product_cudnn_attention)
 def cudnn_attention(launch: KernelContext) -> Any:
-    """Make seed and offset of the dropout (always), the output, and for a backward the row sums in float32."""
+    """Allocate seed and offset of the dropout (always), the output, and for a backward pass the float32 row sums."""
     query, key, value = launch.args[:3]
     needs_sums = launch.args[4]
     batch, num_heads, length, _ = query.shape
@@ -403,8 +403,8 @@ def cudnn_attention(launch: KernelContext) -> Any:
 
 @kernel(aten._scaled_dot_product_cudnn_attention_backward)
 def cudnn_attention_backward(launch: KernelContext) -> Any:
-    """Make the gradients; the workspace has a float32 gradient and row sum of each query, and with grouped queries
-    gradients of keys and values for every query head."""
+    """Allocate the gradients and a workspace: a float32 gradient and row sum for each query and, with grouped queries,
+    key and value gradients for every query head."""
     query, key, value = launch.args[1:4]
     grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     launch.record(*grads)
@@ -436,7 +436,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> Any:
-    """Run attention by a fused kernel where one supports the call, else with the scores of every head."""
+    """Run `nn.MultiheadAttention`'s fast path: fused SDPA if a backend supports it, else with a full score matrix."""
     is_self_attention = query is key and key is value
     if not device_state.is_on_gpu(query) or query.is_nested or not is_self_attention or not query.numel():
         return NotImplemented
@@ -468,10 +468,10 @@ def multi_head_attention(
 
 @composite(kernels.transformer_encoder_layer_fwd)
 def encoder_layer(device_state: DeviceState, src: torch.Tensor, embed_dim: int, num_heads: int, *rest: Any) -> Any:
-    """Run attention, both norms and the feed-forward network; the activation is part of a matrix product.
+    """Run attention, both norms and the feed-forward network, whose activation is fused into a matrix product.
 
-    `rest` is weight and bias of both projections, whether to use GELU, whether the norm comes first, epsilon, weight
-    and bias of both norms and of both linear layers, the mask and its type (_transformer_encoder_layer_fwd).
+    `rest`: weights and biases of both projections, use_gelu, norm_first, eps, weights and biases of both norms and of
+    both linear layers, then optionally mask and mask type (torch's `_transformer_encoder_layer_fwd`).
     """
     projections, (use_gelu, norm_first, eps), norms, linears = rest[:4], rest[4:7], rest[7:11], rest[11:15]
     mask, mask_type = (*rest[15:], None, None)[:2]

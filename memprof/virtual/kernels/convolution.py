@@ -1,9 +1,9 @@
-"""Convolutions as CUDA runs them with cuDNN: layouts of outputs and gradients, and the copies made on the way.
+"""Convolutions as CUDA runs them with cuDNN: memory formats of outputs and gradients, copies, and workspaces.
 
-The meta kernels know no device and give contiguous outputs; on CUDA the layout follows the input and the weight.
+Meta kernels return contiguous outputs for every device; on CUDA the memory format follows the input and the weight.
 Sources: native/Convolution.cpp, native/ConvUtils.h, native/cudnn/ConvShared.cpp, native/cuda/DepthwiseConv2d.cu.
 
-The workspaces of cuDNN's convolutions: a rule where public measurements agree on one, and a bound.
+For the workspaces of cuDNN's convolutions, there is a rule where public measurements agree, and an upper bound.
 
 torch runs the first plan of cuDNN's heuristics whose workspace fits, and frees the workspace before the call returns
 (native/cudnn/Conv_v8.cpp, run_conv_plan). cuDNN does not publish which plan runs. Public measurements, with
@@ -11,18 +11,17 @@ torch.backends.cudnn.benchmark off and cuDNN 8 or 9 unless said otherwise:
 
 * **half precision, channels first**: the kernels for tensor cores work channels-last. Data, output and weight are
   copied, with channels rounded up to 16 bytes. To the byte: the forward of a Conv3d from 64 to 32 channels on an A100
-  (github.com/pytorch/pytorch/issues/95024). Within what was printed: ten sizes of a Conv2d (123533), a Conv3d (136479).
-  The gradient of the weight needs partial sums too: six sizes of a Conv2d from 4 to 4 channels, to the same byte in
-  two programs (Liger-Kernel's benchmark of multi-token attention, RTX 3090).
+  (github.com/pytorch/pytorch/issues/95024). To the printed digits: ten sizes of a Conv2d (123533), a Conv3d (136479).
+  The weight gradient also needs partial sums: six sizes of a Conv2d from 4 to 4 channels, to the same byte in two
+  programs (Liger-Kernel's benchmark of multi-token attention, RTX 3090).
 * **float32**: the weight is copied, with one value for each channel of the result. To the byte with the two constants
-  below: six convolutions of 5x5 in one recording (torch 2.3, Ampere, TF32 on). 1x1 kernels need nothing, except in one
-  of two recordings, where they needed 4 or 128 MiB.
-* **float32 in three dimensions** with TF32: as in half precision (one figure, 17 GiB: 128947, A100).
+  below: six convolutions of 5x5 in one recording (torch 2.3, Ampere, TF32 on). 1x1 kernels need no workspace, except in
+  one of two recordings, where they needed 4 or 128 MiB.
+* **float32 in three dimensions** with TF32: as in half precision (one measurement, 17 GiB: 128947, A100).
 
-Nothing was found for channels-last tensors, whose kernels need no copies, for groups, or for compute capability 10 on.
-
-Of compute capability 9.0 we have an H100's own requests (torch 2.11, cuDNN 9.19, TF32 on; the truth captures and
-operators.jsonl and convolutions.jsonl in tests/accuracy/truth): `_sm90_workspace_bytes`.
+No measurements were found for channels-last tensors, whose kernels need no copies, for groups, or for compute
+capability 10 and later. For 9.0, `_sm90_workspace_bytes` follows recordings on an H100 (torch 2.11, cuDNN 9.19, TF32
+on: the truth captures, operators.jsonl and convolutions.jsonl in tests/accuracy/truth).
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ _CONTIGUOUS = torch.contiguous_format
 def choose_cudnn_layout(
     first: torch.Tensor, second: torch.Tensor, suggest: Callable[[Any], torch.memory_format] = suggest_layout
 ) -> torch.memory_format:
-    """Return the layout that cuDNN works in (cudnn_conv_suggest_memory_format): channels-last if either tensor is.
+    """Return cuDNN's memory format: channels-last if either tensor is (cudnn_conv_suggest_memory_format).
 
-    `suggested` returns the layout of one tensor; compiled code passes a function for symbolic sizes.
+    `suggest` returns the memory format of one tensor; compiled code passes a function for symbolic sizes.
     """
     if torch.float64 in (first.dtype, second.dtype):
         return _CONTIGUOUS
@@ -60,20 +59,20 @@ def choose_cudnn_layout(
 
 
 def _copy_to_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    """Return `tensor`, or an unrecorded meta tensor with the strides of its copy in `layout`."""
+    """Return `tensor` if its memory format is `layout`, else an unrecorded meta tensor with the copy's strides."""
     if tensor.is_contiguous(memory_format=layout):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=META, memory_format=layout)
 
 
 def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
-    """Return whether each channel has filters of its own, one or several (ConvParams::is_depthwise)."""
+    """Return whether every input channel has its own filters, one or several (ConvParams::is_depthwise)."""
     channels = data.shape[1]
     return not transposed and groups > 1 and channels == groups and weight.shape[0] % channels == 0
 
 
 def uses_cudnn(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, has_big_padding: bool) -> bool:
-    """Return whether the convolution is cuDNN's (ConvParams::use_cudnn); else torch's own kernels run."""
+    """Return whether cuDNN runs the convolution (ConvParams::use_cudnn); otherwise torch's own kernels do."""
     if not kernels.get_cudnn_enabled() or has_big_padding:
         return False
     if torch.bfloat16 in (data.dtype, weight.dtype) and gpu.compute_capability < (8, 0):
@@ -87,25 +86,25 @@ def uses_cudnn(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, 
 
 @functools.lru_cache(maxsize=4096)
 def _output_shape(data: torch.Size, weight: torch.Size, dtype: torch.dtype, bias: Any, *options: Any) -> torch.Size:
-    """Return the shape by the meta kernel, which also checks the arguments."""
+    """Return the output shape of a convolution of shapes `data` and `weight`; the meta kernel checks `options`."""
     tensors = (None if size is None else torch.empty(size, dtype=dtype, device=META) for size in (data, weight, bias))
     return aten.convolution.default(*tensors, *options).shape  # type: ignore[no-any-return]
 
 
 def _to_4d(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a batch of sequences as images of height 1 (view4d); other tensors unchanged."""
+    """Return a batch of sequences (3D) as images of height 1 (view4d); other tensors unchanged."""
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
 def is_output_padding_big(stride: Any, output_padding: Any) -> bool:
-    """Return whether a transposed convolution is padded by a step or more (ConvParams::is_output_padding_big)."""
+    """Return whether `output_padding` is at least `stride` in any dimension (ConvParams::is_output_padding_big)."""
     strides = list(stride) * (len(output_padding) if len(stride) == 1 else 1)
     return any(padding >= s for padding, s in zip(output_padding, strides, strict=True))
 
 
 def _im2col_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, transposed: bool) -> int:
-    """Return the bytes that torch's own kernels lay one image out in, to multiply matrices: each point of the kernel at
-    each position (native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu; in 3D NaiveDilatedConvolution.cu)."""
+    """Return the bytes of the matrix into which torch's own kernels unfold one image: kernel elements x positions
+    (native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu; in 3D NaiveDilatedConvolution.cu)."""
     positions = math.prod((data if transposed else output).shape[2:])
     return math.prod(weight.shape[1:]) * positions * data.element_size()
 
@@ -113,8 +112,8 @@ def _im2col_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor
 def _allocate_workspace(
     launch: KernelContext, tensors: tuple[torch.Tensor, ...], result: torch.Tensor, layout: torch.memory_format
 ) -> None:
-    """Allocate and free cuDNN's workspace for one call, which computes one of `tensors`: data, weight and output, which
-    a transposed convolution exchanges."""
+    """Allocate and free cuDNN's workspace for a call that computes `result`, one of `tensors`: (data, weight, output),
+    in reverse order if the convolution is transposed."""
     if torch.backends.cudnn.benchmark:
         launch.values.assume(BENCHMARK_ASSUMPTION)
     launch.values.assume(WORKSPACE_ASSUMPTION)
@@ -129,7 +128,7 @@ def _allocate_workspace(
 
 @kernel(aten.convolution)
 def convolution(launch: KernelContext) -> Any:
-    """Make the output in cuDNN's layout; the bias is added in place (native/Convolution.cpp, _convolution)."""
+    """Allocate the output in cuDNN's memory format; the bias is added in place (Convolution.cpp, _convolution)."""
     data, weight, bias, stride, _, _, transposed, output_padding, groups = launch.args
     if not data.is_meta or not weight.is_meta or data.dim() != weight.dim() or not data.numel():
         return NotImplemented
@@ -157,8 +156,7 @@ def convolution(launch: KernelContext) -> Any:
 
 @kernel(aten.convolution_backward)
 def convolution_backward(launch: KernelContext) -> Any:
-    """Make gradients in cuDNN's layouts, then the bias's gradient, a sum over the batch and all positions
-    (native/Convolution.cpp, convolution_backward)."""
+    """Allocate the gradients of data and weight, then the bias's gradient, a sum over batch and positions."""
     grad, data, weight, bias_sizes, stride, _, _, transposed, output_padding, groups, output_mask = launch.args
     if not (grad.is_meta and data.is_meta and weight.is_meta) or not data.numel():
         return NotImplemented
@@ -194,8 +192,8 @@ def _cudnn_backward(
     layout: torch.memory_format,
     output_mask: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Make the gradients of data and weight as cuDNN does, also for transposed convolutions
-    (native/cudnn/ConvShared.cpp, cudnn_convolution_backward)."""
+    """Return new gradients of data and weight in cuDNN's memory formats (ConvShared.cpp,
+    cudnn_convolution_backward)."""
     grad_data = grad_weight = None
     with contextlib.ExitStack() as stack:
         if output_mask[1]:
@@ -226,8 +224,7 @@ def _native_backward(
     *,
     is_weight_first: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Make the gradients of data and weight as torch's own kernels do, from contiguous tensors
-    (native/cuda/DepthwiseConv2d.cu)."""
+    """Return new gradients of data and weight as torch's own kernels compute them, from contiguous tensors."""
     grads: list[torch.Tensor | None] = [None, None]
     with launch.scratch(*copy_bytes(grad)):
         for i in (1, 0) if is_weight_first else (0, 1):
@@ -257,14 +254,14 @@ _ACCUMULATORS_BYTES = 64 << 10  # of one multiprocessor: a tile of 128 x 128 sum
 
 
 class WorkspaceBytes(NamedTuple):
-    """The workspace of one convolution, in bytes."""
+    """Size of the workspace of one convolution, in bytes."""
 
     num_bytes: int  # by the rule
     max_bytes: int  # the bound: the most that was measured of a convolution of its kind
 
 
 def _padded_bytes(tensor: torch.Tensor, dims: tuple[int, ...] = (1,)) -> int:
-    """Return the bytes of a copy of `tensor` with the sizes of `dims` rounded up to 16 bytes of elements."""
+    """Return the bytes of a copy of `tensor` with the sizes of `dims` padded to multiples of 16 bytes."""
     alignment = _ALIGNMENT_BYTES // tensor.element_size()
     sizes = (round_up(size, alignment) if dim in dims else size for dim, size in enumerate(tensor.shape))
     return math.prod(sizes) * tensor.element_size()
@@ -280,8 +277,8 @@ def compute_workspace(
     is_channels_last: bool,
     stride: Sequence[int] = (1,),
 ) -> WorkspaceBytes:
-    """Return the workspace of one call, which computes `made`: one of `data`, `weight` and `output`, or its
-    gradient."""
+    """Return the workspace size of a call that computes `result`: `data`, `weight` or `output`, or the gradient of
+    one."""
     is_half = data.element_size() == 2
     is_weight_grad = result is weight
     uses_tf32 = data.dtype is torch.float32 and gpu.compute_capability >= (8, 0) and kernels.get_cudnn_allow_tf32()
@@ -339,10 +336,10 @@ def _sm90_workspace_bytes(
     is_channels_last: bool,
     stride: Sequence[int],
 ) -> int:
-    """Return the workspace recorded on an H100: copies in channels-last order, and partial sums of the result.
+    """Return the workspace bytes recorded on an H100: copies in channels-last order, and partial sums of the result.
 
-    Of 307 convolutions of real networks, forward and backward, all requests of 81 are right to the byte, and half are
-    within 1.1%. The least certain is what is split, and into how many slices.
+    The formula was fitted to 307 convolutions of real networks, forward and backward: for 81, all requests are exact,
+    and for half the error is up to 1.1%. The least certain part is which results are split, and into how many slices.
     """
     is_half, is_weight_grad = data.element_size() == 2, result is weight
     filters, channels = weight.shape[:2]
@@ -416,7 +413,7 @@ def _sm90_workspace_bytes(
 def _grouped_bytes(
     data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, result: torch.Tensor, *, is_channels_last: bool
 ) -> int:
-    """Return the workspace recorded for a grouped convolution: copies where the layout is not the kernel's."""
+    """Return the workspace bytes recorded for a grouped convolution: copies where the kernel needs another format."""
     is_half = data.element_size() == 2
     copied_bytes = data.nbytes + output.nbytes
     if is_half:
@@ -429,8 +426,8 @@ def _grouped_bytes(
 
 
 def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
-    """Return the bytes of data, gradient and weight transformed for Winograd's algorithm F(4x4, 3x3), 0 if it is not
-    used. To the byte for two gradients of weights in float32 (128 and 256 channels, the truth case `convolutional`)."""
+    """Return the bytes of data, gradient and weight transformed for Winograd's algorithm F(4x4, 3x3); 0 if it is not
+    used. Exact for two weight gradients in float32 (128 and 256 channels, the truth case `convolutional`)."""
     filters, channels = weight.shape[:2]
     tiles = data.shape[0] * math.prod(-(-size // 4) for size in output.shape[2:])
     num_bytes = _WINOGRAD_TILE_VALUES * 4 * (filters * channels + (filters + channels) * tiles)
@@ -438,8 +435,8 @@ def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tens
 
 
 def _partial_sums_bytes(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
-    """Return the bytes of partial sums of a weight's gradient, in float32: its tiles are made for slices of the
-    positions, as many as give each multiprocessor one, and each slice counts its tiles."""
+    """Return the bytes of float32 partial sums of a weight gradient. Its tiles are computed for slices of the
+    positions, as many slices as give each multiprocessor a tile, with a counter for each tile of a slice."""
     filters, channels = weight.shape[:2]
     kernel_elements = math.prod(weight.shape[2:])
     positions = output.numel() // output.shape[1]

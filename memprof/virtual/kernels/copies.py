@@ -12,16 +12,16 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def copy_bytes(*tensors: torch.Tensor | None, layout: torch.memory_format = _CONTIGUOUS) -> list[int]:
-    """Return the bytes of each copy that `Tensor.contiguous` makes of `tensors`; None is skipped."""
+    """Return the bytes of each copy that `contiguous(memory_format=layout)` creates of `tensors`; None is skipped."""
     non_contiguous = (t for t in tensors if t is not None and not t.is_contiguous(memory_format=layout))
     return [t.numel() * t.element_size() for t in non_contiguous]
 
 
 def make_copies_formula(*positions: int) -> Callable[..., list[int]]:
-    """Return the formula of an operator that makes contiguous copies of the arguments at `positions`."""
+    """Return a scratch formula: the bytes of the contiguous copies of the operator's arguments at `positions`."""
 
     def formula(args: Any, gpu: Any = None) -> list[int]:
-        """Return the bytes of each contiguous copy of a tensor argument that is not contiguous."""
+        """Return the bytes of each copy that an operator with these arguments creates of non-contiguous tensors."""
         selected = (args[position] for position in positions if position < len(args))
         return copy_bytes(*(arg for arg in selected if isinstance(arg, torch.Tensor)))
 
@@ -29,7 +29,7 @@ def make_copies_formula(*positions: int) -> Callable[..., list[int]]:
 
 
 def suggest_layout(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last if the strides of `tensor` are so, else contiguous (`Tensor::suggest_memory_format`)."""
+    """Return channels-last if `tensor` has such strides, else contiguous format (`Tensor::suggest_memory_format`)."""
     rank = tensor.dim()
     if rank not in (4, 5) or not _is_channels_last(tensor.size(), tensor.stride()):
         return _CONTIGUOUS
@@ -38,7 +38,7 @@ def suggest_layout(tensor: torch.Tensor) -> torch.memory_format:
 
 @functools.lru_cache(maxsize=4096)
 def _is_channels_last(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Return whether strides are channels-last, not ambiguous (c10/core/MemoryFormat.h, is_channels_last_strides)."""
+    """Return whether `stride` is channels-last and not also contiguous (c10's is_channels_last_strides)."""
     if not stride[1]:
         return False
     min_stride = 0

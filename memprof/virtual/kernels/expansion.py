@@ -1,10 +1,10 @@
-"""Composite operators that are run as one operator, and composites that are expanded into their inner operators.
+"""Composite operators: those that run as one operator, and those that are expanded into their inner operators.
 
-An operator whose kernel is the same for every device (CompositeExplicitAutograd in native_functions.yaml) has its own
+An operator with one C++ function for every device (CompositeExplicitAutograd in native_functions.yaml) has its own
 derivative, so autograd passes it undivided to the dispatch mode, which does not see allocations inside its C++. Most
 such operators allocate only their result (`zeros_like`, `sum`, `clone`) and are run as one. The operators listed below
-have temporaries and no CUDA kernel: their C++ runs with the mode active, which sees every inner operator. Operators
-that torch implements in Python run in the same way.
+also allocate temporaries and have no CUDA kernel: their C++ runs with the mode active, which sees every inner operator.
+Operators that torch implements in Python run in the same way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MEMPROF_NAMESPACE = "memprof"
 
 
 def find_python_body(func: Any) -> Callable[..., Any] | None:
-    """Return the Python body that a GPU runs for a torch.library.custom_op, without autograd; None if there is none."""
+    """Return the Python function that a GPU runs for `func`, a torch.library.custom_op without autograd, or None."""
     definition = OPDEFS.get(func._schema.name)
     if definition is None or func.namespace == _MEMPROF_NAMESPACE:
         return None
@@ -67,8 +67,8 @@ def find_python_body(func: Any) -> Callable[..., Any] | None:
 
 
 def set_python_dispatch() -> Any:
-    """Return a guard that sets the dispatch keys as inside an operator written in Python. Under a mode, all feature
-    keys are excluded, and torch cannot compile code that makes a tensor of numbers. Grad mode is off there."""
+    """Return a guard that sets dispatch keys as in an operator written in Python, with grad mode off. A dispatch mode
+    excludes all feature keys; torch then cannot compile code that creates a tensor of Python numbers."""
     excluded_keys, included_keys = dispatch.dispatch_tls_local_exclude_set(), dispatch.dispatch_tls_local_include_set()
     return dispatch.ForceDispatchKeyGuard(included_keys, excluded_keys & _DEFAULT_EXCLUDED_KEYS)
 
@@ -76,9 +76,9 @@ def set_python_dispatch() -> Any:
 def find_expansion(func: Any) -> Callable[..., Any] | None:
     """Return a function that runs the inner operators of `func`; None if `func` runs as one operator.
 
-    Composites without a derivative (CompositeImplicitAutograd) arrive under inference_mode and from C++ below autograd.
-    They run in C++, not by torch's Python decompositions (`func.decompose`), one of which clones in a dropout without
-    effect. A composite with a CPU kernel (silu_backward) runs as one operator: it has a CUDA kernel too.
+    Composites without a derivative (CompositeImplicitAutograd) reach the dispatch mode under inference_mode and from
+    C++ below autograd. They run their C++, not torch's Python decompositions (`func.decompose`), one of which clones in
+    a dropout without effect. A composite that also has a CPU kernel (silu_backward) has a CUDA kernel and runs as one.
     """
     body = find_python_body(func)
     if body is not None:

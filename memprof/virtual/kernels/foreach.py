@@ -1,4 +1,4 @@
-"""Operators on lists of tensors, as gradient clipping and optimizers call them."""
+"""Operators on lists of tensors (`_foreach_norm`, `_chunk_cat`), which gradient clipping and fully_shard call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HAS_GLOBAL_NORM = hasattr(aten, "_foreach_global_norm")
 
 @input_copies(aten._foreach_norm)
 def compute_foreach_norm_buffers(args: Any) -> list[int]:
-    """Return the bytes of a float32 norm for each chunk of each tensor: [tensors, chunks of the largest tensor].
+    """Return the bytes of a float32 norm for each chunk of each tensor: shape [tensors, chunks of the largest tensor].
 
-    Releases that have a global norm also allocate 320 elements and a scalar. Orders other than 1, 2 and infinity run
-    tensor by tensor. Source: native/cuda/ForeachReduceOp.cu.
+    Releases of torch that have `_foreach_global_norm` also allocate 320 elements and a scalar. Norm orders other than
+    1, 2 and infinity run tensor by tensor and need no buffer. Source: native/cuda/ForeachReduceOp.cu.
     """
     tensors = args[0]
     order = args[1] if len(args) > 1 else 2
@@ -37,10 +37,11 @@ def compute_foreach_norm_buffers(args: Any) -> list[int]:
 
 @kernel(aten._chunk_cat)
 def chunk_cat(launch: KernelContext) -> Any:
-    """Allocate the kernel's metadata and release it before the result: one number for each block, six for each tensor,
-    and two more, int64 (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
+    """Allocate and free the kernel's metadata before the result: an int64 per thread block, six per tensor, and two
+    more (native/cuda/TensorShape.cu, get_chunk_cat_metadata).
 
-    fully_shard copies gradients into one buffer by this operator. Tensors that are not dense are padded in C++.
+    fully_shard copies gradients into one buffer with this operator. Tensors that are not dense are padded in C++
+    instead.
     """
     tensors = launch.argument(0, "tensors")
     dim, num_chunks = launch.argument(1, "dim"), launch.argument(2, "num_chunks")

@@ -1,9 +1,9 @@
-"""Indexing by tensors and masks, and embeddings: the indices of a mask, and the sort of indices before accumulation.
+"""Indexing by tensors and masks, and embeddings: index tensors of masks, and sorts of indices before accumulation.
 
 The backward pass of an embedding sorts the indices and sums the rows of equal indices in steps. For more than 3,072
 indices, a run of equal indices is summed in parts, one float32 row per part. The buffer for the parts is sized for the
-worst case, not for the actual indices: gigabytes with a large vocabulary.
-Sources: native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu.
+worst case, not for the actual indices: gigabytes with a large vocabulary. Sources: native/cuda/Embedding.cu,
+native/cuda/EmbeddingBackwardKernel.cu.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memprof.virtual.operator_call import OpKind, find_tensors
 
 @kernel(aten.nonzero, on_host=True)
 def nonzero(launch: KernelContext) -> Any:
-    """Make the indices, and allocate the buffers by which CUDA counts and selects."""
+    """Allocate the indices of nonzero elements, and CUB's buffers for counting and selecting them."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
@@ -37,8 +37,8 @@ def nonzero(launch: KernelContext) -> Any:
 
 
 def _select_indices(launch: KernelContext, mask: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the result of `select`, the indices of `mask`, and allocate CUB's buffers for the count (before) and the
-    selection (after; native/cuda/Nonzero.cu)."""
+    """Return the result of `compute`, which makes the indices of `mask`, and allocate CUB's buffers: for the count
+    before the call, for the selection after it (native/cuda/Nonzero.cu)."""
     num_elements = mask.numel()
     if not num_elements or not launch.call.on_gpu or launch.device == HOST:
         return compute()
@@ -53,7 +53,7 @@ def _select_indices(launch: KernelContext, mask: torch.Tensor, compute: Callable
 
 @kernel(aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, on_host=True)
 def index(launch: KernelContext) -> Any:
-    """Index by the nonzero indices of each mask, which CUDA allocates during the call."""
+    """Replace each mask among the indices by its nonzero indices, which CUDA allocates during the call, and index."""
     indices = launch.args[1]
     value = launch.args[2] if len(launch.args) > 2 else None
     if not launch.args[0].is_meta and any(t.is_meta for t in launch.call.tensors if t.dim() or t is not value):
@@ -110,7 +110,7 @@ def _make_coordinates(launch: KernelContext, mask_indices: torch.Tensor) -> torc
 
 
 def _has_fewer_rows(launch: KernelContext, mask: torch.Tensor, mask_indices: torch.Tensor) -> bool:
-    """Return whether `x[mask] = rows` has fewer rows than an unknown mask selects: the mask then selects that many."""
+    """Return whether `x[mask] = rows` has fewer rows than `mask_indices`; an unknown mask then selects `len(rows)`."""
     value = launch.args[2] if len(launch.args) > 2 else None
     if value is None or value.numel() < 2 or value.dim() != 1 + launch.args[0].dim() - mask.dim():
         return False
@@ -118,8 +118,8 @@ def _has_fewer_rows(launch: KernelContext, mask: torch.Tensor, mask_indices: tor
 
 
 def _is_masked_fill(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
-    """Return whether `x[mask] = number` runs as masked_fill_, without indices: a single mask, and a number on the
-    host, such as a Python number (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
+    """Return whether `x[mask] = number` runs as masked_fill_, without indices: it has a single mask, and the number is
+    on the host, such as a Python number (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
     is_single_mask = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
     if accumulates or not is_single_mask or value.numel() != 1:
@@ -131,12 +131,13 @@ def _is_masked_fill(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
 
 @scratch(aten.index_put, aten.index_put_, aten._index_put_impl_)
 def compute_index_put_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes by which an accumulating index_put sorts (native/cuda/Indexing.cu, index_put_with_sort_kernel).
+    """Return the bytes of the temporaries of an accumulating index_put (native/cuda/Indexing.cu,
+    index_put_with_sort_kernel).
 
-    In order: the maximum, minimum and range check of each index, where bounds are checked (not by autograd, which calls
-    another operator without a mode); the linear index (wrapped, times the stride, summed over dimensions; host indices
-    are moved after that); copies of values that are expanded or not contiguous; sorted and original positions; a range;
-    CUB's scratch. The order is of recorded runs with one index tensor.
+    In order: maximum, minimum and range check of each index, where bounds are checked (not under autograd, which calls
+    another operator); the linear index (wrapped, multiplied by strides, summed over dimensions; host indices are moved
+    to the GPU afterwards); copies of expanded or non-contiguous values; sorted and original positions; a range; CUB's
+    scratch. The order was recorded in runs with one index tensor.
     """
     data = args[0]
     indices = [index for index in args[1] if index is not None]
@@ -169,7 +170,7 @@ scratch(aten.pow)(lambda args, gpu: [] if isinstance(args[0], torch.Tensor) or a
 
 @kernel(aten.masked_fill, aten.masked_fill_, on_host=True)
 def masked_fill(launch: KernelContext) -> Any:
-    """Fill with a 0-dimensional host tensor, which the meta kernel rejects (native/cuda/Indexing.cu)."""
+    """Fill with the value of a 0-dimensional host tensor, which the meta kernel rejects (native/cuda/Indexing.cu)."""
     data, mask, value = launch.args
     if not data.is_meta or not isinstance(value, torch.Tensor) or value.is_meta or value.dim():
         return NotImplemented
@@ -179,7 +180,7 @@ def masked_fill(launch: KernelContext) -> Any:
 
 @kernel(aten.masked_select, on_host=True)
 def masked_select(launch: KernelContext) -> Any:
-    """Index by the broadcast mask (native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl)."""
+    """Index `data` by the broadcast mask (native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl)."""
     data, mask = launch.args
     if not (data.is_meta and mask.is_meta):
         return NotImplemented
@@ -190,7 +191,7 @@ def masked_select(launch: KernelContext) -> Any:
 
 @scratch(aten.scatter_reduce, aten.scatter_reduce_)
 def compute_scatter_reduce_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the counts of a mean (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
+    """Return the bytes of the counts that reduce="mean" divides by (TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
     data, source, reduce = args[0], args[3], args[4]
     if reduce != "mean":
         return []
@@ -200,8 +201,8 @@ def compute_scatter_reduce_scratch(args: Any, gpu: DeviceProperties) -> list[int
 
 @scratch(aten.masked_scatter, aten.masked_scatter_)
 def compute_masked_scatter_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of an int64 scan of the mask, which finds each element's source, and of contiguous copies of the
-    broadcast mask and the source (native/cuda/IndexKernel.cu)."""
+    """Return the bytes of an int64 prefix sum of the mask, which gives each element its source position, and of
+    contiguous copies of the broadcast mask and of the source (native/cuda/IndexKernel.cu)."""
     mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
     num_elements = mask.numel()
     return [8 * num_elements, *copy_bytes(mask, source), sorting.scan_bytes(num_elements, 8, gpu, "sum of int64")]
@@ -217,7 +218,7 @@ _ROWS_PER_PART = 10  # rows of equal indices that one thread adds up (NROWS_PER_
 
 @kernel(aten.embedding_dense_backward)
 def embedding_dense_backward(launch: KernelContext) -> Any:
-    """Make the dense gradient of the table, and allocate the buffers of the sort and the sums."""
+    """Allocate the dense gradient of the embedding table, and the buffers for sorting indices and summing rows."""
     grad, indices, num_rows, _, scale_grad_by_freq = launch.args
     if not (grad.is_meta and indices.is_meta):
         return NotImplemented
@@ -237,8 +238,7 @@ def embedding_dense_backward(launch: KernelContext) -> Any:
 
 
 def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Make the gradient of a table from sorted indices, and allocate runs of equal indices and the sums of parts of
-    runs (native/cuda/EmbeddingBackwardKernel.cu)."""
+    """Return a new gradient of an embedding table, and allocate temporaries that sum rows of equal `indices`."""
     n, itemsize, width, gpu = indices.numel(), indices.element_size(), grad.shape[-1], launch.gpu
     result = launch.new((num_rows, width), grad.dtype)
     num_segments = min(n, num_rows)
@@ -253,14 +253,14 @@ def _sum_segments(launch: KernelContext, grad: torch.Tensor, indices: torch.Tens
 
 @kernel(aten._embedding_bag, aten._embedding_bag_forward_only)
 def embedding_bag(launch: KernelContext) -> Any:
-    """Make sizes and indices of the bags before the output (native/cuda/EmbeddingBag.cu)."""
+    """Allocate bag sizes and the bag of each index before the output (native/cuda/EmbeddingBag.cu)."""
     output, offset2bag, bag_size, max_indices = results = launch.func(*launch.args, **launch.kwargs)
     launch.record(bag_size, offset2bag, output, max_indices)
     return results
 
 
 def make_embedding_bag_gradient(launch: KernelContext) -> Any:
-    """Make the dense gradient of the table, for sums and means; indices are sorted with their original positions."""
+    """Return the dense gradient of the table for modes "sum" and "mean", and allocate buffers to sort the indices."""
     grad, indices = launch.args[:2]
     num_rows, scale_grad_by_freq, mode = launch.args[6:9]
     n, itemsize = indices.numel(), indices.element_size()

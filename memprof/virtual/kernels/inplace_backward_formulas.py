@@ -1,9 +1,9 @@
-"""Backward formulas that compute in place on a plain run, and out of place under a dispatch mode.
+"""Backward formulas that compute in place in a run without memprof, and out of place under a dispatch mode.
 
 torch/csrc/autograd/FunctionsManual.cpp calls `areAnyTensorSubclassLike` before a formula overwrites a temporary; the
-result is true for meta tensors and with a mode active. Each entry has the autograd node, the operator that the formula
-calls then, and the operator of a plain run on CUDA. The caller checks that the first argument is a temporary of the
-formula: a tensor that a saved tensor or the program references is not overwritten.
+result is true for meta tensors and with a mode active. `IN_PLACE_OPERATORS` has, for each autograd node, the operator
+that the formula then calls, and the operator that it calls on CUDA without a mode. The caller of `find_in_place` checks
+that the first argument is a temporary of the formula, not a tensor that a saved tensor or the program references.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ OUT_OF_PLACE_OPERATORS = frozenset(operator for table in IN_PLACE_OPERATORS.valu
 
 
 def find_in_place(func: Any, args: Any, producer: str) -> Any:
-    """Return the in-place operator that the running backward formula calls for `func` on a plain run; None if `func`.
+    """Return the in-place operator that the current backward formula calls on a GPU instead of `func`; None if none.
 
-    `made_by` names the operator whose result the first argument is. A broadcasting `func` needs a new result.
+    `producer` is the operator that created `args[0]`. A `func` that broadcasts `args[0]` is not replaced.
     """
     node = autograd.current_autograd_node()
     replacements = None if node is None else IN_PLACE_OPERATORS.get(node.name())

@@ -1,4 +1,4 @@
-"""Solvers, factorisations and distances of linear algebra."""
+"""Linear algebra on CUDA: temporaries of solvers, factorizations and distances."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _MAX_FEW_ROWS = 25
 
 @kernel(aten.geqrf, on_host=True)
 def geqrf(launch: KernelContext) -> Any:
-    """Make a column-major copy of the matrix and one factor for each reflector (native/BatchLinearAlgebra.cpp,
-    geqrf)."""
+    """Allocate a column-major copy for the reflectors, and `tau`, a factor per reflector (BatchLinearAlgebra.cpp)."""
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
@@ -52,7 +51,7 @@ scratch(aten.linalg_solve_triangular)(
 
 
 def _measured_buffer(gpu: DeviceProperties, num_bytes: int) -> list[int]:
-    """Return [num_bytes] of a cuSOLVER buffer on compute capability 9.0, where it was measured; else []."""
+    """Return [`num_bytes`] for a cuSOLVER buffer on compute capability 9.0, where it was measured; else []."""
     return [num_bytes] * (gpu.compute_capability == (9, 0))
 
 
@@ -64,21 +63,20 @@ def _assumed_buffer(launch: KernelContext, num_bytes: int) -> list[int]:
 
 @scratch(aten.linalg_cholesky_ex)
 def compute_cholesky_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of cuSOLVER's buffer, or of pointers to each of several matrices
-    (cuda/linalg/BatchLinearAlgebra.cpp)."""
+    """Return the bytes of cuSOLVER's buffer for one matrix, or of a pointer to each of several matrices."""
     batch = _count_matrices(args[0])
     return [8 * batch] if batch > 1 else _measured_buffer(gpu, solver_buffers.potrf_buffer_bytes(args[0].shape[-1]))
 
 
 @scratch(aten.linalg_ldl_factor_ex)
 def compute_ldl_factor_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of cuSOLVER's buffer for LDL factors."""
+    """Return the bytes of cuSOLVER's buffer for an LDL factorization."""
     return _measured_buffer(gpu, solver_buffers.sytrf_buffer_bytes(args[0].shape[-1], args[0].element_size()))
 
 
 def _lu_buffers(matrix: torch.Tensor, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of an LU factorization: cuSOLVER's buffer, pointers to each matrix for cuBLAS, or none for MAGMA
-    (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
+    """Return the bytes of the buffers of an LU factorization: cuSOLVER's buffer, cuBLAS's pointers to each matrix, or
+    none for MAGMA (cuda/linalg/BatchLinearAlgebra.cpp, lu_factor)."""
     (rows, columns), batch = matrix.shape[-2:], _count_matrices(matrix)
     if rows != columns or not (batch == 1 or rows <= 16 or (rows <= 128 and batch <= 16)):
         return []
@@ -90,8 +88,7 @@ scratch(aten.linalg_lu_factor_ex)(lambda args, gpu: _lu_buffers(args[0], gpu))
 
 @scratch(aten.linalg_lu)
 def compute_lu_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a copy for the factors, pivots, error codes, and the permutation
-    (native/BatchLinearAlgebra.cpp)."""
+    """Return the bytes of a copy of the matrix for the factors, of pivots, error codes, LU buffers and permutation."""
     matrix = args[0]
     *batch, rows, columns = matrix.shape
     count = math.prod(batch)
@@ -99,24 +96,24 @@ def compute_lu_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 def _pivot_sign_buffers(matrix: torch.Tensor) -> list[int]:
-    """Return the bytes for the sign of a permutation: row indices, a mask of exchanged rows, the count of exchanges,
-    and the mask as 64-bit integers (lu_det_P)."""
+    """Return the bytes of the buffers for the sign of the row permutation: row indices, a mask of exchanged rows, the
+    number of exchanges, and the mask as int64 (lu_det_P)."""
     batch, rows = _count_matrices(matrix), matrix.shape[-1]
     return [4 * rows, batch * rows, 8 * batch, 8 * batch * rows]
 
 
 @scratch(aten._linalg_det)
 def compute_det_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of error codes, the diagonal's product, and the sign (native/LinearAlgebra.cpp,
-    linalg_det_out)."""
+    """Return the bytes of error codes, LU buffers, the diagonal's product and the permutation's sign
+    (linalg_det_out)."""
     matrix, batch = args[0], _count_matrices(args[0])
     return [4 * batch, *_lu_buffers(matrix, gpu), batch * matrix.element_size(), *_pivot_sign_buffers(matrix)]
 
 
 @scratch(aten._linalg_slogdet)
 def compute_slogdet_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of error codes, the permutation's sign, the diagonal's signs, their product, and absolute values
-    (native/LinearAlgebra.cpp, linalg_slogdet_out)."""
+    """Return the bytes of error codes, LU buffers, the permutation's sign, the signs of the diagonal, their product,
+    and absolute values (native/LinearAlgebra.cpp, linalg_slogdet_out)."""
     matrix, batch = args[0], _count_matrices(args[0])
     diagonal, real_size = batch * matrix.shape[-1], matrix.dtype.to_real().itemsize
     complex_bytes = diagonal * matrix.element_size()
@@ -127,9 +124,9 @@ def compute_slogdet_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @kernel(aten._linalg_svd)
 def svd(launch: KernelContext) -> Any:
-    """Make vectors before values, and allocate error codes, a column-major copy and cuSOLVER's buffer
-    (cuda/linalg/BatchLinearAlgebra.cpp, svd_kernel). Without vectors, cuSOLVER still gets buffers for the vectors of
-    one matrix, or of all small matrices."""
+    """Allocate singular vectors before singular values, then error codes, a column-major copy and cuSOLVER's buffer
+    (cuda/linalg/BatchLinearAlgebra.cpp, svd_kernel). With compute_uv=False, cuSOLVER still gets buffers for the vectors
+    of one matrix, or of all matrices in a batch of small ones."""
     matrix = launch.args[0]
     rows, columns = matrix.shape[-2:]
     batch, item_bytes = _count_matrices(matrix), matrix.element_size()
@@ -137,11 +134,8 @@ def svd(launch: KernelContext) -> Any:
     u, s, vh = launch.func(*launch.args, **launch.kwargs)
     launch.record(u, vh, s)
     num_concurrent = batch if max(rows, columns) <= 32 else 1
-    vector_buffers = (
-        []
-        if computes_vectors
-        else [num_concurrent * size * min(rows, columns) * item_bytes for size in (rows, columns)]
-    )
+    sizes = () if computes_vectors else (rows, columns)
+    vector_buffers = [num_concurrent * size * min(rows, columns) * item_bytes for size in sizes]
     if max(rows, columns) <= 32 and batch > 1 and rows != columns and not launch.argument(1, "full_matrices", False):
         vector_buffers.append(batch * max(rows, columns) ** 2 * item_bytes)  # of the square ones that are computed
     buffer = _assumed_buffer(launch, solver_buffers.gesvdj_buffer_bytes(rows, columns, item_bytes))
@@ -153,9 +147,9 @@ def svd(launch: KernelContext) -> Any:
 
 @kernel(aten._linalg_eigh)
 def eigh(launch: KernelContext) -> Any:
-    """Make vectors and values, and allocate error codes and a buffer for each matrix in turn
-    (cuda/linalg/BatchLinearAlgebra.cpp, linalg_eigh_kernel). Without vectors, a copy of the matrix is scratch memory.
-    The buffer of batches of small matrices is not counted."""
+    """Allocate eigenvectors and eigenvalues, then error codes and a buffer for each matrix in turn
+    (cuda/linalg/BatchLinearAlgebra.cpp, linalg_eigh_kernel). With compute_v=False, a copy of the matrix is scratch
+    memory. The buffer of batches of small matrices is not counted."""
     matrix = launch.args[0]
     rows, batch, item_bytes = matrix.shape[-1], _count_matrices(matrix), matrix.element_size()
     computes_vectors = launch.argument(2, "compute_v", True)
@@ -176,7 +170,7 @@ def eigh(launch: KernelContext) -> Any:
 def _compute_values_only(
     operator: Any, vectors_option: str, values_position: int, device_state: DeviceState, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compute values without vectors if no gradient is needed; for meta tensors, torch's C++ computes both."""
+    """Run `operator` without vectors if no gradient is needed; for meta tensors, torch's C++ always computes them."""
     if kwargs or not isinstance(args[0], torch.Tensor) or not device_state.is_on_gpu(args[0]):
         return NotImplemented
     if torch.is_grad_enabled() and args[0].requires_grad:
@@ -190,10 +184,10 @@ composite(torch.linalg.eigvalsh)(partial(_compute_values_only, aten._linalg_eigh
 
 @kernel(aten.linalg_eig)
 def eig(launch: KernelContext) -> Any:
-    """Check that all elements are finite, and compute complex vectors and values in temporaries; for real matrices also
-    real ones, and whether any value is complex (native/BatchLinearAlgebra.cpp, linalg_eig_out).
+    """Check that all elements are finite, and compute complex eigenvectors and eigenvalues in temporaries; for real
+    matrices also real temporaries, and a check for complex eigenvalues (native/BatchLinearAlgebra.cpp, linalg_eig_out).
 
-    Recorded with torch 2.11; earlier releases compute them on the host.
+    Recorded with torch 2.11; earlier releases compute eigenvalues on the host.
     """
     matrix = launch.args[0]
     if launch.gpu.release < (2, 11):
@@ -216,8 +210,8 @@ def eig(launch: KernelContext) -> Any:
 
 @kernel(aten.linalg_qr)
 def qr(launch: KernelContext) -> Any:
-    """Compute reflectors in place in a wide enough orthogonal matrix or in the triangular one, else in a copy
-    (native/BatchLinearAlgebra.cpp, linalg_qr_out)."""
+    """Allocate the results; Householder reflectors are computed in the orthogonal or the triangular matrix if one has
+    the shape of the input, else in a copy (native/BatchLinearAlgebra.cpp, linalg_qr_out)."""
     matrix, mode = launch.args[0], launch.argument(1, "mode", "reduced")
     (rows, columns), min_dim = matrix.shape[-2:], min(matrix.shape[-2:])
     result = launch.run()
@@ -234,8 +228,8 @@ def qr(launch: KernelContext) -> Any:
 
 
 def _allocate_for_reflectors(launch: KernelContext, rows: int, columns: int, batch: int, item_bytes: int) -> None:
-    """Allocate two pointers for each of many small matrices, or cuSOLVER's buffer for each matrix in turn
-    (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
+    """Allocate cuBLAS's two pointers per matrix for a batch of many small matrices, or cuSOLVER's buffer for each
+    matrix in turn (cuda/linalg/BatchLinearAlgebra.cpp, geqrf_kernel)."""
     if _is_batched_by_cublas(rows, batch):
         launch.transients(8 * batch, 8 * batch)
     else:
@@ -249,7 +243,7 @@ def _is_batched_by_cublas(rows: int, batch: int) -> bool:
 
 
 def _allocate_per_matrix(launch: KernelContext, batch: int, buffer: list[int]) -> None:
-    """Allocate an error code, and for each matrix in turn `buffer`."""
+    """Allocate an error code, and `buffer` (bytes) once for each matrix of the batch, in turn."""
     with launch.scratch(4):
         for _ in range(batch):
             launch.transients(*buffer)
@@ -257,8 +251,8 @@ def _allocate_per_matrix(launch: KernelContext, batch: int, buffer: list[int]) -
 
 @scratch(aten.linalg_inv_ex)
 def compute_inverse_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a copy for the factors, of pivots, and of solving for the identity
-    (native/BatchLinearAlgebra.cpp)."""
+    """Return the bytes of a copy of the matrix for the factors, of pivots, LU buffers, and the solve for the
+    identity."""
     *batch, rows, _ = args[0].shape
     count = math.prod(batch)
     buffers = _lu_solve_buffers(rows, rows, count, args[0].element_size())
@@ -267,8 +261,7 @@ def compute_inverse_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten._linalg_solve_ex)
 def compute_solve_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the factorization, of a copied vector, and of solving with the factors, which are a
-    result."""
+    """Return the bytes of the LU factorization, of a copy of a vector right-hand side, and of the solve."""
     matrix, rhs = args[:2]
     is_vector = rhs.dim() == 1 or rhs.shape == matrix.shape[:-1]
     batch = torch.broadcast_shapes(matrix.shape[:-2], rhs.shape[:-1] if is_vector else rhs.shape[:-2])
@@ -287,8 +280,8 @@ def _triangular_solve_pointers(rows: int, batch: int) -> list[int]:
 
 
 def _lu_solve_buffers(rows: int, num_rhs: int, batch: int, item_bytes: int) -> list[int]:
-    """Return the bytes of solving with LU factors: triangular solves of permuted rows, cuBLAS with pointers to each
-    matrix, or cuSOLVER with an error code (native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel)."""
+    """Return the bytes of buffers for a solve with LU factors: triangular solves of permuted rows, cuBLAS's pointers to
+    each matrix, or cuSOLVER's error code (native/cuda/linalg/BatchLinearAlgebra.cpp, lu_solve_kernel)."""
     if rows == num_rhs:
         is_looped, uses_triangular_solves = False, rows > 16
     elif rows <= 64:
@@ -306,11 +299,11 @@ def _lu_solve_buffers(rows: int, num_rhs: int, batch: int, item_bytes: int) -> l
 
 @kernel(aten.linalg_lstsq)
 def lstsq(launch: KernelContext) -> Any:
-    """Solve least squares by QR ("gels"), the only driver on a GPU, which computes no rank and no singular values.
+    """Solve least squares by QR ("gels"), the only driver on a GPU, which computes neither rank nor singular values.
 
-    The solution is a part of a column-major matrix, whose other rows give the residuals. Temporaries are an error code
-    for each matrix, a column-major copy of the matrices and a factor for each reflector; transposes of wide matrices;
-    and copies for each right-hand side where several share a matrix (native/BatchLinearAlgebra.cpp,
+    The solution is the upper part of a column-major matrix whose other rows give the residuals. Temporaries are an
+    error code for each matrix, a column-major copy of the matrices and a factor for each reflector; transposes of wide
+    matrices; and copies for each right-hand side where several share a matrix (native/BatchLinearAlgebra.cpp,
     linalg_lstsq_out_info; native/cuda/linalg/BatchLinearAlgebra.cpp, linalg_lstsq_gels).
 
     Raises:
@@ -368,7 +361,7 @@ def _check_lstsq(matrix: torch.Tensor, rhs: torch.Tensor) -> None:
 
 @kernel(aten._cdist_forward)
 def cdist(launch: KernelContext) -> Any:
-    """Compare batches made equal and contiguous; many rows by a matrix product (native/Distance.cpp, cdist_impl)."""
+    """Compute distances of rows, with expanded contiguous batches; for many rows by a matrix product (Distance.cpp)."""
     *inputs, p = launch.args[:3]
     mode = launch.argument(3, "compute_mode") or 0
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in inputs))

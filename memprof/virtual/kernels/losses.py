@@ -1,6 +1,6 @@
-"""Losses that CUDA computes element by element into a separate tensor and then reduces.
+"""Losses whose CUDA kernels compute one value per element into a separate tensor and then reduce it.
 
-The element-wise loss is as large as the input, and no meta kernel makes it. Sources: native/Loss.cpp,
+The unreduced loss is as large as the input, and torch's meta kernels do not allocate it. Sources: native/Loss.cpp,
 native/cuda/Loss.cu, native/cuda/MultiMarginLoss.cu, native/cuda/MultiLabelMarginCriterion.cu.
 
 Cross entropy and the pairwise distance are here because autocast casts the inputs of their inner operators.
@@ -24,21 +24,21 @@ _Weight = torch.Tensor | None
 
 
 def _is_unreduced(launch: KernelContext, reduction_position: int) -> bool:
-    """Return whether the loss is not reduced, or runs on the host: the meta kernel is correct then."""
+    """Return whether the loss has reduction="none" or runs on the host; torch's meta kernel is correct for both."""
     return bool(launch.call.real) or launch.argument(reduction_position, "reduction", 1) == _REDUCTION_NONE
 
 
 def _allocate_reduction_buffers(launch: KernelContext, loss: torch.Tensor) -> None:
-    """Allocate the buffers of the reduction of `loss` to a scalar, for the time of the call."""
+    """Allocate and free the buffers that reduce `loss` to a scalar."""
     launch.transients(*reduction_buffers(loss, None, accumulator_bytes_per_value(loss), launch.gpu))
 
 
 @kernel(aten.mse_loss, aten.smooth_l1_loss)
 def elementwise_loss(launch: KernelContext) -> Any:
-    """Make two tensors as large as the unreduced loss, for mse_loss and smooth_l1_loss (Loss.cpp).
+    """Allocate two tensors of the shape of the unreduced loss, for mse_loss and smooth_l1_loss (Loss.cpp).
 
-    The first is the result, which is resized to a scalar and keeps its memory. The second is reduced. Both have the
-    strides of an element-wise result of input and target.
+    The first is the result, which is resized to a scalar but keeps its memory. The second is reduced. Both have the
+    strides of an element-wise operator on input and target.
     """
     if _is_unreduced(launch, 2):
         return NotImplemented
@@ -50,14 +50,14 @@ def elementwise_loss(launch: KernelContext) -> Any:
 
 
 def _resize_to_scalar(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` resized to a scalar; the storage keeps its size."""
+    """Return `tensor` resized to a scalar; its storage keeps its size."""
     return tensor.set_(tensor.untyped_storage(), 0, (), ())  # type: ignore[call-overload, no-any-return]
 
 
 @kernel(aten.huber_loss, aten.binary_cross_entropy)
 def reduced_loss(launch: KernelContext) -> Any:
-    """Make a loss as large as the input, then the mean or sum (Loss.cpp). binary_cross_entropy copies the scalar back
-    into the loss: the result has memory as large as the input (Loss.cu)."""
+    """Allocate a loss of the input's shape, then its mean or sum (Loss.cpp). binary_cross_entropy copies the scalar
+    back into the loss, so the result keeps memory of the input's size (Loss.cu)."""
     is_copied = launch.operator.packet is aten.binary_cross_entropy
     if _is_unreduced(launch, 3 if is_copied else 2):
         return NotImplemented
@@ -70,7 +70,7 @@ def reduced_loss(launch: KernelContext) -> Any:
 
 @kernel(aten.multi_margin_loss)
 def multi_margin_loss(launch: KernelContext) -> Any:
-    """Make the sum of a loss for each sample (MultiMarginLoss.cu)."""
+    """Allocate the mean or sum, and temporarily one loss per sample (MultiMarginLoss.cu)."""
     data = launch.args[0]
     if data.dim() < 2 or _is_unreduced(launch, 5):
         return NotImplemented
@@ -81,7 +81,8 @@ def multi_margin_loss(launch: KernelContext) -> Any:
 
 @kernel(aten.multilabel_margin_loss_forward)
 def multilabel_margin_loss_forward(launch: KernelContext) -> Any:
-    """Make the sum of a loss for each sample, and the mask of the target classes (MultiLabelMarginCriterion.cu)."""
+    """Allocate the loss, a mask of the target classes, and a temporary loss per sample
+    (MultiLabelMarginCriterion.cu)."""
     data, target, reduction = launch.args
     if launch.call.real:
         return NotImplemented
@@ -96,7 +97,7 @@ def multilabel_margin_loss_forward(launch: KernelContext) -> Any:
 @kernel(aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward, on_host=True)
 @kernel(aten.fractional_max_pool3d_backward, on_host=True)
 def make_input_gradient(launch: KernelContext) -> Any:
-    """Make a contiguous gradient of the shape of the input, argument 1, for backward operators without meta kernel."""
+    """Allocate a contiguous gradient of the input's shape (argument 1), for backward operators without meta kernel."""
     data = launch.args[1]
     if not data.is_meta:
         return NotImplemented
@@ -107,8 +108,8 @@ def make_input_gradient(launch: KernelContext) -> Any:
 def ctc_loss_with_lengths(
     device_state: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Run `ctc_loss` with lengths as lists: the host reads tensors of lengths (native/LossCTC.cpp, ctc_loss). Lengths
-    whose values are not known stay tensors on the GPU."""
+    """Run `ctc_loss` with lengths as Python lists, since the host reads length tensors (native/LossCTC.cpp, ctc_loss).
+    Length tensors whose values are unknown stay on the GPU."""
     lengths = (input_lengths, target_lengths)
     if not device_state.is_on_gpu(log_probs) or not all(isinstance(t, torch.Tensor) for t in lengths):
         return NotImplemented
@@ -120,7 +121,7 @@ def ctc_loss_with_lengths(
 
 @kernel(aten._ctc_loss, on_host=True)
 def ctc_loss(launch: KernelContext) -> Any:
-    """Make each sample's loss, and alignments' log probabilities (native/cuda/LossCTC.cu, ctc_loss_gpu_template)."""
+    """Allocate one loss per sample, and the alignments' log probabilities (LossCTC.cu, ctc_loss_gpu_template)."""
     log_probs, targets, _, target_lengths = launch.args[:4]
     if not log_probs.is_meta:
         return NotImplemented
@@ -140,7 +141,7 @@ def ctc_loss(launch: KernelContext) -> Any:
 
 @kernel(aten._ctc_loss_backward, on_host=True)
 def ctc_loss_backward(launch: KernelContext) -> Any:
-    """Make a gradient like the log probabilities; beta, as large as alpha, is a temporary (native/cuda/LossCTC.cu)."""
+    """Allocate the gradient of the log probabilities; the temporary beta is as large as alpha (cuda/LossCTC.cu)."""
     log_probs, alpha = launch.args[1], launch.args[6]
     if not log_probs.is_meta:
         return NotImplemented
@@ -174,7 +175,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Run cross entropy under autocast: only operators after the log-softmax are in float32 (native/LossNLL.cpp)."""
+    """Run cross entropy under autocast, where only operators after the log-softmax use float32 (native/LossNLL.cpp)."""
     if not _is_autocast_to_float32(device_state, input):
         return NotImplemented
     class_dim = 1 if input.dim() > 1 else 0
@@ -199,14 +200,14 @@ def pairwise_distance(
     eps: float = 1e-6,
     keepdim: bool = False,
 ) -> Any:
-    """Run the distance under autocast, where the norm returns float32 (native/Distance.cpp)."""
+    """Run the pairwise distance under autocast, where the norm returns float32 (native/Distance.cpp)."""
     if not _is_autocast_to_float32(device_state, x1):
         return NotImplemented
     return kernels.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)
 
 
 def _is_autocast_to_float32(device_state: DeviceState, input: torch.Tensor) -> bool:
-    """Return whether autocast would run a reduction of `input` inside a C++ function in float32."""
+    """Return whether autocast runs reductions of `input` inside C++ functions in float32."""
     is_half = input.dtype in (torch.float16, torch.bfloat16)
     return is_half and torch.is_autocast_enabled("cuda") and device_state.is_on_gpu(input)
 
@@ -214,7 +215,7 @@ def _is_autocast_to_float32(device_state: DeviceState, input: torch.Tensor) -> b
 def _compute_probability_loss(
     log_softmax: torch.Tensor, target: torch.Tensor, weight: _Weight, reduction: int, class_dim: int, smoothing: float
 ) -> torch.Tensor:
-    """Return the cross entropy for a target of probabilities (`cross_entropy_loss_prob_target`), summed in float32."""
+    """Return cross entropy for class probabilities `target`, summed in float32 (`cross_entropy_loss_prob_target`)."""
     if smoothing > 0:
         target = target * (1 - smoothing) + smoothing / log_softmax.shape[class_dim]
     weight = None if weight is None else _view_by_class(weight, log_softmax, class_dim)

@@ -1,4 +1,4 @@
-"""Products of matrices: cuBLAS's workspaces, copies of inputs for cuBLAS, and biases."""
+"""Matrix products: cuBLAS workspaces, copies of inputs with strides that cuBLAS does not support, and biases."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ uses_cublas.mark(*(getattr(aten, name) for name in PRODUCTS))
 
 @uses_cublaslt(aten.addmm, aten.addmm_, aten._addmm_activation)
 def adds_bias_row(args: Any) -> bool:
-    """Return whether the added tensor is one row for all, a bias (native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt)."""
+    """Return whether addmm adds a bias (one row for all), as cuBLASLt requires (isInputCompliesAddmmCudaLt)."""
     bias, _, second = args[:3]
     return bool(bias.is_contiguous() and bias.numel() == bias.shape[-1] == second.shape[1] > 1 < second.shape[0])
 
 
 def _is_valid_for_cublas(tensor: torch.Tensor) -> bool:
-    """Return whether each matrix has contiguous rows or columns (native/cuda/Blas.cpp)."""
+    """Return whether cuBLAS supports the strides: contiguous rows or columns in each matrix (native/cuda/Blas.cpp)."""
     *_, rows, columns = tensor.shape
     *_, row_stride, col_stride = tensor.stride()
     if (col_stride == 1 and row_stride >= columns) or (row_stride == 1 and col_stride >= rows):
@@ -38,7 +38,7 @@ def _is_valid_for_cublas(tensor: torch.Tensor) -> bool:
 
 
 def _compute_matrix_copies(first_position: int, args: Any) -> list[int]:
-    """Return the bytes of copies of the matrices at arguments `first` and `first + 1` with unsupported strides."""
+    """Return the bytes of copies of two matrices, arguments `first_position` and the next, that cuBLAS needs."""
     return [matrix.nbytes for matrix in args[first_position : first_position + 2] if not _is_valid_for_cublas(matrix)]
 
 
@@ -86,7 +86,7 @@ def scaled_mm_out(launch: KernelContext) -> Any:
 
 @kernel(aten.addmm.dtype, aten.addmm.dtype_out)
 def addmm_with_out_dtype(launch: KernelContext) -> Any:
-    """Multiply two matrices in half precision, with the result in float32."""
+    """Run addmm of half-precision matrices with a float32 result."""
     # torch 2.13 has a correct meta kernel; the meta kernel of 2.11 reads the dtype as `beta`
     # (torch/_decomp/decompositions.py).
     if not kernels.addmm_dtype.exists():
@@ -95,7 +95,7 @@ def addmm_with_out_dtype(launch: KernelContext) -> Any:
 
 
 class _AddmmWithOutDtype:
-    """Overload of addmm with an output dtype, with a meta kernel."""
+    """Overload of addmm with an output dtype, and with a meta kernel of its own."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -115,7 +115,7 @@ class _AddmmWithOutDtype:
 def linear(
     device_state: DeviceState, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Run `linear` so that a bias outside of an addmm is added in place, as without a mode (native/Linear.cpp)."""
+    """Run `linear`; a bias that is not fused into addmm is added in place, as without a mode (native/Linear.cpp)."""
     if bias is None or is_wrapped(bias):  # added out of place in a real run too
         return _linear(input, weight, bias)
     device_state.adds_bias = True
@@ -127,7 +127,7 @@ def linear(
 
 @kernel(aten.add, on_host=True)
 def add(launch: KernelContext) -> Any:
-    """Add in place where a run without modes does: the engine's accumulation of gradients (engine.py), and a bias."""
+    """Add in place where a run without modes does: gradient accumulation (engine.py), and the bias of `linear`."""
     if in_backward():
         if not launch.accumulates_in_place():
             return NotImplemented

@@ -39,7 +39,7 @@ compute_rms_norm_backward_copies = input_copies("aten._fused_rms_norm_backward")
 
 @kernel("aten._fused_rms_norm", on_host=True)
 def fused_rms_norm(launch: KernelContext) -> Any:
-    """Make the result and the factor of each row (_fused_rms_norm_cuda)."""
+    """Allocate the result and the inverse root mean square of each row (_fused_rms_norm_cuda)."""
     data, shape, weight = launch.args[:3]
     if launch.device == HOST:
         with launch.inside():
@@ -54,7 +54,7 @@ def _get_row_statistics_layout(data: torch.Tensor, shape: Any) -> tuple[Any, tor
 
 
 def _compute_partial_sums(data: torch.Tensor, width: int, num_parameters: int, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the sums over many short rows: one row of sums per block, and a reduction of blocks."""
+    """Return the bytes of partial sums over many short rows: one row of sums per thread block, and their reduction."""
     num_rows = data.numel() // width if width else 0
     if num_rows <= _MANY_ROWS or width // _WARP_SIZE >= gpu.num_sms // 2:
         return []
@@ -69,7 +69,7 @@ def _compute_partial_sums(data: torch.Tensor, width: int, num_parameters: int, g
 def _norm_backward_scratch(mask_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a contiguous gradient, and of partial sums of the gradients of weight and bias.
 
-    LayerNormBackwardKernelImpl makes the copy, LaunchGammaBetaBackwardCUDAKernel the sums.
+    In torch, LayerNormBackwardKernelImpl and LaunchGammaBetaBackwardCUDAKernel allocate them.
     """
     num_parameters = sum(map(bool, args[mask_position][1:]))
     return copy_bytes(args[0]) + (
@@ -83,7 +83,7 @@ compute_rms_norm_backward_scratch = scratch("aten._fused_rms_norm_backward")(par
 
 @kernel(aten.native_layer_norm_backward, "aten._fused_rms_norm_backward", on_host=True)
 def norm_backward(launch: KernelContext) -> Any:
-    """Make a contiguous gradient of the input, as on CUDA; the meta kernel's gradient has other strides."""
+    """Run the operator with a contiguous gradient of the input, as on CUDA; the meta kernel's has other strides."""
     result = launch.run()
     grad_input = result[0]
     if grad_input is None or grad_input.is_contiguous():
@@ -123,7 +123,7 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """Run `torch.rms_norm` as one fused kernel; devices other than CUDA run several operators."""
+    """Run `torch.rms_norm` as one fused kernel; on devices other than CUDA, torch runs several operators."""
     if not device_state.is_on_gpu(input) or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
     device_state.values.assume("torch.rms_norm runs as CUDA's fused kernel.")
@@ -131,7 +131,7 @@ def rms_norm(
 
 
 def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
-    """Return the results of `_fused_rms_norm` for meta tensors; torch has none (integrations/results_in_cpp.py)."""
+    """Return the results of `_fused_rms_norm`, for which torch has no meta kernel (integrations/results_in_cpp.py)."""
     size, dtype = _get_row_statistics_layout(data, shape)
     return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
 
@@ -156,7 +156,7 @@ CHANNELS_LAST_ASSUMPTION = (
 
 
 def uses_cudnn(data: torch.Tensor, parameters: Sequence[torch.Tensor | None], training: bool) -> bool:
-    """Return whether CUDA runs a batch norm by cuDNN (_select_batch_norm_backend): never in bfloat16."""
+    """Return whether CUDA runs batch norm by cuDNN (_select_batch_norm_backend); it does not in bfloat16."""
     weight, bias, running_mean, running_var = parameters
     if not kernels.get_cudnn_enabled() or data.dtype is torch.bfloat16 or weight is None or bias is None:
         return False
@@ -184,7 +184,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Run `torch.batch_norm` by cuDNN's operator, which receives contiguous tensors, or by torch's kernels."""
+    """Run `torch.batch_norm` by cuDNN's operator, with contiguous tensors; NotImplemented where torch's kernels run."""
     parameters = (weight, bias, running_mean, running_var)
     if not (input.numel() and device_state.is_on_gpu(input) and uses_cudnn(input, parameters, training)):
         return NotImplemented
@@ -227,13 +227,13 @@ def instance_norm(
 
 
 def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of CUDA's statistics: float32 for half precision, else the dtype of `tensor`."""
+    """Return the dtype in which CUDA computes statistics: float32 for half precision, else the dtype of `tensor`."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
 @kernel(aten.cudnn_batch_norm)
 def cudnn_batch_norm(launch: KernelContext) -> Any:
-    """Make the output in the input's memory format, and in training the mean and the inverse deviation."""
+    """Allocate the output in the input's memory format and, in training, mean and inverse standard deviation."""
     data, weight, training = launch.args[0], launch.args[1], launch.args[5]
     if training:
         _forget_running_statistics(launch)
@@ -251,7 +251,7 @@ def cudnn_batch_norm(launch: KernelContext) -> Any:
 
 @kernel(aten.cudnn_batch_norm_backward)
 def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
-    """Make the gradients of the input, in the input's memory format, and always of both parameters."""
+    """Allocate the gradients of the input, in its memory format, and of weight and bias, even if not requested."""
     data, grad, weight = launch.args[:3]
     layout = suggest_layout(data)
     with launch.scratch(*copy_bytes(grad, layout=layout)):
@@ -266,7 +266,7 @@ def cudnn_batch_norm_backward(launch: KernelContext) -> Any:
 def _compute_cudnn_workspace(
     launch: KernelContext, layout: torch.memory_format, num_blocks: int, extra_bytes: int
 ) -> list[int]:
-    """Return the bytes of cuDNN's workspace: two sums for each channel, block and multiprocessor, and `more_bytes`.
+    """Return the bytes of cuDNN's workspace: two sums for each channel, block and multiprocessor, and `extra_bytes`.
     Measured for 64 channels in float32 (H100, cuDNN 9.19): 203,348 bytes forward, 135,204 backward."""
     if layout is torch.contiguous_format or launch.gpu.compute_capability != (9, 0):
         return []
@@ -296,7 +296,7 @@ def _compute_staging_buffers(data: torch.Tensor, per_channel: int) -> list[int]:
 
 
 def _uses_channels_last_kernels(data: torch.Tensor) -> bool:
-    """Return whether inputs are channels-last, or have no dimension after the channels (batch_norm_choose_impl)."""
+    """Return whether `data` is channels-last or has no dimension after the channels (batch_norm_choose_impl)."""
     if data.is_contiguous():
         return data.stride(1) == 1
     return data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last)
@@ -322,7 +322,7 @@ def native_batch_norm(launch: KernelContext) -> Any:
 
 
 def _forget_running_statistics(launch: KernelContext) -> None:
-    """Forget the values of the running statistics, which are updated in place although the schema does not say so."""
+    """Forget the known values of running statistics, which are updated in place although the schema does not say so."""
     for tensor in launch.args[3:5]:
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             launch.values.store.drop(tensor.untyped_storage()._cdata)

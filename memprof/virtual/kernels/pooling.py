@@ -1,8 +1,8 @@
-"""Pooling, upsampling, windows and padding: copies of inputs whose strides the kernels do not support.
+"""Pooling, upsampling, unfolding and padding: copies of inputs whose strides the CUDA kernels do not support.
 
 Sources: native/cuda/AveragePool2d.cu and 3d, DilatedMaxPool2d.cu and 3d, AdaptiveAveragePooling.cu and 3d,
 AdaptiveMaxPooling2d.cu and 3d, MaxUnpooling.cu, Im2Col.cu, Col2Im.cu, ReflectionPad.cu. Fractional pooling, grid
-samples and padding by replication (ReplicationPadding.cu: packed accessors) take any strides.
+samples and padding by replication (ReplicationPadding.cu: packed accessors) support any strides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ scratch(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indi
 
 @scratch(aten.avg_pool2d_backward, aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
 def compute_pool_backward_copies(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of copies of input, gradient and indices, in the input's memory format."""
+    """Return the bytes of the copies of input, gradient and indices in the input's memory format."""
     indices = (arg for arg in args[2:] if isinstance(arg, torch.Tensor))
     return copy_bytes(args[1], args[0], *indices, layout=suggest_layout(args[1]))
 
@@ -40,7 +40,7 @@ input_copies(aten.max_unpool2d, aten.max_unpool3d)(make_copies_formula(0, 1))
 
 @kernel(aten.im2col, aten.col2im)
 def fold(launch: KernelContext) -> Any:
-    """Make a result as large as the input and resize it, so that a smaller result keeps the input's size in memory."""
+    """Allocate a result of the input's size and resize it, so that a smaller result keeps the input's memory."""
     data = launch.args[0]
     result = launch.func(*launch.args)
     with launch.scratch(*copy_bytes(data)):
@@ -54,19 +54,19 @@ def fold(launch: KernelContext) -> Any:
 
 @scratch(aten._adaptive_avg_pool2d_backward)
 def compute_adaptive_avg_backward_copies(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a copy of the gradient, unless the input is channels-last."""
+    """Return the bytes of a contiguous copy of the gradient, unless the input is channels-last."""
     return copy_bytes(args[0]) if suggest_layout(args[1]) is torch.contiguous_format else []
 
 
 @scratch(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
 def compute_adaptive_max_copies(args: Any, gpu: DeviceProperties | None = None) -> list[int]:
-    """Return the bytes of a copy of a batch; one sample may have any strides."""
+    """Return the bytes of a contiguous copy of a batched input; an unbatched input is not copied."""
     return copy_bytes(args[0]) if args[0].dim() == len(args[1]) + 2 else []
 
 
 @input_copies(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
 def compute_adaptive_avg_copies(args: Any) -> list[int]:
-    """Return the bytes of a copy before the result; a channels-last input in two dimensions is not copied."""
+    """Return the bytes of a contiguous copy of the input, which is not made of channels-last 2D images."""
     is_channels_last = args[0].dim() == 4 and suggest_layout(args[0]) is not torch.contiguous_format
     return [] if is_channels_last else compute_adaptive_max_copies(args)
 
@@ -76,7 +76,7 @@ _MIN_CHANNELS_LAST = 4
 
 
 def _image_copies(size_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a contiguous result, if the result is not contiguous, and of a copy of the source."""
+    """Return the bytes of a contiguous result, if the final one is channels-last, and of a copy of the source image."""
     source, result_shape = args[0], (*args[0].shape[:2], *args[size_position][-2:])
     if tuple(source.shape) == result_shape or not source.numel():
         return []
@@ -101,7 +101,7 @@ scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)
 
 
 def _volume_copies(size_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a contiguous result, if the source is channels-last, and of a copy of the source."""
+    """Return the bytes of a contiguous result, if the source is channels-last, and of a copy of the source volume."""
     source, result_shape = args[0], (*args[0].shape[:2], *args[size_position][-3:])
     is_dense = suggest_layout(source) is torch.contiguous_format
     return copy_bytes(source) if is_dense else [math.prod(result_shape) * source.element_size(), *copy_bytes(source)]

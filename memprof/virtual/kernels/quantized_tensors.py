@@ -1,9 +1,9 @@
 """torch's quantized tensors (of `quantize_per_tensor` and others), and fake quantization.
 
-A virtual quantized tensor is torch's quantized tensor on the meta device, with a quantizer; the scales of a quantizer
-per channel are virtual tensors. Operators on metadata (views, scales, schemes) have the same C++ for every device, and
-run by the CPU's kernels. Sources: quantized/Quantizer.cpp, native/quantized/QTensor.cpp and TensorFactories.cpp,
-native/quantized/cuda.
+A virtual quantized tensor is torch's quantized tensor on the meta device, with a quantizer. If it is quantized per
+channel, the quantizer's scales are virtual tensors. Operators on metadata (views, scales, schemes) have the same C++
+for every device, and run as CPU kernels. Sources: quantized/Quantizer.cpp, native/quantized/QTensor.cpp and
+TensorFactories.cpp, native/quantized/cuda.
 
 Fake quantization rounds floats to the values of integers, in training; torch has no meta kernels for it. Sources:
 FakeQuantPerTensorAffine.cpp, FakeQuantPerChannelAffine.cpp and cuda/FusedObsFakeQuant.cu in native/quantized.
@@ -51,8 +51,8 @@ def run_quantized(launch: KernelContext) -> Any:
     """Run an operator on a virtual quantized tensor.
 
     Raises:
-        NotImplementedError: CUDA has no kernel for the operator.
-        MemprofError: the CUDA kernel is not simulated.
+        NotImplementedError: torch has no CUDA kernel for the operator.
+        MemprofError: memprof does not simulate the CUDA kernel.
     """
     name = launch.func.name()
     missing_kernel = lacks_quantized_kernel(name) if launch.device != HOST else ""
@@ -72,7 +72,7 @@ def run_quantized(launch: KernelContext) -> Any:
 
 
 def _missing_kernel_error(name: str, backend: str) -> NotImplementedError:
-    """Return the error that c10/core/dispatch raises for a missing kernel (OperatorEntry.cpp, reportError)."""
+    """Return the error that torch raises for a missing kernel (c10/core/dispatch/OperatorEntry.cpp, reportError)."""
     return NotImplementedError(
         f"Could not run '{name}' with arguments from the '{backend}' backend. This could be because the operator "
         "doesn't exist for this backend, or was omitted during the selective/custom build process (if using custom "
@@ -95,7 +95,7 @@ def _get_scheme(tensor: torch.Tensor) -> int:
 
 
 def _get_quantizer_parameters(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments for a quantizer as of `tensor`, which is virtual or on the CPU."""
+    """Return scales, zero points and axis of the quantizer of `tensor`, as keyword arguments of its constructor."""
 
     def get_parameter(operator: Any) -> Any:
         return operator.default.redispatch(_CPU, tensor)
@@ -133,7 +133,7 @@ def _make_quantized(
 
 @kernel(aten._empty_affine_quantized, aten._empty_per_channel_affine_quantized, on_host=True)
 def empty(launch: KernelContext) -> Any:
-    """Make a quantized tensor without values."""
+    """Allocate a quantized tensor without values."""
     device = launch.kwargs.get("device")
     if device is None or device.type != "meta":
         return launch.func(*launch.args, **launch.kwargs)
@@ -146,7 +146,7 @@ def empty(launch: KernelContext) -> Any:
 
 @kernel(aten.quantize_per_tensor, aten.quantize_per_channel, aten.quantize_per_tensor_dynamic, on_host=True)
 def quantize(launch: KernelContext) -> Any:
-    """Make the quantized tensor, then a contiguous copy of the data; dynamic quantization first computes extremes."""
+    """Allocate the quantized tensor, then a contiguous copy of the data; dynamic quantization first finds extremes."""
     data, *rest = launch.args
     if not isinstance(data, torch.Tensor) and launch.device != HOST and launch.call.on_gpu:
         raise _missing_kernel_error(launch.func.name(), "CUDA")
@@ -181,7 +181,7 @@ def quantize(launch: KernelContext) -> Any:
 
 @kernel("aten._make_per_tensor_quantized_tensor", "aten._make_per_channel_quantized_tensor")
 def make_from_integers(launch: KernelContext) -> Any:
-    """Make a quantized tensor of given integers (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
+    """Allocate a quantized tensor with the given integers (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
     data, *rest = launch.args
     names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
     dtype = next(qdtype for qdtype, storage_dtype in _STORAGE_DTYPES.items() if storage_dtype is data.dtype)
@@ -190,7 +190,7 @@ def make_from_integers(launch: KernelContext) -> Any:
 
 @kernel(aten.dequantize)
 def dequantize_floats(launch: KernelContext) -> Any:
-    """Run `dequantize` on a tensor that is not quantized: convert to float32."""
+    """Run `dequantize` on a tensor that is not quantized: convert it to float32."""
     if not isinstance(launch.args[0], torch.Tensor):
         raise _missing_kernel_error(launch.func.name(), "CUDA")
     with launch.inside():
@@ -199,7 +199,7 @@ def dequantize_floats(launch: KernelContext) -> Any:
 
 @quantized_kernel(aten.dequantize)
 def dequantize(launch: KernelContext) -> Any:
-    """Make the float32 result, then a contiguous copy of the integers."""
+    """Allocate the float32 result, then a contiguous copy of the integers."""
     data = launch.args[0]
     layout = _choose_layout(data)
     result = launch.new(data.shape, torch.float32, layout)
@@ -209,7 +209,7 @@ def dequantize(launch: KernelContext) -> Any:
 
 @quantized_kernel(aten.int_repr)
 def int_repr(launch: KernelContext) -> Any:
-    """Make a tensor of the stored integers (native/quantized/cuda/IntReprQuant.cu)."""
+    """Allocate a tensor of the stored integers (native/quantized/cuda/IntReprQuant.cu)."""
     data = launch.args[0]
     if data.dtype not in _STORAGE_DTYPES:
         raise _unsupported_dtype_error("int_repr", data.dtype)
@@ -218,7 +218,7 @@ def int_repr(launch: KernelContext) -> Any:
 
 @quantized_kernel(aten.clone, aten.flip, aten.index_select)
 def copy_quantizer(launch: KernelContext) -> Any:
-    """Make the result, a quantized tensor with the quantizer of the input."""
+    """Allocate the result of clone, flip or index_select: a quantized tensor with the quantizer of the input."""
     data, *rest = launch.args
     size, layout = list(data.shape), launch.kwargs.get("memory_format") or torch.contiguous_format
     if launch.operator.packet is aten.index_select:
@@ -230,7 +230,7 @@ def copy_quantizer(launch: KernelContext) -> Any:
 
 @quantized_kernel(aten._to_copy)
 def to_copy(launch: KernelContext) -> Any:
-    """Copy to another device with the scales (TensorConversions.cpp, empty_quantized); a copy to the host is ones."""
+    """Copy to another device, with the scales (TensorConversions.cpp, empty_quantized). Host copies have value 1."""
     data, device = launch.args[0], launch.kwargs.get("device")
     if launch.kwargs.get("dtype", data.dtype) is not data.dtype:
         raise RuntimeError(_COPY_TO_FLOAT_ERROR)
@@ -257,7 +257,7 @@ _COPY_TO_FLOAT_ERROR = (
 
 @quantized_kernel(aten.copy_)
 def copy_(launch: KernelContext) -> Any:
-    """Copy into a quantized tensor (native/Copy.cpp, copy_impl)."""
+    """Copy into a quantized tensor, which allocates nothing (native/Copy.cpp, copy_impl)."""
     if not launch.args[0].is_quantized:
         raise RuntimeError(_COPY_TO_FLOAT_ERROR)
     return launch.args[0]
@@ -265,7 +265,7 @@ def copy_(launch: KernelContext) -> Any:
 
 @quantized_kernel(aten.masked_fill_, aten._index_put_impl_, aten.relu_, aten.fill_)
 def update_in_place(launch: KernelContext) -> Any:
-    """Allocate nothing, except in `fill_`: floats of the tensor's size (native/Fill.cpp, fill_quantized_)."""
+    """Allocate nothing, except in `fill_`: a float32 tensor of the same size (native/Fill.cpp, fill_quantized_)."""
     if launch.operator.packet is aten.fill_:
         launch.transients(4 * launch.args[0].numel())
     return launch.args[0]
@@ -273,7 +273,7 @@ def update_in_place(launch: KernelContext) -> Any:
 
 @quantized_kernel(aten.gelu, aten._adaptive_avg_pool2d)
 def run_in_float32(launch: KernelContext) -> Any:
-    """Dequantize, compute and quantize again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
+    """Dequantize, run the operator and quantize again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
     data, *rest = launch.args
     with launch.inside():
         float_data = aten.dequantize.self(data)
@@ -283,7 +283,7 @@ def run_in_float32(launch: KernelContext) -> Any:
 
 @quantized_kernel(aten.relu)
 def relu(launch: KernelContext) -> Any:
-    """Make the maximum of the integers and the zero point (native/quantized/cuda/Activation.cpp)."""
+    """Compute the maximum of the integers and the zero point (native/quantized/cuda/Activation.cpp)."""
     scale, zero_point = _get_quantizer_parameters(launch.args[0]).values()
     with launch.inside():
         integers = aten.int_repr.default(launch.args[0])
@@ -304,7 +304,7 @@ def max_pool2d(launch: KernelContext) -> Any:
 
 @quantized_kernel("quantized.add", "quantized.add_relu")
 def add(launch: KernelContext) -> Any:
-    """Add by a sum and two factors in float32, each as large as an operand (native/quantized/cudnn/BinaryOps.cpp)."""
+    """Allocate the sum, and three float32 temporaries of an operand's size (native/quantized/cudnn/BinaryOps.cpp)."""
     data, _, scale, zero_point = launch.args
     float32_bytes = 4 * data.numel()
     with launch.scratch(float32_bytes):
@@ -316,7 +316,7 @@ def add(launch: KernelContext) -> Any:
 
 @kernel(aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams)
 def fake_quantize_per_tensor(launch: KernelContext) -> Any:
-    """Make the result, and the mask of the elements in range."""
+    """Allocate the result, and a mask of the elements in the quantization range."""
     data, *rest = launch.args
     if not any(isinstance(argument, torch.Tensor) for argument in rest):
         launch.func(torch.empty(0), *rest)  # raises the error of a wrong range
@@ -330,7 +330,7 @@ def _make_result_and_mask(launch: KernelContext, data: torch.Tensor) -> tuple[to
 
 @kernel(aten.fake_quantize_per_channel_affine_cachemask)
 def fake_quantize_per_channel(launch: KernelContext) -> Any:
-    """Make result and mask of a quantization by channel; the host first reads extremes of integer zero points."""
+    """Allocate the result and a mask of elements in range; the host first reads extremes of integer zero points."""
     data, _, zero_point = launch.args[:3]
     if not zero_point.is_floating_point():
         with launch.inside():
@@ -340,7 +340,7 @@ def fake_quantize_per_channel(launch: KernelContext) -> Any:
 
 @kernel(aten._fake_quantize_learnable_per_tensor_affine)
 def fake_quantize_learnable_per_tensor(launch: KernelContext) -> Any:
-    """Make the result for a scale and a zero point that the host reads."""
+    """Allocate the result for a scale and a zero point that the host reads."""
     data, _, _, quant_min, quant_max = launch.args[:5]
     with launch.inside():
         return aten.fake_quantize_per_tensor_affine_cachemask.default(data, 1.0, quant_min, quant_min, quant_max)[0]
@@ -348,7 +348,7 @@ def fake_quantize_learnable_per_tensor(launch: KernelContext) -> Any:
 
 @kernel(aten._fake_quantize_learnable_per_channel_affine)
 def fake_quantize_learnable_per_channel(launch: KernelContext) -> Any:
-    """Make the result of a quantization by channel, with rounded zero points."""
+    """Allocate the result of a quantization per channel, with rounded zero points."""
     data, scale, zero_point, axis, quant_min, quant_max = launch.args[:6]
     with launch.inside():
         rounded_zero_point = zero_point.round().clamp_(quant_min, quant_max).to(torch.int32)
@@ -362,7 +362,7 @@ def fake_quantize_learnable_per_channel(launch: KernelContext) -> Any:
     aten._fake_quantize_learnable_per_channel_affine_backward,
 )
 def fake_quantize_learnable_backward(launch: KernelContext) -> Any:
-    """Make the gradients; those of scale and zero point are as large as the data before the sum."""
+    """Allocate the gradients; those of scale and zero point have the size of the data until they are summed."""
     grad, data, scale, zero_point = launch.args[:4]
     with launch.inside():
         if launch.operator.packet is aten._fake_quantize_learnable_per_tensor_affine_backward:
@@ -382,7 +382,7 @@ def fake_quantize_learnable_backward(launch: KernelContext) -> Any:
 
 @kernel(aten._fused_moving_avg_obs_fq_helper)
 def update_range_and_quantize(launch: KernelContext) -> Any:
-    """Update the range by the extremes of the data, and quantize by the range; empty buffers are resized first."""
+    """Update the observed range with extremes of the data, and quantize with it; empty buffers are resized first."""
     data, _, fake_quant_on, *observers = launch.args[:7]
     quant_min, quant_max, axis = launch.args[8:11]
     is_per_row = launch.argument(11, "per_row_fake_quant", False)

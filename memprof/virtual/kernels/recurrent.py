@@ -1,6 +1,6 @@
 """Recurrent layers as cuDNN runs them: one buffer for all weights, one operator for all layers and time steps.
 
-Sources: native/RNN.cpp (which path), native/cudnn/RNN.cpp (buffers, outputs, gradients), native/Autocast
+Sources: native/RNN.cpp (choice of cuDNN), native/cudnn/RNN.cpp (buffers, outputs, gradients), native/Autocast
 (autocast_mode.cpp, cudnn/RNN: weights cast into a new buffer), torch/nn/modules/rnn.py (flatten_parameters).
 """
 
@@ -53,19 +53,19 @@ COPIED_WEIGHTS_ASSUMPTION = "Recurrent weights that are not parts of one buffer 
 
 
 def is_acceptable(tensor: torch.Tensor) -> bool:
-    """Return whether torch.backends.cudnn.is_acceptable is true: on the GPU, not bfloat16, and cuDNN enabled."""
+    """Return what torch.backends.cudnn.is_acceptable returns: on the GPU, not bfloat16, and cuDNN enabled."""
     return kernels.get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in CUDNN_DTYPES and tensor.numel() > 0
 
 
 def is_cudnn_measured(gpu: DeviceProperties) -> bool:
-    """Return whether torch brings along the cuDNN whose reserve space and workspace were measured."""
+    """Return whether the GPU's torch release has the cuDNN version whose reserve space and workspace were measured."""
     return cudnn_version(gpu.release) >= _MEASURED_CUDNN_VERSION
 
 
 def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
-    """Return whether cuDNN runs the dtype (use_cudnn, native/RNN.cpp): bfloat16 from cuDNN 9.13 and compute capability
-    8.0 on (cuda/detail/CUDAHooks.cpp, supportsBFloat16RNNWithCuDNN), though torch.backends.cudnn.is_acceptable, by
-    which parameters are flattened, says no."""
+    """Return whether cuDNN supports `dtype` (use_cudnn, native/RNN.cpp): bfloat16 from cuDNN 9.13 and compute
+    capability 8.0 on (cuda/detail/CUDAHooks.cpp, supportsBFloat16RNNWithCuDNN). torch.backends.cudnn.is_acceptable,
+    which decides whether parameters are flattened, still returns False for bfloat16."""
     supports_bfloat16 = gpu.compute_capability >= (8, 0) and cudnn_version(gpu.release) >= 91_300
     return dtype in CUDNN_DTYPES or (dtype is torch.bfloat16 and supports_bfloat16)
 
@@ -114,7 +114,7 @@ for _name in MODES:
 
 
 def _get_dropout_state(device_state: DeviceState, device: str) -> torch.Tensor:
-    """Return the state of cuDNN's random numbers, made once on each GPU and never freed (get_dropout_state)."""
+    """Return the random state of cuDNN's dropout, allocated once on each GPU and never freed (get_dropout_state)."""
     key = f"state of cuDNN's dropout {device}"
     if key not in device_state.kept:
         gpu, size = device_state.gpu, DROPOUT_STATE_BYTES
@@ -131,7 +131,7 @@ def _get_dropout_state(device_state: DeviceState, device: str) -> torch.Tensor:
 def _cast_weights(
     device_state: DeviceState, layout: WeightLayout, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
 ) -> Any:
-    """Return a new half-precision buffer, and the weights cast into its parts, as autocast does at every call."""
+    """Return a new half-precision buffer and the weights cast into it, as autocast does at every call."""
     with device_state.factory_device_as(device_state.device_of(weights[0])):
         buffer = torch.zeros(layout.numel, dtype=dtype, device=META)
     views = layout.make_views(buffer, [weight.shape for weight in weights], per_layer)
@@ -141,7 +141,7 @@ def _cast_weights(
 
 
 class WeightLayout:
-    """The layout of all weights of a recurrent layer in cuDNN's one buffer: matrices first, then both biases."""
+    """Layout of all weights of a recurrent layer in cuDNN's single buffer: all matrices first, then all biases."""
 
     def __init__(
         self, mode: int, input_size: int, hidden_size: int, proj_size: int, layers: int, bidirectional: bool
@@ -155,7 +155,7 @@ class WeightLayout:
         self.numel = matrices + layers * directions * 2 * rows
 
     def find_shared_buffer(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the buffer that `weights` are parts of (try_get_weight_buf), or None."""
+        """Return the buffer that holds all `weights` (try_get_weight_buf), or None."""
         with torch.DisableTorchFunction():
             first = weights[0].detach()
             storage = first.untyped_storage()
@@ -166,7 +166,7 @@ class WeightLayout:
             return first.as_strided((self.numel,), (1,), 0)
 
     def make_views(self, buffer: torch.Tensor, shapes: Sequence[torch.Size], per_layer: int) -> list[torch.Tensor]:
-        """Return the parts of `buffer` for weights of `shapes`, in the order of `nn.RNNBase._flat_weights`."""
+        """Return views of `buffer` for weights of `shapes`, in the order of `nn.RNNBase._flat_weights`."""
         offsets = {True: 0, False: self.matrices}
         views = []
         for shape in shapes:
@@ -178,7 +178,7 @@ class WeightLayout:
 
 @kernel(aten._cudnn_rnn_flatten_weight, on_host=True)
 def flatten_weight(launch: KernelContext) -> Any:
-    """Make a buffer for all weights; every parameter becomes a part of the buffer, and its own storage is freed."""
+    """Allocate a buffer for all weights; every parameter becomes a view of it, and its former storage is freed."""
     weights, weights_per_layer, input_size, mode, hidden_size, proj_size, num_layers, _, bidirectional = launch.args
     layout = WeightLayout(mode, input_size, hidden_size, proj_size, num_layers, bidirectional)
     buffer = launch.new(layout.numel, weights[0].dtype)
@@ -201,7 +201,7 @@ def _read_shapes(args: Any) -> tuple[int, int, int, int]:
 
 
 def _reserve_bytes(gpu: DeviceProperties, args: Any) -> int:
-    """Return the bytes that the backward pass needs at least: cuDNN's reserve space, or a lower bound of it."""
+    """Return the bytes of cuDNN's reserve space for the backward pass; of other cuDNN versions a lower bound."""
     num_steps, batch, num_directions, packed_rows = _read_shapes(args)
     data, mode, hidden_size, proj_size, layers, dropout = args[0], args[6], args[7], args[8], args[9], args[11]
     itemsize, positions = data.element_size(), (packed_rows or num_steps * batch) * num_directions
@@ -220,7 +220,7 @@ def _reserve_bytes(gpu: DeviceProperties, args: Any) -> int:
 
 
 def _is_persistent(gpu: DeviceProperties, args: Any, is_forward: bool) -> bool:
-    """Return whether a persistent algorithm runs (get_algo, native/cudnn/RNN.cpp); in bfloat16 and float64 cuDNN's
+    """Return whether cuDNN runs a persistent algorithm (get_algo, native/cudnn/RNN.cpp). In bfloat16 and float64, its
     workspace is that of the standard algorithm."""
     data, mode, hidden_size, proj_size, num_layers = args[0], args[6], args[7], args[8], args[9]
     if proj_size or args[14] or data.dtype not in (torch.float32, torch.float16):
@@ -236,9 +236,9 @@ def _is_persistent(gpu: DeviceProperties, args: Any, is_forward: bool) -> bool:
 
 
 def _workspace_bytes(launch: KernelContext, args: Any, is_forward: bool) -> int:
-    """Return the bytes of cuDNN's workspace: in training those of the larger pass, forward or backward.
+    """Return the bytes of cuDNN's workspace; in training, the larger one of forward and backward pass.
 
-    `forward` says for which pass torch asks, which decides on the algorithm alone.
+    `is_forward` is the pass for which torch requests the workspace; only the algorithm depends on it.
     """
     data, mode, hidden_size, proj_size, layers, dropout, is_training = (args[i] for i in (0, 6, 7, 8, 9, 11, 12))
     if not is_cudnn_measured(launch.gpu) or not launch.device_state.workspaces:
@@ -281,10 +281,8 @@ def _workspace_bytes(launch: KernelContext, args: Any, is_forward: bool) -> int:
             (is_lstm, 2 * states),
             (is_bidirectional, 2 * states),
         ]
-    backward_pass = [
-        *list_common_buffers(2),
-        (4 if is_bidirectional else 1, rows * max(hidden_size, input_size)),
-    ]  # with gradients of what is copied
+    # Two copies: values and gradients.
+    backward_pass = [*list_common_buffers(2), (4 if is_bidirectional else 1, rows * max(hidden_size, input_size))]
     backward_pass += [(1, (3 if is_lstm else 1) * states), (is_bidirectional, 2 * states)]
     if is_persistent:
         backward_pass += [(1, _PERSISTENT_BACKWARD[mode] * vectors), (not is_bidirectional, states)]
@@ -303,7 +301,7 @@ def _workspace_bytes(launch: KernelContext, args: Any, is_forward: bool) -> int:
 
 @kernel(aten._cudnn_rnn)
 def cudnn_rnn(launch: KernelContext) -> Any:
-    """Make the output, the last hidden and cell states, and in training the reserve space."""
+    """Allocate the output, the last hidden and cell states and, in training, the reserve space."""
     args = launch.args
     data, _, _, buffer, hx, cx = args[:6]
     hidden_size, proj_size, layers, batch_first, is_training = args[7], args[8], args[9], args[10], args[12]
@@ -326,8 +324,8 @@ def cudnn_rnn(launch: KernelContext) -> Any:
 
 @kernel(aten._cudnn_rnn_backward)
 def cudnn_rnn_backward(launch: KernelContext) -> Any:
-    """Make gradients of the input, the states and, as parts of one buffer, the weights. Missing output gradients are
-    zeros during the call.
+    """Allocate gradients of the input, of the states and, as views of one buffer, of the weights. Missing output
+    gradients are zeros during the call.
 
     A batch-first input is transposed for the gradient of the input, and again for that of the weights.
     """
@@ -366,8 +364,8 @@ def cudnn_rnn_backward(launch: KernelContext) -> Any:
 
 @kernel(aten._pack_padded_sequence, on_host=True)
 def pack_padded_sequence(launch: KernelContext) -> Any:
-    """Copy the rows of time steps of equal batch size where they are not contiguous, and concatenate them
-    (PackedSequence.cpp). The lengths are on the host and stay there."""
+    """Copy the rows of time steps with equal batch size if they are not contiguous, and concatenate all rows
+    (PackedSequence.cpp). The lengths stay on the host."""
     data, lengths, batch_first = launch.args
     if not data.is_meta or lengths.is_meta:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Reductions that are split over thread blocks, and their staging buffers."""
+"""Reductions that CUDA splits over thread blocks, and the staging buffers that they need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAIR_BYTES = 16  # a value and its int64 position, aligned to 8 bytes
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduction as the kernel iterates: dimensions by rising stride, reduced dimensions first, neighbours merged."""
+    """A reduction as the CUDA kernel iterates: dimensions by rising stride, with adjacent dimensions merged."""
 
     reduced_dims: tuple[tuple[int, int], ...]  # (size, stride in elements) of the reduced dimensions
     kept_dims: tuple[tuple[int, int], ...]
@@ -64,11 +64,11 @@ class Reduction:
         return parts
 
     def compute_buffers(self, num_sms: int, threads_per_sm: int) -> list[int]:
-        """Return the bytes of the staging buffer and the semaphores of a reduction over several blocks, else [].
+        """Return the bytes of staging buffer and semaphores if the reduction is split over thread blocks, else [].
 
-        The launch rule is from native/cuda/Reduce.cuh (setReduceConfig, global_memory_size, semaphore_size): a block
-        has at most 512 threads and is one warp wide where possible; the inputs of one output are split over blocks if
-        every thread of one block would have 256 or more inputs.
+        From native/cuda/Reduce.cuh (setReduceConfig, global_memory_size, semaphore_size): a thread block has at most
+        512 threads and is one warp wide where possible; the inputs of an output are split over blocks if each thread of
+        a single block would have 256 or more inputs.
         """
         num_outputs = math.prod(size for size, _ in self.kept_dims)
         num_inputs = math.prod(size for size, _ in self.reduced_dims)
@@ -105,14 +105,14 @@ class Reduction:
         return [staging_bytes if along_inputs else staging_bytes * columns * outputs_per_thread, 4 * num_output_blocks]
 
     def _count_outputs_per_thread(self) -> int:
-        """Return the number of adjacent outputs per thread: 4, 2 or 1; divides all strides (get_output_vec_size)."""
+        """Return the number of adjacent outputs per thread: 4, 2 or 1, dividing all strides (get_output_vec_size)."""
         other_dims = (*self.reduced_dims, *self.kept_dims[1:])
         strides = [self.kept_dims[0][0], *(stride for _, stride in other_dims)]
         return next(width for width in (4, 2, 1) if all(stride % width == 0 for stride in strides))
 
 
 def _sort_by_stride(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (size, stride) `pairs` in TensorIterator's insertion sort; expanded dimensions (stride 0) are skipped."""
+    """Return (size, stride) `pairs` as TensorIterator's insertion sort orders them; stride 0 (expanded) is skipped."""
     ordered = list(pairs)
     for i in range(1, len(ordered)):
         current = i
@@ -128,7 +128,7 @@ def _sort_by_stride(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _merge_dims(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride) `pairs` with neighbouring dimensions merged where one stride covers both."""
+    """Return (size, stride) `pairs` with adjacent dimensions merged where one stride covers both."""
     merged: list[tuple[int, int]] = []
     for size, stride in pairs:
         if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -144,7 +144,7 @@ def floor_power_of_two(value: int) -> int:
 
 
 def accumulator_bytes_per_value(tensor: torch.Tensor) -> int:
-    """Return the bytes of the accumulation dtype of `tensor`: float32 for half precision, int64 for integers."""
+    """Return the element size of `tensor`'s accumulation dtype: float32 for half precision, int64 for integers."""
     if tensor.is_floating_point() or tensor.is_complex():
         return max(4, tensor.element_size())
     return 8
@@ -158,7 +158,7 @@ def _make_formula(
     half_per_load: int = 4,
     casts: bool = False,
 ) -> Callable[[Any, DeviceProperties], list[int]]:
-    """Return the scratch formula of an operator on gpu_reduce_kernel; argument `dims_at` has the dimensions."""
+    """Return the scratch formula of an operator on gpu_reduce_kernel; argument `dims_position` has the dimensions."""
 
     def formula(args: Any, gpu: DeviceProperties) -> list[int]:
         data = args[0]
@@ -179,8 +179,8 @@ def _make_formula(
 def reduction_buffers(
     tensor: torch.Tensor, dims: Any, accumulator_bytes: int, gpu: DeviceProperties, values_per_load: int = 4
 ) -> list[int]:
-    """Return the bytes of the buffers of a reduction. If half precision, or values with positions, need several
-    launches, the first buffer has the accumulators between launches (Reduce.cuh, AccumulationBuffer).
+    """Return the bytes of a reduction's buffers. If half precision, or values with indices, need several launches, the
+    first buffer has the accumulators between launches (Reduce.cuh, AccumulationBuffer).
 
     Each launch releases its buffers before the next (gpu_reduce_kernel calls itself for every part).
     """
@@ -200,7 +200,7 @@ def _compute_buffers(part: Reduction, num_sms: int, threads_per_sm: int) -> tupl
 
 
 def _get_pair_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a value and an int64 index, aligned to 8 bytes."""
+    """Return the bytes of a value and an int64 index, aligned to 8 bytes, for every dtype."""
     return _PAIR_BYTES
 
 

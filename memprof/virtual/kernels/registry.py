@@ -1,21 +1,21 @@
-"""Registry of the virtual GPU's kernels: memory of an operator that the meta kernel does not show, one file per family.
+"""Registry of the virtual GPU's kernels: functions that reproduce the allocations of operators, one file per family.
 
-    @kernel(aten.geqrf)              replacement of the operator: receives a `KernelContext`, returns the result, or
-    def geqrf(launch): ...           NotImplemented for a call that the meta kernel handles
+    @kernel(aten.geqrf)              replaces the operator: receives a `KernelContext` and returns the result, or
+    def geqrf(launch): ...           NotImplemented for a call that torch's meta kernel simulates correctly
 
-    @scratch(aten.topk)              bytes of temporaries, allocated after the result and released on return
-    def topk(args, gpu): ...
+    @scratch(aten.topk)              returns the bytes of each temporary buffer that the operator allocates after
+    def compute(args, gpu): ...      its result and frees before it returns
 
-    @input_copies(aten.roll)         bytes of temporaries allocated before the result, mostly copies of inputs
-    def roll(args): ...
+    @input_copies(aten.roll)         returns the bytes of each temporary buffer that the operator allocates before
+    def compute(args): ...           its result, mostly copies of inputs
 
-    @composite(torch.dropout)        replacement of a function that chooses by device in C++, above all operators;
-    def dropout(device_state, input, ..): returns NotImplemented where the function itself has to run
+    @composite(torch.dropout)        replaces a torch function whose C++ chooses operators by device; returns
+    def dropout(device_state, ...):  NotImplemented for a call that the function itself runs
 
 Every file of the folder is imported. An operator that some releases of torch lack, or that a library defines, is named
 by a string, `"torchvision.nms"`, and registered once it exists.
 
-A comment at each constant or formula names the source file in PyTorch, of the release `SOURCE_TAG`.
+Comments at constants and formulas name source files of PyTorch, of the release `SOURCE_TAG`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MISSING_OPERATORS: dict[str, list[tuple[OperatorTable, Any]]] = {}  # name of a 
 
 
 class OperatorTable:
-    """Table of the entries registered for operators, usable as a decorator."""
+    """Table of operators and the entries registered for them; also a decorator that registers a function."""
 
     def __init__(self, entry_kind: str) -> None:
         self._entry_kind = entry_kind
@@ -57,7 +57,7 @@ class OperatorTable:
         return operator in self._entries
 
     def add(self, operator: Any, entry: Any) -> None:
-        """Register one operator, or torch function.
+        """Register `entry` for `operator`: an operator, its name if it may not exist yet, or a torch function.
 
         Raises:
             ValueError: the operator has an entry already.
@@ -72,7 +72,7 @@ class OperatorTable:
             self._entries[key] = entry
 
     def mark(self, *operators: Any) -> None:
-        """Register `operators` with the entry True."""
+        """Register the entry True for each of `operators`."""
         for operator in operators:
             self.add(operator, True)
 
@@ -99,9 +99,9 @@ host_kernels = OperatorTable("kernel for any device")
 
 
 def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Function]:
-    """Return a decorator that registers the kernel of `operators`, or of one overload that the others call.
+    """Return a decorator that registers a function as the kernel of `operators`.
 
-    The kernel runs if an input is on the GPU; with `on_host` always, also for CPU tensors and without tensors.
+    The kernel runs if an input is on the GPU; with `on_host`, also if all tensors are on the CPU or there are none.
     """
     if on_host:
         host_kernels.mark(*operators)
@@ -112,7 +112,7 @@ find_kernel = _kernels.get
 
 
 def make_composites(device_state: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a table of torch function -> replacement for `device_state`, for the function mode."""
+    """Return a replacement for each torch function that has a composite kernel, with `device_state` bound to it."""
 
     def make_replacement(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -126,19 +126,19 @@ def make_composites(device_state: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def import_kernels() -> None:
-    """Import every file of the folder, which registers its kernels."""
+    """Import every module of this package, which registers its kernels."""
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
 
 
 def register_library_operators(namespace: str) -> None:
-    """Register the operators of a library that has been imported."""
+    """Register the kernels of the operators in `namespace`, which a library has defined when it was imported."""
     for name in [n for n in MISSING_OPERATORS if n.startswith(f"{namespace}.") and _find_operator(n) is not None]:
         for table, entry in MISSING_OPERATORS.pop(name):
             table.add(name, entry)
 
 
 def _find_operator(name: str) -> Any:
-    """Return the operator `namespace.name`, None if torch has no such operator."""
+    """Return the operator for a `name` such as "aten.topk"; None if torch has no such operator."""
     namespace, _, operator = name.partition(".")
     return getattr(getattr(torch.ops, namespace), operator, None)

@@ -1,7 +1,7 @@
-"""Buffers of cuSOLVER, in bytes: fits of recorded allocations on an H100, with torch 2.11 and CUDA 13.0.
+"""Buffers of cuSOLVER, in bytes: formulas fitted to recorded allocations on an H100, with torch 2.11 and CUDA 13.0.
 
-cuSOLVER's formulas are not published. Each docstring has the recorded matrices that the fit reproduces; a buffer is for
-one matrix, with `item_bytes` per number.
+cuSOLVER's formulas are not published. Each docstring says which recorded matrices the formula reproduces. A buffer is
+for one matrix; `item_bytes` is the size of an element.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ BUFFERS_ASSUMPTION = (
 
 
 def potrf_buffer_bytes(rows: int) -> int:
-    """Return the bytes for Cholesky factors. Exact for all 13 recorded sizes, 8 to 3000 rows, of every dtype."""
+    """Return the bytes for a Cholesky factorization. Exact for all 13 recorded sizes, 8 to 3000 rows, every dtype."""
     return 128 + round_up(4 * (round_up(rows, 32) // 32) ** 2, 32)
 
 
 def getrf_buffer_bytes(rows: int) -> int:
-    """Return the bytes for LU factors. Exact for all 12 sizes up to 1024 rows; 34 KiB too few for 2048 and 3000."""
+    """Return the bytes for an LU factorization. Exact for all 12 sizes to 1024 rows; 34 KiB low for 2048 and 3000."""
     return 256 + round_up(8 * rows, 256) + 8 * min(512, max(32, 1 << (rows - 1).bit_length()))
 
 
 def sytrf_buffer_bytes(rows: int, item_bytes: int) -> int:
-    """Return the bytes for LDL factors. Exact for all 23 recorded matrices, 8 to 3000 rows."""
+    """Return the bytes for an LDL factorization. Exact for all 23 recorded matrices, 8 to 3000 rows."""
     return max(90_240 + 2048 * item_bytes, 64 * item_bytes * (rows + 1))
 
 
@@ -35,20 +35,21 @@ def geqrf_buffer_bytes(columns: int, item_bytes: int) -> int:
 
 
 def orgqr_buffer_bytes(rows: int, columns: int, num_reflectors: int, item_bytes: int) -> int:
-    """Return the bytes for the orthogonal matrix. Exact for all 44 matrices, none with 65 to 127 reflectors."""
+    """Return the bytes for the Q of a QR factorization. Exact for all 44 recorded matrices (no 65 to 127
+    reflectors)."""
     block_size = min(num_reflectors, 128)
     num_values = max(33_024 + rows * min(num_reflectors, 64), 16_640 + block_size * (rows + 2 * columns))
     return round_up(num_values, 32) * item_bytes
 
 
 def ormqr_buffer_bytes(rows: int, num_reflectors: int, num_rhs: int, item_bytes: int) -> int:
-    """Return the bytes for the product of the orthogonal matrix with `sides` columns. Exact for 25 of 26 matrices."""
+    """Return the bytes for the product of Q with a matrix of `num_rhs` columns. Exact for 25 of 26 recorded ones."""
     num_values = (rows + num_reflectors) * num_reflectors + 256 * rows + 65_792 + 512 * num_rhs + round_up(num_rhs, 32)
     return round_up(num_values, 32) * item_bytes
 
 
 def syevj_buffer_bytes(rows: int) -> int:
-    """Return the bytes for eigenvalues by Jacobi's method, in float32. Exact for all 7 sizes of 33 to 512 rows."""
+    """Return the bytes for eigenvalues by Jacobi's method, float32. Exact for all 7 recorded sizes, 33 to 512 rows."""
     return 4 * (rows * rows + _count_jacobi_values(rows, 32))
 
 
@@ -59,13 +60,13 @@ def syevd_buffer_bytes(rows: int, item_bytes: int) -> int:
 
 
 def geev_buffer_bytes(rows: int, item_bytes: int) -> int:
-    """Return the bytes for eigenvalues. Exact for real matrices of 512 to 2048 rows, within 12 KB for 19 others."""
+    """Return the bytes for general eigenvalues. Exact for real 512 to 2048 rows, within 12 KB for 19 other matrices."""
     return max(orgqr_buffer_bytes(rows, rows, rows, item_bytes), item_bytes * (rows * rows + 4 * rows) + 512)
 
 
 def gesvdj_buffer_bytes(rows: int, columns: int, item_bytes: int) -> int:
-    """Return the bytes for singular values; rectangles are reduced to squares by reflectors. Exact for all 23 recorded
-    squares and 7 of 10 rectangles; up to a third of the others."""
+    """Return the bytes for singular values; rectangles are first reduced to squares by reflectors. Exact for all 23
+    recorded squares and 7 of 10 rectangles; off by up to a third for the other 3."""
     min_dim = min(rows, columns)
     if max(rows, columns) <= 32:
         return 992 * item_bytes

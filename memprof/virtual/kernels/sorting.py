@@ -45,14 +45,15 @@ _INT_MAX = 2**31 - 1
 
 
 def _sum_aligned(buffer_sizes: list[int]) -> int:
-    """Return the bytes of one allocation for buffers of `sizes`, each aligned (cub's alias_temporaries)."""
+    """Return the bytes of one allocation for buffers of `buffer_sizes` bytes, each aligned (CUB's
+    alias_temporaries)."""
     total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffer_sizes)
     return total + _ALIGNMENT - 1 if total else 1
 
 
 def radix_sort_bytes(num_keys: int, key_bytes: int, value_bytes: int, key_bits: int, gpu: DeviceProperties) -> int:
-    """Return the bytes of DeviceRadixSort's scratch for `count` keys of `bits` significant bits; 1 up to one tile
-    (cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep)."""
+    """Return the bytes of DeviceRadixSort's scratch for `num_keys` keys with `key_bits` significant bits; 1 if all keys
+    fit one tile (cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep)."""
     if num_keys <= _SINGLE_TILE_ITEMS:
         return 1
     max_item_bytes = max(key_bytes, value_bytes)
@@ -84,7 +85,7 @@ def _count_tile_items(algorithm: str, gpu: DeviceProperties) -> int:
 def scan_bytes(num_items: int, item_bytes: int, gpu: DeviceProperties, algorithm: str = "") -> int:
     """Return the bytes of the scratch of DeviceScan and DeviceSelect: a status word for every tile.
 
-    `algorithm` is a key of _TILES, for the algorithms with a tuned tile; torch's operators use the generic tile ("").
+    `algorithm` is a key of _TILE_ITEMS if the algorithm has a tuned tile; torch's operators use the generic tile ("").
     """
     tile_items = _count_tile_items(algorithm, gpu) if algorithm else 128 * max(1, min(15 * 4 // item_bytes, 30))
     status_bytes = (-(-num_items // tile_items) + 32) * (8 if item_bytes <= 4 else 16)
@@ -93,8 +94,8 @@ def scan_bytes(num_items: int, item_bytes: int, gpu: DeviceProperties, algorithm
 
 
 def reduce_bytes(num_items: int, gpu: DeviceProperties) -> int:
-    """Return the bytes of DeviceReduce's scratch for a 32-bit sum: one sum for each possible block, 1 up to one tile
-    (cub/device/dispatch/dispatch_reduce.cuh, InvokePasses)."""
+    """Return the bytes of DeviceReduce's scratch for a 32-bit sum: a sum for each possible thread block; 1 if all items
+    fit one tile (cub/device/dispatch/dispatch_reduce.cuh, InvokePasses)."""
     num_blocks = gpu.num_sms * (gpu.threads_per_sm // _REDUCE_THREADS) * _SUBSCRIPTION_FACTOR
     return 1 if num_items <= _REDUCE_THREADS * 16 else _sum_aligned([4 * num_blocks])
 
@@ -105,7 +106,7 @@ def run_length_bytes(num_items: int) -> int:
 
 
 def count_key_bits(max_key: int) -> int:
-    """Return the significant bits of keys up to `largest` (aten/src/ATen/cuda/cub.h, get_num_bits)."""
+    """Return the number of significant bits of keys up to `max_key` (aten/src/ATen/cuda/cub.h, get_num_bits)."""
     return max(1, max_key.bit_length())
 
 
@@ -115,7 +116,7 @@ def _read_dim(args: Any, position: int, rank: int, default: int = -1) -> int:
 
 
 def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a sort: of one row, in segments, or in place up to 4,096 values (native/cuda/Sort.cpp)."""
+    """Return the bytes of a sort along `dim`: of a single row, in segments, or in place up to 4,096 values."""
     length = data.shape[dim] if data.dim() else 1
     num_elements, item_bytes = data.numel(), data.element_size()
     if not num_elements:
@@ -140,7 +141,7 @@ def _sort_buffers(data: torch.Tensor, dim: int, gpu: DeviceProperties) -> list[i
 
 @scratch(aten.sort)
 def compute_sort_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of `sort` and `argsort`; a dimension passed by keyword (stable sorts) counts as the last."""
+    """Return the bytes of `sort` and `argsort`. A dimension passed by keyword (stable sorts) is taken as the last."""
     return _sort_buffers(args[0], _read_dim(args, 1, args[0].dim()), gpu)
 
 
@@ -152,7 +153,7 @@ _MULTIBLOCK_LIMITS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (79
 
 @scratch(aten.topk)
 def compute_topk_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of `topk` (native/cuda/TensorTopK.cu): several blocks for long slices, a sort for k > 4,096."""
+    """Return the bytes of `topk` (TensorTopK.cu): several thread blocks for long slices, a sort for k > 4,096."""
     data, k = args[0], args[1]
     dim = _read_dim(args, 2, data.dim())
     length = data.shape[dim] if data.dim() else 1
@@ -209,9 +210,9 @@ def compute_mode_copies(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.cumsum, aten.cumprod, aten.logcumsumexp, aten._logcumsumexp)
 def compute_scan_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a scan: by CUB along the only dimension, else by torch's kernels (native/cuda/ScanUtils.cuh).
+    """Return the bytes of a scan: CUB's scratch if there is one dimension, else none (native/cuda/ScanUtils.cuh).
 
-    Integers and booleans are cast to int64, and inputs made contiguous (native/ReduceOps.cpp, impl_func_cum_ops).
+    Integers and booleans are cast to int64, and inputs are made contiguous (native/ReduceOps.cpp, impl_func_cum_ops).
     """
     data = args[0]
     if not data.numel():
@@ -228,14 +229,14 @@ def compute_scan_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.multinomial)
 def compute_multinomial_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu)."""
+    """Return the bytes of cumulative and normalized probabilities, with replacement (cuda/MultinomialKernel.cu)."""
     weights, num_samples = args[0], args[1]
     return [weights.nbytes] * 2 if len(args) > 2 and args[2] and num_samples > 1 else []
 
 
 @kernel(aten.multinomial)
 def multinomial(launch: KernelContext) -> Any:
-    """Check the probabilities, divide by exponential variates and take the largest (native/Distributions.cpp)."""
+    """Check the probabilities, divide by exponential variates and select the largest (native/Distributions.cpp)."""
     weights, num_samples = launch.args[:2]
     result = launch.run()
     if not weights.numel() or (launch.argument(2, "replacement", False) and num_samples > 1):
@@ -256,7 +257,7 @@ def multinomial(launch: KernelContext) -> Any:
 
 @scratch(aten.randperm)
 def compute_randperm_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the checked count, the range, random keys (twice) and the sort (cuda/Randperm.cu)."""
+    """Return the bytes of a count check, the range, two arrays of random keys, and the sort (cuda/Randperm.cu)."""
     count = args[0]
     if not isinstance(count, int) or count <= 0:
         return []
@@ -267,7 +268,7 @@ def compute_randperm_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @kernel(aten.median, aten.nanmedian)
 def median(launch: KernelContext) -> Any:
-    """Make the median of all elements from a sorted copy (native/cuda/Sorting.cpp, median_impl)."""
+    """Return the median of all elements from a sorted copy (native/cuda/Sorting.cpp, median_impl)."""
     if launch.func not in (aten.median.default, aten.nanmedian.default) or not launch.args[0].numel():
         return NotImplemented
     data = launch.args[0]
@@ -282,7 +283,7 @@ def median(launch: KernelContext) -> Any:
 
 @kernel(aten.isin)
 def isin(launch: KernelContext) -> Any:
-    """Compare each element with each of few test elements; many are sorted (native/TensorCompare.cpp, isin)."""
+    """Compare each element with each test element if those are few; otherwise torch sorts (TensorCompare.cpp)."""
     if launch.func is not aten.isin.Tensor_Tensor or launch.call.real:
         return NotImplemented
     elements, test_elements = launch.args[:2]
@@ -299,7 +300,7 @@ def isin(launch: KernelContext) -> Any:
 
 @kernel(aten.count_nonzero)
 def count_nonzero(launch: KernelContext) -> Any:
-    """Make the sum of a mask of the nonzero elements (native/TensorAdvancedIndexing.cpp, count_nonzero_cuda)."""
+    """Return the sum of a mask of nonzero elements (native/TensorAdvancedIndexing.cpp, count_nonzero_cuda)."""
     if "out" in launch.kwargs:
         return NotImplemented
     dims = launch.argument(1, "dim")
@@ -327,7 +328,7 @@ input_copies(aten.roll)(make_copies_formula(0))
 
 @scratch(aten.histc)
 def compute_histc_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of the minimum and the maximum, where no bounds are passed (native/cuda/SummaryOps.cu)."""
+    """Return the bytes of the minimum and the maximum, if no bounds are passed (native/cuda/SummaryOps.cu)."""
     data, (low, high) = args[0], (*args[2:4], 0, 0)[:2]
     buffers = [data.element_size(), *reduction_buffers(data, None, data.element_size(), gpu)]
     return buffers * 2 if low == high and data.numel() else []
@@ -335,14 +336,14 @@ def compute_histc_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.unfold_backward)
 def compute_unfold_backward_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of positions along the unfolded dimension, where windows overlap (native/UnfoldBackward.h)."""
+    """Return the bytes of positions along the unfolded dimension, if windows overlap (native/UnfoldBackward.h)."""
     sizes, dim, size, step = args[1:5]
     return [8 * sizes[dim]] if step < size and sizes else []
 
 
 @composite(kernels.one_hot)
 def one_hot(device_state: DeviceState, input: torch.Tensor, num_classes: int = -1) -> Any:
-    """Scatter ones into zeros; for meta tensors, the C++ function compares with a range (native/Onehot.cpp)."""
+    """Scatter ones into zeros, as on CUDA; for meta tensors, torch compares with a range (native/Onehot.cpp)."""
     if not device_state.is_on_gpu(input) or not input.numel() or input.dtype is not torch.int64:
         return NotImplemented
     if num_classes == -1:

@@ -1,7 +1,7 @@
-"""Sparse tensors on the GPU: torch's sparse meta tensors around recorded indices and values.
+"""Sparse tensors on the GPU: torch's sparse meta tensors, whose indices and values are recorded tensors.
 
-The number of nonzero elements is taken from known values; of unknown values all count as nonzero, which bounds the
-memory from above. Sparse CPU tensors are torch's own. Sources: native/sparse/SparseTensor.cpp,
+The number of nonzero elements is taken from known values. If the values are unknown, all count as nonzero, an upper
+bound of the memory. Sparse CPU tensors are torch's own. Sources: native/sparse/SparseTensor.cpp,
 native/sparse/cuda/SparseCUDATensor.cu and SparseCUDATensorMath.cu.
 """
 
@@ -27,13 +27,13 @@ sparse_kernel = OperatorTable("kernel for sparse tensors")
 
 
 def _replace_parts(sparse: torch.Tensor, parts: list[torch.Tensor], size: Any = None, coalesced: bool = False) -> Any:
-    """Return a sparse tensor like `sparse` around other indices and values."""
+    """Return a sparse tensor with the layout of `sparse` and `parts`: its new indices, and last its values."""
     sparse_dims = sparse.sparse_dim() if len(parts) == 2 else 0
     return _make_sparse(sparse.layout, sparse_dims, parts, size or sparse.size(), coalesced)
 
 
 def _make_sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tensor], size: Any, coalesced: bool) -> Any:
-    """Return a sparse tensor of these indices and values."""
+    """Return a sparse tensor of `parts`: indices (two tensors for CSR, row offsets and columns), and last values."""
     values = parts[-1]
     options: dict[str, Any] = {"dtype": values.dtype, "layout": layout, "device": values.device}
     if len(parts) == 3:
@@ -45,7 +45,7 @@ def _make_sparse(layout: torch.layout, sparse_dims: int, parts: list[torch.Tenso
 
 @sparse_kernel(aten._to_copy, aten.clone)
 def copy(launch: KernelContext) -> Any:
-    """Copy indices and values to a device; the dtype of values alone changes."""
+    """Copy indices and values to a device; a new dtype applies to the values only."""
     sparse, kwargs = launch.args[0], {k: v for k, v in launch.kwargs.items() if k in ("device", "dtype")}
     *indices, values = get_sparse_parts(sparse)
     index_kwargs = {k: v for k, v in kwargs.items() if k == "device"}
@@ -71,13 +71,13 @@ def copy(launch: KernelContext) -> Any:
 @sparse_kernel(aten.sparse_coo_tensor, aten._coalesced_, aten._sparse_coo_tensor_unsafe, aten.is_coalesced, aten._nnz)
 @sparse_kernel(aten.sparse_dim, aten.dense_dim, aten._dimI, aten._dimV)
 def pass_through(launch: KernelContext) -> Any:
-    """Make the tensor object around existing indices and values, without memory."""
+    """Run the operator itself: it wraps existing indices and values, and allocates nothing."""
     return launch.func(*launch.args, **launch.kwargs)
 
 
 @sparse_kernel(aten._coalesce)
 def coalesce(launch: KernelContext) -> Any:
-    """Sort indices and sum the values of equal ones, with one row per index: all are assumed to differ.
+    """Sort the indices and sum the values of equal indices. All indices are assumed to differ.
 
     _coalesce_sparse_cuda allocates flat indices, their origins and first occurrences, then new values and indices.
     """
@@ -94,7 +94,7 @@ def coalesce(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten._to_sparse)
 def to_sparse(launch: KernelContext) -> Any:
-    """Make the indices of nonzero elements, and their values (native/TensorConversions.cpp, dense_to_sparse)."""
+    """Allocate the indices of nonzero elements, and their values (native/TensorConversions.cpp, dense_to_sparse)."""
     dense, layout = launch.args[0], launch.kwargs.get("layout") or torch.sparse_coo
     if layout is torch.sparse_csr:
         return to_sparse_csr(launch)
@@ -108,7 +108,7 @@ def to_sparse(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten._to_sparse_csr)
 def to_sparse_csr(launch: KernelContext) -> Any:
-    """Make row offsets, columns and values, from a coalesced tensor or from the nonzero elements of a dense one
+    """Allocate row offsets, columns and values, from a coalesced tensor or from the nonzero elements of a dense tensor
     (native/TensorConversions.cpp, coo_to_sparse_csr, dense_to_sparse_compressed)."""
     source = launch.args[0]
     if source.dim() != 2 or source.layout not in (torch.strided, torch.sparse_coo):
@@ -127,8 +127,8 @@ def to_sparse_csr(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten._sparse_sum)
 def sparse_sum(launch: KernelContext) -> Any:
-    """Copy and coalesce the values and the indices of the dimensions not summed
-    (native/sparse/SparseTensorMath.cpp)."""
+    """Sum over dimensions: copy and coalesce the values and the remaining dimensions' indices
+    (SparseTensorMath.cpp)."""
     sparse, dims = launch.args[0], {dim % launch.args[0].dim() for dim in launch.args[1]}
     indices, values = get_sparse_parts(sparse)
     kept_dims = [dim for dim in range(len(indices)) if dim not in dims]
@@ -144,7 +144,7 @@ def sparse_sum(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.sparse_compressed_tensor)
 def compressed_tensor(launch: KernelContext) -> Any:
-    """Make the tensor object. Without `size`, the size follows the compressed indices and the largest plain index
+    """Wrap indices and values. Without `size`, the size follows from the compressed indices and the largest plain index
     (native/sparse/SparseCsrTensor.cpp, _estimate_sparse_compressed_tensor_size)."""
     indices, plain_indices, values, *size = launch.args
     if not size:
@@ -161,8 +161,7 @@ def compressed_tensor(launch: KernelContext) -> Any:
 
 @kernel(aten._embedding_bag_backward, on_host=True)
 def embedding_bag_backward(launch: KernelContext) -> Any:
-    """Make the gradient; for sparse=True, a row for each index (native/EmbeddingBag.cpp,
-    _embedding_bag_sparse_backward)."""
+    """Return the gradient of an embedding bag's table; with sparse=True, with a row per index (EmbeddingBag.cpp)."""
     grad, indices, offsets, offset2bag, bag_size, _, num_weights, by_freq, mode, is_sparse, *rest = launch.args
     if launch.call.device is None:
         return NotImplemented
@@ -176,7 +175,7 @@ def embedding_bag_backward(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.sparse_mask)
 def sparse_mask(launch: KernelContext) -> Any:
-    """Make a sparse tensor of the dense tensor's values at the mask's indices."""
+    """Return a sparse tensor with the dense tensor's values at the mask's indices."""
     dense, mask = launch.args[:2]
     *indices, values = get_sparse_parts(mask)
     with launch.inside():
@@ -187,7 +186,7 @@ def sparse_mask(launch: KernelContext) -> Any:
 @sparse_kernel(aten.add, aten.sub, aten.add_, aten.sub_)
 def add(launch: KernelContext) -> Any:
     """Add a sparse tensor to a dense one, with a temporary index per row if rows may be equal
-    (add_out_dense_sparse_cuda), or two sparse tensors, by concatenation of indices and values."""
+    (add_out_dense_sparse_cuda), or add two sparse tensors by concatenating their indices and values."""
     first, second = launch.args[:2]
     if not isinstance(second, torch.Tensor) or second.layout is torch.strided:
         return NotImplemented
@@ -213,7 +212,7 @@ def add(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.mul, aten.div, aten.neg, aten.mul_, aten.div_)
 def map_values(launch: KernelContext) -> Any:
-    """Apply the operator to the values, with a number."""
+    """Apply the operator, whose other operand may be a number, to the values of a sparse tensor."""
     sparse, *rest = launch.args
     if rest and isinstance(rest[0], torch.Tensor) and rest[0].dim():
         return NotImplemented
@@ -227,8 +226,7 @@ def map_values(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.t, aten.transpose)
 def transpose(launch: KernelContext) -> Any:
-    """Copy indices and values, and one dimension's indices while two dimensions are exchanged (native/TensorShape.cpp,
-    sparse_transpose_)."""
+    """Copy indices and values, and for the exchange one dimension's indices (TensorShape.cpp, sparse_transpose_)."""
     sparse = launch.args[0]
     if sparse.layout is not torch.sparse_coo or sparse.sparse_dim() != 2 or sparse.dim() != 2:
         return NotImplemented
@@ -242,7 +240,7 @@ def transpose(launch: KernelContext) -> Any:
 def multiply(launch: KernelContext) -> Any:
     """Multiply a sparse matrix by a dense one (SparseCUDATensorMath.cu, s_addmm_out_sparse_dense_cuda).
 
-    Temporaries are zeros as large as the result, except in addmm, and cuSPARSE's buffer. A COO matrix is coalesced, its
+    Temporaries are zeros of the result's size, except in addmm, and cuSPARSE's buffer. A COO matrix is coalesced, its
     indices are converted to 32 bits, and cuSPARSE writes a column-major copy of the result. A dense matrix that is
     neither row-major nor column-major is copied.
     """
@@ -278,8 +276,8 @@ def multiply(launch: KernelContext) -> Any:
 
 
 def _cusparse_buffer(launch: KernelContext, num_indices: int, is_vector: bool, is_csr: bool) -> list[int]:
-    """Return the bytes of cuSPARSE's buffer for a product: a fit of all 248 buffers recorded on an H100, from 600 to
-    2,500,000 elements and for 1 to 256 columns, with CUDA 13.0; on other GPUs it is not counted."""
+    """Return the bytes of cuSPARSE's buffer for a product; [] except on compute capability 9.0. The formula fits all
+    248 buffers recorded on an H100, from 600 to 2,500,000 elements and for 1 to 256 columns, with CUDA 13.0."""
     if launch.gpu.compute_capability != (9, 0):
         return []
     if is_vector:
@@ -289,7 +287,7 @@ def _cusparse_buffer(launch: KernelContext, num_indices: int, is_vector: bool, i
 
 @sparse_kernel(aten.bmm, aten._to_dense, aten.sum)
 def run_with_dense_operands(launch: KernelContext) -> Any:
-    """Run the operator with empty dense operands in place of sparse ones, for operators with dense results."""
+    """Run an operator with a dense result, with empty dense tensors in place of sparse operands."""
 
     def make_dense(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:

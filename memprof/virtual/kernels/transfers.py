@@ -1,6 +1,6 @@
-"""Copies between host and GPU, reads of values by the program, and collectives that DTensor calls.
+"""Copies between host and GPU, values that the program reads, and collectives that DTensor calls.
 
-Meta kernels of collectives allocate the same results as CUDA's kernels. Waiting and wrapping allocate nothing.
+Meta kernels of collectives allocate the same results as CUDA kernels. Waiting and wrapping allocate nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def local_scalar(launch: KernelContext) -> Any:
 
 @kernel(aten.lift_fresh, on_host=True)
 def lift_fresh(launch: KernelContext) -> Any:
-    """Record the tensor that `torch.tensor` has made unseen by modes, in the last operator of the call
+    """Record the host tensor that `torch.tensor` creates outside the dispatch mode; this is the call's last operator
     (utils/tensor_new.cpp). Memory of another library (torch.from_numpy) is not resizable, and is not counted."""
     result = launch.args[0]
     if not result.is_meta and result.dim() and result.device.type == "cpu" and result.untyped_storage().resizable():
@@ -38,7 +38,7 @@ def lift_fresh(launch: KernelContext) -> Any:
 
 @kernel(aten._to_copy, on_host=True)
 def to_copy(launch: KernelContext) -> Any:
-    """Copy to another device, with the values as far as they are known."""
+    """Copy a tensor to another device, with its values if they are known."""
     source = launch.args[0]
     device = launch.kwargs.get("device")
     non_blocking = launch.kwargs.get("non_blocking", False)
@@ -64,9 +64,8 @@ def to_copy(launch: KernelContext) -> Any:
             launch.values.store.set(result, source.to(dtype))
         return result
     if copies_gradient_of_real_tensor(launch):
-        launch.device_state.nodes.note_copy(
-            launch.device_state.device_of(source)
-        )  # the gradient returns to the source's device
+        # The gradient returns to the source's device.
+        launch.device_state.nodes.note_copy(launch.device_state.device_of(source))
         return _read_to_host(launch, source, dtype, layout)
     is_large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
     # Several unknown elements stay unknown on the host (`scores.cpu() < 0.5` is an unknown mask), and so do chosen
@@ -83,7 +82,7 @@ def to_copy(launch: KernelContext) -> Any:
 
 
 def copies_gradient_of_real_tensor(launch: KernelContext) -> bool:
-    """Return whether the call copies the gradient of a CPU tensor to the host, for the engine (host_kinds.py)."""
+    """Return whether autograd copies the gradient of a CPU tensor to the host in this call (host_kinds.py)."""
     return launch.device_state.factory_device == REAL or called_by_engine()
 
 
@@ -97,7 +96,7 @@ def _read_to_host(
 
 @kernel(aten.copy_, on_host=True)
 def copy_(launch: KernelContext) -> Any:
-    """Copy values into a tensor, between devices."""
+    """Copy values into a tensor, also between devices."""
     target, source = launch.args[0], launch.args[1]
     non_blocking = launch.argument(2, "non_blocking", False)
     if launch.call.on_gpu and (launch.call.on_host or launch.call.real) and not non_blocking:
@@ -116,7 +115,7 @@ def copy_(launch: KernelContext) -> Any:
 
 
 def _allocate_peer_copy(launch: KernelContext, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Allocate the temporaries of a copy between GPUs without peer access (native/cuda/Copy.cu, copy_kernel_cuda): the
+    """Allocate the temporaries of a copy between GPUs without peer access (native/cuda/Copy.cu, copy_kernel_cuda). The
     transfer needs one dtype and contiguous memory on both GPUs."""
     gpus = launch.device_state.device_of(target), launch.device_state.device_of(source)
     has_same_dtype = target.dtype == source.dtype
@@ -139,7 +138,7 @@ _AsyncCollectiveTensor: Any = distributed.AsyncCollectiveTensor.get(None)
 
 @kernel("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_to_all_single")
 def run_collective(launch: KernelContext) -> Any:
-    """Keep the input alive until the program waits for the result, as NCCL's work object does
+    """Run a collective and keep its input alive until the program waits for the result, as NCCL's work object does
     (ProcessGroupNCCL.hpp, `stashed_for_allocator_safety_`; torch/csrc/distributed/c10d/Functional.cpp)."""
     result = launch.run()
     launch.device_state.pending_collectives[result.untyped_storage()] = launch.args[0]
@@ -148,7 +147,7 @@ def run_collective(launch: KernelContext) -> Any:
 
 @kernel("_c10d_functional.wait_tensor", on_host=True)
 def wait_tensor(launch: KernelContext) -> Any:
-    """Return the input tensor (torch/csrc/distributed/c10d/Functional.cpp)."""
+    """Return the input tensor, and free the input of its collective (torch/csrc/distributed/c10d/Functional.cpp)."""
     if not launch.args[0].is_meta:
         return NotImplemented
     launch.device_state.pending_collectives.pop(launch.args[0].untyped_storage(), None)

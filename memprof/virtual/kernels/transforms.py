@@ -1,4 +1,4 @@
-"""Fourier transforms: torch's tensors between their steps (native/cuda/SpectralOps.cpp), and cuFFT's workspace."""
+"""Fourier transforms: the temporaries of torch's operators (native/cuda/SpectralOps.cpp), and cuFFT's workspace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKSPACE_ASSUMPTION = (
 
 @kernel(aten._fft_c2c)
 def complex_to_complex(launch: KernelContext) -> Any:
-    """Transform up to three dimensions at a time, with a temporary tensor between the steps."""
+    """Transform up to three dimensions per cuFFT plan, with a temporary tensor between plans."""
     data, dims = launch.args[:2]
     item_bytes = data.element_size()
     with launch.scratch(data.nbytes * (len(dims) > _MAX_PLAN_DIMS)):
@@ -37,7 +37,7 @@ def complex_to_complex(launch: KernelContext) -> Any:
 
 @kernel(aten._fft_r2c)
 def real_to_complex(launch: KernelContext) -> Any:
-    """Transform all dimensions at once, or the last dimension and then the others, into a second tensor."""
+    """Transform all dimensions with one plan, or the last dimension into a temporary tensor and then the others."""
     data, dims = launch.args[:2]
     item_bytes = 2 * data.element_size()
     if _is_one_plan(dims):
@@ -56,7 +56,7 @@ def real_to_complex(launch: KernelContext) -> Any:
 
 @kernel(aten._fft_c2r)
 def complex_to_real(launch: KernelContext) -> Any:
-    """Transform a copy, since cuFFT overwrites its input, or all dimensions but the last, and then the last."""
+    """Transform a copy, since cuFFT overwrites its input: all dimensions with one plan, or the last one separately."""
     data, dims = launch.args[:2]
     item_bytes = data.element_size()
     result = launch.run()
@@ -70,7 +70,7 @@ def complex_to_real(launch: KernelContext) -> Any:
 
 
 def _is_one_plan(dims: Sequence[int]) -> bool:
-    """Return whether one plan transforms all `dims` (use_optimized_cufft_path)."""
+    """Return whether one cuFFT plan transforms all `dims` (use_optimized_cufft_path)."""
     return len(dims) <= _MAX_PLAN_DIMS and tuple(dims[:2]) != (0, 1)
 
 
@@ -84,7 +84,7 @@ def _allocate_plan_buffers(
     is_first: bool = True,
     in_columns: bool = False,
 ) -> None:
-    """Allocate the temporaries of one plan: a copy of an input with unmergeable batch dimensions, and the workspace."""
+    """Allocate a plan's temporaries: the workspace, and a copy of an input whose batch dimensions cannot be merged."""
     batch_dims = [dim for dim, size in enumerate(data.shape) if dim not in dims and size > 1]
     batch = sorted(((data.stride(dim), data.shape[dim]) for dim in batch_dims), reverse=True)
     is_dense_batch = all(outer == stride * size for (outer, _), (stride, size) in itertools.pairwise(batch))
@@ -111,10 +111,11 @@ _ALIGNMENT_BYTES = 1024
 def workspace_bytes(
     gpu: DeviceProperties, num_signals: int, lengths: Sequence[int], item_bytes: int, *, is_real: bool, in_columns: bool
 ) -> int:
-    """Return the bytes of cuFFT's workspace for `batch` transforms of `lengths`, on compute capability 9.0; else 0.
+    """Return the bytes of cuFFT's workspace for `num_signals` transforms of `lengths`, on compute capability 9.0; else
+    0.
 
-    The fit reproduces 827 of 919 calls recorded on an H100 with CUDA 13.0, over 186 lengths. Most others
-    are longer than one kernel usually holds, and run in one all the same: which lengths do is not published.
+    The formula reproduces 827 of 919 calls recorded on an H100 with CUDA 13.0, over 186 lengths. Most of the others are
+    longer than the usual limit of one kernel but run in one: for which lengths is not published.
     """
     if gpu.compute_capability != (9, 0) or not lengths:
         return 0

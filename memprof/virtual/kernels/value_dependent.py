@@ -21,8 +21,7 @@ _TOO_LARGE_ASSUMPTION = (
 
 @kernel(aten.equal, on_host=True)
 def equal(launch: KernelContext) -> Any:
-    """Return whether two tensors are equal, False if the values are not known; tensors of one shape are compared
-    element by element (native/cuda/Equal.cpp)."""
+    """Return whether two tensors are equal, False if values are unknown (native/cuda/Equal.cpp)."""
     known_result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     first, second = launch.args
     if launch.call.on_gpu and first.shape == second.shape and first.numel() and first is not second:
@@ -33,7 +32,7 @@ def equal(launch: KernelContext) -> Any:
 
 @kernel(aten.allclose, on_host=True)
 def allclose(launch: KernelContext) -> Any:
-    """Return whether two tensors are close (native/TensorCompare.cpp, allclose), True if the values are not known."""
+    """Return whether two tensors are close, True if values are unknown (native/TensorCompare.cpp, allclose)."""
     known_result = launch.values.evaluator.compute(launch.func, launch.args, launch.kwargs)
     if launch.call.on_gpu:
         with launch.inside():
@@ -44,7 +43,7 @@ def allclose(launch: KernelContext) -> Any:
 @kernel(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount, on_host=True)
 @kernel(aten.repeat_interleave.Tensor, on_host=True)  # its other overloads call this one
 def run_on_values(launch: KernelContext) -> Any:
-    """Run the operator on the values, or, if they are not known, on values that all differ."""
+    """Run the operator on the values of its input or, if they are unknown, on values that all differ."""
     if not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
     data = launch.args[0]
@@ -68,7 +67,7 @@ def run_on_values(launch: KernelContext) -> Any:
 
 def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
     """Run the operators by which CUDA checks values: minimum and maximum for bincount (native/cuda/SummaryOps.cu), sums
-    and signs of repeats (native/Repeat.cpp)."""
+    and signs of repeats for repeat_interleave (native/Repeat.cpp)."""
     with launch.inside():
         if launch.operator.packet is aten.bincount:
             for reduce in (aten.min.default, aten.max.default):
@@ -83,8 +82,8 @@ def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
 def _make_unique_results(
     launch: KernelContext, data: torch.Tensor, elements: Any, inverse_indices: Any, counts: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Return the results of `unique`, by a sorted copy (native/cuda/UniqueCub.cu). The storages of elements and counts
-    are as long as the input."""
+    """Return new results of `unique`, and allocate its sorted copy (native/cuda/UniqueCub.cu). The storages of
+    `elements` and `counts` are as long as the input."""
     is_consecutive = launch.operator.packet is aten.unique_consecutive
     options = (
         launch.argument(position, name, False) for position, name in enumerate(_OPTIONS, 1 if is_consecutive else 2)
@@ -123,7 +122,7 @@ _OPTIONS = ("return_inverse", "return_counts")
 
 
 def _find_result_length(launch: KernelContext, data: torch.Tensor) -> int:
-    """Return the number of rows of the result for known values, or the largest plausible number."""
+    """Return the number of rows of the result: exact if values are known, else the largest plausible number."""
     packet = launch.operator.packet
     if packet is aten.bincount:
         min_length = launch.argument(2, "minlength", 0)
@@ -142,7 +141,7 @@ def _find_result_length(launch: KernelContext, data: torch.Tensor) -> int:
 
 
 def _make_results(launch: KernelContext, data: torch.Tensor, length: int) -> Any:
-    """Return meta tensors like the results of the operator: `length` rows, and the optional results."""
+    """Return meta tensors of the operator's results, with `length` rows. Optional results not requested are empty."""
     packet = launch.operator.packet
     int64_values = torch.empty(length, dtype=torch.int64, device="meta")
     if packet is aten.repeat_interleave:
@@ -173,7 +172,7 @@ def _make_results(launch: KernelContext, data: torch.Tensor, length: int) -> Any
 
 
 def _make_stub_values(launch: KernelContext, data: torch.Tensor) -> torch.Tensor:
-    """Return values in place of unknown `data` that make the result as large as plausible."""
+    """Return values for unknown `data` that make the result as large as plausible."""
     packet, name = launch.operator.packet, launch.operator.name
     if packet is aten.repeat_interleave:
         output_size = launch.argument(1, "output_size")
@@ -193,13 +192,13 @@ def _make_stub_values(launch: KernelContext, data: torch.Tensor) -> torch.Tensor
 @kernel(aten.t_, aten.transpose_, aten.swapaxes_, aten.swapdims_, on_host=True)
 @kernel(aten.squeeze_, aten.unsqueeze_, aten.as_strided_, aten.detach_, on_host=True)
 def change_metadata(launch: KernelContext) -> Any:
-    """Change the metadata of the tensor object in place; no cached result replaces the call."""
+    """Change the metadata of the tensor object in place. The result is not cached: the call must run."""
     return launch.func(*launch.args, **launch.kwargs)
 
 
 @kernel(aten._efficientzerotensor, on_host=True)
 def zero_tensor(launch: KernelContext) -> Any:
-    """Make zeros with a shape and no memory (native/TensorFactories.cpp, _efficientzerotensor)."""
+    """Return zeros with a shape and no memory (native/TensorFactories.cpp, _efficientzerotensor)."""
     result = launch.func(*launch.args, **launch.kwargs)
     result.untyped_storage().resize_(0)
     return result
