@@ -1,7 +1,7 @@
 """Scaled dot-product attention (SDPA): the choice of the backend on CUDA, and the memory of each backend.
 
-The module also runs the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in evaluation mode,
-which are one operator each, as their single steps (native/transformers/transformer.cpp and cuda/attention.cu).
+The module also runs the fused evaluation operators of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` step by
+step (native/transformers/transformer.cpp and cuda/attention.cu).
 
 Sources: native/transformers/cuda/sdp_utils.cpp (choice), native/transformers/attention.cpp (math backend),
 native/transformers/cuda/attention.cu and native/cudnn/MHA.cpp (cuDNN), attention_backward.cu and flash_attn/ in

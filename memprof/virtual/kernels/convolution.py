@@ -59,7 +59,7 @@ def choose_cudnn_layout(
 
 
 def _copy_to_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    """Return `tensor` if its memory format is `layout`, else an unrecorded meta tensor with the copy's strides."""
+    """Return `tensor` if its memory format is `layout`, else a meta tensor (not counted) with its copy's strides."""
     if tensor.is_contiguous(memory_format=layout):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=META, memory_format=layout)
@@ -338,8 +338,8 @@ def _sm90_workspace_bytes(
 ) -> int:
     """Return the workspace bytes recorded on an H100: copies in channels-last order, and partial sums of the result.
 
-    The formula was fitted to 307 convolutions of real networks, forward and backward: for 81, all requests are exact,
-    and for half the error is up to 1.1%. The least certain part is which results are split, and into how many slices.
+    The formula was fitted to 307 convolutions of real networks, forward and backward: for 81, all requests are exact;
+    for half, the error is at most 1.1%. The least certain part is which results are split, and into how many slices.
     """
     is_half, is_weight_grad = data.element_size() == 2, result is weight
     filters, channels = weight.shape[:2]
@@ -396,9 +396,9 @@ def _sm90_workspace_bytes(
             + (weight_bytes if kernel_elements > 1 else 0)
         )
     elif kernel_elements > 1 and not (channels_fit and filters_fit):
-        copies_result = not (is_half or channels_fit) and (is_weight_grad or (result is data and is_strided))
+        copies_output = not (is_half or channels_fit) and (is_weight_grad or (result is data and is_strided))
         copied_bytes = data_bytes * (not channels_fit) + weight_bytes
-        copied_bytes += output_bytes * (copies_result or not filters_fit)
+        copied_bytes += output_bytes * (copies_output or not filters_fit)
     num_bytes = copied_bytes + _COPY_EXTRA_BYTES if copied_bytes else 0
     if is_weight_grad:
         winograd_bytes = (
@@ -435,8 +435,8 @@ def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tens
 
 
 def _partial_sums_bytes(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
-    """Return the bytes of float32 partial sums of a weight gradient. Its tiles are computed for slices of the
-    positions, as many slices as give each multiprocessor a tile, with a counter for each tile of a slice."""
+    """Return the bytes of float32 partial sums of a weight gradient. The positions are divided into slices, so that
+    each multiprocessor computes a tile; every slice has its own sums, and a counter for each tile."""
     filters, channels = weight.shape[:2]
     kernel_elements = math.prod(weight.shape[2:])
     positions = output.numel() // output.shape[1]

@@ -37,8 +37,8 @@ def nonzero(launch: KernelContext) -> Any:
 
 
 def _select_indices(launch: KernelContext, mask: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the result of `compute`, which makes the indices of `mask`, and allocate CUB's buffers: for the count
-    before the call, for the selection after it (native/cuda/Nonzero.cu)."""
+    """Return `compute()`, the indices of the true elements of `mask`, and allocate CUB's buffers: for counting the
+    elements before it, for selecting them after it (native/cuda/Nonzero.cu)."""
     num_elements = mask.numel()
     if not num_elements or not launch.call.on_gpu or launch.device == HOST:
         return compute()

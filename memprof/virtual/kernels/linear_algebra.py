@@ -348,8 +348,8 @@ def _check_lstsq(matrix: torch.Tensor, rhs: torch.Tensor) -> None:
     if matrix.dim() < 2:
         raise RuntimeError(f"{prefix}input must have at least 2 dimensions.")
     if matrix.dtype is not rhs.dtype:
-        dtypes = f"but got input's dtype {matrix.dtype} and other's dtype {rhs.dtype}"
-        raise RuntimeError(f"{prefix}Expected input and other to have the same dtype, {dtypes}")
+        mismatch = f"but got input's dtype {matrix.dtype} and other's dtype {rhs.dtype}"
+        raise RuntimeError(f"{prefix}Expected input and other to have the same dtype, {mismatch}")
     num_missing_dims = matrix.dim() - rhs.dim()
     if rhs.dim() < 1 or num_missing_dims not in (0, 1):
         condition = "input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1"

@@ -242,12 +242,12 @@ def _compute_smooth_loss(
         return _sum_in_float32(loss)
     # The divisor is computed first.
     is_counted = ~is_ignored
-    count = (
+    divisor = (
         is_counted.sum()
         if weight is None
         else _sum_in_float32(weight.gather(0, target.masked_select(is_counted).flatten()))
     )
-    return _sum_in_float32(loss) / count
+    return _sum_in_float32(loss) / divisor
 
 
 def _view_by_class(weight: torch.Tensor, input: torch.Tensor, class_dim: int) -> torch.Tensor:

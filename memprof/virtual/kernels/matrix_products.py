@@ -38,7 +38,7 @@ def _is_valid_for_cublas(tensor: torch.Tensor) -> bool:
 
 
 def _compute_matrix_copies(first_position: int, args: Any) -> list[int]:
-    """Return the bytes of copies of two matrices, arguments `first_position` and the next, that cuBLAS needs."""
+    """Return the bytes of copies that cuBLAS needs of two matrices, arguments `first_position` and the next."""
     return [matrix.nbytes for matrix in args[first_position : first_position + 2] if not _is_valid_for_cublas(matrix)]
 
 

@@ -83,7 +83,7 @@ compute_rms_norm_backward_scratch = scratch("aten._fused_rms_norm_backward")(par
 
 @kernel(aten.native_layer_norm_backward, "aten._fused_rms_norm_backward", on_host=True)
 def norm_backward(launch: KernelContext) -> Any:
-    """Run the operator with a contiguous gradient of the input, as on CUDA; the meta kernel's has other strides."""
+    """Run the operator, but return a contiguous gradient of the input, as on CUDA; the meta kernel's strides differ."""
     result = launch.run()
     grad_input = result[0]
     if grad_input is None or grad_input.is_contiguous():

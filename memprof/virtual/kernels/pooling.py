@@ -76,7 +76,7 @@ _MIN_CHANNELS_LAST = 4
 
 
 def _image_copies(size_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a contiguous result, if the final one is channels-last, and of a copy of the source image."""
+    """Return the bytes of copies and temporaries of 2D upsampling; `args[size_position]` is the output size."""
     source, result_shape = args[0], (*args[0].shape[:2], *args[size_position][-2:])
     if tuple(source.shape) == result_shape or not source.numel():
         return []
@@ -101,7 +101,7 @@ scratch(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact1d_backward)
 
 
 def _volume_copies(size_position: int, args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of a contiguous result, if the source is channels-last, and of a copy of the source volume."""
+    """Return the bytes of copies and temporaries of 3D upsampling; `args[size_position]` is the output size."""
     source, result_shape = args[0], (*args[0].shape[:2], *args[size_position][-3:])
     is_dense = suggest_layout(source) is torch.contiguous_format
     return copy_bytes(source) if is_dense else [math.prod(result_shape) * source.element_size(), *copy_bytes(source)]

@@ -27,7 +27,7 @@ from memprof.virtual.limits import unsupported_error
 _CPU = torch.DispatchKeySet(torch.DispatchKey.QuantizedCPU)
 _has_kernel = dispatch.dispatch_has_kernel_for_dispatch_key
 
-_PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4  # numbers of schemes (c10/core/QScheme.h)
+_PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4  # values of QScheme (c10/core/QScheme.h)
 # Names of CUDA's kernels by scheme.
 _KERNEL_NAME_BY_SCHEME = {0: "per_tensor_affine", 1: "per_channel_affine", 4: "per_channel_float_qparams"}
 # Dtypes that CUDA's kernels support (Dispatch.h, AT_DISPATCH_QINT_TYPES) -> dtype of the stored integers.
@@ -72,7 +72,7 @@ def run_quantized(launch: KernelContext) -> Any:
 
 
 def _missing_kernel_error(name: str, backend: str) -> NotImplementedError:
-    """Return the error that torch raises for a missing kernel (c10/core/dispatch/OperatorEntry.cpp, reportError)."""
+    """Return the error that torch raises for a missing kernel (OperatorEntry.cpp, reportError)."""
     return NotImplementedError(
         f"Could not run '{name}' with arguments from the '{backend}' backend. This could be because the operator "
         "doesn't exist for this backend, or was omitted during the selective/custom build process (if using custom "

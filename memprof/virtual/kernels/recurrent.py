@@ -191,7 +191,7 @@ def flatten_weight(launch: KernelContext) -> Any:
 
 
 def _read_shapes(args: Any) -> tuple[int, int, int, int]:
-    """Return time steps, sequences, directions, and the rows of a packed input (0 for other inputs)."""
+    """Return (time steps, batch size, directions, rows of a packed input or 0) from `args` of `_cudnn_rnn`."""
     data, batch_first, bidirectional, batch_sizes = args[0], args[10], args[13], args[14]
     num_directions = 2 if bidirectional else 1
     if batch_sizes:
@@ -318,8 +318,8 @@ def cudnn_rnn(launch: KernelContext) -> Any:
             layout = WeightLayout(args[6], data.shape[-1], hidden_size, proj_size, layers, args[13])
             buffer = launch.new(layout.numel, data.dtype)
         with launch.scratch(_workspace_bytes(launch, args, True)):
-            reserve = launch.new(_reserve_bytes(launch.gpu, args) if is_training else 0, torch.uint8)
-    return (output.transpose(0, 1) if is_transposed else output), hy, cy, reserve, buffer
+            reserve_space = launch.new(_reserve_bytes(launch.gpu, args) if is_training else 0, torch.uint8)
+    return (output.transpose(0, 1) if is_transposed else output), hy, cy, reserve_space, buffer
 
 
 @kernel(aten._cudnn_rnn_backward)

@@ -156,7 +156,7 @@ def _make_formula(
     values_per_load: int = 4,
     *,
     half_per_load: int = 4,
-    casts: bool = False,
+    casts_input: bool = False,
 ) -> Callable[[Any, DeviceProperties], list[int]]:
     """Return the scratch formula of an operator on gpu_reduce_kernel; argument `dims_position` has the dimensions."""
 
@@ -164,7 +164,7 @@ def _make_formula(
         data = args[0]
         dims = args[dims_position] if len(args) > dims_position else None
         copies: list[int] = []
-        if casts and not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
+        if casts_input and not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
             # native/ReduceOpsUtils.h, make_reduction: inputs of another dtype than the result are converted first.
             copies = [8 * data.numel()]
             data = torch.empty_strided(data.size(), data.stride(), dtype=torch.int64, device="meta")
@@ -208,8 +208,8 @@ def _get_pair_bytes(tensor: torch.Tensor) -> int:
 _HALVES_PER_LOAD = 8 if torch_release() >= (2, 10) else 4
 
 # Operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu), by the accumulation dtype.
-scratch(aten.sum)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD, casts=True))
-scratch(aten.prod)(_make_formula(accumulator_bytes_per_value, casts=True))
+scratch(aten.sum)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD, casts_input=True))
+scratch(aten.prod)(_make_formula(accumulator_bytes_per_value, casts_input=True))
 scratch(aten.nansum)(_make_formula(accumulator_bytes_per_value))
 scratch(aten.mean)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD))
 scratch(aten.linalg_vector_norm)(_make_formula(accumulator_bytes_per_value, dims_position=2))

@@ -66,7 +66,7 @@ class OperatorTable:
         if key is None:
             MISSING_OPERATORS.setdefault(operator, []).append((self, entry))
         elif key in self._entries:
-            names = [getattr(each, "__qualname__", str(each)) for each in (self._entries[key], entry)]
+            names = [getattr(value, "__qualname__", str(value)) for value in (self._entries[key], entry)]
             raise ValueError(f"{key} has two entries as {self._entry_kind}: {names[0]} and {names[1]}")
         else:
             self._entries[key] = entry
@@ -132,7 +132,7 @@ def import_kernels() -> None:
 
 
 def register_library_operators(namespace: str) -> None:
-    """Register the kernels of the operators in `namespace`, which a library has defined when it was imported."""
+    """Register the kernels of a library's operators in `torch.ops.<namespace>`, once the library has been imported."""
     for name in [n for n in MISSING_OPERATORS if n.startswith(f"{namespace}.") and _find_operator(n) is not None]:
         for table, entry in MISSING_OPERATORS.pop(name):
             table.add(name, entry)

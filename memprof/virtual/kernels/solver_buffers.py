@@ -20,7 +20,7 @@ def potrf_buffer_bytes(rows: int) -> int:
 
 
 def getrf_buffer_bytes(rows: int) -> int:
-    """Return the bytes for an LU factorization. Exact for all 12 sizes to 1024 rows; 34 KiB low for 2048 and 3000."""
+    """Return the bytes for LU factors. Exact for all 12 sizes up to 1024 rows; 34 KiB too few for 2048 and 3000."""
     return 256 + round_up(8 * rows, 256) + 8 * min(512, max(32, 1 << (rows - 1).bit_length()))
 
 

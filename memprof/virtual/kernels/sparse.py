@@ -84,12 +84,14 @@ def coalesce(launch: KernelContext) -> Any:
     sparse = launch.args[0]
     indices, values = get_sparse_parts(sparse)
     num_indices = indices.shape[1]
-    length = min(num_indices, math.prod(sparse.shape[: len(indices)]))
+    num_unique = min(num_indices, math.prod(sparse.shape[: len(indices)]))
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
     with launch.scratch(*3 * [8 * num_indices]):
         launch.transients(radix_sort_bytes(num_indices, 8, 8, 64, launch.gpu))
-        summed_values = launch.new((length, *values.shape[1:]), values.dtype)
-    return _replace_parts(sparse, [launch.new((len(indices), length), indices.dtype), summed_values], coalesced=True)
+        summed_values = launch.new((num_unique, *values.shape[1:]), values.dtype)
+    return _replace_parts(
+        sparse, [launch.new((len(indices), num_unique), indices.dtype), summed_values], coalesced=True
+    )
 
 
 @sparse_kernel(aten._to_sparse)

@@ -70,9 +70,9 @@ def to_copy(launch: KernelContext) -> Any:
     is_large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
     # Several unknown elements stay unknown on the host (`scores.cpu() < 0.5` is an unknown mask), and so do chosen
     # tokens.
-    is_vector = source.numel() > 1
+    is_array = source.numel() > 1
     is_unknown = launch.values.store.get(source) is None
-    is_virtual = (is_unknown and (is_large or is_vector)) or (is_large and launch.values.store.is_uniform(source))
+    is_virtual = (is_unknown and (is_large or is_array)) or (is_large and launch.values.store.is_uniform(source))
     if is_virtual or launch.values.store.tokens.find_placeholders([source]):
         result = torch.empty_like(source, dtype=dtype, memory_format=layout)
         launch.record(result, device=HOST)

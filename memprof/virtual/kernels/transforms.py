@@ -151,7 +151,7 @@ def _compute_complex_workspace(num_signals: int, length: int, item_bytes: int, i
 
 
 def _padded_bytes(num_signals: int, length: int, item_bytes: int, extra_bytes: int = 0) -> int:
-    """Return the bytes of signals padded to a product of 2, 3 and 5 (Bluestein's algorithm); 0 without large primes."""
+    """Return the bytes of signals padded to lengths with prime factors up to 5 (Bluestein); 0 if not padded."""
     if length <= _LONGEST_PRIME or _divide_out_factors(length, _LARGEST_RADIX) == 1:
         return 0
     padded_length = 2 * length - 1
