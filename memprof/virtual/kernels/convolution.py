@@ -427,7 +427,7 @@ def _grouped_bytes(
 
 def _winograd_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
     """Return the bytes of data, gradient and weight transformed for Winograd's algorithm F(4x4, 3x3); 0 if it is not
-    used. Exact for two weight gradients in float32 (128 and 256 channels, the truth case `convolutional`)."""
+    used. Exact for two recorded weight gradients in float32 (128 and 256 channels)."""
     filters, channels = weight.shape[:2]
     tiles = data.shape[0] * math.prod(-(-size // 4) for size in output.shape[2:])
     num_bytes = _WINOGRAD_TILE_VALUES * 4 * (filters * channels + (filters + channels) * tiles)

@@ -54,7 +54,7 @@ _MEMPROF_NAMESPACE = "memprof"
 
 
 def find_python_body(func: Any) -> Callable[..., Any] | None:
-    """Return the Python function that a GPU runs for `func`, a torch.library.custom_op without autograd, or None."""
+    """Return the Python function that implements `func`, a torch.library.custom_op, on a GPU; None if there is none."""
     definition = OPDEFS.get(func._schema.name)
     if definition is None or func.namespace == _MEMPROF_NAMESPACE:
         return None

@@ -53,7 +53,7 @@ def _select_indices(launch: KernelContext, mask: torch.Tensor, compute: Callable
 
 @kernel(aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, on_host=True)
 def index(launch: KernelContext) -> Any:
-    """Replace each mask among the indices by its nonzero indices, which CUDA allocates during the call, and index."""
+    """Index a tensor, after each mask among the indices is replaced by its nonzero indices, which CUDA allocates."""
     indices = launch.args[1]
     value = launch.args[2] if len(launch.args) > 2 else None
     if not launch.args[0].is_meta and any(t.is_meta for t in launch.call.tensors if t.dim() or t is not value):

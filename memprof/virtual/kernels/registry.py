@@ -112,7 +112,7 @@ find_kernel = _kernels.get
 
 
 def make_composites(device_state: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a replacement for each torch function that has a composite kernel, with `device_state` bound to it."""
+    """Return a dict from torch function to its replacement on the GPU, to which `device_state` is bound."""
 
     def make_replacement(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
