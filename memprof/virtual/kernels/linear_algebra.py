@@ -56,8 +56,7 @@ def _measured_buffer(gpu: DeviceProperties, num_bytes: int) -> list[int]:
 
 
 def _assumed_buffer(launch: KernelContext, num_bytes: int) -> list[int]:
-    """Return `_measured_buffer(gpu, num_bytes)`, and add the rule for cuSOLVER's buffers to the report's
-    assumptions."""
+    """Return `_measured_buffer(gpu, num_bytes)`, and add the rule for cuSOLVER's buffers to the report."""
     launch.values.assume(solver_buffers.BUFFERS_ASSUMPTION)
     return _measured_buffer(launch.gpu, num_bytes)
 

@@ -253,8 +253,7 @@ def _workspace_bytes(launch: KernelContext, args: Any, is_forward: bool) -> int:
     states = layers * directions * batch * hidden_size
 
     def list_common_buffers(copies: int) -> list[tuple[int, int]]:
-        """Return (number of buffers, elements of each) for weights and, unless packed, copies of inputs, outputs and
-        states."""
+        """Return (number of buffers, elements of each) of weights and, unless packed, of copied inputs and outputs."""
         buffers = [(1, matrices), (proj_size > 0, outputs)]
         if not packed_rows:
             buffers += [(copies, rows * input_size), (copies, rows * directions * output_size)]

@@ -229,8 +229,7 @@ def compute_scan_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 @scratch(aten.multinomial)
 def compute_multinomial_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
-    """Return the bytes of cumulative and normalized probabilities for samples with replacement
-    (MultinomialKernel.cu)."""
+    """Return the bytes of cumulative and normalized probabilities, for replacement=True (MultinomialKernel.cu)."""
     weights, num_samples = args[0], args[1]
     return [weights.nbytes] * 2 if len(args) > 2 and args[2] and num_samples > 1 else []
 

@@ -228,8 +228,7 @@ def map_values(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.t, aten.transpose)
 def transpose(launch: KernelContext) -> Any:
-    """Copy indices and values, and one dimension's indices to swap two dimensions (TensorShape.cpp,
-    sparse_transpose_)."""
+    """Copy indices and values, and one dimension's indices to swap dimensions (TensorShape.cpp, sparse_transpose_)."""
     sparse = launch.args[0]
     if sparse.layout is not torch.sparse_coo or sparse.sparse_dim() != 2 or sparse.dim() != 2:
         return NotImplemented
