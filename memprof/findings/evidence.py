@@ -85,7 +85,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
     return tuple(
         name
         for name in helpful
-        if name not in on and not any(find_conflict(FIXES[name], other) for other in on) and is_of_use(FIXES[name])
+        if name not in on and not any(find_conflict(FIXES[name], other) for other in on) and helps(FIXES[name])
     )
 
 

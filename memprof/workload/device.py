@@ -22,7 +22,7 @@ class Device(Protocol):
     def adopt(self, root: nn.Module) -> None:
         """Record `root` as a model of this run."""
 
-    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+    def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Attribute `tensor` to `owner` (a role and a name) in the recorded trace."""
 
     def assume(self, sentence: str) -> None:

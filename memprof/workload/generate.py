@@ -92,7 +92,7 @@ def _extend_cache(device: Device, cache: Any, length: int) -> bool:
             new_length = tokens + length
             # A full window is a view of a tensor with one more token, the step's own.
             extended = tensor.new_empty(batch, heads, new_length if window is None else min(new_length, window), size)
-            device.claim(extended, Owner(Role.KV_CACHE, f"layer {index} {name}"))
+            device.set_owner(extended, Owner(Role.KV_CACHE, f"layer {index} {name}"))
             setattr(layer, name, extended if window is None else extended[:, :, -window + 1 :])
             del tensor, extended
     return True
