@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear, linear_cross_entropy
 
 import memprof
-from memprof.fixes.head_loss import Rows, row_losses
+from memprof.fixes.head_loss import ChunkRows, row_losses
 from memprof.units import MIB
 
 WIDTH, VOCABULARY, CHUNK = 2560, 151_936, 1024
@@ -25,7 +25,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def in_chunks(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The loss of the fix `chunked-loss`."""
-    return row_losses(hidden, weight, None, labels, rows=Rows(CHUNK, 0)).mean()
+    return row_losses(hidden, weight, None, labels, rows=ChunkRows(CHUNK, 0)).mean()
 
 
 def torch_policy(policy: str) -> Loss:

@@ -5,18 +5,18 @@
     print(gpu.report())
 
     with memprof.virtual_gpus(8, rank=3) as gpus:
-        ...            # several GPUs of one process, or one rank of several
+        ...            # eight GPUs for one process, or for one rank of a distributed program
 
-    memprof.profile(train_step, model, optimizer, batch)  # report on a function, run twice on a virtual GPU
+    memprof.profile(train_step, model, optimizer, batch)  # calls train_step twice on a virtual GPU; returns a report
 
-    memprof.apply(model, ["chunked-loss"])  # apply fixes to your own model
+    memprof.apply(model, ["chunked-loss"])  # applies fixes to your model
 
-    memprof.load("run.memprof")  # read a saved capture or report
+    memprof.load("run.memprof")  # loads a saved capture or report
 
     @memprof.stub("package.module.name", source=...)  # for a package that cannot be installed without a GPU
     def name(...): ...
 
-Public names are imported when first used, so that `import memprof` is fast. docs/python.md lists all of them.
+Public names are imported when first used, so that `import memprof` is fast. docs/python.md describes them all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from memprof.stubs.registry import stub
     from memprof.stubs.tools import kernel
 
-# Where names are that need no torch; the others are in api.py.
+# Modules of public names that need no torch; the other names are in api.py.
 _ELSEWHERE = {
     "MemprofError": "errors",
     "RunFailedError": "errors",

@@ -1,4 +1,4 @@
-"""`python -m memprof`."""
+"""Entry point of `python -m memprof`."""
 
 from memprof.cli.main import run
 

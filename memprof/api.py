@@ -1,4 +1,4 @@
-"""memprof as a library: `memprof.virtual_gpu`, `memprof.profile` and `memprof.apply`."""
+"""memprof's Python API: `memprof.virtual_gpu`, `memprof.virtual_gpus`, `memprof.profile` and `memprof.apply`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ __all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu", "virtual_gpus"]
 
 
 class ProfiledGpu:
-    """A virtual GPU for the user's own code.
+    """Virtual GPU for the user's own code, a context manager.
 
     Inside the `with` block `torch.device("cuda")` is the virtual GPU; forward, backward and optimizer steps are
     recognized. After the block, even if it raised, `report()` and `trace` describe the run.
     """
 
     def __init__(
-        self, gpu: Gpu, settings: Settings, gpus: int, of_ranks: tuple[int, int] | None, compiles: bool, stubs: bool
+        self, gpu: Gpu, settings: Settings, gpus: int, rank_size: tuple[int, int] | None, compiles: bool, stubs: bool
     ) -> None:
         self._gpu = gpu
         self._settings = CurrentSettings(settings)
-        rank, size = of_ranks or (0, gpus)
-        self._environment = {} if of_ranks is None else _make_environment(rank, size, gpus)
-        self._before: dict[str, str | None] = {}  # of those variables, what was there
+        rank, size = rank_size or (0, gpus)
+        self._environment = {} if rank_size is None else _make_environment(rank, size, gpus)
+        self._previous_environment: dict[str, str | None] = {}  # values before the block; None: not set
         self._virtual = VirtualGpu(
             gpu,
             gpus=gpus,
@@ -58,24 +58,24 @@ class ProfiledGpu:
 
     def __enter__(self) -> ProfiledGpu:
         self._virtual.__enter__()
-        self._before = {name: os.environ.get(name) for name in self._environment}
+        self._previous_environment = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for name, value in self._before.items():
+        for name, value in self._previous_environment.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
         self._virtual.__exit__(kind, error, traceback)
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the bytes that are allocated on the GPU now, or on all GPUs (inside the block)."""
+        """Return the bytes that are allocated now, on all virtual GPUs together; for use inside the block."""
         return self._virtual.recorder.storages.live_bytes
 
     @property
     def trace(self) -> Trace:
-        """Return the recorded trace."""
+        """Return the trace recorded so far."""
         trace = self._virtual.trace
         device, allocator = device_facts(self._gpu), self._settings.now.facts
         trace.facts = dataclasses.replace(trace.facts, command="virtual_gpu", device=device, allocator=allocator)
@@ -109,8 +109,8 @@ class ProfiledGpu:
         trace = self.trace
         if limit_bytes is not None:
             name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
-            held = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
-            trace.facts = dataclasses.replace(trace.facts, device=held)
+            device = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
+            trace.facts = dataclasses.replace(trace.facts, device=device)
         return analyze(trace, gpu=gpu)
 
     def check_limit(self, limit_bytes: int | None) -> None:
@@ -201,20 +201,20 @@ def virtual_gpus(
             model(torch.zeros(64, 4096, device="cuda")).sum().backward()
         print(gpus.report())
     """
-    for name, number in (("n", n), ("world_size", world_size)):
-        if number is not None and number < 1:
-            raise UsageError(f"{name} must be at least 1", value=number, hint="give a positive whole number")
+    for name, count in (("n", n), ("world_size", world_size)):
+        if count is not None and count < 1:
+            raise UsageError(f"{name} must be at least 1", value=count, hint="give a positive whole number")
     size = world_size or n
     if rank is not None and not 0 <= rank < size:
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
-    of_ranks = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(model, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles, stubs)
+    rank_size = None if rank is None and world_size is None else (rank or 0, size)
+    return ProfiledGpu(model, allocator_settings(alloc_conf, flag="alloc_conf"), n, rank_size, compiles, stubs)
 
 
 def _make_environment(rank: int, size: int, gpus: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets for a rank on a machine with `gpus` GPUs."""
-    values = {
+    variables = {
         "RANK": rank,
         "LOCAL_RANK": rank % gpus,
         "WORLD_SIZE": size,
@@ -223,7 +223,7 @@ def _make_environment(rank: int, size: int, gpus: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29500,
     }
-    return {name: str(value) for name, value in values.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 @overload
@@ -294,23 +294,23 @@ def _profile_function(
 ) -> Report:
     if steps < 1:
         raise UsageError("nothing is run", value=f"steps={steps}", hint="give at least 1, or 2 for the steady state")
-    active = virtual_gpu(gpu, vram=vram)
+    profiled_gpu = virtual_gpu(gpu, vram=vram)
     args, kwargs = copied((args, kwargs))
     try:
-        with active:
+        with profiled_gpu:
             args, kwargs = to_gpu((args, kwargs))
             for _ in range(steps):
                 function(*args, **kwargs)
     except MemprofError:
         raise
     except Exception as error:
-        raised = RunFailedError(
+        run_error = RunFailedError(
             f"the function raised {type(error).__name__}",
             value=str(error),
             hint="if the same code runs on a real GPU, this is a gap of the virtual one",
         )
-        raised.trace = active.trace
+        run_error.trace = profiled_gpu.trace
         with contextlib.suppress(EmptyTraceError):  # before anything was on the GPU
-            raised.document = active.report()
-        raise raised from error
-    return active.report()
+            run_error.document = profiled_gpu.report()
+        raise run_error from error
+    return profiled_gpu.report()

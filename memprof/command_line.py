@@ -8,39 +8,37 @@ from typing import Any
 
 from memprof.errors import UsageError
 from memprof.run_spec import RunSpec
-from memprof.spec import TargetSpec, options_of
-from memprof.units import parse_gib, spell_size
+from memprof.spec import TargetSpec, get_options
+from memprof.units import format_size_option, parse_gib
 
 
-def profile_command(spec: TargetSpec, *more: str, names_gpu: bool = True) -> str:
-    """Return the `memprof profile` command for `spec`, with all options that differ from the default, and `more` words.
-
-    With `names_gpu`, the command names the default GPU too.
-    """
-    return shlex.join(["memprof", "profile", *spell_options(spec, names_gpu=names_gpu), *more])
+def make_profile_command(spec: TargetSpec, *extra_words: str, names_gpu: bool = True) -> str:
+    """Return the `memprof profile` command for `spec`: options that differ from the default, then `extra_words`.
+    With `names_gpu`, `--gpu` is always included."""
+    return shlex.join(["memprof", "profile", *format_options(spec, names_gpu=names_gpu), *extra_words])
 
 
-def run_command(spec: RunSpec, program: Sequence[str], *more: str) -> str:
-    """Return the `memprof run` command for a program with its arguments, non-default options, and `more` words."""
-    return shlex.join(["memprof", "run", *spell_options(spec), *more, *program])
+def make_run_command(spec: RunSpec, program: Sequence[str], *extra_words: str) -> str:
+    """Return the `memprof run` command for `program` (name and arguments): non-default options, then `extra_words`."""
+    return shlex.join(["memprof", "run", *format_options(spec), *extra_words, *program])
 
 
-def spell_options(spec: TargetSpec | RunSpec, *, names_gpu: bool = True) -> list[str]:
-    """Return the options of `spec` that differ from the default, and its fixes, as words of a command."""
-    kind: Any = type(spec)
-    about = options_of(kind)
-    instead = {one.instead_of: (name, one) for name, one in about.items() if one.instead_of}
-    words: list[str] = []
-    for name, one in about.items():
+def format_options(spec: TargetSpec | RunSpec, *, names_gpu: bool = True) -> list[str]:
+    """Return the options of `spec` that differ from the default, and its fixes, as command-line arguments."""
+    spec_class: Any = type(spec)
+    options = get_options(spec_class)
+    alternatives = {option.instead_of: (name, option) for name, option in options.items() if option.instead_of}
+    arguments: list[str] = []
+    for name, option in options.items():
         value = getattr(spec, name)
-        other, otherwise = instead.get(name, ("", None))
-        if otherwise is not None and getattr(spec, other):
-            one, value = otherwise, getattr(spec, other) if otherwise.parse else value
-        elif one.instead_of or (not (name == "gpu" and names_gpu) and _is_default(spec, name)):
+        alternative_name, alternative = alternatives.get(name, ("", None))
+        if alternative is not None and getattr(spec, alternative_name):
+            option, value = alternative, getattr(spec, alternative_name) if alternative.parse else value
+        elif option.instead_of or (not (name == "gpu" and names_gpu) and _is_default(spec, name)):
             continue
-        value = spell_size(value) if one.parse is parse_gib else value
-        words += [str(one.flag)] if isinstance(value, bool) else [str(one.flag), str(value)]
-    return [*words, *(["--fix", ",".join(spec.fixes)] if spec.fixes else [])]
+        value = format_size_option(value) if option.parse is parse_gib else value
+        arguments += [str(option.flag)] if isinstance(value, bool) else [str(option.flag), str(value)]
+    return [*arguments, *(["--fix", ",".join(spec.fixes)] if spec.fixes else [])]
 
 
 def _is_default(spec: TargetSpec | RunSpec, name: str) -> bool:

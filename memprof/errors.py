@@ -1,7 +1,7 @@
-"""Exceptions whose messages are for users: the problem, the offending value, and what to do about it.
+"""Errors for users: a problem, the offending value, and a hint.
 
-Every error that a user can cause is a `MemprofError`. The command line catches it once (cli/options.py), prints its
-lines to stderr and exits with `exit_code`; a traceback appears only with `--debug`.
+Every error that a user can cause is a `MemprofError`. The command line catches it in one place (cli/options.py), prints
+it to stderr and exits with `exit_code`; a traceback appears only with `--debug`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# Control characters but tab and line feed, ends of lines, and halves of characters; and what has no width, or turns the
-# direction of writing: Unicode's category Cf.
-_ACTS_ON_TEXT = re.compile(
+# Control characters except tab and line feed, line separators, surrogates, and Unicode's category Cf (characters
+# without width, or that change the writing direction).
+_CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
     "\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f"
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
@@ -26,16 +26,16 @@ def printable(text: str) -> str:
 
     Names from files, logs, snapshots and programs are untrusted: a terminal or browser must not interpret them.
     """
-    return _ACTS_ON_TEXT.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL_CHARACTERS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class MemprofError(Exception):
-    """An error that the user can act on.
+    """Error that the user can act on.
 
     Args:
-        problem: a description of the problem in one line.
-        value: the offending value, if there is one.
-        hint: advice in one line.
+        problem: one line that describes the problem.
+        value: the offending value, if any.
+        hint: one line of advice.
 
     Example:
         try:
@@ -68,7 +68,7 @@ class MemprofError(Exception):
 
 
 class UsageError(MemprofError):
-    """A usage error: an unknown name, a value out of range, a file of the wrong kind.
+    """Usage error: an unknown name, a value out of range, a file of the wrong kind.
 
     Example:
         try:
@@ -81,7 +81,7 @@ class UsageError(MemprofError):
 
 
 class RunFailedError(MemprofError):
-    """An error that the profiled program raised, or an operation that cannot be simulated.
+    """Error for a profiled program that raised an exception, or called an operation that cannot be simulated.
 
     Example:
         def step(layer):
@@ -99,7 +99,7 @@ class RunFailedError(MemprofError):
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error; if its `__str__` raises, the text that Python's tracebacks show."""
+    """Return `str(error)`, or, if that raises, "<exception str() failed>" as in Python's tracebacks."""
     try:
         return str(error)
     except Exception:  # of the program's own class: anything
@@ -107,29 +107,30 @@ def error_text(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
+    """Return the first line of the error's message; "" if it is empty."""
     return (error_text(error).strip().splitlines() or [""])[0]
 
 
 def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:
-    """Return the error for a library that is missing or incompatible; memprof's extra `extra` installs the library."""
+    """Return a UsageError for a missing or incompatible library, with the hint to install memprof's extra `extra`."""
     return UsageError(problem, value=value, hint=f"pip install 'memprof[{extra}]'{otherwise}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that is most similar to `name`, or None if no choice is close."""
-    by_folded = {choice.lower(): choice for choice in choices}
-    swapped = [choice for choice in by_folded if sorted(choice) == sorted(name.lower())]  # modle: model, not mode
-    matches = swapped or difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
-    return by_folded[matches[0]] if matches else None
+    """Return the one of `choices` that is most similar to `name`, ignoring case; None if none is similar."""
+    by_lowercase = {choice.lower(): choice for choice in choices}
+    transposed = [choice for choice in by_lowercase if sorted(choice) == sorted(name.lower())]  # modle: model, not mode
+    matches = transposed or difflib.get_close_matches(name.lower(), by_lowercase, n=1, cutoff=0.5)
+    return by_lowercase[matches[0]] if matches else None
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, see: str | None = None) -> UsageError:
-    """Return the error for an unknown name, which suggests the nearest choice, else lists the choices."""
+    """Return a UsageError for the unknown `name` of a `kind`; the hint suggests a similar choice, or lists choices.
+    `see` is added to the hint."""
     names = sorted(choices)
-    close = nearest(name, names)
-    if close is not None:
-        hint = f"did you mean {close!r}?"
+    suggestion = nearest(name, names)
+    if suggestion is not None:
+        hint = f"did you mean {suggestion!r}?"
     elif len(names) <= 30:
         hint = "known: " + ", ".join(names)
     else:

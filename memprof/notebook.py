@@ -1,4 +1,4 @@
-"""Notebook magics: after `%load_ext memprof`, a cell with `%%memprof --gpu rtx-4090` runs on a virtual GPU."""
+"""Notebook magic: after `%load_ext memprof`, a cell with `%%memprof --gpu rtx-4090` runs on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _make_parser() -> _Parser:
 
 
 def register(shell: Any) -> None:
-    """Register the magic with IPython's `shell`."""
+    """Register the cell magic `%%memprof` with IPython's `shell`."""
 
     def memprof(line: str, cell: str) -> Report | None:
         """Run the cell with "cuda" as a virtual GPU, and return the report: --gpu, --gpu-vram, --alloc-conf."""
@@ -48,8 +48,8 @@ def run_cell(shell: Any, line: str, cell: str) -> Report:
 
     Args:
         shell: IPython's shell.
-        line: the options, as on the command line.
-        cell: the code.
+        line: the text after `%%memprof`: options as on the command line.
+        cell: the source code of the cell.
 
     Raises:
         UsageError: an unknown GPU or option.
@@ -59,15 +59,15 @@ def run_cell(shell: Any, line: str, cell: str) -> Report:
     from memprof.api import virtual_gpu
 
     try:
-        words = shlex.split(line)
+        arguments = shlex.split(line)
     except ValueError as error:
         raise UsageError("the options cannot be read", value=line, hint=str(error)) from None
-    asked = _make_parser().parse_args(words)
+    options = _make_parser().parse_args(arguments)
     # Source lines of the report are then the cell's: `cell 3:2`. What counts cells is ahead of them in some releases.
     name = f"cell {len(shell.user_ns['In']) - 1}"
     code = shell.transform_cell(cell)
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    compiled = compile(code, name, "exec")
-    with virtual_gpu(asked.gpu, vram=asked.gpu_vram, alloc_conf=asked.alloc_conf) as gpu:
-        exec(compiled, shell.user_ns)
+    code_object = compile(code, name, "exec")
+    with virtual_gpu(options.gpu, vram=options.gpu_vram, alloc_conf=options.alloc_conf) as gpu:
+        exec(code_object, shell.user_ns)
     return gpu.report()

@@ -1,7 +1,5 @@
-"""Replacement of attributes of other packages' modules and classes, and their restoration.
-
-`PatchSet` makes all patches of memprof; `Extension` is the form of each group of patches.
-"""
+"""Monkeypatching: replacing attributes of other packages' modules and classes, and restoring them.
+`PatchSet` applies and undoes patches; an `Extension` is a group of patches for a run."""
 
 from __future__ import annotations
 
@@ -21,25 +19,25 @@ from typing import Any
 Patch = tuple[Any, str, Any]  # owner, name of the attribute, replacement
 
 _MISSING = object()
-# Name -> modules without that name: thousands, and a new search at each run's begin and end would cost more than
-# all other work there.
+# Name -> modules without that name: thousands, and searching them again at each begin and end of a run would take
+# longer than all other work there.
 _MODULES_WITHOUT_NAME: defaultdict[str, set[str]] = defaultdict(set)
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Import hook for the front of `sys.meta_path`: other finders find the modules; callbacks run after a module's
-    execution."""
+    """Finder for the front of `sys.meta_path` that leaves finding to the other finders, and calls back after a module
+    has been executed."""
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
         self._is_searching = False
 
     def add(self, name: str, callback: Callable[[ModuleType], None]) -> None:
-        """Call `callback` with the module `name` once the module has first been executed."""
+        """Have `callback` called with the module `name` once that has been executed."""
         self._callbacks.setdefault(name, []).append(callback)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the other finders' spec, with a loader that runs the callbacks after the module's execution."""
+        """Return the spec of the other finders, with a loader that runs the callbacks after executing the module."""
         if name not in self._callbacks or self._is_searching:
             return None
         self._is_searching = True
@@ -48,10 +46,10 @@ class ImportHook(importlib.abc.MetaPathFinder):
         finally:
             self._is_searching = False
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            original_exec = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                run(module)
+                original_exec(module)
                 for callback in self._callbacks[name]:
                     callback(module)
 
@@ -60,10 +58,8 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
 
 class PatchSet:
-    """Context manager: replaces attributes, and restores them in reverse order on exit.
-
-    All attributes are restored, even if the restoration of one fails.
-    """
+    """Set of patches: replaces attributes, and restores them in reverse order at exit of the context manager.
+    If one attribute cannot be restored, the others still are."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any, Any]] = []
@@ -83,12 +79,12 @@ class PatchSet:
         setattr(owner, name, value)
 
     def apply_all(self, patches: Iterable[Patch]) -> None:
-        """Apply `patches` one after the other; a lazy iterable sees the earlier patches in place."""
+        """Apply `patches` one by one; a generator runs with its earlier patches applied."""
         for owner, name, value in patches:
             self.set(owner, name, value)
 
     def apply_on_import(self, name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> None:
-        """Apply the patches of the module `name`: at once if the module has been imported, else after its execution."""
+        """Apply `patches(module)` to the module `name`: now if it is imported already, else once it is imported."""
         if name in sys.modules:
             self.apply_all(patches(sys.modules[name]))
             return
@@ -99,27 +95,27 @@ class PatchSet:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context manager: restore the originals in the body, then reinstate the current patches."""
+        """Context manager: restore the original attributes in the body, and apply the patches again at exit."""
         with contextlib.ExitStack() as restorations:  # one that cannot be put back keeps no other from it
-            for owner, name, before, _ in reversed(self._undo):
+            for owner, name, original, _ in reversed(self._undo):
                 restorations.callback(_restore, owner, name, vars(owner).get(name, _MISSING))
-                _restore(owner, name, before)
+                _restore(owner, name, original)
             yield
 
     def undo(self, excluded_folder: str = "") -> None:
-        """Restore all originals, also in modules that were imported since the first patch and refer to a replacement,
-        except modules with a file below the folder `excluded_folder`."""
+        """Restore all original attributes, also in modules that have imported a replacement since the first patch,
+        except modules whose file is in `excluded_folder`."""
         hook, self._hook = self._hook, None
         if hook in sys.meta_path:  # unless the program has removed the hook
             sys.meta_path.remove(hook)
-        undo, self._undo = self._undo, []
+        patches, self._undo = self._undo, []
         with contextlib.ExitStack() as restorations:  # one that cannot be put back keeps no other from it
-            for owner, name, before, _ in undo:
-                restorations.callback(_restore, owner, name, before)
+            for owner, name, original, _ in patches:
+                restorations.callback(_restore, owner, name, original)
             originals: dict[int, Any] = {}
-            for _, _, before, value in undo:
-                if callable(value) and before is not _MISSING and getattr(value, "__module__", None) != "builtins":
-                    originals[id(value)] = originals.get(id(before), before)
+            for _, _, original, value in patches:
+                if callable(value) and original is not _MISSING and getattr(value, "__module__", None) != "builtins":
+                    originals[id(value)] = originals.get(id(original), original)
             for module in [sys.modules[name] for name in sys.modules.keys() - self._modules] if originals else []:
                 if not isinstance(module, ModuleType):
                     continue
@@ -139,62 +135,60 @@ def _restore(owner: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def bind_everywhere(name: str, original: Any, replacement: Any) -> Iterator[None]:
-    """Context manager: bind `name` to `replacement` in each module where it is `original` (`from safetensors import
-    safe_open`).
+    """Context manager: replace `original` by `replacement` in all modules that have it as `name`, as after `from
+    safetensors import safe_open`.
 
-    A module that is imported in the body gets the replacement, and the original afterwards.
+    At exit the original is restored, also in modules that were imported in the body.
     """
     modules_without_name = _MODULES_WITHOUT_NAME[name]
-    changed = _rebind(sys.modules.keys() - modules_without_name, name, original, replacement)
-    modules_without_name |= sys.modules.keys() - changed
+    rebound = _rebind(sys.modules.keys() - modules_without_name, name, original, replacement)
+    modules_without_name |= sys.modules.keys() - rebound
     try:
         yield
     finally:
-        _rebind(changed | (sys.modules.keys() - modules_without_name), name, replacement, original)
+        _rebind(rebound | (sys.modules.keys() - modules_without_name), name, replacement, original)
 
 
-def _rebind(modules: set[str], name: str, old: Any, new: Any) -> set[str]:
-    changed = set()
+def _rebind(modules: set[str], name: str, old_value: Any, new_value: Any) -> set[str]:
+    rebound = set()
     for module_name in modules:
         module = sys.modules.get(module_name)
-        if getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
-            changed.add(module_name)
-    return changed
+        if getattr(module, "__dict__", {}).get(name) is old_value:
+            setattr(module, name, new_value)
+            rebound.add(module_name)
+    return rebound
 
 
 class Extension:
-    """A group of patches and other changes for the length of a run. One instance is made for each run.
-
-    `context` has the run's objects that extensions use (memprof/virtual/install_context.py).
-    """
+    """Group of patches and other changes during a run; each run creates its own instance.
+    `context` has the run's objects that extensions use (memprof/virtual/install_context.py)."""
 
     imports: tuple[str, ...] = ()  # other packages' modules that the program may import
     environment: Mapping[str, str] = {}  # environment variables of the Python processes that the program starts
 
     def patches(self, context: Any) -> Iterator[Patch]:
-        """Yield the patches (owner, name, replacement) that are in place from the begin of the run."""
+        """Yield patches (owner, name, replacement) to apply at the begin of the run."""
         yield from ()
 
     def make_module_patches(self, module: ModuleType, context: Any) -> Iterator[Patch]:
-        """Yield the patches that are applied once `module`, one of `imports`, has been imported."""
+        """Yield patches (owner, name, replacement) to apply once `module`, one of `imports`, is imported."""
         yield from ()
 
     def around(self, context: Any) -> AbstractContextManager[object]:
-        """Return a context manager that is entered for the length of the run."""
+        """Return a context manager that is entered at the begin of the run and exited at its end."""
         return contextlib.nullcontext()
 
     def leave_in_child(self) -> None:
-        """Undo, in a process forked during the run, changes other than patches and memory."""
+        """Undo changes that are neither patches nor memory, in a child process that was forked during the run."""
 
 
 @functools.cache
 def find_extensions(*packages: str) -> tuple[type[Extension], ...]:
-    """Return the extensions in the files of these packages, in the order of the files' names."""
-    found: list[type[Extension]] = []
+    """Return the subclasses of `Extension` in the modules of `packages`, sorted by module name."""
+    extensions: list[type[Extension]] = []
     for package in packages:
         for file in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             module = importlib.import_module(file.name)
-            kinds = [value for value in vars(module).values() if isinstance(value, type)]
-            found += [kind for kind in kinds if issubclass(kind, Extension) and kind.__module__ == file.name]
-    return tuple(found)
+            classes = [cls for cls in vars(module).values() if isinstance(cls, type)]
+            extensions += [cls for cls in classes if issubclass(cls, Extension) and cls.__module__ == file.name]
+    return tuple(extensions)

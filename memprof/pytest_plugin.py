@@ -1,10 +1,10 @@
-"""A pytest plugin: tests that run on a virtual GPU, and fail if the run would not fit the GPU.
+"""Pytest plugin: tests that run on a virtual GPU, and fail if the run would not fit the GPU.
 
     @pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")
     def test_training_step():
         train(steps=2)  # "cuda" is the virtual GPU, here and in the test's own fixtures
 
-The virtual GPU exists for the test and its function-scoped fixtures; fixtures of a wider scope are made without it.
+The virtual GPU exists for the test and its function-scoped fixtures; fixtures of a wider scope are set up without it.
 `limit` is device memory, as nvidia-smi shows it: reserved memory and the CUDA context. The test fails if the run would
 be out of memory on a GPU with that capacity. Cached memory does not count, since the allocator releases it before an
 allocation fails. Without `limit`, the GPU's capacity is the limit. docs/dry-run-in-ci.md has more.
@@ -27,18 +27,18 @@ MARKER = "memprof"
 DEFAULT_GPU = "h100-80gb"
 
 
-class _Gpu(NamedTuple):
-    """The virtual GPU that a test runs on."""
+class _GpuLimit(NamedTuple):
+    """Virtual GPU of a test, and the memory limit of the test's marker."""
 
     gpu: ProfiledGpu
     limit_bytes: int | None
 
 
-_GPU = pytest.StashKey[_Gpu]()
+_GPU_KEY = pytest.StashKey[_GpuLimit]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, for `--markers` and `--strict-markers`."""
+    """Register the marker `memprof`, for `--markers` and `--strict-markers`."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(gpu={DEFAULT_GPU!r}, *, gpus=1, rank=None, world_size=None, vram=None, limit=None, "
@@ -49,49 +49,47 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, None]:
-    """Yield the virtual GPU that the test runs on: the GPU of its `memprof` marker, or an H100 without a marker.
-
-    A test without a marker does not fail by memory; it may check `allocated_bytes` or `report()` itself.
-    """
+    """Yield the virtual GPU of the test, chosen by its `memprof` marker; an H100 without a marker.
+    Without a marker the test does not fail if it needs too much memory; it may check `report()` itself."""
     marker = request.node.get_closest_marker(MARKER)
-    gpu = _parse_marker(*(marker.args, marker.kwargs) if marker else ((), {}))
-    with gpu.gpu:
-        request.node.stash[_GPU] = gpu
-        yield gpu.gpu
-    del request.node.stash[_GPU]  # with its trace: a suite may have many
+    gpu_limit = _parse_marker(*(marker.args, marker.kwargs) if marker else ((), {}))
+    with gpu_limit.gpu:
+        request.node.stash[_GPU_KEY] = gpu_limit
+        yield gpu_limit.gpu
+    del request.node.stash[_GPU_KEY]  # with its trace: a suite may have many
 
 
 @pytest.fixture(autouse=True)
 def _memprof_marker(request: pytest.FixtureRequest) -> None:
-    """Request the `virtual_gpu` fixture for tests with the marker."""
+    """Set up the `virtual_gpu` fixture for tests with the `memprof` marker."""
     if request.node.get_closest_marker(MARKER) is not None:
         request.getfixturevalue("virtual_gpu")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a passed test whose run does not fit; failed tests keep their error."""
+    """Fail a test that has passed if its memory exceeds the limit; a failed test keeps its error."""
     result = yield
-    gpu = item.stash.get(_GPU, None)
-    if gpu is not None and item.get_closest_marker(MARKER) is not None:
-        problem = _describe_problem(gpu)
+    gpu_limit = item.stash.get(_GPU_KEY, None)
+    if gpu_limit is not None and item.get_closest_marker(MARKER) is not None:
+        problem = _describe_problem(gpu_limit)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
     return result
 
 
-def _describe_problem(gpu: _Gpu) -> str | None:
+def _describe_problem(gpu_limit: _GpuLimit) -> str | None:
     from memprof.ledger.ledger import EmptyTraceError
     from memprof.report.terminal.summary import format_summary
 
     try:
-        document = gpu.gpu.report(limit_bytes=gpu.limit_bytes)
+        document = gpu_limit.gpu.report(limit_bytes=gpu_limit.limit_bytes)
     except EmptyTraceError as error:
         return f"memprof: the test has the marker, and used no memory of the GPU: {error.hint}"
     return None if document.verdict.fits else f"memprof: {format_summary(document)}"
 
 
-def _parse_marker(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Gpu:
+def _parse_marker(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _GpuLimit:
     from memprof.errors import UsageError
 
     signature = inspect.signature(_make_gpu)
@@ -118,7 +116,7 @@ def _make_gpu(
     vram: str | float | None = None,
     limit: str | float | None = None,
     alloc_conf: str | None = None,
-) -> _Gpu:
+) -> _GpuLimit:
     from memprof.api import virtual_gpus
     from memprof.errors import UsageError
     from memprof.units import parse_gib
@@ -128,7 +126,7 @@ def _make_gpu(
     for key, value in (("gpus", gpus), ("rank", rank), ("world_size", world_size)):
         if type(value) is not int and (value is not None or key == "gpus"):
             raise UsageError(f"{key} is not a whole number", value=repr(value), hint=f"give one, as in {key}=8")
-    made = virtual_gpus(gpus, gpu, vram=vram, alloc_conf=alloc_conf, rank=rank, world_size=world_size)
+    profiled_gpu = virtual_gpus(gpus, gpu, vram=vram, alloc_conf=alloc_conf, rank=rank, world_size=world_size)
     limit_bytes = None if limit is None else parse_gib(limit)
-    made.check_limit(limit_bytes)
-    return _Gpu(made, limit_bytes)
+    profiled_gpu.check_limit(limit_bytes)
+    return _GpuLimit(profiled_gpu, limit_bytes)

@@ -1,7 +1,7 @@
-"""The options of a script's run in one frozen dataclass, like `TargetSpec` for a model that memprof builds.
+"""`RunSpec`, the options of `memprof run` in one frozen dataclass, as `TargetSpec` has those of `memprof profile`.
 
 Every option that affects the result of a run is a field. Code that runs the script again, or prints the command, uses
-the whole object, so that no option is lost. To add an option of `memprof run`, add a field.
+the complete object, so that no option is lost. To add an option of `memprof run`, add a field.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from memprof.spec import option, repeat_option
 
-# A variable of the environment: `off` where no file of settings is to be read, for all that it says is in the spec.
-SETTINGS = "MEMPROF_SETTINGS"
+# Environment variable: "off" if the settings file is not to be read, because its options are in the spec already.
+SETTINGS_VARIABLE = "MEMPROF_SETTINGS"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The options of a script's run; sizes are in bytes."""
+    """Options of `memprof run`; memory sizes are in bytes."""
 
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
     beyond: bool = option(False, "Script", "Go on past a full GPU, to see the whole need: no error in the script.")

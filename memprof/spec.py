@@ -1,7 +1,7 @@
-"""The target of a profile: one frozen, validated description of model, workload and GPU.
+"""`TargetSpec`, the target of `memprof profile`: one frozen, validated description of model, workload and GPU.
 
-A field made by `option` is an option of the command line too: cli/options.py and `check_options` read the field's
-metadata. To add an option, add a field.
+A field defined by `option` is a command-line option too: cli/options.py and `check_options` read the field's metadata.
+To add an option, add a field.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from memprof.errors import UsageError, unknown_name
-from memprof.units import GIB, parse_gib, parse_whole
+from memprof.units import GIB, parse_gib, parse_integer
 
 DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
 BITSANDBYTES_OPTIMIZERS = ("adamw-8bit", "paged-adamw-8bit")
 TORCHAO_OPTIMIZERS = ("torchao-adamw-8bit", "torchao-adamw-4bit")
-# Their state is quantized; each has one implementation, its library's.
+# Optimizers with quantized state; each has only its library's implementation.
 QUANTIZED_OPTIMIZERS = BITSANDBYTES_OPTIMIZERS + TORCHAO_OPTIMIZERS
 OPTIMIZERS = (
     "adamw", "adam", "sgd", "sgd-momentum", "adafactor", "adagrad", "rmsprop", *QUANTIZED_OPTIMIZERS, "none",
@@ -31,9 +31,9 @@ UNFUSED_OPTIMIZERS = ("adafactor", "adagrad", "rmsprop")
 ZERO_GRADS = ("none", "zero")
 BITSANDBYTES_FORMATS = ("int8", "nf4", "fp4")
 GGUF_FORMATS = ("gguf-q4_0", "gguf-q4_k", "gguf-q5_k", "gguf-q6_k", "gguf-q8_0")
-# Of checkpoints whose weights are read as they are; bitsandbytes quantizes while it loads.
+# Formats of quantized checkpoints; bitsandbytes quantizes while it loads instead.
 STORED_FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4", "mxfp4", *GGUF_FORMATS)
-# Adapters are trained on these: their layers have a backward.
+# Formats whose layers have a backward, so that adapters can be trained on them.
 TRAINABLE_FORMATS = (*BITSANDBYTES_FORMATS, "fp8", "gptq-int8", "gptq-int4", "awq-int4")
 QUANTIZATIONS = BITSANDBYTES_FORMATS + STORED_FORMATS
 ADAPTERS = ("lora",)
@@ -44,20 +44,20 @@ OPTIMIZER_IMPLS = ("foreach", "fused", "single")
 NPT_MODES = ("dense", "per-token", "chunked", "low-rank")
 NPT_COMBINES = ("sequential", "batched", "merged")
 NPT_INITS = ("orthogonal", "fast")
-# Of case study 1; with several rank-1 updates the initialisation is "fast".
+# Defaults of case study 1; with several rank-1 updates the initialization is "fast".
 NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
-PRESENT = "the one that is here, else h100-80gb"
+DEFAULT_GPU_TEXT = "the one that is here, else h100-80gb"
 DEVICES = ("virtual", "cpu", "cuda")
-# Host memory that a search takes for granted where none is given: a node with eight large GPUs has about 2 TiB.
+# Host memory that a search assumes if none is given: a node with eight large GPUs has about 2 TiB.
 HOST_BYTES = 256 * GIB
 STEADY_STEPS = 2
-# Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md).
+# Default steps for varying lengths: the longest 1% are two batches, and reserved memory is stable (docs/lengths.md).
 MANY_STEPS = 200
-_ABBREVIATED = {
+_DTYPE_ABBREVIATIONS = {
     "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
     "bf16": "bfloat16",
 }  # fmt: skip
-# Kinds that transformers does not have (workload/attention).
+# Kinds of attention that transformers does not have (workload/attention).
 OWN_ATTENTIONS = ("nsa", "nsa-eager", "sliding", "block-sparse", "linear")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", *OWN_ATTENTIONS)
 
@@ -65,8 +65,8 @@ _T = TypeVar("_T")
 
 
 def parse_dtype(text: str) -> str:
-    """Return torch's name of a dtype for an abbreviation such as bf16."""
-    return _ABBREVIATED.get(text.lower(), text)
+    """Return torch's dtype name for an abbreviation such as "bf16"; other text is returned unchanged."""
+    return _DTYPE_ABBREVIATIONS.get(text.lower(), text)
 
 
 class Mode(StrEnum):
@@ -78,56 +78,56 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The command-line option of a field, and the field's permitted values."""
+    """Command-line option of a dataclass field, and the field's permitted values."""
 
-    panel: str  # the heading in --help; empty: it is not shown
-    help: str  # the choices take the place of {choices}
-    metavar: str | None = None  # stands for the value; None: its type does
-    choices: tuple[str, ...] = ()  # all values that there are; none: any
-    is_count: bool = False  # it is at least 1
-    flag: str | None = None  # its spelling; None: the field's name, after --no- where the field is true by default
-    unset: str | None = None  # what is taken if it is not given; None: the field's default
-    # The field that may not be given as well. Where this one is a bool, the text that is given is the value of that
-    # one, and says by this one what it is.
+    panel: str  # heading in --help; empty: not shown
+    help: str  # {choices} is replaced by the choices
+    metavar: str | None = None  # placeholder of the value in --help; None: from the type
+    choices: tuple[str, ...] = ()  # permitted values; empty: any
+    is_count: bool = False  # whether the value must be at least 1
+    flag: str | None = None  # such as --gpu; None: the field's name, with --no- if the field is true by default
+    unset: str | None = None  # description of the default in --help; None: the field's default
+    # Field that this option replaces, so that both cannot be given. If this field is a bool, the option's value is
+    # assigned to the replaced field, and this field is set to True.
     instead_of: str | None = None
-    parse: Callable[[str], object] | None = None  # makes the value of the text that is given
-    short: str | None = None  # a second spelling, of one letter
+    parse: Callable[[str], object] | None = None  # converts the argument's text to the value
+    short: str | None = None  # one-letter flag
 
 
-def option(default: _T, panel: str, help: str, **about: Any) -> _T:
-    """Return a dataclass field that is an option of the command line; `about` are fields of `Option`."""
-    if about.get("is_count"):
-        about = {"parse": parse_whole, "metavar": "COUNT"} | about
-    return dataclasses.field(default=default, metadata={"option": Option(panel, help, **about)})
+def option(default: _T, panel: str, help: str, **fields: Any) -> _T:
+    """Return a dataclass field that is a command-line option; `fields` are further fields of `Option`."""
+    if fields.get("is_count"):
+        fields = {"parse": parse_integer, "metavar": "COUNT"} | fields
+    return dataclasses.field(default=default, metadata={"option": Option(panel, help, **fields)})
 
 
 @functools.cache
-def options_of(kind: type) -> Mapping[str, Option]:
-    """Return the options among the fields of a dataclass, with their flags, by field name."""
-    found = {}
-    for field in dataclasses.fields(kind):
-        about = field.metadata.get("option")
-        if about is not None:
+def get_options(cls: type) -> Mapping[str, Option]:
+    """Return the options among the fields of dataclass `cls`, by field name, each with its flag."""
+    result = {}
+    for field in dataclasses.fields(cls):
+        entry = field.metadata.get("option")
+        if entry is not None:
             no = "no-" if field.default is True else ""
-            found[field.name] = dataclasses.replace(about, flag=about.flag or f"--{no}{field.name.replace('_', '-')}")
-    return found
+            result[field.name] = dataclasses.replace(entry, flag=entry.flag or f"--{no}{field.name.replace('_', '-')}")
+    return result
 
 
-def check_options(asked: Any) -> None:
-    """Raise UsageError, with the flag, if an option of a dataclass has an unknown value or is out of range."""
-    for name, about in options_of(asked.__class__).items():
-        value = getattr(asked, name)
+def check_options(spec: Any) -> None:
+    """Raise UsageError, which names the flag, if an option of `spec` has an unknown value or is out of range."""
+    for name, option in get_options(spec.__class__).items():
+        value = getattr(spec, name)
         if value is None:
             continue
-        if about.is_count and value < 1:
-            raise UsageError(f"{about.flag} must be at least 1", value=value, hint="give a positive whole number")
-        if about.choices and value not in about.choices:
-            raise unknown_name(str(about.flag), str(value), about.choices)
+        if option.is_count and value < 1:
+            raise UsageError(f"{option.flag} must be at least 1", value=value, hint="give a positive whole number")
+        if option.choices and value not in option.choices:
+            raise unknown_name(str(option.flag), str(value), option.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSpec:
-    """The target of a profile. Sizes are counts of tokens, sequences and steps; memory is in bytes.
+    """Target of `memprof profile`: model, workload and GPU. Fields that end in `_bytes` are in bytes.
 
     Raises:
         UsageError: a value is unknown or out of range; the message names the flag.
@@ -255,7 +255,7 @@ class TargetSpec:
     fixes: tuple[str, ...] = ()
     device: str = option("virtual", "GPU", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)
     detail: bool = option(False, "GPU", "Measured: the line of every allocation as well, which makes steps longer.")
-    gpu: str = option("h100-80gb", "GPU", "The GPU (`memprof gpus` lists them).", unset=PRESENT)
+    gpu: str = option("h100-80gb", "GPU", "The GPU (`memprof gpus` lists them).", unset=DEFAULT_GPU_TEXT)
     gpu_vram_bytes: int | None = option(
         None, "GPU", "Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB", flag="--gpu-vram",
         instead_of="gpu", parse=parse_gib,
@@ -374,25 +374,23 @@ class TargetSpec:
 
 
 def repeat_option(
-    name: str, *, of: type = TargetSpec, default: object = dataclasses.MISSING, note: str = "", **changes: Any
+    name: str, *, cls: type = TargetSpec, default: object = dataclasses.MISSING, note: str = "", **changes: Any
 ) -> Any:
-    """Return an option of another dataclass, `TargetSpec` or `of`, as a field of one more.
-
-    `note` is added to the option's help, and `changes` replaces fields of the `Option`, such as `unset`.
-    """
-    field: dataclasses.Field[Any] = of.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    about: Option = field.metadata["option"]
-    about = dataclasses.replace(about, help=f"{about.help} {note}".strip(), **changes)
+    """Return a dataclass field with the option `name` of dataclass `cls`, for use in another dataclass.
+    `note` is appended to the option's help; `changes` replaces fields of the `Option`, such as `unset`."""
+    field: dataclasses.Field[Any] = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    option: Option = field.metadata["option"]
+    option = dataclasses.replace(option, help=f"{option.help} {note}".strip(), **changes)
     default = field.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={"option": about})
+    return dataclasses.field(default=default, metadata={"option": option})
 
 
 def parse_layers(text: str, count: int | None = None) -> list[int]:
-    """Return the sorted, unique layers in a list such as "0,4-7,-1"; negative numbers count from the end.
+    """Return the sorted, unique layer indices in `text`, such as "0,4-7,-1"; negative indices count from the end.
 
-    `count` is the number of layers; without it, only the syntax is checked. Raises UsageError: a layer does not exist.
+    `count` is the number of layers; if None, only the syntax is checked. Raises UsageError if a layer does not exist.
     """
-    found: set[int] = set()
+    indices: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(-?\d+)(?:-(-?\d+))?\s*", part)
         if match is None:
@@ -404,12 +402,12 @@ def parse_layers(text: str, count: int | None = None) -> list[int]:
             ends = [end % count for end in ends]
             if ends[0] > ends[-1]:
                 raise UsageError("--npt-layers has a range that is empty", value=part, hint="first-last")
-        found.update(range(ends[0], ends[-1] + 1) if count is not None else ends)
-    return sorted(found)
+        indices.update(range(ends[0], ends[-1] + 1) if count is not None else ends)
+    return sorted(indices)
 
 
 def check_quantized(name: str, spec: TargetSpec) -> None:
-    """Raise UsageError if weights in the format `name` would be trained, need a backward, or would be measured."""
+    """Raise UsageError if `spec` cannot be run with weights in the format `name`, for instance trains them."""
     value = f"--quantize {name}"
     if spec.mode is Mode.TRAIN and spec.adapter is None and spec.npt is None:
         hint = "add --adapter lora, --npt low-rank or --mode inference"

@@ -1,3 +1,3 @@
-"""The version of memprof."""
+"""Version of memprof."""
 
 __version__ = "0.1.0"

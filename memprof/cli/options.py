@@ -30,7 +30,7 @@ from memprof.cli.streams import discard_output, echo, report_error
 from memprof.device.ceiling import limit_memory
 from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.run_spec import RunSpec
-from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, options_of, repeat_option
+from memprof.spec import DEFAULT_GPU_TEXT, Option, TargetSpec, check_options, get_options, option, repeat_option
 from memprof.units import parse_gib
 
 OUTPUT = "Output"
@@ -95,7 +95,7 @@ class SharedOptions:
     params: str | None = option(
         None, "Model", "A number of parameters, such as 1.2B: estimated analytically, nothing is run.", metavar="COUNT"
     )
-    shown_gpu: int | None = repeat_option("shown_gpu", of=RunSpec)
+    shown_gpu: int | None = repeat_option("shown_gpu", cls=RunSpec)
     top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
     force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
     cache: bool = option(True, OUTPUT, "Simulate again what was kept of an earlier call (`memprof cache`).")
@@ -113,7 +113,7 @@ class ReadingOptions:
 
 def reuse_option(name: str, **changes: Any) -> Any:
     """Return an option of `TargetSpec` or `SharedOptions` as a field of another dataclass."""
-    return repeat_option(name, of=TargetSpec if name in TargetSpec.__dataclass_fields__ else SharedOptions, **changes)
+    return repeat_option(name, cls=TargetSpec if name in TargetSpec.__dataclass_fields__ else SharedOptions, **changes)
 
 
 def build_spec(request: object, **others: object) -> TargetSpec:
@@ -279,7 +279,7 @@ def _build_option_words(parameter: Any, value: Any) -> list[str]:
 
 def _find_excluded(name: str) -> str:
     """Return the option that excludes option `name`, or `name` if there is none."""
-    about = options_of(TargetSpec).get(name)
+    about = get_options(TargetSpec).get(name)
     return _EXCLUDED.get(name) or (about.instead_of if about else None) or name
 
 
@@ -318,7 +318,7 @@ def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
     panels: dict[str, str] = {}
     for group, kind in groups.items():
         types = get_type_hints(kind)
-        for name, about in options_of(kind).items():
+        for name, about in get_options(kind).items():
             owners[name] = group  # the last group that has the option
             panels[name] = about.panel
             parameters[name] = _build_parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
@@ -426,7 +426,7 @@ def _parse_option(about: Option, value: str) -> Any:
 
 def _build_options(kind: Any, values: Mapping[str, Any]) -> Any:
     """Return an instance of dataclass `kind` from option values. Raises UsageError: wrong or conflicting values."""
-    options = options_of(kind)
+    options = get_options(kind)
     given: dict[str, Any] = {}
     for name, value in values.items():
         about = options[name]
@@ -444,7 +444,7 @@ def _build_options(kind: Any, values: Mapping[str, Any]) -> Any:
         else:
             given[name] = _parse_option(about, value) if about.parse else value
             _check_numbers({name: given[name]})
-    if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
+    if "gpu" in options and options["gpu"].unset == DEFAULT_GPU_TEXT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
         from memprof.flows.local_gpu import find_local_gpu_options
 
         given |= find_local_gpu_options()

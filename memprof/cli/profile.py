@@ -47,10 +47,10 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
         hint = "--fix auto shows a ladder of its own"
         raise UsageError("give --fix auto or --ladder, not both", value=f"--fix {options.fix}", hint=hint)
     options.check_largest(options.device)
-    from memprof.fixes.catalog import STEPS, check_installed
+    from memprof.fixes.catalog import ALL_FIXES, check_installed
     from memprof.fixes.chosen import parse_fixes
 
-    named = () if options.fix is None or options.is_search else [fix.fix for fix in parse_fixes(options.fix, STEPS)]
+    named = () if options.fix is None or options.is_search else [fix.fix for fix in parse_fixes(options.fix, ALL_FIXES)]
     check_installed(spec, named)
     from memprof.report.documents.report import Report
 
@@ -93,7 +93,7 @@ def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_named: bo
 def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:
     """Return trace and report of the run, ladder or search; `is_named`: the user named the GPU to simulate."""
     from memprof.device.visible import hide_gpus
-    from memprof.fixes.catalog import BESIDE, SPREADS, STEPS, ladder
+    from memprof.fixes.catalog import ALL_FIXES, BASE_PLAN, PARALLEL_FIXES, list_ladder
     from memprof.fixes.chosen import parse_fixes
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
@@ -103,7 +103,7 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
         from memprof.flows.limit import find_largest_for_spec
 
         if options.fix is not None:
-            spec = SpecRuns(spec, progress).add_fixes(parse_fixes(options.fix, STEPS))
+            spec = SpecRuns(spec, progress).add_fixes(parse_fixes(options.fix, ALL_FIXES))
         return find_largest_for_spec(spec, options.largest, progress)
     simulated: Trace | None = None
     if options.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
@@ -122,13 +122,13 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
         from memprof.flows.ladder.plans import search_plans
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
-    fixes = [] if options.fix is None or options.is_search else parse_fixes(options.fix, STEPS)
-    spreads = options.fix is None or any(fix.fix.name in SPREADS for fix in fixes)
+    fixes = [] if options.fix is None or options.is_search else parse_fixes(options.fix, ALL_FIXES)
+    spreads = options.fix is None or any(fix.fix.name in PARALLEL_FIXES for fix in fixes)
     if spec.gpus > 1 and spec.parallel is None and spreads:
-        spec = spec.edit(parallel=BESIDE)
+        spec = spec.edit(parallel=BASE_PLAN)
     if options.is_search and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated)
     if options.fix is None:
-        return build_ladder(runs, ladder(spec.gpus))
+        return build_ladder(runs, list_ladder(spec.gpus))
     return search_fixes(runs) if options.is_search else apply_fixes(runs, fixes, each=options.ladder)

@@ -27,7 +27,7 @@ from typing import Any
 import typer
 
 from memprof.errors import UsageError, unknown_name
-from memprof.run_spec import SETTINGS
+from memprof.run_spec import SETTINGS_VARIABLE
 
 _COMMAND_LINE_ONLY = (
     "model", "trust-remote-code", "force", "save", "csv", "html", "to", "log", "debug", "no-color", "help", "m",
@@ -79,7 +79,7 @@ command_words: tuple[str, ...] = ()  # The current command with all its options.
 
 def read_settings() -> tuple[Path, Mapping[str, Any]] | None:
     """Return the nearest settings file from the current folder upwards, and its table; None: no such file."""
-    if os.environ.get(SETTINGS) == "off":
+    if os.environ.get(SETTINGS_VARIABLE) == "off":
         return None
     try:
         start = Path.cwd()

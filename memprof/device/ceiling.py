@@ -12,7 +12,7 @@ from pathlib import Path
 
 from memprof.device.host import available_bytes
 from memprof.errors import UsageError
-from memprof.units import GIB, format_bytes, spell_size
+from memprof.units import GIB, format_bytes, format_size_option
 
 MIN_LIMIT_BYTES = 2 * GIB  # limit for small files
 MEMORY_BYTES_PER_FILE_BYTE = 12  # maximum for reading and analysing a snapshot: measured by tests/benchmarks/analyze.py
@@ -36,7 +36,7 @@ def compute_limit_bytes(*files: Path) -> int:
 def suggest_limit(needed_bytes: int) -> str:
     """Return the hint for a file that needs `needed_bytes`."""
     rounded_bytes = -(-needed_bytes // GIB) * GIB
-    return f"if you trust it, let it take more: --max-memory {spell_size(rounded_bytes)}"
+    return f"if you trust it, let it take more: --max-memory {format_size_option(rounded_bytes)}"
 
 
 @contextlib.contextmanager

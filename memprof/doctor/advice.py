@@ -6,10 +6,10 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from memprof.command_line import profile_command
+from memprof.command_line import make_profile_command
 from memprof.doctor.diagnosis import Advice, Candidate, Cause, MessageSizes
 from memprof.errors import UsageError
-from memprof.fixes.catalog import Fix, find_helpful
+from memprof.fixes.catalog import Fix, find_fixes_for
 from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.spec import Mode, TargetSpec
 from memprof.units import GIB, parse_gib
@@ -41,7 +41,7 @@ class ReportedRun:
 
     def build_command(self, fix: str = "") -> str:
         """Return the `memprof profile` command for the run, with a fix by its name."""
-        return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_gpu=False)
+        return make_profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_gpu=False)
 
     def build_command_with_fix(self, fix: Fix) -> str | None:
         """Return the `memprof profile` command with a fix; None if the fix does not apply to the run."""
@@ -55,13 +55,13 @@ class ReportedRun:
                 edit_spec(spec.edit(mode=mode), ChosenFix(fix), {"dtype": dtype})
             except UsageError:
                 continue
-            return profile_command(spec.edit(mode=mode, fixes=(fix.name,)), names_gpu=False)
+            return make_profile_command(spec.edit(mode=mode, fixes=(fix.name,)), names_gpu=False)
         return None
 
 
 # The only fix of each of these cases.
-_SEGMENTS, _SPILLED = find_helpful("fragmentation")[0], find_helpful("doctor: spilled")[0]
-_HOST = find_helpful("doctor: host memory")[0]
+_SEGMENTS, _SPILLED = find_fixes_for("fragmentation")[0], find_fixes_for("doctor: spilled")[0]
+_HOST = find_fixes_for("doctor: host memory")[0]
 _WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A Windows path.
 _LIST_PROCESSES = Advice("see who is on the GPU", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv")
 
@@ -69,10 +69,10 @@ _LIST_PROCESSES = Advice("see who is on the GPU", "nvidia-smi --query-compute-ap
 def _fix_advice(case: str, run: ReportedRun) -> tuple[Advice, ...]:
     """Return advice for the fixes that the catalog lists for `case`, in order."""
     found = []
-    for fix in find_helpful(case):
+    for fix in find_fixes_for(case):
         cost = "" if fix.cost.startswith("none") else f" (costs: {fix.cost})"
         if (command := run.build_command_with_fix(fix)) is not None:
-            found.append(Advice(fix.words.get(case, fix.changes) + cost, command, fix=fix.name))
+            found.append(Advice(fix.doctor_texts.get(case, fix.changes) + cost, command, fix=fix.name))
     return tuple(found)
 
 

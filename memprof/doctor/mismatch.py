@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Advice
 from memprof.doctor.tracebacks import TracebackFrame
-from memprof.fixes.catalog import find_helpful
+from memprof.fixes.catalog import find_fixes_for
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
 _TWO_DEVICES = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")
@@ -138,6 +138,6 @@ def list_advice(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Ad
         "a tensor that a module keeps moves with model.to() once it is a buffer",
         'self.register_buffer("mask", mask, persistent=False)',
     )
-    placement = find_helpful("device-mismatch")[0].name
+    placement = find_fixes_for("device-mismatch")[0].name
     what = "find every such place without a GPU, and put the tensors right"
     yield Advice(what, f"memprof profile --model MODEL --fix {placement}", fix=placement)

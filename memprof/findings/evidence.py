@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence, cache_per_context
-from memprof.fixes.catalog import FIXES, Fix, conflict_reason, find_helpful, in_force, useless_reason
+from memprof.fixes.catalog import FIXES, Fix, find_conflict, find_fixes_for, find_useless_reason, list_active_fixes
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import vocabulary_size, without_widths
@@ -63,7 +63,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
     """Return fixes against `problems` (categories or ids of findings), best first, that the run could still apply."""
     spec = context.spec
     on = {fix.partition("=")[0] for fix in context.fixes} & set(FIXES)
-    on |= set() if spec is None else set(in_force(spec))
+    on |= set() if spec is None else set(list_active_fixes(spec))
     trace = context.ledger.trace
     on |= {fix.name for fix in FIXES.values() if fix.compiles and trace.compiling is not None}
     kinds = {phase.kind for phase in trace.phases}
@@ -79,13 +79,13 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
             return False
         if fix.for_models and (spec is None or spec.npt is None):
             return False
-        return spec is None or useless_reason(fix, spec) is None
+        return spec is None or find_useless_reason(fix, spec) is None
 
-    helpful = dict.fromkeys(fix.name for problem in problems for fix in find_helpful(problem))
+    helpful = dict.fromkeys(fix.name for problem in problems for fix in find_fixes_for(problem))
     return tuple(
         name
         for name in helpful
-        if name not in on and not any(conflict_reason(FIXES[name], other) for other in on) and helps(FIXES[name])
+        if name not in on and not any(find_conflict(FIXES[name], other) for other in on) and helps(FIXES[name])
     )
 
 

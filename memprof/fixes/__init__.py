@@ -1,1 +1,1 @@
-"""Implementations of fixes, as edits of a spec (spec_edits.py) or of a model (`memprof.apply`, one file per fix)."""
+"""Fixes that reduce memory: as edits of a spec (spec_edits.py), or as changes to a model (a file for each fix)."""

@@ -1,4 +1,4 @@
-"""`apply`: apply a list of fixes to a model, all of them or, if one fails, none; `Applied.undo` reverts them."""
+"""`apply` switches on a list of fixes in a model, or none of them if one fails; `Applied.undo` reverts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError, UsageError
-from memprof.fixes.catalog import check_conflicts, find_fixes, options_by_fix
+from memprof.fixes.catalog import check_conflicts, find_fixes, group_options
 
 # The fixes that are on in each model, oldest first.
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
@@ -43,7 +43,7 @@ class Applied:
         self._undo: list[Callable[[], None]] = []
         self._keeps_originals = keeps_originals
         self._lost = ""
-        self._on = False
+        self._is_active = False
         self.fixes = tuple(fixes)
         self.changes: list[Change] = []
         self.results: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Applied:
             MemprofError: a later `apply` must be undone first, or the original parameters were not kept.
         """
         model = self._model()
-        if not self._on:
+        if not self._is_active:
             return
         # Changes outside the model outlive the model.
         stack = [] if model is None else _applied.get(model, [])
@@ -78,7 +78,7 @@ class Applied:
             raise MemprofError(
                 "this cannot be undone: the originals were not kept", value=self._lost, hint="apply(..., undoable=True)"
             )
-        self._on = False
+        self._is_active = False
         if stack:
             stack.pop()
         if not stack and model is not None:
@@ -100,41 +100,41 @@ class Changes:
         self._applied = applied
         self.fix = fix
 
-    def note(self, what: str) -> None:
+    def note(self, description: str) -> None:
         """Record the description of a change."""
-        self._applied.changes.append(Change(self.fix, what))
+        self._applied.changes.append(Change(self.fix, description))
 
-    def does_not_apply(self, why: str, value: object, hint: str | None = None) -> UsageError:
+    def does_not_apply(self, reason: str, value: object, hint: str | None = None) -> UsageError:
         """Return the error for a fix that cannot be applied to `value`; a module is shown as its class."""
-        return self._make_error(f"does not apply: {why}", value, hint)
+        return self._make_error(f"does not apply: {reason}", value, hint)
 
     def already_on(self, value: object, hint: str | None = None) -> UsageError:
         """Return the error for a fix that is already on in `value`; a module is shown as its class."""
         return self._make_error("is already on", value, hint)
 
-    def _make_error(self, why: str, value: object, hint: str | None) -> UsageError:
-        shown = type(value).__name__ if isinstance(value, nn.Module) else value
-        return UsageError(f"{self.fix} {why}", value=shown, hint=hint)
+    def _make_error(self, problem: str, value: object, hint: str | None) -> UsageError:
+        displayed = type(value).__name__ if isinstance(value, nn.Module) else value
+        return UsageError(f"{self.fix} {problem}", value=displayed, hint=hint)
 
     def on_undo(self, action: Callable[[], None]) -> None:
-        """Record an action that `Applied.undo` runs; the action recorded last runs first."""
+        """Record an `action` that `Applied.undo` runs; actions run in reverse order."""
         self._applied._undo.append(action)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute in the `vars` of an object."""
+        """Set attribute `name` in `vars(owner)`, and record how to restore it."""
         self.set_item(vars(owner), name, value)
 
     def set_item(self, owner: dict[str, Any], key: str, value: Any) -> None:
-        """Set the value of a key in a dictionary."""
+        """Set `owner[key]` to `value`, and record how to restore it."""
         if key in owner:
-            before = owner[key]
-            self.on_undo(lambda: owner.__setitem__(key, before))
+            previous = owner[key]
+            self.on_undo(lambda: owner.__setitem__(key, previous))
         else:
             self.on_undo(lambda: owner.pop(key, None))
         owner[key] = value
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Replace the data of a parameter. If the fix is undoable, host memory keeps a copy of the original data."""
+        """Replace the data of `parameter` by `value`; if undoable, keep a copy of the original data in host memory."""
         applied = self._applied
         if applied._keeps_originals:
             device = parameter.device
@@ -150,16 +150,16 @@ class Changes:
         parameter.data = value
 
     def set_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        """Replace a child module. If the fix is undoable, the old child is kept, with its parameters in host memory."""
-        applied, before = self._applied, parent._modules[name]
-        assert before is not None
+        """Replace child `name` of `parent`; if undoable, keep the old child, with its parameters in host memory."""
+        applied, previous = self._applied, parent._modules[name]
+        assert previous is not None
         if applied._keeps_originals:
-            devices = [(parameter, parameter.device) for parameter in before.parameters(recurse=False)]
+            devices = [(parameter, parameter.device) for parameter in previous.parameters(recurse=False)]
 
             def restore() -> None:
                 for parameter, device in devices:
                     parameter.data = parameter.data.to(device)
-                parent._modules[name] = before
+                parent._modules[name] = previous
 
             self.on_undo(restore)
             for parameter, _ in devices:
@@ -169,7 +169,7 @@ class Changes:
         parent._modules[name] = module
 
     def result(self, value: Any) -> None:
-        """Record the object that the fix returns to the user."""
+        """Record the object that the fix returns to the user, such as an optimizer."""
         self._applied.results[self.fix] = value
 
 
@@ -197,21 +197,21 @@ def apply(model: nn.Module, fixes: str | Sequence[str], *, undoable: bool = True
     if not isinstance(model, nn.Module):
         raise UsageError("fixes are applied to a torch.nn.Module", value=type(model).__name__)
     _reject_wrappers(model)
-    chosen = find_fixes(fixes)
-    sorted_options = options_by_fix(chosen, options)
-    active = {name for applied in _applied.get(model, []) for name in applied.fixes}
-    for fix in chosen:
-        if fix.name in active:
+    ordered_fixes = find_fixes(fixes)
+    options_by_fix = group_options(ordered_fixes, options)
+    active_names = {name for applied in _applied.get(model, []) for name in applied.fixes}
+    for fix in ordered_fixes:
+        if fix.name in active_names:
             raise UsageError("the fix is already on", value=fix.name, hint="undo it before applying it again")
-        check_conflicts(fix, active)
-    applied = Applied(model, [fix.name for fix in chosen], undoable)
+        check_conflicts(fix, active_names)
+    applied = Applied(model, [fix.name for fix in ordered_fixes], undoable)
     try:
-        for fix in chosen:
-            pkgutil.resolve_name(fix.install)(model, Changes(applied, fix.name), **sorted_options[fix.name])
+        for fix in ordered_fixes:
+            pkgutil.resolve_name(fix.install)(model, Changes(applied, fix.name), **options_by_fix[fix.name])
     except BaseException:
         applied._roll_back()
         raise
-    applied._on = True
+    applied._is_active = True
     _applied.setdefault(model, []).append(applied)
     return applied
 
@@ -228,20 +228,20 @@ def _reject_wrappers(model: nn.Module) -> None:
         )
 
 
-def at_least(least: int, name: str, value: Any, unit: str = "", hint: str | None = None) -> None:
-    """Raise UsageError unless the value of the option `name` is an integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} must be at least {least}{unit}", value=repr(value), hint=hint)
+def check_at_least(minimum: int, name: str, value: Any, unit: str = "", hint: str | None = None) -> None:
+    """Raise UsageError, with `hint`, unless `value` of the option `name` is an integer of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise UsageError(f"{name} must be at least {minimum}{unit}", value=repr(value), hint=hint)
 
 
-def in_range(name: str, value: Any, most: int, what: str = "") -> None:
-    """Raise UsageError unless the value of the option `name` is an integer from 1 to `most`; `what` explains `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise UsageError(f"{name} is out of range", value=repr(value), hint=f"1 to {most:,}{what}")
+def check_in_range(name: str, value: Any, maximum: int, explanation: str = "") -> None:
+    """Raise UsageError unless option `name` has an integer `value` from 1 to `maximum`; `explanation` ends the hint."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+        raise UsageError(f"{name} is out of range", value=repr(value), hint=f"1 to {maximum:,}{explanation}")
 
 
 class ReplacedForward:
-    """A replacement for a module's forward: an object, because a deep copy of a closure would call the original's."""
+    """Callable that replaces a module's forward. Not a closure: its deep copy would call the original module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -249,7 +249,7 @@ class ReplacedForward:
         functools.update_wrapper(cast(Any, self), self._forward, updated=())
 
 
-def runs_in(module: nn.Module, kind: type[ReplacedForward]) -> bool:
+def has_forward(module: nn.Module, kind: type[ReplacedForward]) -> bool:
     """Return whether a `ReplacedForward` of class `kind` is in the chain of replaced forwards of `module`."""
     forward = vars(module).get("forward")
     while forward is not None:

@@ -17,8 +17,8 @@ from memprof.fixes.optimizers import refuse_gradients
     changes="the forward under autocast: products in bfloat16, parameters in float32",
     cost="8 bits of precision in products; half copies of the weights during the forward",
     bench="precision", conflicts={"amp-float16": "autocast has one dtype"},
-    edit="memprof.fixes.spec_edits:autocast", on=lambda spec: spec.amp == "bfloat16",
-    for_float32=True, ladder=95, outside=60, search=120, tiers=(Tier.AUTOCAST,),
+    edit="memprof.fixes.spec_edits:set_autocast", detect=lambda spec: spec.amp == "bfloat16",
+    for_float32=True, ladder_order=95, script_order=60, search_order=120, tiers=(Tier.AUTOCAST,),
     helps={"activations": 20, "logits and loss": 30},
 )  # fmt: skip
 @Fix(
@@ -30,31 +30,31 @@ from memprof.fixes.optimizers import refuse_gradients
         "amp-bfloat16": "autocast has one dtype",
         "optimizer-in-backward": "parameters would be updated with scaled gradients",
     },
-    edit="memprof.fixes.spec_edits:autocast", on=lambda spec: spec.amp == "float16",
+    edit="memprof.fixes.spec_edits:set_autocast", detect=lambda spec: spec.amp == "float16",
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Run the model's forward under autocast, and cast half-precision parameters to float32. The result for float16 is
-    a GradScaler for the model's device. Raises UsageError: the model has no parameters, or half-precision gradients."""
+    """Run the forward under autocast, and cast half-precision parameters to float32; the result of amp-float16 is a
+    GradScaler. Raises UsageError if the model has no parameters, or gradients in half precision."""
     dtype: torch.dtype = getattr(torch, changes.fix.removeprefix("amp-"))
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     if not parameters:
         raise changes.does_not_apply("the model has no parameters", model)
-    halves = [parameter for parameter in parameters if parameter.dtype in (torch.float16, torch.bfloat16)]
-    refuse_gradients(halves, changes.fix, type(model).__name__, "of another dtype")
-    for parameter in halves:
+    half_parameters = [parameter for parameter in parameters if parameter.dtype in (torch.float16, torch.bfloat16)]
+    refuse_gradients(half_parameters, changes.fix, type(model).__name__, "of another dtype")
+    for parameter in half_parameters:
         changes.set_data(parameter, parameter.detach().float())
-    if halves:
-        changes.note(f"{len(halves)} parameters became float32")
+    if half_parameters:
+        changes.note(f"{len(half_parameters)} parameters became float32")
     changes.set_attribute(model, "forward", _AutocastForward(model, dtype))
-    scales = ""
+    scaler_note = ""
     if dtype == torch.float16:
         changes.result(torch.amp.GradScaler(parameters[0].device.type))
-        scales = "; scale the loss with the GradScaler in the results"
-    changes.note(f"forward under autocast to {str(dtype).removeprefix('torch.')}{scales}")
+        scaler_note = "; scale the loss with the GradScaler in the results"
+    changes.note(f"forward under autocast to {str(dtype).removeprefix('torch.')}{scaler_note}")
 
 
 class _AutocastForward(ReplacedForward):
-    """The forward of a model under autocast for the device type of the model's parameters."""
+    """Replaced forward of a model, under autocast for the device type of the model's parameters."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""Fix optimizer-in-backward: each parameter has an optimizer, which steps as soon as the gradient is complete."""
+"""Fix optimizer-in-backward: each parameter has its own optimizer, which steps as soon as the gradient is complete."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.fixes.applied import Changes
-from memprof.fixes.catalog.fix import NO_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Fix, Numerics
-from memprof.fixes.optimizers import make_optimizer, refuse_gradients, trained_parameters
+from memprof.fixes.catalog.fix import EXACT_UPDATE_TIERS, NO_OPTIMIZER, OPTIMIZER, Fix, Numerics
+from memprof.fixes.optimizers import list_trained_parameters, make_optimizer, refuse_gradients
 
 
 @Fix(
@@ -23,18 +23,18 @@ from memprof.fixes.optimizers import make_optimizer, refuse_gradients, trained_p
     options={"optimizer": OPTIMIZER},
     required=("optimizer",), training_only=True, accumulates=False,
     useless_if=NO_OPTIMIZER,
-    ladder=80, search=60, tiers=SAME_UPDATES,
+    ladder_order=80, search_order=60, tiers=EXACT_UPDATE_TIERS,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-    """Step an optimizer per parameter in the backward; the result is a `BackwardOptimizer`. Raises UsageError: the
-    model has no trained parameter, gradients exist already, or `optimizer` returns no torch optimizer."""
-    parameters = trained_parameters(model, changes.fix)
+    """Create an optimizer for each parameter, to step in the backward; the fix's result is a `BackwardOptimizer`.
+    Raises UsageError if no parameter is trained, gradients exist, or `optimizer` returns no torch optimizer."""
+    parameters = list_trained_parameters(model, changes.fix)
     refuse_gradients(parameters, changes.fix, type(model).__name__)
     optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
     hooks = contextlib.ExitStack()
     changes.on_undo(hooks.close)
-    for parameter, own in zip(parameters, optimizers, strict=True):
-        hooks.callback(parameter.register_post_accumulate_grad_hook(partial(_step_and_free, own)).remove)
+    for parameter, stepper in zip(parameters, optimizers, strict=True):
+        hooks.callback(parameter.register_post_accumulate_grad_hook(partial(_step_and_free, stepper)).remove)
     changes.result(BackwardOptimizer(optimizers))
     changes.note(f"{len(parameters)} parameters are updated in the backward by {type(optimizers[0]).__name__}")
 
@@ -45,10 +45,8 @@ def _step_and_free(optimizer: Optimizer, parameter: torch.Tensor) -> None:
 
 
 class BackwardOptimizer:
-    """An optimizer for the training loop, whose `step` and `zero_grad` do nothing: the backward has done their work.
-
-    `param_groups` holds the groups of all parameters' optimizers, so that a learning-rate scheduler can write them.
-    """
+    """Optimizer for the training loop whose `step` and `zero_grad` do nothing, because the backward updates parameters.
+    `param_groups` has the groups of all parameters' optimizers, so that a learning-rate scheduler can change them."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers
@@ -59,7 +57,7 @@ class BackwardOptimizer:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Do nothing: the backward has stepped."""
+        """Do nothing: the backward has updated the parameters."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the backward has freed the gradients."""
@@ -69,6 +67,6 @@ class BackwardOptimizer:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load the states that `state_dict` returned, in the same order."""
+        """Load the list of optimizer states that `state_dict` returned."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Fix activation-checkpointing: selected layers save only their inputs, and run again in the backward."""
+"""Fix activation-checkpointing: layers or modules save only their inputs, and run again in the backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from memprof.errors import unknown_name
-from memprof.fixes.applied import Changes, ReplacedForward, in_range, runs_in
-from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
+from memprof.fixes.applied import Changes, ReplacedForward, check_in_range, has_forward
+from memprof.fixes.catalog.fix import NOT_STREAMED_TIERS, Fix, Numerics
 from memprof.workload.layers import drop_caches, find_layers, find_modules
 
 _aten = torch.ops.aten
@@ -44,38 +44,38 @@ _POLICIES: dict[str, Callable[[], Any]] = {
         "policy": "'selective' keeps the results of matrix products and attention, and runs the rest again; "
         "'full' keeps nothing; full if not given",
     },
-    main_option="every", training_only=True, on=lambda spec: spec.activation_checkpointing,
-    ladder=100, outside=20, search=90, tiers=BUT_STREAMED_WEIGHTS,
+    main_option="every", training_only=True, detect=lambda spec: spec.activation_checkpointing,
+    ladder_order=100, script_order=20, search_order=90, tiers=NOT_STREAMED_TIERS,
     helps={"activations": 10, "doctor: activations": 10, "doctor: smaller": 30},
 )  # fmt: skip
 def install(
     model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"
 ) -> None:
-    """Checkpoint the chosen modules. Raises UsageError: checkpointing is on already; the model has no layers, or no
-    module of that name; `every` is out of range; the policy is unknown."""
+    """Checkpoint every `every`-th layer, or the named `modules`. Raises UsageError if checkpointing is on already, the
+    model has no layers or no such module, `every` is out of range, or `policy` is unknown."""
     if policy not in _POLICIES:
         raise unknown_name("policy", policy, _POLICIES)
     # The name of the flag in transformers today, and before.
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    known = [name for name in names if hasattr(type(model), name)]
-    if known and getattr(model, known[0]):
+    flag_names = [name for name in names if hasattr(type(model), name)]
+    if flag_names and getattr(model, flag_names[0]):
         raise changes.already_on(model, "gradient_checkpointing_disable()")
     if modules is not None:
-        chosen = find_modules(model, modules, "activation-checkpointing")
+        targets = find_modules(model, modules, "activation-checkpointing")
     else:
         layers = find_layers(model, "activation-checkpointing")
-        in_range("every", every, len(layers), ", the model's layers")
-        chosen = layers[every - 1 :: every]
-    for name, module in chosen:
-        if runs_in(module, _CheckpointedForward):
+        check_in_range("every", every, len(layers), ", the model's layers")
+        targets = layers[every - 1 :: every]
+    for name, module in targets:
+        if has_forward(module, _CheckpointedForward):
             raise changes.already_on(name)
         changes.set_attribute(module, "forward", _CheckpointedForward(module, _POLICIES[policy]))
-    but = "" if policy == "full" else ", but for matrix products and attention, whose results are kept"
-    changes.note(f"{len(chosen)} modules run again in the backward: {chosen[0][0]} to {chosen[-1][0]}{but}")
+    exception = "" if policy == "full" else ", but for matrix products and attention, whose results are kept"
+    changes.note(f"{len(targets)} modules run again in the backward: {targets[0][0]} to {targets[-1][0]}{exception}")
 
 
 class _CheckpointedForward(ReplacedForward):
-    """The forward of a layer, checkpointed in training; without the KV cache, which a second run would fill twice."""
+    """Replaced forward of a layer, checkpointed in training, without the KV cache, which it would fill twice."""
 
     def __init__(self, module: nn.Module, contexts: Callable[[], Any]) -> None:
         super().__init__(module)

@@ -1,8 +1,8 @@
-"""Fixes as edits of the spec, for `--fix`: the edited spec is run again.
+"""Fixes as edits of the spec, for `--fix`.
 
-Some fixes change what is run (a dtype, the micro-batch, an allocator setting): they replace fields of the spec. The
-others change the model, as `memprof.apply` does in a user's code: their names are added to `fixes` of the spec, and the
-workload applies them to the model that it builds.
+Fixes that change a setting (a dtype, the batch size, the allocator's configuration) replace fields of the spec. Other
+fixes change the model, as `memprof.apply` does: the spec lists them in `fixes`, and the workload applies them to the
+model that it has built.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from memprof.errors import UsageError
 from memprof.fixes import catalog
-from memprof.fixes.spec_edits import useless
+from memprof.fixes.spec_edits import make_error
 from memprof.spec import Mode, TargetSpec
 
 _NUMERICS = list(catalog.Numerics)
@@ -36,28 +36,28 @@ class ChosenFix:
 
 
 def _make_chosen_fix(name: str, value: str | None) -> ChosenFix:
-    return ChosenFix(catalog.STEPS[name], value)
+    return ChosenFix(catalog.ALL_FIXES[name], value)
 
 
-def parse_fixes(text: str, among: Mapping[str, catalog.Fix] = catalog.FIXES) -> list[ChosenFix]:
-    """Return the fixes in text such as "chunked-loss=2048,activation-checkpointing", in the same order.
+def parse_fixes(text: str, known_fixes: Mapping[str, catalog.Fix] = catalog.FIXES) -> list[ChosenFix]:
+    """Return the fixes in `text`, such as "chunked-loss=2048,activation-checkpointing", in the same order.
 
-    `among` holds the known fixes by name (STEPS includes the ones that spread a run over GPUs). Raises UsageError: an
-    unknown fix, a repeated one, two fixes that conflict, or a value that the fix does not take.
+    `known_fixes` maps names to fixes: FIXES, or ALL_FIXES, which has those for several GPUs too. Raises UsageError for
+    an unknown or repeated fix, fixes that conflict, or a value that a fix does not take.
     """
     fixes = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
-        name, equals, value = part.partition("=")
-        (fix,) = catalog.find_fixes([name.strip()], among)
-        if equals:
+        name, separator, value = part.partition("=")
+        (fix,) = catalog.find_fixes([name.strip()], known_fixes)
+        if separator:
             _parse_value(fix, value.strip())
-        fixes.append(ChosenFix(fix, value.strip() if equals else None))
-    catalog.find_fixes([chosen.fix.name for chosen in fixes], among)
+        fixes.append(ChosenFix(fix, value.strip() if separator else None))
+    catalog.find_fixes([chosen.fix.name for chosen in fixes], known_fixes)
     return fixes
 
 
 def _parse_value(fix: catalog.Fix, value: str) -> int | str | None:
-    """Return the value of the fix's main option; None if `value` is a key of `fix.named_values`."""
+    """Return `value` parsed as the main option of `fix`; None if `value` is a key of `fix.named_values`."""
     option = fix.main_option
     if value in fix.named_values:
         return None
@@ -72,36 +72,39 @@ def _parse_value(fix: catalog.Fix, value: str) -> int | str | None:
         raise UsageError(problem, value=repr(value), hint=f"{option}: {fix.options[option]}") from None
 
 
-def apply_options(fixes: Sequence[ChosenFix]) -> dict[str, Any]:
-    """Return the keyword options for `memprof.apply` from the values of the chosen fixes."""
-    found: dict[str, Any] = {}
-    for chosen in fixes:
-        if chosen.value is not None:
-            named = chosen.fix.named_values.get(chosen.value)
-            found.update({chosen.fix.main_option: _parse_value(chosen.fix, chosen.value)} if named is None else named)
-    return found
+def make_apply_options(fixes: Sequence[ChosenFix]) -> dict[str, Any]:
+    """Return keyword arguments for `memprof.apply` that set the values of the chosen fixes."""
+    options: dict[str, Any] = {}
+    for chosen_fix in fixes:
+        if chosen_fix.value is not None:
+            known = chosen_fix.fix.named_values.get(chosen_fix.value)
+            options.update(
+                {chosen_fix.fix.main_option: _parse_value(chosen_fix.fix, chosen_fix.value)} if known is None else known
+            )
+    return options
 
 
-def combined_numerics(fixes: Sequence[str]) -> catalog.Numerics:
-    """Return the strongest effect on numerics among several fixes."""
-    return max((catalog.STEPS[name].numerics for name in fixes), key=_NUMERICS.index, default=catalog.Numerics.EXACT)
+def combine_numerics(fixes: Sequence[str]) -> catalog.Numerics:
+    """Return the strongest effect on numeric results among the fixes named in `fixes`."""
+    return max(
+        (catalog.ALL_FIXES[name].numerics for name in fixes), key=_NUMERICS.index, default=catalog.Numerics.EXACT
+    )
 
 
 def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) -> TargetSpec:
-    """Return `spec` with the chosen fix in force; `target` describes the baseline run's model (dtype, vocabulary, and
-    `classes` of modules).
+    """Return `spec` with the chosen fix on; `target` has facts about the baseline run's model, such as its dtype.
 
-    Raises UsageError: the fix is on already, conflicts with a fix that is on, or does nothing in this mode. Errors that
-    depend on the built model are raised when the fix is applied.
+    Raises UsageError if the fix is on already, conflicts with a fix that is on, or has no effect in this mode. Errors
+    that depend on the built model are raised when the fix is applied to the model.
     """
     fix = chosen.fix
     # A fix that does nothing in this mode gets no other error.
-    for other in [] if fix.training_only and spec.mode is Mode.INFERENCE else catalog.in_force(spec):
-        if other == fix.name:
+    for active_name in [] if fix.training_only and spec.mode is Mode.INFERENCE else catalog.list_active_fixes(spec):
+        if active_name == fix.name:
             raise UsageError("the fix is already on", value=fix.name, hint="leave it out")
-        catalog.check_conflicts(fix, {other})
-    if (reason := catalog.useless_reason(fix, spec)) is not None:
-        raise useless(fix, *reason)
+        catalog.check_conflicts(fix, {active_name})
+    if (reason := catalog.find_useless_reason(fix, spec)) is not None:
+        raise make_error(fix, *reason)
     option = fix.main_option
     if option in fix.required and chosen.value is None:
         hint = f"write {fix.name}=VALUE: {fix.options[option]}"
@@ -111,7 +114,7 @@ def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) ->
     if fix.alloc_conf:
         current = spec.alloc_conf if spec.alloc_conf is not None else target.get("alloc_conf")
         edited = spec.edit(alloc_conf=",".join(part for part in (current, fix.alloc_conf) if part))
-    elif fix.edits and not (fix.built_so and target.get("vocab_size") is None):
+    elif fix.edits and not (fix.catalog_only and target.get("vocab_size") is None):
         edited = spec.edit(**{name: value if new == catalog.VALUE else new for name, new in fix.edits.items()})
     elif fix.edit:
         edited = pkgutil.resolve_name(fix.edit)(spec, fix, value, target)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.fixes.applied import Changes, ReplacedForward, runs_in
+from memprof.fixes.applied import Changes, ReplacedForward, has_forward
 from memprof.fixes.catalog.fix import Fix, Numerics
 from memprof.torch_private import inductor
 from memprof.workload.layers import find_layers
@@ -24,31 +24,29 @@ from memprof.workload.layers import find_layers
         "8-bit-weights": "quantized layers end the graphs", "4-bit-weights": "quantized layers end the graphs",
         "qlora": "quantized layers end the graphs",
     },
-    edit="memprof.fixes.spec_edits:compiled", on=lambda spec: spec.compile, compiles=True,
-    ladder=85, outside=15, helps={"activations": 40},
+    edit="memprof.fixes.spec_edits:check_parallel", detect=lambda spec: spec.compile, compiles=True,
+    ladder_order=85, script_order=15, helps={"activations": 40},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Replace the forward of each layer by one that is compiled at the first call.
+    """Replace the forward of each layer by one that torch.compile compiles at its first call.
 
-    Layers are compiled one by one, since a graph of the whole model would lose the changes of other fixes, such as a
-    loss in chunks. Raises UsageError: Inductor cannot run; a layer is compiled already; the model has no layers.
+    Layers are compiled separately, since a graph of the full model would lose the changes of other fixes, such as a
+    loss in chunks. Raises UsageError if Inductor cannot run, a layer is compiled already, or the model has no layers.
     """
-    why_not = _find_missing_compiler(model)
-    if why_not is not None:
-        raise changes.does_not_apply("Inductor cannot run here", *why_not)
+    missing = _find_missing_compiler(model)
+    if missing is not None:
+        raise changes.does_not_apply("Inductor cannot run here", *missing)
     layers = find_layers(model, changes.fix)
     for name, module in layers:
-        if runs_in(module, Compiled) or getattr(module, "_compiled_call_impl", None) is not None:
+        if has_forward(module, Compiled) or getattr(module, "_compiled_call_impl", None) is not None:
             raise changes.already_on(name)
         changes.set_attribute(module, "forward", Compiled(module))
     changes.note(f"{len(layers)} layers are compiled when they are first called: {layers[0][0]} to {layers[-1][0]}")
 
 
 def _find_missing_compiler(model: nn.Module) -> tuple[str, str] | None:
-    """Return the missing compiler and how to install it; None if Inductor can run on the model's device.
-
-    A virtual GPU needs Triton for the code around kernels; a CPU needs a C++ compiler for the kernels themselves.
-    """
+    """Return (missing compiler, how to install it) if Inductor cannot run on the device of `model`, else None.
+    A virtual GPU needs Triton for the code around kernels; a CPU needs a C++ compiler for the kernels themselves."""
     device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if device_type != "cpu":
         has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
@@ -63,7 +61,7 @@ def _find_missing_compiler(model: nn.Module) -> tuple[str, str] | None:
 
 
 class Compiled(ReplacedForward):
-    """The forward of a module, compiled at the first call; a copy of the module compiles it again."""
+    """Replaced forward of a module, compiled at its first call; a copy of the module compiles its own."""
 
     DERIVED = ("_compiled",)  # attributes that two equal layers may differ in, since one was called and one was not
 
@@ -72,7 +70,7 @@ class Compiled(ReplacedForward):
         self._compiled: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled forward."""
+        """Call the compiled forward; the first call compiles it."""
         if self._compiled is None:
             self._compiled = torch.compile(self._forward)
         return self._compiled(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch import nn
 from memprof.errors import not_installed
 from memprof.fixes.applied import Changes
 from memprof.fixes.catalog.fix import Fix, Numerics, Tier
-from memprof.fixes.optimizers import trained_parameters
+from memprof.fixes.optimizers import list_trained_parameters
 
 
 @Fix(
@@ -21,18 +21,19 @@ from memprof.fixes.optimizers import trained_parameters
     options={"learning_rate": "1e-4 if not given"},
     packages=("bitsandbytes or torchao",), training_only=True, bench="optimizer",
     conflicts={"optimizer-in-backward": "give that the 8-bit optimizer: optimizer=bitsandbytes.optim.AdamW8bit"},
-    edit="memprof.fixes.spec_edits:eight_bit_optimizer", on=lambda spec: "8bit" in spec.optimizer,
-    ladder=110, search=110, tiers=(Tier.QUANTIZED_STATES,),
+    edit="memprof.fixes.spec_edits:set_8_bit_optimizer", detect=lambda spec: "8bit" in spec.optimizer,
+    ladder_order=110, search_order=110, tiers=(Tier.QUANTIZED_STATES,),
     helps={
         "optimizer state": 10, "float32-optimizer-state": 10, "optimizer-step-temporaries": 20,
         "doctor: parameters": 20, "doctor: smaller": 40,
     },
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
-    """Make the optimizer; the result. Raises UsageError: neither package is installed, or no parameter is trained."""
-    parameters = trained_parameters(model, changes.fix)
-    package, make = _find_adamw8bit()
-    changes.result(make(parameters, lr=learning_rate))
+    """Create the optimizer as the fix's result.
+    Raises UsageError if neither package is installed, or no parameter is trained."""
+    parameters = list_trained_parameters(model, changes.fix)
+    package, optimizer_class = _find_adamw8bit()
+    changes.result(optimizer_class(parameters, lr=learning_rate))
     changes.note(f"AdamW8bit of {package} for {len(parameters)} parameters; step it in place of the optimizer")
 
 

@@ -14,7 +14,7 @@ from memprof.allocator.config import VARIABLES
 from memprof.errors import UsageError, first_line
 from memprof.fixes.applied import Changes
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
-from memprof.fixes.catalog.fix import EVERY_TIER, Fix, Numerics
+from memprof.fixes.catalog.fix import ALL_TIERS, Fix, Numerics
 from memprof.torch_private import cuda
 
 _KEY = "expandable_segments:"
@@ -25,57 +25,57 @@ _KEY = "expandable_segments:"
     changes="the caching allocator grows its segments in place instead of asking for others",
     cost="none to speak of; for the whole process, and what is on the GPU already stays where it is",
     alloc_conf="expandable_segments:True",
-    ladder=20, outside=30, search=40, tiers=EVERY_TIER, helps={"fragmentation": 10},
+    ladder_order=20, script_order=30, search_order=40, tiers=ALL_TIERS, helps={"fragmentation": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Switch expandable segments on; memory that is reserved already stays in its segments.
+    """Switch expandable segments on for new segments of the caching allocator.
 
-    torch takes a string with all settings, and resets settings that the string omits; so the string repeats the current
-    settings. Raises UsageError: the setting is on already, torch has no CUDA device, or torch rejects the setting.
+    torch resets settings that the new string omits, so the string repeats the current ones. Raises UsageError if the
+    setting is on already, torch has no CUDA device, or torch rejects the setting.
     """
     # Older releases of torch know the first variable only; the second is the general name in newer releases.
-    line = f"export {VARIABLES[0]}={EXPANDABLE_SEGMENTS}"
+    export_command = f"export {VARIABLES[0]}={EXPANDABLE_SEGMENTS}"
     if not torch.cuda.is_available():
-        hint = f"where it has one, before the program starts: {line}"
+        hint = f"where it has one, before the program starts: {export_command}"
         raise changes.does_not_apply("torch has no CUDA device here", f"torch {torch.__version__}", hint)
-    before = current_settings()
-    parts = split_settings(before)
-    if any(part.replace(" ", "").lower() == EXPANDABLE_SEGMENTS.lower() for part in parts):
-        raise changes.already_on(before)
-    if any(part.startswith("backend:") and part != "backend:native" for part in parts):
-        raise changes.does_not_apply("the allocator is not torch's own", before, "backend:native")
-    edited = ",".join([*(part for part in parts if not part.startswith(_KEY)), EXPANDABLE_SEGMENTS])
-    restored = before if any(part.startswith(_KEY) for part in parts) else ",".join([*parts, _KEY + "False"])
+    current = get_settings()
+    settings = split_settings(current)
+    if any(item.replace(" ", "").lower() == EXPANDABLE_SEGMENTS.lower() for item in settings):
+        raise changes.already_on(current)
+    if any(item.startswith("backend:") and item != "backend:native" for item in settings):
+        raise changes.does_not_apply("the allocator is not torch's own", current, "backend:native")
+    new_settings = ",".join([*(item for item in settings if not item.startswith(_KEY)), EXPANDABLE_SEGMENTS])
+    undone = current if any(item.startswith(_KEY) for item in settings) else ",".join([*settings, _KEY + "False"])
     # torch's function, looked up now: a virtual GPU replaces it. The second name is older than torch 2.10, and
     # deprecated since.
-    set_in_torch = cuda.accelerator_set_allocator_settings.get(None) or cuda.set_allocator_settings.get()
+    torch_setter = cuda.accelerator_set_allocator_settings.get(None) or cuda.set_allocator_settings.get()
 
     def set_settings(text: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            set_in_torch(text)
+            torch_setter(text)
 
-    changes.on_undo(lambda: set_settings(restored))
+    changes.on_undo(lambda: set_settings(undone))
     try:
-        set_settings(edited)
+        set_settings(new_settings)
     except (RuntimeError, ValueError) as error:
         raise UsageError(
             "torch refuses the allocator's settings",
-            value=f"{edited}: {first_line(error)}",
-            hint=f"before the program starts: {line}",
+            value=f"{new_settings}: {first_line(error)}",
+            hint=f"before the program starts: {export_command}",
         ) from None
-    changes.note(f"allocator settings: {edited}")
+    changes.note(f"allocator settings: {new_settings}")
 
 
-def current_settings() -> str:
-    """Return the settings in force, as text: set last in the process, else by environment variable; "" for none."""
-    get = cuda.accelerator_get_allocator_settings.get(None)
-    if get is not None:
+def get_settings() -> str:
+    """Return the allocator's current settings as a string: torch's, or else the environment variable's, or ""."""
+    torch_getter = cuda.accelerator_get_allocator_settings.get(None)
+    if torch_getter is not None:
         with contextlib.suppress(RuntimeError):
-            return str(get())
+            return str(torch_getter())
     return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
 
 
 def split_settings(text: str) -> list[str]:
-    """Return the settings in a string such as "a:1,b:[c:2,d:3]"; commas in brackets belong to a value."""
+    """Return the comma-separated settings in `text`, such as "a:1,b:[c:2,d:3]"; commas in brackets do not separate."""
     return re.findall(r"(?:\[[^\]]*\]|[^,])+", text.replace(" ", ""))

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.fixes.applied import Changes
-from memprof.fixes.catalog.fix import ONE_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Fix, Numerics
-from memprof.fixes.optimizers import adamw, make_optimizer, trained_parameters
+from memprof.fixes.catalog.fix import EXACT_UPDATE_TIERS, ONE_OPTIMIZER, OPTIMIZER, Fix, Numerics
+from memprof.fixes.optimizers import adamw, list_trained_parameters, make_optimizer
 
 
 @Fix(
@@ -25,21 +25,21 @@ from memprof.fixes.optimizers import adamw, make_optimizer, trained_parameters
         "8-bit-optimizer": ONE_OPTIMIZER,
         "cpu-offload-optimizer": ONE_OPTIMIZER,
     },
-    edits={"optimizer_impl": "fused"}, ladder=70, outside=40, search=70, tiers=SAME_UPDATES,
+    edits={"optimizer_impl": "fused"}, ladder_order=70, script_order=40, search_order=70, tiers=EXACT_UPDATE_TIERS,
     helps={"optimizer-step-temporaries": 10},
 )  # fmt: skip
 def install(
     model: nn.Module, changes: Changes, *, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw
 ) -> None:
-    """Switch an existing optimizer, which keeps its state, or a new one to the fused implementation; the optimizer is
-    the result. Raises UsageError: the class has no fused implementation; it is on already; or options exclude it."""
-    parameters = trained_parameters(model, changes.fix)
-    made = optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, parameters)
-    name = type(made).__name__
-    if not all("fused" in group for group in made.param_groups):
+    """Switch `optimizer`, or a new one if it is a function, to the fused implementation; the optimizer is the fix's
+    result. Raises UsageError if its class has no fused implementation, is fused already, or has options against it."""
+    parameters = list_trained_parameters(model, changes.fix)
+    fused = optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, parameters)
+    name = type(fused).__name__
+    if not all("fused" in group for group in fused.param_groups):
         raise changes.does_not_apply("there is no fused implementation", name)
-    groups = [group for group in made.param_groups if not group["fused"]]
-    if not groups and made is optimizer:
+    groups = [group for group in fused.param_groups if not group["fused"]]
+    if not groups and fused is optimizer:
         raise changes.already_on(name)
     for group in groups:
         if group.get("differentiable"):
@@ -53,16 +53,16 @@ def install(
             if key in group:
                 changes.set_item(group, key, value)
         for parameter in group["params"]:
-            _place_step(made.state.get(parameter), parameter, changes)
+            _move_step_count(fused.state.get(parameter), parameter, changes)
     # What GradScaler asks for: fused steps unscale the gradients themselves.
     if groups:
-        changes.set_attribute(made, "_step_supports_amp_scaling", True)
-    changes.result(made)
-    changes.note(f"{name} of {sum(len(group['params']) for group in made.param_groups)} parameters is fused")
+        changes.set_attribute(fused, "_step_supports_amp_scaling", True)
+    changes.result(fused)
+    changes.note(f"{name} of {sum(len(group['params']) for group in fused.param_groups)} parameters is fused")
 
 
-def _place_step(state: dict[str, Any] | None, parameter: torch.Tensor, changes: Changes) -> None:
-    """Move the optimizer's step count to the parameter's device, where fused kernels read it (torch/optim/adam.py)."""
+def _move_step_count(state: dict[str, Any] | None, parameter: torch.Tensor, changes: Changes) -> None:
+    """Move the step count in a parameter's `state` to the parameter's device, where fused kernels read it."""
     step = None if state is None else state.get("step")
     if state is not None and isinstance(step, torch.Tensor) and step.device != parameter.device:
         changes.set_item(state, "step", step.to(parameter.device))

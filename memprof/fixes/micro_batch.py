@@ -1,7 +1,7 @@
-"""Fix micro-batch: a batch goes through forward and backward some rows at a time; the gradients are the same.
+"""Fix micro-batch: forward and backward process some rows of a batch at a time; the gradients do not change.
 
-The loss of the whole batch is a mean over labels, or over rows without labels. So the loss of each micro-batch is
-weighted with its share of the labels or rows. A model that compares each position with the next label has one label
+The loss of the full batch is a mean over labels, or over rows if there are no labels. So the loss of each micro-batch
+is weighted with its share of the labels or rows. A model that compares each position with the next label has one label
 fewer than positions in its loss; the targets of the first micro-batch's call to cross-entropy show this shift.
 """
 
@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from memprof.errors import UsageError
-from memprof.fixes.applied import Changes, at_least
-from memprof.fixes.catalog.fix import EVERY_TIER, Fix, Numerics
+from memprof.fixes.applied import Changes, check_at_least
+from memprof.fixes.catalog.fix import ALL_TIERS, Fix, Numerics
 from memprof.torch_private import kernels, tensors
 from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 
@@ -46,16 +46,16 @@ _LABELS = ("labels", "targets", "target", "y")
     },
     main_option="micro_batch_size",
     conflicts={"optimizer-in-backward": "it steps after each micro-batch, and not after the last"},
-    edit="memprof.fixes.spec_edits:micro_batch",
+    edit="memprof.fixes.spec_edits:split_batch",
     useless_if={"batch_size": (1, "there is one sequence in a micro-batch already")},
-    ladder=90, search=80, tiers=EVERY_TIER, ladder_against=("temporaries", "KV cache"),
+    ladder_order=90, search_order=80, tiers=ALL_TIERS, ladder_against=("temporaries", "KV cache"),
     helps={
         **dict.fromkeys(("logits and loss", "activations", "KV cache", "inputs", "temporaries"), 90),
         "weight-delta-per-token": 90,
         "attention-scores of sdpa": 10,
         "doctor: smaller": 20,
     },
-    words={"doctor: smaller": "fewer rows at a time, gradients added up: the same step"},
+    doctor_texts={"doctor: smaller": "fewer rows at a time, gradients added up: the same step"},
 )  # fmt: skip
 def install(
     model: nn.Module,
@@ -66,16 +66,16 @@ def install(
     ignore_index: int = -100,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> None:
-    """Make a `MicroBatches`; the result. Raises UsageError: the model has batch normalization, `loss` is no function,
-    or `micro_batch_size` is out of range."""
-    at_least(1, "micro_batch_size", micro_batch_size)
+    """Create a `MicroBatches` as the fix's result. Raises UsageError if the model has batch normalization, `loss` is
+    not callable, or `micro_batch_size` is below 1."""
+    check_at_least(1, "micro_batch_size", micro_batch_size)
     if loss is not None and not callable(loss):
         raise UsageError("loss must be a function from outputs and batch to the loss", value=type(loss).__name__)
     for name, module in model.named_modules():
         if isinstance(module, tensors.BatchNorm):
-            why, kind = "a module's result depends on all rows of a batch", type(module).__name__
+            reason, class_name = "a module's result depends on all rows of a batch", type(module).__name__
             hint = "torch.nn.GroupNorm, or other normalisation of single rows, has no such statistics"
-            raise changes.does_not_apply(why, f"{name} ({kind})", hint)
+            raise changes.does_not_apply(reason, f"{name} ({class_name})", hint)
     changes.result(MicroBatches(model, micro_batch_size, shift_labels, ignore_index, loss))
     changes.note(
         f"{micro_batch_size} rows at a time: loss = applied.results['micro-batch'](**batch) is forward and backward"
@@ -84,7 +84,7 @@ def install(
 
 @dataclass(eq=False)
 class MicroBatches:
-    """Forward and backward of a whole batch, `micro_batch_size` rows at a time.
+    """Forward and backward of a full batch, `micro_batch_size` rows at a time.
 
         step = applied.results["micro-batch"]
         loss = step(**batch)  # instead of: loss = model(**batch).loss; loss.backward()
@@ -93,7 +93,7 @@ class MicroBatches:
     Gradients accumulate, as in any backward. Rows must be independent of each other, and the loss must be a mean over
     labels other than `ignore_index`, or over rows. A further term, such as a router's load balance, becomes the mean
     over the micro-batches. With `num_items_in_batch` in the batch, the micro-batches' losses are added. Tensors with as
-    many rows as the labels (or as the first tensor) are split; every micro-batch gets all other arguments whole.
+    many rows as the labels (or as the first tensor) are split; all other arguments are passed to every micro-batch.
     `scaler` may be set to a `torch.amp.GradScaler`.
     """
 
@@ -105,34 +105,34 @@ class MicroBatches:
     scaler: torch.amp.GradScaler | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward of each micro-batch; return the loss of the whole batch, detached. Raises
-        UsageError: the batch has no rows, the model returns no loss, or the labels that the loss counts are unknown."""
+        """Run forward and backward of each micro-batch; return the detached loss of the full batch. Raises UsageError
+        if the batch has no rows, the model returns no loss, or it is unclear which labels the loss counts."""
         leaves, tree = tree_flatten((args, kwargs))
         labels = self._find_labels(args, kwargs)
-        first = labels if labels is not None else next((t for t in leaves if _has_rows(t)), None)
-        if first is None or not first.shape[0]:
+        row_tensor = labels if labels is not None else next((t for t in leaves if _has_rows(t)), None)
+        if row_tensor is None or not row_tensor.shape[0]:
             raise UsageError("micro-batch needs a batch with rows", value=f"{len(leaves)} arguments")
-        rows = first.shape[0]
-        splits = [_has_rows(leaf) and leaf.shape[0] == rows for leaf in leaves]
+        rows = row_tensor.shape[0]
+        is_split = [_has_rows(leaf) and leaf.shape[0] == rows for leaf in leaves]
         counts: Any = None
         total: torch.Tensor | None = None
-        for begin in range(0, rows, self.micro_batch_size):
-            part = slice(begin, begin + self.micro_batch_size)
-            inputs, named = tree_unflatten(
-                [leaf[part] if split else leaf for leaf, split in zip(leaves, splits, strict=True)], tree
+        for start in range(0, rows, self.micro_batch_size):
+            rows_slice = slice(start, start + self.micro_batch_size)
+            inputs, named_inputs = tree_unflatten(
+                [leaf[rows_slice] if split else leaf for leaf, split in zip(leaves, is_split, strict=True)], tree
             )
-            if begin == 0:
+            if start == 0:
                 with _TargetRecorder() as recorder:
-                    loss = self._forward(inputs, named)
-                counts = self._count_per_row(labels, kwargs, first, recorder.targets)
+                    loss = self._forward(inputs, named_inputs)
+                counts = self._count_per_row(labels, kwargs, row_tensor, recorder.targets)
                 recorder.targets.clear()
             else:
-                loss = self._forward(inputs, named)
-            loss = self._weigh_loss(loss, counts, part)
+                loss = self._forward(inputs, named_inputs)
+            loss = self._weigh_loss(loss, counts, rows_slice)
             if loss.requires_grad:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            detached = loss.detach()
-            total = detached if total is None else total + detached
+            loss_value = loss.detach()
+            total = loss_value if total is None else total + loss_value
             del loss
         assert total is not None
         return total
@@ -141,43 +141,43 @@ class MicroBatches:
         outputs = self.model(*args, **kwargs)
         if self.loss is not None:
             return self.loss(outputs, kwargs or args)
-        found = _find_loss(outputs)
-        if found is None:
+        loss = _find_loss(outputs)
+        if loss is None:
             hint = "give the labels to the model, or loss=a function from outputs and batch to the loss"
             raise UsageError("micro-batch: the model's outputs have no loss", value=type(outputs).__name__, hint=hint)
-        return found
+        return loss
 
-    def _weigh_loss(self, loss: torch.Tensor, counts: Any, part: slice) -> torch.Tensor:
+    def _weigh_loss(self, loss: torch.Tensor, counts: Any, rows_slice: slice) -> torch.Tensor:
         if counts is None:  # sums
             return loss
-        count, total = counts[part].sum(), counts.sum()
-        share = torch.where(total > 0, count.to(torch.promote_types(loss.dtype, torch.float32)) / total, 1.0)
+        count, total = counts[rows_slice].sum(), counts.sum()
+        fraction = torch.where(total > 0, count.to(torch.promote_types(loss.dtype, torch.float32)) / total, 1.0)
         # A mean over no labels is nan. If all labels are ignored, the loss of the whole batch is nan too.
-        return torch.where((count > 0) | (total == 0), loss * share, 0.0)
+        return torch.where((count > 0) | (total == 0), loss * fraction, 0.0)
 
     def _find_labels(self, args: Any, kwargs: Any) -> torch.Tensor | None:
-        named = kwargs
+        arguments = kwargs
         if args:
             with contextlib.suppress(TypeError, ValueError):  # no signature, or arguments that the model will reject
-                named = inspect.signature(self.model.forward).bind_partial(*args, **kwargs).arguments
-        return next((named[name] for name in _LABELS if isinstance(named.get(name), torch.Tensor)), None)
+                arguments = inspect.signature(self.model.forward).bind_partial(*args, **kwargs).arguments
+        return next((arguments[name] for name in _LABELS if isinstance(arguments.get(name), torch.Tensor)), None)
 
     def _count_per_row(
         self,
         labels: torch.Tensor | None,
         batch: Mapping[str, Any],
-        first: torch.Tensor,
+        row_tensor: torch.Tensor,
         targets: list[torch.Tensor],
     ) -> torch.Tensor | None:
-        """Return the number of labels that the loss counts in each row, [rows]; None if the losses are sums."""
+        """Return the number of labels that the loss counts in each row, [rows]; None if losses are to be summed."""
         if batch.get("num_items_in_batch") is not None:
             return None
         if labels is None or labels.is_floating_point():
-            return torch.ones(first.shape[0], dtype=torch.int64, device=first.device)
+            return torch.ones(row_tensor.shape[0], dtype=torch.int64, device=row_tensor.device)
         if labels.dim() > 1 and self._has_shifted_labels(labels[: self.micro_batch_size], targets):
             labels = labels[..., 1:]
-        counted = labels != self.ignore_index
-        return counted.flatten(1).sum(1) if counted.dim() > 1 else counted.long()
+        is_counted = labels != self.ignore_index
+        return is_counted.flatten(1).sum(1) if is_counted.dim() > 1 else is_counted.long()
 
     def _has_shifted_labels(self, labels: torch.Tensor, targets: list[torch.Tensor]) -> bool:
         if self.shift_labels is not None:
@@ -196,7 +196,7 @@ class MicroBatches:
 
 
 class _TargetRecorder(TorchFunctionMode):
-    """A recorder of the targets that are passed to cross-entropy."""
+    """Torch function mode that records the targets passed to cross-entropy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,4 +224,4 @@ def _find_loss(outputs: Any) -> torch.Tensor | None:
         outputs = [outputs.loss]
     elif not isinstance(outputs, (tuple, list)):
         return None
-    return next((part for part in outputs if isinstance(part, torch.Tensor) and not part.dim()), None)
+    return next((item for item in outputs if isinstance(item, torch.Tensor) and not item.dim()), None)

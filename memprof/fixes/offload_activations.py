@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.fixes.applied import Changes, ReplacedForward, at_least, runs_in
-from memprof.fixes.catalog.fix import BUT_STREAMED_WEIGHTS, Fix, Numerics
+from memprof.fixes.applied import Changes, ReplacedForward, check_at_least, has_forward
+from memprof.fixes.catalog.fix import NOT_STREAMED_TIERS, Fix, Numerics
 from memprof.fixes.compiled import Compiled
 from memprof.workload.layers import find_layers
 
@@ -20,21 +20,22 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they sa
     changes="what layers keep for the backward waits in host memory",
     cost="every such byte crosses the bus twice in a step",
     options={"min_bytes": "tensors below this stay on the GPU; 1 MiB if not given"},
-    main_option="min_bytes", training_only=True, ladder=130, outside=70, search=100, tiers=BUT_STREAMED_WEIGHTS,
+    main_option="min_bytes", training_only=True, ladder_order=130, script_order=70, search_order=100,
+    tiers=NOT_STREAMED_TIERS,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
-    """Replace the layers' forwards. Raises UsageError: no layers; an offloaded layer; `min_bytes` is negative."""
-    at_least(0, "min_bytes", min_bytes)
+    """Replace the layers' forwards; raise UsageError without layers, if on already, or if `min_bytes` is negative."""
+    check_at_least(0, "min_bytes", min_bytes)
     layers = find_layers(model, changes.fix)
     for name, module in layers:
-        if runs_in(module, Offloaded):
+        if has_forward(module, Offloaded):
             raise changes.already_on(name)
         changes.set_attribute(module, "forward", Offloaded(module, min_bytes))
     changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
 
 
 class Offloaded(ReplacedForward):
-    """The forward of a layer under hooks that move the tensors that autograd saves to host memory.
+    """Replaced forward of a layer, under hooks that move tensors saved by autograd to host memory.
 
     Parameters and views of parameters stay on the GPU (`torch.autograd.graph.save_on_cpu` copies them too). A tensor
     that several operators save is copied for each operator.
@@ -43,10 +44,10 @@ class Offloaded(ReplacedForward):
     def __init__(self, module: nn.Module, min_bytes: int = MIN_BYTES) -> None:
         super().__init__(module)
         self._min_bytes = min_bytes
-        self._keeps_strides = runs_in(module, Compiled)  # compiled code asserts strides
+        self._preserve_strides = has_forward(module, Compiled)  # compiled code asserts strides
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, and move the tensors that autograd saves to host memory."""
+        """Call the forward, and move the tensors that autograd saves to host memory."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
@@ -59,18 +60,18 @@ class Offloaded(ReplacedForward):
         base = tensor._base if tensor._base is not None else tensor
         if isinstance(base, nn.Parameter) or self._stays_on_gpu(tensor):
             return tensor
-        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
-        host.copy_(tensor)
-        return tensor.device, host, tensor.stride() if self._keeps_strides else host.stride()
+        host_copy = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+        host_copy.copy_(tensor)
+        return tensor.device, host_copy, tensor.stride() if self._preserve_strides else host_copy.stride()
 
 
 def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
-    device, host, strides = packed
-    if strides == host.stride():
-        result: torch.Tensor = host.to(device, non_blocking=True)
+    device, host_copy, strides = packed
+    if strides == host_copy.stride():
+        result: torch.Tensor = host_copy.to(device, non_blocking=True)
     else:
-        result = torch.empty_strided(host.size(), strides, dtype=host.dtype, device=device)
-        result.copy_(host, non_blocking=True)
+        result = torch.empty_strided(host_copy.size(), strides, dtype=host_copy.dtype, device=device)
+        result.copy_(host_copy, non_blocking=True)
     return result

@@ -1,7 +1,7 @@
 """Fix cpu-offload-optimizer: the optimizer's state and its step in host memory, as in ZeRO-Offload.
 
-Every trained parameter has a copy, its twin, in pinned host memory. A step copies the gradients to host memory, updates
-the twins on the CPU, and copies the twins to the parameters. Sources: Ren et al., "ZeRO-Offload: Democratizing
+Every trained parameter has a copy in pinned host memory. A step copies the gradients to host memory, updates the copies
+on the CPU, and writes them to the parameters. Sources: Ren et al., "ZeRO-Offload: Democratizing
 Billion-Scale Model Training" (2021); torchao's CPUOffloadOptimizer for the interface.
 """
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from memprof.errors import UsageError
 from memprof.fixes.applied import Changes
 from memprof.fixes.catalog.fix import NO_OPTIMIZER, ONE_OPTIMIZER, OPTIMIZER, Fix, Numerics, Tier
-from memprof.fixes.optimizers import adamw, make_optimizer, refuse_gradients, trained_parameters
+from memprof.fixes.optimizers import adamw, list_trained_parameters, make_optimizer, refuse_gradients
 
 
 @Fix(
@@ -35,7 +35,7 @@ from memprof.fixes.optimizers import adamw, make_optimizer, refuse_gradients, tr
         "8-bit-optimizer": ONE_OPTIMIZER,
         "cpu-offload-weights": "any optimizer over layers in host memory steps there",
     },
-    useless_if=NO_OPTIMIZER, ladder=120, search=110, tiers=(Tier.CPU_OPTIMIZER,),
+    useless_if=NO_OPTIMIZER, ladder_order=120, search_order=110, tiers=(Tier.CPU_OPTIMIZER,),
     helps={"optimizer state": 20, "doctor: parameters": 10, "doctor: smaller": 60},
 )  # fmt: skip
 def install(
@@ -45,26 +45,26 @@ def install(
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = adamw,
     offload_gradients: bool = False,
 ) -> None:
-    """Make a `HostOptimizer`; the result. Raises UsageError: the model has no trained parameter, or `optimizer` returns
-    no torch optimizer of the given parameters."""
-    parameters = trained_parameters(model, changes.fix)
-    made = HostOptimizer(parameters, optimizer)
+    """Create a `HostOptimizer` as the fix's result. Raises UsageError if the model has no trained parameter, or
+    `optimizer` returns no torch optimizer of the given parameters."""
+    parameters = list_trained_parameters(model, changes.fix)
+    host_optimizer = HostOptimizer(parameters, optimizer)
     if offload_gradients:
         refuse_gradients(parameters, changes.fix, "offload_gradients=True")
         hooks = contextlib.ExitStack()
         changes.on_undo(hooks.close)
         for parameter in parameters:
-            hooks.callback(parameter.register_post_accumulate_grad_hook(made.take_gradient).remove)
-    num_bytes = sum(twin.numel() * twin.element_size() for twin in made.twins)
-    changes.result(made)
+            hooks.callback(parameter.register_post_accumulate_grad_hook(host_optimizer.take_gradient).remove)
+    num_bytes = sum(host_copy.numel() * host_copy.element_size() for host_copy in host_optimizer.host_copies)
+    changes.result(host_optimizer)
     changes.note(
-        f"{type(made.inner).__name__} steps in host memory: {len(parameters)} parameters, {num_bytes:,} bytes"
+        f"{type(host_optimizer.inner).__name__} steps in host memory: {len(parameters)} parameters, {num_bytes:,} bytes"
         + (", and takes gradients as they come" if offload_gradients else "")
     )
 
 
 class HostOptimizer(Optimizer):
-    """A torch optimizer over parameters on a GPU whose state and arithmetic are in host memory.
+    """Torch optimizer of parameters on a GPU that keeps its state in host memory and computes its steps on the CPU.
 
     Groups, `state_dict` and `load_state_dict` have the inner optimizer's formats, so that checkpoints are
     interchangeable. A scheduler may write the groups; the next step uses the new values. A step waits for the gradients
@@ -79,68 +79,68 @@ class HostOptimizer(Optimizer):
     """
 
     def __init__(self, parameters: list[nn.Parameter], factory: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        self.twins = [nn.Parameter(_copy_to_host(parameter), parameter.requires_grad) for parameter in parameters]
-        self.inner = make_optimizer(factory, self.twins)
-        optimized = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        parameter_by_twin = {id(twin): parameter for twin, parameter in zip(self.twins, parameters, strict=True)}
-        if {id(parameter) for parameter in optimized} != set(parameter_by_twin):
+        self.host_copies = [nn.Parameter(_copy_to_host(parameter), parameter.requires_grad) for parameter in parameters]
+        self.inner = make_optimizer(factory, self.host_copies)
+        inner_parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        parameter_by_copy = {id(copy): parameter for copy, parameter in zip(self.host_copies, parameters, strict=True)}
+        if {id(parameter) for parameter in inner_parameters} != set(parameter_by_copy):
             raise UsageError(
                 "optimizer must be made of the parameters that it is given",
-                value=f"{len(optimized)} of {len(parameters)}",
+                value=f"{len(inner_parameters)} of {len(parameters)}",
                 hint="such as optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
             )
         groups = [
-            {**group, "params": [parameter_by_twin[id(parameter)] for parameter in group["params"]]}
+            {**group, "params": [parameter_by_copy[id(parameter)] for parameter in group["params"]]}
             for group in self.inner.param_groups
         ]
         super().__init__(groups, self.inner.defaults)
-        self._pairs = list(zip(parameters, self.twins, strict=True))
-        self._twin_by_id = {id(parameter): twin for parameter, twin in self._pairs}
+        self._pairs = list(zip(parameters, self.host_copies, strict=True))
+        self._copy_by_id = {id(parameter): copy for parameter, copy in self._pairs}
         self._versions = [_get_version(parameter) for parameter in parameters]
         self.state = _StateMapping(self.inner, self._pairs)  # type: ignore[assignment]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
+        """Update the parameters that have a gradient; return the loss of `closure`, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._write_groups()
         devices = set()
-        for index, (parameter, twin) in enumerate(self._pairs):
+        for index, (parameter, host_copy) in enumerate(self._pairs):
             if _get_version(parameter) != self._versions[index]:  # loaded or edited since the last step
-                twin.data.copy_(parameter)
+                host_copy.data.copy_(parameter)
             if parameter.grad is not None:
                 # Added to gradients that `take_gradient` has moved before.
-                self._add_gradient(twin, parameter.grad)
+                self._add_gradient(host_copy, parameter.grad)
                 devices.add(parameter.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        has_gradient = [twin.grad is not None for twin in self.twins]
+        has_gradient = [host_copy.grad is not None for host_copy in self.host_copies]
         self.inner.step()
-        for index, (parameter, twin) in enumerate(self._pairs):
+        for index, (parameter, host_copy) in enumerate(self._pairs):
             if has_gradient[index]:
-                parameter.copy_(twin, non_blocking=True)
-                twin.grad = None
+                parameter.copy_(host_copy, non_blocking=True)
+                host_copy.grad = None
             self._versions[index] = _get_version(parameter)
         return loss
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """Move an accumulated gradient to host memory, and free the gradient on the GPU; a hook of the parameter."""
+        """Move the gradient of `parameter` to host memory, and free it on the GPU; a post-accumulate-grad hook."""
         assert parameter.grad is not None
-        self._add_gradient(self._twin_by_id[id(parameter)], parameter.grad)
+        self._add_gradient(self._copy_by_id[id(parameter)], parameter.grad)
         parameter.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the parameters' gradients, and the gradients in host memory."""
+        """Clear the parameters' gradients, and free the gradients in host memory."""
         super().zero_grad(set_to_none)
-        for twin in self.twins:
-            twin.grad = None
+        for host_copy in self.host_copies:
+            host_copy.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group in `Optimizer.__init__`. Raises UsageError: the optimizer has been made."""
+        """Add a group, for `Optimizer.__init__` only; raise UsageError if the optimizer exists already."""
         if "_pairs" in vars(self):
             raise UsageError(
                 "a HostOptimizer takes no further parameters", value=f"{len(self._pairs)} it has", hint="make another"
@@ -156,43 +156,43 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state that `state_dict` of a `HostOptimizer` or of an inner optimizer returned."""
         self.inner.load_state_dict(state_dict)
-        for own, group in zip(self.param_groups, self.inner.param_groups, strict=True):
-            own.update((key, value) for key, value in group.items() if key != "params")
+        for outer, group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update((key, value) for key, value in group.items() if key != "params")
 
     def _write_groups(self) -> None:
-        for own, group in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update((key, value) for key, value in own.items() if key != "params")
+        for outer, group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update((key, value) for key, value in outer.items() if key != "params")
 
-    def _add_gradient(self, twin: nn.Parameter, gradient: torch.Tensor) -> None:
+    def _add_gradient(self, host_copy: nn.Parameter, gradient: torch.Tensor) -> None:
         if gradient.is_sparse:
             raise UsageError("cpu-offload-optimizer takes no sparse gradients", value=f"shape {list(gradient.shape)}")
-        if twin.grad is None:
-            host = torch.empty_like(twin, memory_format=torch.preserve_format, pin_memory=gradient.is_cuda)
-            twin.grad = host.copy_(gradient, non_blocking=True)
+        if host_copy.grad is None:
+            host = torch.empty_like(host_copy, memory_format=torch.preserve_format, pin_memory=gradient.is_cuda)
+            host_copy.grad = host.copy_(gradient, non_blocking=True)
         else:
             if gradient.is_cuda:  # the first gradient must have arrived
                 torch.cuda.current_stream(gradient.device).synchronize()
-            twin.grad.add_(gradient.to(twin.device))
+            host_copy.grad.add_(gradient.to(host_copy.device))
 
 
 class _StateMapping(MutableMapping[torch.Tensor, Any]):
-    """A view of the inner optimizer's state with the parameters on the GPU as keys."""
+    """View of the inner optimizer's state that has the parameters on the GPU as keys."""
 
     def __init__(self, inner: Optimizer, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         self._inner = inner
-        self._twins = dict(pairs)
+        self._host_copies = dict(pairs)
 
     def __getitem__(self, parameter: torch.Tensor) -> Any:
-        return self._inner.state[self._twins[parameter]]  # type: ignore[index]
+        return self._inner.state[self._host_copies[parameter]]  # type: ignore[index]
 
     def __setitem__(self, parameter: torch.Tensor, value: Any) -> None:
-        self._inner.state[self._twins[parameter]] = value  # type: ignore[index]
+        self._inner.state[self._host_copies[parameter]] = value  # type: ignore[index]
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self._inner.state[self._twins[parameter]]  # type: ignore[index]
+        del self._inner.state[self._host_copies[parameter]]  # type: ignore[index]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (parameter for parameter, twin in self._twins.items() if twin in self._inner.state)
+        return (parameter for parameter, host_copy in self._host_copies.items() if host_copy in self._inner.state)
 
     def __len__(self) -> int:
         return len(self._inner.state)
@@ -204,5 +204,5 @@ def _copy_to_host(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _get_version(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return the data pointer and version of a parameter, which change when other code writes to the parameter."""
+    """Return data pointer and version counter of `parameter`; they change when other code writes to the parameter."""
     return parameter.data_ptr(), parameter._version

@@ -1,4 +1,4 @@
-"""Helpers for fixes that make or change an optimizer."""
+"""Helpers for fixes that create or change an optimizer."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from memprof.errors import UsageError
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """Return the default optimizer: AdamW at a learning rate of 1e-4."""
+    """Return AdamW for `parameters` at a learning rate of 1e-4, the default optimizer of the fixes."""
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
-    """Return the trained parameters of `model`. Raises UsageError: the model has no trained parameter."""
+def list_trained_parameters(model: nn.Module, fix: str) -> list[nn.Parameter]:
+    """Return the parameters of `model` that require gradients; raise UsageError, which names `fix`, if none does."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError(f"{fix} does not apply: nothing is trained", value=type(model).__name__)
     return parameters
 
 
-def refuse_gradients(parameters: Iterable[nn.Parameter], fix: str, value: object, which: str = "already") -> None:
-    """Raise UsageError if any of `parameters` has a gradient; `which` ends the sentence of the message."""
+def refuse_gradients(parameters: Iterable[nn.Parameter], fix: str, value: object, message_end: str = "already") -> None:
+    """Raise UsageError if any of `parameters` has a gradient; the message names `fix` and ends with `message_end`."""
     if any(parameter.grad is not None for parameter in parameters):
         hint = "call model.zero_grad() first"
-        raise UsageError(f"{fix} does not apply: there are gradients {which}", value=value, hint=hint)
+        raise UsageError(f"{fix} does not apply: there are gradients {message_end}", value=value, hint=hint)
 
 
 def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return the optimizer that `factory` makes of `parameters`. Raises UsageError: `factory` makes no optimizer."""
-    made = factory(parameters) if callable(factory) else None
-    if not isinstance(made, Optimizer):
+    """Return `factory(parameters)`; raise UsageError if `factory` is no function, or returns no torch optimizer."""
+    optimizer = factory(parameters) if callable(factory) else None
+    if not isinstance(optimizer, Optimizer):
         raise UsageError(
             "optimizer must make a torch optimizer from a list of parameters",
-            value=type(factory).__name__ if made is None else type(made).__name__,
+            value=type(factory).__name__ if optimizer is None else type(optimizer).__name__,
             hint="such as optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
         )
-    return made
+    return optimizer

@@ -21,10 +21,10 @@ from memprof.fixes.optimizers import refuse_gradients
         "float16": "a model has one dtype",
         **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
     },
-    edit="memprof.fixes.spec_edits:half", on=lambda spec: spec.dtype == "bfloat16", for_float32=True,
-    ladder=135, search=120, tiers=(Tier.HALF_WEIGHTS,),
+    edit="memprof.fixes.spec_edits:set_half_precision", detect=lambda spec: spec.dtype == "bfloat16", for_float32=True,
+    ladder_order=135, search_order=120, tiers=(Tier.HALF_WEIGHTS,),
     helps={"parameters": 15, "doctor: weights": 10, "doctor: smaller": 10},
-    words={"doctor: smaller": "parameters and activations in half precision, if they are float32 (autocast: "
+    doctor_texts={"doctor: smaller": "parameters and activations in half precision, if they are float32 (autocast: "
            "amp-bfloat16)"},
 )  # fmt: skip
 @Fix(
@@ -36,28 +36,28 @@ from memprof.fixes.optimizers import refuse_gradients
         "bfloat16": "a model has one dtype",
         **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
     },
-    edit="memprof.fixes.spec_edits:half", on=lambda spec: spec.dtype == "float16",
+    edit="memprof.fixes.spec_edits:set_half_precision", detect=lambda spec: spec.dtype == "float16",
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
-    """Cast the parameters to the dtype that the fix is named after.
+    """Cast the parameters to the dtype in the fix's name.
 
-    Buffers keep their dtype (rotary frequencies in half precision would be too coarse), and so do parameters that the
-    model keeps in float32 (`_keep_in_fp32_modules` of Hugging Face). Raises UsageError: all parameters have the dtype
+    Buffers keep their dtype (rotary frequencies in half precision would be too coarse), and so do parameters that a
+    model keeps in float32 (transformers' `_keep_in_fp32_modules`). Raises UsageError if all parameters have the dtype
     already, or parameters to be cast have gradients.
     """
     dtype: torch.dtype = getattr(torch, changes.fix)
-    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    kept = [name for each in lists for name in getattr(model, each, None) or ()]
-    keep = re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in kept)) if kept else None
-    chosen = [
+    attribute_names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept_names = [name for attribute in attribute_names for name in getattr(model, attribute, None) or ()]
+    pattern = re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in kept_names)) if kept_names else None
+    parameters = [
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and parameter.dtype != dtype and not (keep and keep.search(name))
+        if parameter.is_floating_point() and parameter.dtype != dtype and not (pattern and pattern.search(name))
     ]
-    if not chosen:
+    if not parameters:
         raise changes.already_on(f"every parameter is {changes.fix}")
-    refuse_gradients(chosen, changes.fix, type(model).__name__, "of another dtype")
-    before = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in chosen}))
-    for parameter in chosen:
+    refuse_gradients(parameters, changes.fix, type(model).__name__, "of another dtype")
+    old_dtypes = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+    for parameter in parameters:
         changes.set_data(parameter, parameter.detach().to(dtype))
-    changes.note(f"{len(chosen)} parameters: {before} became {changes.fix}")
+    changes.note(f"{len(parameters)} parameters: {old_dtypes} became {changes.fix}")

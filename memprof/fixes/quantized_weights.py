@@ -13,7 +13,7 @@ from torch import nn
 from memprof.errors import UsageError, first_line, not_installed
 from memprof.fixes.applied import Changes
 from memprof.fixes.catalog.fix import FOUR_BITS, LORA, ON_THE_GPU, VALUE, WEIGHTS, Fix, Numerics, Tier
-from memprof.fixes.chunked_loss import find_head
+from memprof.fixes.chunked_loss import find_output_head
 from memprof.fixes.optimizers import refuse_gradients
 from memprof.fixes.trainable import DEFAULT_RANK, install_lora
 from memprof.workload.quantization import import_quietly
@@ -33,14 +33,14 @@ _QUANT_TYPES = ("nf4", "fp4")
         "qlora": "its weights are in 4 bits",
         **ON_THE_GPU,
     },
-    edits={"quantize": "int8"}, built_so=True,
-    on=lambda spec: spec.adapter is None and spec.quantize == "int8",
+    edits={"quantize": "int8"}, catalog_only=True,
+    detect=lambda spec: spec.adapter is None and spec.quantize == "int8",
 )  # fmt: skip
 def install_8_bit(model: nn.Module, changes: Changes) -> None:
-    """Quantize the linear layers to LLM.int8. Raises UsageError: no bitsandbytes, or no linear layer to quantize."""
+    """Quantize linear layers to LLM.int8; raise UsageError without bitsandbytes, or without layers to quantize."""
     bnb = _import_bitsandbytes(changes.fix)
 
-    def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
+    def make_layer(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
         outputs, inputs = weight.shape
         layer = bnb.nn.Linear8bitLt(
             inputs, outputs, bias is not None, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD, device="meta"
@@ -50,7 +50,7 @@ def install_8_bit(model: nn.Module, changes: Changes) -> None:
         layer.weight = quantized.to(weight.device)
         return layer  # type: ignore[no-any-return]
 
-    _replace_linear_layers(model, changes, make)
+    _replace_linear_layers(model, changes, make_layer)
 
 
 @Fix(
@@ -60,18 +60,18 @@ def install_8_bit(model: nn.Module, changes: Changes) -> None:
     options=FOUR_BITS,
     packages=("bitsandbytes",), trains_another=True, bench="quantized weights",
     conflicts={"qlora": "it quantizes the weights itself", **ON_THE_GPU},
-    edits={"quantize": "nf4"}, built_so=True,
-    on=lambda spec: spec.adapter is None and spec.quantize in ("nf4", "fp4"),
+    edits={"quantize": "nf4"}, catalog_only=True,
+    detect=lambda spec: spec.adapter is None and spec.quantize in ("nf4", "fp4"),
     helps={"doctor: weights": 20, "doctor: spilled": 10},
 )  # fmt: skip
 def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4", double_quant: bool = True) -> None:
-    """Quantize the linear layers to 4 bits; products are computed in the weights' original dtype. Raises UsageError:
-    bitsandbytes is not installed, `quant_type` is unknown, or the model has no linear layer to quantize."""
+    """Quantize linear layers to 4 bits; matrix products use the weights' original dtype. Raises UsageError if
+    bitsandbytes is not installed, `quant_type` is unknown, or there is no linear layer to quantize."""
     if quant_type not in _QUANT_TYPES:
         raise UsageError("unknown quant_type", value=repr(quant_type), hint=f"one of {', '.join(_QUANT_TYPES)}")
     bnb = _import_bitsandbytes(changes.fix)
 
-    def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
+    def make_layer(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
         outputs, inputs = weight.shape
         layer = bnb.nn.Linear4bit(
             inputs, outputs, bias is not None, weight.dtype, compress_statistics=double_quant, quant_type=quant_type,
@@ -82,7 +82,7 @@ def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4"
         ).to(weight.device)
         return layer  # type: ignore[no-any-return]
 
-    _replace_linear_layers(model, changes, make)
+    _replace_linear_layers(model, changes, make_layer)
 
 
 @Fix(
@@ -96,9 +96,9 @@ def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4"
         "freeze": "LoRA freezes the whole model itself",
         **ON_THE_GPU,
     },
-    edits={"quantize": "nf4", "adapter": "lora", "lora_rank": VALUE}, built_so=True,
-    on=lambda spec: spec.adapter == "lora" and spec.quantize is not None,
-    ladder=150, search=110, tiers=(Tier.QUANTIZED_ADAPTER,), helps={"doctor: parameters": 30},
+    edits={"quantize": "nf4", "adapter": "lora", "lora_rank": VALUE}, catalog_only=True,
+    detect=lambda spec: spec.adapter == "lora" and spec.quantize is not None,
+    ladder_order=150, search_order=110, tiers=(Tier.QUANTIZED_ADAPTER,), helps={"doctor: parameters": 30},
 )  # fmt: skip
 def install_qlora(
     model: nn.Module,
@@ -115,42 +115,44 @@ def install_qlora(
 
 
 def _replace_linear_layers(
-    model: nn.Module, changes: Changes, make: Callable[[torch.Tensor, nn.Parameter | None], nn.Module]
+    model: nn.Module, changes: Changes, make_layer: Callable[[torch.Tensor, nn.Parameter | None], nn.Module]
 ) -> None:
-    """Replace each linear layer by `make(weight, bias)`, except the head and layers with a shared weight."""
-    kept = _find_head_or_none(model)
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    chosen = [
+    """Replace each linear layer by `make_layer(weight, bias)`, except the head and layers with a shared weight."""
+    head = _find_head_or_none(model)
+    num_owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    layers = [
         (parent, name, module)
         for parent in model.modules()
         for name, module in parent.named_children()
-        if _is_linear(module) and module is not kept and owners[id(module.weight)] == 1
+        if _is_linear(module) and module is not head and num_owners[id(module.weight)] == 1
     ]
-    if not chosen:
+    if not layers:
         hint = "quantized layers are not quantized again"
         raise changes.does_not_apply("no linear layer beside the head", model, hint)
-    would_freeze = [parameter for *_, module in chosen for parameter in module.parameters()]
+    would_freeze = [parameter for *_, module in layers for parameter in module.parameters()]
     refuse_gradients(would_freeze, changes.fix, type(model).__name__, "of layers that would be frozen")
-    before = after = 0
-    for parent, name, module in chosen:
+    old_bytes = new_bytes = 0
+    for parent, name, module in layers:
         weight: Any = module.weight
         bias: Any = module.bias
         matrix = weight.detach()
         # transformers' Conv1D, a linear layer too, keeps its weight transposed.
-        layer = make(matrix if type(module) is nn.Linear else matrix.t(), bias)
+        layer = make_layer(matrix if type(module) is nn.Linear else matrix.t(), bias)
         if bias is not None:
             layer.register_parameter("bias", nn.Parameter(bias.detach(), requires_grad=False))
         layer.train(module.training)
-        before += weight.nbytes
+        old_bytes += weight.nbytes
         quantized: Any = layer.weight
-        after += quantized.nbytes
+        new_bytes += quantized.nbytes
         changes.set_module(parent, name, layer)
-    changes.note(f"{len(chosen)} linear layers: weights of {before:,} bytes became {after:,} and their scales; frozen")
+    changes.note(
+        f"{len(layers)} linear layers: weights of {old_bytes:,} bytes became {new_bytes:,} and their scales; frozen"
+    )
 
 
 def _find_head_or_none(model: nn.Module) -> nn.Module | None:
     try:
-        return find_head(model)[1]
+        return find_output_head(model)[1]
     except UsageError:  # it has none
         return None
 

@@ -1,10 +1,8 @@
 """Functions that edit the spec for a fix (`Fix.edit`), where replacing fields (`Fix.edits`) is not enough.
 
-Each function takes the spec, the fix, the value of the fix's main option (None if not given) and the `target` of the
-baseline run's report. The result is the edited spec, or None if the fix is to be applied to the model instead.
-
-Raises:
-    UsageError: the fix does not apply to this run.
+Each function takes the spec, the fix, the value of the fix's main option (None if not given) and `target`, the facts
+about the model in the baseline run's report. It returns the edited spec, or None if the fix changes the model instead,
+and raises UsageError if the fix does not apply to this run.
 """
 
 from __future__ import annotations
@@ -23,73 +21,73 @@ Target = Mapping[str, Any]
 _BATCH_NORM = re.compile(r"(Sync)?BatchNorm([1-3]d)?")
 
 
-def useless(fix: Fix, value: object, why: str) -> UsageError:
-    """Return the error for a fix that does nothing in this run."""
+def make_error(fix: Fix, value: object, why: str) -> UsageError:
+    """Return the error for a fix that has no effect in this run, with the offending `value` and the reason `why`."""
     return UsageError(f"{fix.name} does not apply", value=str(value), hint=why)
 
 
-def half(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """Set the dtype of the parameters to the dtype that the fix is named after."""
+def set_half_precision(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
+    """Return `spec` with the parameter dtype in the name of `fix`, float16 or bfloat16."""
     if target.get("dtype") in ("float16", "bfloat16"):
-        raise useless(fix, f"dtype {target['dtype']}", "the parameters have two bytes each already")
+        raise make_error(fix, f"dtype {target['dtype']}", "the parameters have two bytes each already")
     return spec.edit(dtype=fix.name)
 
 
-def autocast(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """Set autocast to the dtype in the fix's name."""
+def set_autocast(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
+    """Return `spec` with autocast to the dtype in the name of `fix`."""
     if target.get("dtype") in ("float16", "bfloat16"):
-        raise useless(fix, f"dtype {target['dtype']}", "autocast is for parameters in float32")
+        raise make_error(fix, f"dtype {target['dtype']}", "autocast is for parameters in float32")
     return spec.edit(amp=fix.name.removeprefix("amp-"), dtype=None)
 
 
-def vocabulary_cap(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec | None:
-    """Set the vocabulary size of a model that memprof builds to `value`."""
+def set_vocabulary_size(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec | None:
+    """Return `spec` with a vocabulary of `value` tokens, or None for a model that memprof does not build."""
     size = target.get("vocab_size")
     if size is None:
         return None
     if value >= size:
-        raise useless(fix, value, f"the vocabulary has {size:,} tokens")
+        raise make_error(fix, value, f"the vocabulary has {size:,} tokens")
     return spec.edit(vocab_size=value)
 
 
-def low_rank_npt(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """Set the mode of NPT components to low-rank."""
+def set_low_rank_npt(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
+    """Return `spec` with NPT components in mode low-rank."""
     if spec.npt is None:
-        raise useless(fix, "no --npt", "the model has no NPT components")
+        raise make_error(fix, "no --npt", "the model has no NPT components")
     return spec.edit(npt="low-rank")
 
 
-def micro_batch(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """Set a smaller batch size, and more gradient accumulation, for the same sequences in a step."""
+def split_batch(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
+    """Return `spec` with batch size `value` (None: 1) and more gradient accumulation, with equal sequences per step."""
     batch_norms = sorted(filter(_BATCH_NORM.fullmatch, target.get("classes", ())))
     if batch_norms and spec.mode is Mode.TRAIN:
-        raise useless(fix, batch_norms[0], "such a module's result depends on all rows of a batch")
+        raise make_error(fix, batch_norms[0], "such a module's result depends on all rows of a batch")
     size = 1 if value is None else value
     if not 1 <= size < spec.batch_size or spec.batch_size % size:
         divisors = [d for d in range(1, spec.batch_size) if spec.batch_size % d == 0]
-        raise useless(fix, size, f"give one of {', '.join(map(str, divisors))}")
+        raise make_error(fix, size, f"give one of {', '.join(map(str, divisors))}")
     return spec.edit(batch_size=size, gradient_accumulation=spec.gradient_accumulation * (spec.batch_size // size))
 
 
-def compiled(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec | None:
-    """Leave the spec unchanged, so that the fix compiles the layers. Raises UsageError: `--parallel` is given."""
+def check_parallel(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec | None:
+    """Return None, so that the fix changes the model; raise UsageError if `spec` has a parallel plan."""
     if spec.parallel is not None:
-        raise useless(fix, f"--parallel {spec.parallel}", "a model that is spread over GPUs is not compiled here")
+        raise make_error(fix, f"--parallel {spec.parallel}", "a model that is spread over GPUs is not compiled here")
     return None
 
 
-def eight_bit_optimizer(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
-    """Set the optimizer to the 8-bit AdamW of an installed package."""
+def set_8_bit_optimizer(spec: TargetSpec, fix: Fix, value: Any, target: Target) -> TargetSpec:
+    """Return `spec` with the 8-bit AdamW of an installed package as optimizer."""
     if spec.optimizer not in ("adamw", "adam"):
-        raise useless(fix, f"--optimizer {spec.optimizer}", "it stands for AdamW")
-    optimizer = installed_eight_bit_optimizer()
+        raise make_error(fix, f"--optimizer {spec.optimizer}", "it stands for AdamW")
+    optimizer = find_8_bit_optimizer()
     if optimizer is None:
         raise not_installed(f"{fix.name} needs bitsandbytes or torchao", "neither is installed", "quantization")
     return spec.edit(optimizer=optimizer, optimizer_impl=None)
 
 
-def installed_eight_bit_optimizer() -> str | None:
-    """Return the value of `--optimizer` for an installed 8-bit AdamW; None if no package has it."""
+def find_8_bit_optimizer() -> str | None:
+    """Return the `--optimizer` value of an installed package's 8-bit AdamW; None if no such package is installed."""
     for package, optimizer in (("bitsandbytes", "adamw-8bit"), ("torchao", "torchao-adamw-8bit")):
         if importlib.util.find_spec(package) is not None:
             return optimizer

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 from memprof.fixes.applied import apply
-from memprof.fixes.chosen import apply_options, parse_fixes
+from memprof.fixes.chosen import make_apply_options, parse_fixes
 from memprof.spec import TargetSpec
 from memprof.workload.layers import find_layers
 
@@ -20,36 +20,36 @@ def apply_fixes(
     spec: TargetSpec,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer | None],
     device: str = "cuda",
-    place: Callable[[nn.Module], object] | None = None,
+    place_model: Callable[[nn.Module], object] | None = None,
 ) -> Any:
-    """Apply `spec.fixes` to `model`, and move `model` from host memory to `device`, or call `place(model)` instead;
-    return the optimizer, if a fix makes one. Raises UsageError: a fix does not apply to this model."""
+    """Apply `spec.fixes` to `model`, and move it from host memory to `device`, or call `place_model(model)` instead.
+    Returns the optimizer if a fix creates one, else None. Raises UsageError if a fix does not apply to this model."""
     fixes = parse_fixes(",".join(spec.fixes))
-    names = [chosen.fix.name for chosen in fixes]
-    options = apply_options(fixes)
-    if any("optimizer" in chosen.fix.options for chosen in fixes):
+    names = [chosen_fix.fix.name for chosen_fix in fixes]
+    options = make_apply_options(fixes)
+    if any("optimizer" in chosen_fix.fix.options for chosen_fix in fixes):
         options["optimizer"] = make_optimizer
-    first = next((chosen.fix.name for chosen in fixes if chosen.fix.makes_room_first), None)
-    if first is not None and place is not None:
+    name = next((chosen_fix.fix.name for chosen_fix in fixes if chosen_fix.fix.before_move), None)
+    if name is not None and place_model is not None:
         raise UsageError(
-            f"{first} beside --parallel is not here", value=str(spec.parallel), hint="--fix cpu-offload-optimizer is"
+            f"{name} beside --parallel is not here", value=str(spec.parallel), hint="--fix cpu-offload-optimizer is"
         )
-    if first is not None:
+    if name is not None:
         # Applied before the move, since the GPU need not have room for all layers.
         applied = apply(model, names, undoable=False, **options)
-        _move_except_layers(model, device, first)
+        _move_except_layers(model, device, name)
     else:
-        model.to(device) if place is None else place(model)
+        model.to(device) if place_model is None else place_model(model)
         applied = apply(model, names, undoable=False, **options)
     return next((result for result in applied.results.values() if hasattr(result, "param_groups")), None)
 
 
 def _move_except_layers(model: nn.Module, device: str, fix: str) -> None:
-    """Move everything to `device` except the layers' parameters."""
+    """Move all parameters and buffers of `model` to `device`, except the layers' parameters."""
     layers = [layer for _, layer in find_layers(model, fix)]
-    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    layer_modules = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
-        if id(module) not in in_layers:
+        if id(module) not in layer_modules:
             module._apply(lambda tensor: tensor.to(device), recurse=False)
         else:
             for name, buffer in module._buffers.items():

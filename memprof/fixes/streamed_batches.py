@@ -1,4 +1,4 @@
-"""Fix streamed-batches: batches are made one at a time, when they are requested."""
+"""Fix streamed-batches: each batch is created when it is requested, instead of all before training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, StackDataset
 
 from memprof.errors import UsageError
-from memprof.fixes.applied import Changes, at_least
+from memprof.fixes.applied import Changes, check_at_least
 from memprof.fixes.catalog.fix import Fix, Numerics
 from memprof.torch_private.pytree import tree_map
 
@@ -23,29 +23,29 @@ from memprof.torch_private.pytree import tree_map
         "dataset": "the samples: a Dataset, a list, a tensor, or a dictionary of tensors by sample",
         "batch_size": "samples of a batch; 1 if not given",
     },
-    required=("dataset",), training_only=True, edits={"dataset_batches": None}, on=lambda spec: False,
+    required=("dataset",), training_only=True, edits={"dataset_batches": None}, detect=lambda spec: False,
     useless_if={"dataset_batches": (None, "batches are made one at a time already")},
     helps={"doctor: host memory": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int = 1) -> None:
-    """Make a `StreamedBatches`; the result. Raises UsageError: `dataset` is no collection of samples, or `batch_size`
-    is out of range."""
+    """Create a `StreamedBatches` as the fix's result. Raises UsageError if `dataset` is no collection of samples, or
+    `batch_size` is below 1."""
     batches = StreamedBatches(dataset, batch_size, model)
     changes.result(batches)
     changes.note(f"{len(batches):,} batches of {batch_size} are made one at a time, from {batches.samples:,} samples")
 
 
 class StreamedBatches:
-    """An iterable of batches in order, each made when it is requested, on the device of `model`'s parameters.
+    """Iterable of batches in order, each created when requested, on the device of the parameters of `model`.
 
     The last batch may have fewer than `batch_size` samples, and the iterable can be used again. Each row of a tensor or
     of a dictionary of tensors is a sample. For shuffling and workers, pass the samples to a
-    `torch.utils.data.DataLoader` instead. Raises UsageError: `dataset` is no collection of samples, or is empty;
-    `batch_size` is out of range.
+    `torch.utils.data.DataLoader` instead. Raises UsageError if `dataset` is no collection of samples, or is empty, or
+    `batch_size` is below 1.
     """
 
     def __init__(self, dataset: Any, batch_size: int, model: nn.Module) -> None:
-        at_least(1, "batch_size", batch_size)
+        check_at_least(1, "batch_size", batch_size)
         samples: Any = _make_rows(dataset) if isinstance(dataset, Mapping) else dataset
         if isinstance(samples, str) or not (
             hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, nn.Module)
@@ -63,15 +63,15 @@ class StreamedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
-            yield tree_map(self._place, batch)
+            yield tree_map(self._move_to_device, batch)
 
-    def _place(self, part: Any) -> Any:
+    def _move_to_device(self, value: Any) -> Any:
         parameter = next(self._model.parameters(), None)
-        return part.to(parameter.device) if isinstance(part, torch.Tensor) and parameter is not None else part
+        return value.to(parameter.device) if isinstance(value, torch.Tensor) and parameter is not None else value
 
 
 def _make_rows(columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Return a dataset of the rows of a dictionary of tensors or lists."""
+    """Return a dataset whose samples are the rows of `columns`; raise UsageError if these differ in length."""
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise UsageError("dataset has columns of different lengths", value=", ".join(map(str, sorted(lengths))))

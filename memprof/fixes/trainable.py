@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from memprof.errors import UsageError, first_line, not_installed
-from memprof.fixes.applied import Changes, at_least
+from memprof.fixes.applied import Changes, check_at_least
 from memprof.fixes.catalog.fix import LORA, VALUE, Fix, Numerics, Tier
-from memprof.workload.adapters import named_parameters, target_modules, translate_peft_errors
+from memprof.workload.adapters import match_parameters, parse_target_modules, translate_peft_errors
 from memprof.workload.quantization import import_quietly
 
 DEFAULT_RANK = 8
@@ -19,15 +19,16 @@ DEFAULT_RANK = 8
     cost="what is frozen does not learn",
     options={"frozen": "patterns of parameter names, such as 'model.embed*'; * stands for anything"},
     main_option="frozen", main_type=str, required=("frozen",), training_only=True, trains_another=True,
-    edits={"freeze": VALUE}, on=lambda spec: spec.freeze is not None,
+    edits={"freeze": VALUE}, detect=lambda spec: spec.freeze is not None,
 )  # fmt: skip
 def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
-    """Freeze the parameters that match the patterns in `frozen`. Raises UsageError: a pattern matches no parameter."""
-    chosen = named_parameters(model, frozen, "freeze: a pattern names no parameter")
+    """Freeze the parameters that match the patterns `frozen` (with commas).
+    Raises UsageError if a pattern matches no parameter."""
+    parameters = match_parameters(model, frozen, "freeze: a pattern names no parameter")
     _restore_flags_on_undo(model, changes)
-    for parameter in chosen:
+    for parameter in parameters:
         parameter.requires_grad_(False)
-    changes.note(f"{len(chosen)} of {len(list(model.parameters()))} parameters are frozen")
+    changes.note(f"{len(parameters)} of {len(list(model.parameters()))} parameters are frozen")
 
 
 @Fix(
@@ -37,25 +38,25 @@ def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
     options=LORA,
     main_option="lora_rank", packages=("peft",), training_only=True, trains_another=True,
     conflicts={"freeze": "LoRA freezes the whole model itself"}, edits={"adapter": "lora", "lora_rank": VALUE},
-    on=lambda spec: spec.adapter == "lora" and spec.quantize is None,
-    ladder=140, search=110, tiers=(Tier.ADAPTER,),
+    detect=lambda spec: spec.adapter == "lora" and spec.quantize is None,
+    ladder_order=140, search_order=110, tiers=(Tier.ADAPTER,),
     helps={"optimizer state": 30, "gradients": 10, "parameters": 10, "doctor: smaller": 50},
 )  # fmt: skip
 def install_lora(
     model: nn.Module, changes: Changes, *, lora_rank: int = DEFAULT_RANK, lora_targets: str | None = None
 ) -> None:
-    """Freeze the model, and add LoRA matrices to its linear layers with PEFT. Raises UsageError: PEFT is not installed,
-    or finds no module to adapt; the rank is out of range; the model has LoRA already."""
+    """Freeze the model, and add LoRA matrices to its linear layers with PEFT. Raises UsageError if PEFT is missing or
+    finds no module to adapt, `lora_rank` is below 1, or the model has LoRA already."""
     try:
         peft = import_quietly("peft")
     except ImportError as error:
         raise not_installed("lora needs PEFT", first_line(error), "adapters") from None
-    at_least(1, "lora_rank", lora_rank)
+    check_at_least(1, "lora_rank", lora_rank)
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UsageError("lora is already on", value=type(model).__name__)
     _restore_flags_on_undo(model, changes)
     _restore_modules_on_undo(model, changes)
-    config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=target_modules(lora_targets))
+    config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=parse_target_modules(lora_targets))
     with translate_peft_errors("lora_targets='q_proj,v_proj', or 'all-linear'"):
         # LoraModel and not get_peft_model, so that the caller's model is adapted and not wrapped.
         peft.LoraModel(model, config, "default")
@@ -74,8 +75,8 @@ def _restore_flags_on_undo(model: nn.Module, changes: Changes) -> None:
 
 
 def _restore_modules_on_undo(model: nn.Module, changes: Changes) -> None:
-    """Record the children, attributes and hooks of each module, and restore them on undo."""
-    kept = [
+    """Save the children, attributes and hooks of each module of `model` now, for the fix's undo to restore."""
+    saved = [
         (
             module,
             dict(module._modules),
@@ -86,13 +87,13 @@ def _restore_modules_on_undo(model: nn.Module, changes: Changes) -> None:
     ]
 
     def restore() -> None:
-        for module, children, attributes, hooks in kept:
+        for module, children, attributes, hooks in saved:
             vars(module).clear()
             vars(module).update(attributes)
             module._modules.clear()
             module._modules.update(children)
-            for name, known in hooks.items():
+            for name, saved_hooks in hooks.items():
                 vars(module)[name].clear()
-                vars(module)[name].update(known)
+                vars(module)[name].update(saved_hooks)
 
     changes.on_undo(restore)

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable
 
-from memprof.command_line import profile_command, run_command
+from memprof.command_line import make_profile_command, make_run_command
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.gpus import find_spec_gpu
@@ -57,7 +57,7 @@ def find_largest_for_spec(
         return trace, document
 
     def command(number: int, *, fits: bool) -> str:
-        return profile_command(spec.edit(**{field: number}))
+        return make_profile_command(spec.edit(**{field: number}))
 
     return _search(run, find_spec_gpu(spec), quantity, command, start=start, high=high)
 
@@ -87,7 +87,7 @@ def find_largest_for_script(
 
     def command(number: int, *, fits: bool) -> str:
         # After a failed allocation the need is seen only with --beyond.
-        return run_command(spec if fits else spec.edit(beyond=True), build_program(number).command)
+        return make_run_command(spec if fits else spec.edit(beyond=True), build_program(number).command)
 
     return _search(run, find_spec_gpu(spec), quantity, command, start=1, high=MAX_NUMBER)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from memprof.allocator import CurrentSettings
 from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
-from memprof.fixes.catalog import STEPS
+from memprof.fixes.catalog import ALL_FIXES
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_spec_gpu, measured_device_facts
 from memprof.flows.local_gpu import find_local_gpu, make_gpu_options
@@ -71,16 +71,16 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     in_force = CurrentSettings(allocator_settings(spec.alloc_conf))
     source = find_source(spec)
     progress("importing torch and the model's code")
-    switch_on = None
+    apply_fixes = None
     if spec.fixes:
         from memprof.fixes import spec_fixes
 
-        switch_on = spec_fixes.apply_fixes
-    if spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes):
+        apply_fixes = spec_fixes.apply_fixes
+    if spec.compile or any(ALL_FIXES[fix.partition("=")[0]].compiles for fix in spec.fixes):
         importlib.import_module(inductor.compile_fx.module)
         freeze_existing_objects()  # compiling runs the garbage collector
     run_error: RunFailedError | None = None
-    workload = Workload(spec, source, switch_on)
+    workload = Workload(spec, source, apply_fixes)
     try:
         if spec.device == "virtual":
             trace = capture_virtual(
@@ -124,7 +124,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
 def _run_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
     """Run one rank of each kind that the plan has, one after another; return one trace of all."""
     traces = []
-    kinds = parse_plan(plan, spec.gpus).kinds_of_ranks()
+    kinds = parse_plan(plan, spec.gpus).group_similar_ranks()
     for rank, alike in kinds:
         prefix = f"rank {rank}: " if len(kinds) > 1 else ""
         trace = _run_process(spec.edit(rank=rank), lambda doing, prefix=prefix: progress(prefix + doing))  # type: ignore[misc]
@@ -159,12 +159,12 @@ def resolve_device(
 
 def count_parallel_runs(spec: TargetSpec) -> int:
     """Return how many runs like `spec` may run in parallel, each in a worker: 1 for the user's own code."""
-    from memprof.workload.pool import number_of_workers  # needs torch
+    from memprof.workload.pool import count_workers  # needs torch
 
     _, colon, factory = spec.model.rpartition(":")
     # The user's code may depend on files of an earlier run.
     is_own_code = spec.trust_remote_code or bool(colon and factory.isidentifier())
-    return number_of_workers() if spec.device == "virtual" and not is_own_code and not spec.compile else 1
+    return count_workers() if spec.device == "virtual" and not is_own_code and not spec.compile else 1
 
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memprof.allocator import CurrentSettings, Settings
-from memprof.command_line import run_command
+from memprof.command_line import make_run_command
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_spec_gpu, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
@@ -148,7 +148,7 @@ def _launch_hint(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str
         return ""
     nodes = () if spec.nodes in (None, 1) else ("--nnodes", str(spec.nodes))
     launched = ("torchrun", *nodes, "--nproc-per-node", str(spec.gpus or 1), *program.command)
-    command = run_command(spec.edit(gpus=None, nodes=None), launched)
+    command = make_run_command(spec.edit(gpus=None, nodes=None), launched)
     return f"start it with torchrun, which sets {variable}: {command}"
 
 

@@ -1,4 +1,4 @@
-"""Scripts: the user's own program, located, run as `__main__`, and stopped according to a rule."""
+"""The user's script: finding it, running it as `__main__`, and stopping it by a rule."""
 
 from memprof.script.program import Program
 from memprof.script.stop import EndReason, ScriptOutcome, StopRule

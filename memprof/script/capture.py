@@ -1,4 +1,4 @@
-"""Capture of a script: the user's own program, unmodified, on a virtual GPU or measured on a real device."""
+"""Capture of the user's unmodified script: on a virtual GPU, or measured on a real device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from memprof.watch.program_code import is_program
 
 
 class _StopRecord:
-    """Record of the moment when the script was stopped: the script's clean-up is not part of the run."""
+    """Record of the point in the trace at which the script was stopped; the script's clean-up comes after it."""
 
     def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule, channel: Channel | None) -> None:
         self._device = device
@@ -53,7 +53,7 @@ class _StopRecord:
         return self._events is not None
 
     def step(self, optimizer: object) -> None:
-        """Record a step of `optimizer`, and stop the script if the rule says so."""
+        """Record a step of `optimizer`; raise StopRun if the rule stops the script now."""
         completed = self._device.phases.num_completed_steps
         self._live_bytes += [self._device.held_bytes] * (completed - len(self._live_bytes))
         if self._rule.steps is None:
@@ -74,38 +74,38 @@ class _StopRecord:
 
     @contextlib.contextmanager
     def record_stop(self) -> Iterator[None]:
-        """Context manager: note the run's end if the body stops the script."""
+        """Context manager: record the current end of the trace if the body raises StopRun."""
         try:
             yield
         except StopRun as stop:
-            if self._events is None and stop.why is EndReason.STEPS:
+            if self._events is None and stop.reason is EndReason.STEPS:
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
                 self._failure = self._device.refused if isinstance(self._device, VirtualGpu) else None
             raise
 
     def wrap_stop(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
-        """Return a replacement for `stop` that also notes the run's end."""
+        """Return a function that calls `stop` and records the current end of the trace."""
 
-        def stop_and_note(why: str) -> NoReturn:
+        def stop_and_note(reason: str) -> NoReturn:
             with self.record_stop():
-                stop(why)
+                stop(reason)
             raise AssertionError
 
         return stop_and_note
 
     def truncate(self, trace: Trace) -> None:
-        """Remove all events and storages after the stop from `trace`."""
-        events, storages = self._events, self._storages
-        if events is None or trace.source != "simulated":
+        """Remove from `trace` all events and storages after the stop; a measured trace is left unchanged."""
+        num_events, num_storages = self._events, self._storages
+        if num_events is None or trace.source != "simulated":
             return
         trace.failure = self._failure
-        del trace.events[events:], trace.storages[storages:]
-        trace.owners = {index: owner for index, owner in trace.owners.items() if index < storages}
-        trace.refused = [index for index in trace.refused if index < storages]
-        trace.mismatches = [found for found in trace.mismatches if found.event <= events]
-        trace.forwards = [forward for forward in trace.forwards if forward.end <= events]
-        trace.holders = [holder for holder in trace.holders if max(holder.storages, default=0) < storages]
+        del trace.events[num_events:], trace.storages[num_storages:]
+        trace.owners = {index: owner for index, owner in trace.owners.items() if index < num_storages}
+        trace.refused = [index for index in trace.refused if index < num_storages]
+        trace.mismatches = [mismatch for mismatch in trace.mismatches if mismatch.event <= num_events]
+        trace.forwards = [forward for forward in trace.forwards if forward.end <= num_events]
+        trace.holders = [holder for holder in trace.holders if max(holder.storages, default=0) < num_storages]
 
 
 def capture_script(
@@ -121,11 +121,11 @@ def capture_script(
     """Run `program` on `device` until `rule` stops the program, or the program ends or raises.
 
     Args:
-        device: the program's "cuda" device, or the device on which the run is measured.
-        before_forward: called with each model and the optimizers before an outermost call of the model.
-        worst_batch: feed the largest batch of each data loader first, and in all batches of the first two steps.
-        start: the process of the program to run, if it was resolved before.
-        channel: connection to the other ranks; stops the script where these have ended.
+        device: the virtual GPU that is the program's "cuda", or the device on which the run is measured.
+        before_forward: called with the model and the optimizers before each outermost call of a model.
+        worst_batch: whether data loaders yield their largest batch first, and only that in the first two steps.
+        start: the process of the program to run, from `resolve_process`; None: `Program.start` determines it.
+        channel: connection to the other ranks, which can stop the script; None: a single process.
     """
     if isinstance(device, VirtualGpu):
         device.instead_of_another = "memprof run has made it: run this script with plain python instead"
@@ -152,9 +152,9 @@ def capture_script(
             outcome = _run(program, device, rule, handlers, start)
             peer_reason = None if channel is None else channel.stop_reason
             if stop_record.is_stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
-                why = EndReason.STEPS if stop_record.is_stopped or peer_reason is None else EndReason(peer_reason)
+                reason = EndReason.STEPS if stop_record.is_stopped or peer_reason is None else EndReason(peer_reason)
                 outcome = ScriptOutcome(
-                    why, 0, kept=(outcome.kept, outcome.error), planned_steps=stop_record.planned_steps
+                    reason, 0, live_state=(outcome.live_state, outcome.error), planned_steps=stop_record.planned_steps
                 )
             error = outcome.error
         finally:
@@ -164,7 +164,7 @@ def capture_script(
         if not is_frozen:
             gc.unfreeze()
     if error is None and isinstance(device, MeasuredDevice) and device.error is not None:
-        outcome = ScriptOutcome(EndReason.ERROR, 1, device.error, kept=outcome.kept)
+        outcome = ScriptOutcome(EndReason.ERROR, 1, device.error, live_state=outcome.live_state)
         error = device.error
     trace = device.trace
     if outcome.ended is EndReason.ERROR and trace.failure is not None and trace.failure.kind in NOT_SIMULATED:
@@ -185,13 +185,13 @@ def capture_script(
         trace.refused.pop()
         trace.ended_out_of_memory = ran_out_of_memory = True
     if ran_out_of_memory:
-        outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, kept=outcome.kept)
+        outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, live_state=outcome.live_state)
     return trace, outcome
 
 
 def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
-    """Return the process of `program` to run, as its launcher defines; raise UsageError for an unknown rank, or too few
-    GPUs."""
+    """Return the selected process of `program`, or the outcome if its launcher ends by itself (`--help`).
+    Raises UsageError if the rank does not exist, or there are too few GPUs."""
     if not program.has_launcher:
         return program.start(selection)
     with VirtualGpu(gpu, gpus=selection.gpus or 1, extensions=extensions()):
@@ -205,7 +205,7 @@ def _run(
     handlers: ExitHandlers,
     start: ProcessStart | None,
 ) -> ScriptOutcome:
-    """Run `program` to its end, or until a thread of the program ends with an error of memprof."""
+    """Run `program` until it ends, `rule` stops it, or one of its threads ends with an error of memprof."""
     if isinstance(device, MeasuredDevice):
         return program.run(rule, handlers, start)
     with allow_stop_from_threads() as stop:
@@ -215,11 +215,11 @@ def _run(
             outcome = program.run(rule, handlers, start)
     if watch.error is None:
         return outcome
-    return ScriptOutcome(EndReason.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
+    return ScriptOutcome(EndReason.ERROR, 1, watch.error, live_state=(outcome.live_state, outcome.error))
 
 
 def _has_last_allocation_failed(trace: Trace) -> bool:
-    """Return whether the last GPU allocation failed."""
+    """Return whether the last GPU allocation in `trace` failed."""
     for kind, ref in reversed(trace.events):
         if kind is EventKind.ALLOC and is_gpu(trace.storages[ref].device):
             return bool(trace.refused) and trace.refused[-1] == ref

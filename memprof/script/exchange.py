@@ -1,8 +1,8 @@
 """Exchange between ranks that run together: contributions to collectives, waits, and detection of deadlocks.
 
-Plain rules without processes or time: `hear` gets a rank's message, and answers go out by `reply`. A rank waits only in
-few places (for a collective, a message, a key of a store, the others' steps), so a deadlock is detected at once: no
-rank runs, and no rank can go on.
+This has no processes and no clock: `handle_message` gets a rank's message, and answers are sent by `reply`. A rank
+waits only for a collective, a message, a key of a store, or the steps of other ranks. So a deadlock is detected at
+once: no rank runs, and no waiting rank can be resumed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _UNEVEN_CALLS_HINT = (
 
 
 class _Wait(NamedTuple):
-    """Event that a rank waits for; `key` is a call's place (collect), (source, tag) (receive), a key (store), or
-    whether the rank can stop (step)."""
+    """Event that a rank waits for. By `kind`, `key` is the id of a collective (collect), (source rank, tag) (receive),
+    a store's key (store), or whether the rank can stop (step)."""
 
     kind: str
     key: Any
@@ -39,18 +39,16 @@ class _Wait(NamedTuple):
 
 
 class Exchange:
-    """Meeting point of `ranks`. `reply` sends a rank an answer: a word (`go`, or `stop` with a reason) and data.
-
-    Each kind of message has a method of its own (`_handle_call`, ...): hence the number of methods.
-    """
+    """Message exchange of `ranks`; `reply(rank, kind, data)` sends an answer: "go" with data, or "stop" with a reason.
+    Each kind of message has its own method (`_handle_call`, ...)."""
 
     def __init__(self, ranks: Sequence[int], reply: Callable[[int, str, Any], None]) -> None:
         self._reply = reply
         self._ranks = tuple(ranks)
-        self.running = set(ranks)
-        self.waiting: dict[int, _Wait] = {}
-        self.ended: dict[int, str] = {}  # how a rank has ended, as the end of a sentence
-        self.stop_reason: str | None = None  # reason to stop all ranks; None: they go on
+        self.running_ranks = set(ranks)
+        self.waits: dict[int, _Wait] = {}
+        self.endings: dict[int, str] = {}  # rank -> how it has ended, such as "has ended"
+        self.stop_reason: str | None = None  # reason to stop all ranks; None: not stopped
         self.problem: MemprofError | None = None  # error between ranks
         self._slots: dict[Any, dict[int, tuple[CollectiveCall, Payload]]] = defaultdict(dict)
         self._collected_by: dict[Any, set[int]] = defaultdict(set)
@@ -60,7 +58,7 @@ class Exchange:
         self._store: dict[str, bytes] = {}
 
     def handle_message(self, rank: int, kind: str, *arguments: Any) -> None:
-        """Process the message `kind` of a rank, and let waiting ranks go on where they can."""
+        """Process a message of `rank`, of the given kind, and resume the waiting ranks that can go on."""
         if self.stop_reason is not None:
             if kind in ("collect", "receive", "store", "step"):
                 self._reply(rank, "stop", self.stop_reason)
@@ -69,36 +67,36 @@ class Exchange:
         self._resume_ready_ranks()
 
     def record_end(self, rank: int, description: str) -> None:
-        """Record that a rank has ended, by itself or not."""
-        self.running.discard(rank)
-        self.waiting.pop(rank, None)
-        self.ended[rank] = description
+        """Record that `rank` has ended; `description`, such as "has ended", is for error messages."""
+        self.running_ranks.discard(rank)
+        self.waits.pop(rank, None)
+        self.endings[rank] = description
         if self.stop_reason is None:
             self._resume_ready_ranks()
 
     def stop(self, reason: str) -> None:
-        """Stop all ranks: waiting ranks now, other ranks at their next message."""
+        """Stop all ranks for `reason`: waiting ranks now, running ranks at their next message."""
         self.stop_reason = self.stop_reason or reason
-        for rank in list(self.waiting):
+        for rank in list(self.waits):
             self._resume(rank, self.stop_reason, "stop")
 
     def fail(self, problem: str, hint: str) -> None:
-        """Stop all ranks because of an error between ranks."""
+        """Record the error `problem` between ranks, with a `hint`, and stop all ranks."""
         if self.problem is None:
             self.problem = MemprofError(problem, hint=hint)
         self.stop(PEER)
 
     def resume_steps(self) -> None:
-        """Let the ranks that wait for the others' steps make another step."""
-        for rank in [rank for rank, waiting in self.waiting.items() if waiting.kind == "step"]:
+        """Resume the ranks that wait at the end of a step, for another step."""
+        for rank in [rank for rank, wait in self.waits.items() if wait.kind == "step"]:
             self._resume(rank, False)
 
     def fail_overdue(self, rank: int, seconds: float) -> None:
-        """Stop all ranks because one has waited `seconds` while others still run."""
-        others = "rank" + "s" * (len(self.running) > 1)
+        """Stop all ranks with an error, because `rank` has waited for `seconds` while others still run."""
+        noun = "rank" + "s" * (len(self.running_ranks) > 1)
         self.fail(
-            f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._describe_wait(rank)}, and {others} "
-            f"{format_ranges(sorted(self.running))} did not come",
+            f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._describe_wait(rank)}, and {noun} "
+            f"{format_ranges(sorted(self.running_ranks))} did not come",
             "see what these do; --timeout stops a run after so many seconds",
         )
 
@@ -111,7 +109,7 @@ class Exchange:
 
     def _handle_collect(self, rank: int, key: Any) -> None:
         call, _ = self._slots[key][rank]
-        self._add_waiting(rank, _Wait("collect", key, call, call.line))
+        self._record_wait(rank, _Wait("collect", key, call, call.line))
 
     def _handle_send(self, rank: int, receiver: int, tag: int, call: CollectiveCall, payload: Payload) -> None:
         self._messages[call.collective_id[:2], rank, receiver, tag].append((call, payload))
@@ -119,35 +117,35 @@ class Exchange:
 
     def _handle_receive(self, rank: int, source: int | None, tag: int, call: CollectiveCall) -> None:
         self._last_calls[rank] = call
-        self._add_waiting(rank, _Wait("receive", (source, tag), call, call.line))
+        self._record_wait(rank, _Wait("receive", (source, tag), call, call.line))
 
     def _handle_store(self, rank: int, operation: str, arguments: tuple[Any, ...], line: str) -> None:
         keys, (key, *values) = self._store, arguments
         if operation == "get" and key not in keys:
-            self._add_waiting(rank, _Wait("store", key, None, line))
+            self._record_wait(rank, _Wait("store", key, None, line))
             return
         self._reply(rank, "go", _apply_store_operation(keys, operation, key, *values))
 
     def _handle_step(self, rank: int, can_stop: bool) -> None:
-        self._add_waiting(rank, _Wait("step", can_stop, None, ""))
+        self._record_wait(rank, _Wait("step", can_stop, None, ""))
 
-    def _add_waiting(self, rank: int, waiting: _Wait) -> None:
-        self.running.discard(rank)
-        self.waiting[rank] = waiting
+    def _record_wait(self, rank: int, wait: _Wait) -> None:
+        self.running_ranks.discard(rank)
+        self.waits[rank] = wait
 
-    def _resume(self, rank: int, answer: Any, word: str = "go") -> None:
-        del self.waiting[rank]
-        self.running.add(rank)
-        self._reply(rank, word, answer)
+    def _resume(self, rank: int, answer: Any, reply_kind: str = "go") -> None:
+        del self.waits[rank]
+        self.running_ranks.add(rank)
+        self._reply(rank, reply_kind, answer)
 
     def _resume_ready_ranks(self) -> None:
-        """Let the ranks go on that can; if no rank runs then, agree on steps, or report a deadlock."""
-        for rank, waiting in list(self.waiting.items()):
-            if self.stop_reason is None and waiting.kind != "step":
-                self._try_to_resume(rank, waiting)
-        if self.stop_reason is not None or self.running or not self.waiting:
+        """Resume the waiting ranks that can go on; if no rank runs then, end the step, or report a deadlock."""
+        for rank, wait in list(self.waits.items()):
+            if self.stop_reason is None and wait.kind != "step":
+                self._try_to_resume(rank, wait)
+        if self.stop_reason is not None or self.running_ranks or not self.waits:
             return
-        steps = {rank: waiting.key for rank, waiting in self.waiting.items() if waiting.kind == "step"}
+        steps = {rank: wait.key for rank, wait in self.waits.items() if wait.kind == "step"}
         if steps and all(steps.values()):
             self.stop(STEPS)
         elif steps:
@@ -159,32 +157,32 @@ class Exchange:
             if self.stop_reason is None:
                 self._fail_for_deadlock()
 
-    def _try_to_resume(self, rank: int, waiting: _Wait) -> None:
-        if waiting.kind == "collect":
-            if self._is_complete(waiting.call):
-                slot = self._slots[waiting.key]
-                taken = self._collected_by[waiting.key]
-                taken.add(rank)
-                self._resume(rank, {number: payload for number, (_, payload) in slot.items()})
-                if len(taken) == len(slot):
-                    del self._slots[waiting.key], self._collected_by[waiting.key]
-        elif waiting.kind == "receive":
-            self._try_receive(rank, waiting)
-        elif waiting.key in self._store:
-            self._resume(rank, self._store[waiting.key])
+    def _try_to_resume(self, rank: int, wait: _Wait) -> None:
+        if wait.kind == "collect":
+            if self._is_complete(wait.call):
+                slot = self._slots[wait.key]
+                collected_ranks = self._collected_by[wait.key]
+                collected_ranks.add(rank)
+                self._resume(rank, {sender: payload for sender, (_, payload) in slot.items()})
+                if len(collected_ranks) == len(slot):
+                    del self._slots[wait.key], self._collected_by[wait.key]
+        elif wait.kind == "receive":
+            self._try_receive(rank, wait)
+        elif wait.key in self._store:
+            self._resume(rank, self._store[wait.key])
 
-    def _try_receive(self, rank: int, waiting: _Wait) -> None:
-        source, tag = waiting.key
-        call = waiting.call
+    def _try_receive(self, rank: int, wait: _Wait) -> None:
+        source, tag = wait.key
+        call = wait.call
         assert call is not None
         for sender in call.ranks if source is None else (source,):
             messages = self._messages.get((call.collective_id[:2], sender, rank, tag))
             if messages:
-                sent, payload = messages.popleft()
-                if (sent.dtype, sent.send_counts) == (call.dtype, call.receive_counts):
+                sent_call, payload = messages.popleft()
+                if (sent_call.dtype, sent_call.send_counts) == (call.dtype, call.receive_counts):
                     self._resume(rank, (sender, payload))
                 else:
-                    self._fail_for_different_calls(sender, sent, rank, call)
+                    self._fail_for_different_calls(sender, sent_call, rank, call)
                 return
 
     def _is_complete(self, call: CollectiveCall | None) -> bool:
@@ -195,24 +193,24 @@ class Exchange:
         return [rank for rank in ranks if rank in self._ranks]
 
     def _compare_calls(self, slot: dict[int, tuple[CollectiveCall, Payload]]) -> None:
-        """Fail unless all ranks' calls agree; called once all are there: the error does not depend on their order."""
+        """Stop all ranks with an error unless their calls of a collective, `slot`, have equal signatures and sizes."""
         lowest = min(slot)
         call = slot[lowest][0]
         for rank in sorted(slot):
             if slot[rank][0].signature != call.signature:
                 self._fail_for_different_calls(lowest, call, rank, slot[rank][0])
                 return
-        for at, giver in enumerate(call.ranks):
-            for to, taker in enumerate(call.ranks):
-                if giver in slot and taker in slot and call.send_counts:
-                    gives, takes = slot[giver][0], slot[taker][0]
-                    if gives.send_counts[to] != takes.receive_counts[at]:
+        for i, sender in enumerate(call.ranks):
+            for j, receiver in enumerate(call.ranks):
+                if sender in slot and receiver in slot and call.send_counts:
+                    sent, received = slot[sender][0], slot[receiver][0]
+                    if sent.send_counts[j] != received.receive_counts[i]:
                         self._fail_for_different_calls(
-                            giver,
-                            gives,
-                            taker,
-                            takes,
-                            f"{gives.send_counts[to]:,} against {takes.receive_counts[at]:,}",
+                            sender,
+                            sent,
+                            receiver,
+                            received,
+                            f"{sent.send_counts[j]:,} against {received.receive_counts[i]:,}",
                         )
                         return
 
@@ -230,38 +228,38 @@ class Exchange:
         )
 
     def _fail_for_deadlock(self) -> None:
-        """Report the lowest rank that waits for ranks elsewhere, and the places of these."""
-        for rank in sorted(self.waiting):
-            missing = self._find_missing_ranks(rank)
-            if missing:
-                absent = [self._describe_absence(one) for one in missing[:3]]
-                more = f", and {len(missing) - 3} more" if len(missing) > 3 else ""
-                uneven = any(one in self.ended for one in missing)
+        """Stop all ranks with an error that names the lowest waiting rank, and where the missing ranks are."""
+        for rank in sorted(self.waits):
+            missing_ranks = self._find_missing_ranks(rank)
+            if missing_ranks:
+                absences = [self._describe_absence(missing_rank) for missing_rank in missing_ranks[:3]]
+                rest_text = f", and {len(missing_ranks) - 3} more" if len(missing_ranks) > 3 else ""
+                has_ended_rank = any(missing_rank in self.endings for missing_rank in missing_ranks)
                 self.fail(
-                    f"rank {rank} waits for ever in {self._describe_wait(rank)}: {', '.join(absent)}{more}",
-                    _UNEVEN_CALLS_HINT if uneven else _MISSING_CALL_HINT,
+                    f"rank {rank} waits for ever in {self._describe_wait(rank)}: {', '.join(absences)}{rest_text}",
+                    _UNEVEN_CALLS_HINT if has_ended_rank else _MISSING_CALL_HINT,
                 )
                 return
 
     def _find_missing_ranks(self, rank: int) -> list[int]:
-        waiting = self.waiting[rank]
-        if waiting.kind == "collect":
-            return [one for one in self._select_simulated_ranks(waiting.key[1]) if one not in self._slots[waiting.key]]
-        source = waiting.key[0] if waiting.kind == "receive" else None
-        return [source] if source is not None else [one for one in self._ranks if one != rank]
+        wait = self.waits[rank]
+        if wait.kind == "collect":
+            return [r for r in self._select_simulated_ranks(wait.key[1]) if r not in self._slots[wait.key]]
+        source = wait.key[0] if wait.kind == "receive" else None
+        return [source] if source is not None else [r for r in self._ranks if r != rank]
 
     def _describe_absence(self, rank: int) -> str:
-        last = self._last_calls.get(rank)
-        if rank in self.ended:
-            after = f", after {_format_call(last)}" if last else " without a call"
-            return f"rank {rank} {self.ended[rank]}{after}"
+        last_call = self._last_calls.get(rank)
+        if rank in self.endings:
+            call_text = f", after {_format_call(last_call)}" if last_call else " without a call"
+            return f"rank {rank} {self.endings[rank]}{call_text}"
         return f"rank {rank} waits in {self._describe_wait(rank)}"
 
     def _describe_wait(self, rank: int) -> str:
-        waiting = self.waiting[rank]
-        if waiting.call is not None:
-            return _format_call(waiting.call)
-        return f"a store for {waiting.key!r} at {short_source(waiting.line)}"
+        wait = self.waits[rank]
+        if wait.call is not None:
+            return _format_call(wait.call)
+        return f"a store for {wait.key!r} at {short_source(wait.line)}"
 
 
 def _format_call(call: CollectiveCall) -> str:
@@ -269,26 +267,26 @@ def _format_call(call: CollectiveCall) -> str:
 
 
 def _apply_store_operation(store: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:
-    """Do an operation on a store whose keys begin with the store's name."""
-    held = store.get(key)
+    """Apply a c10d store operation, such as "get" or "add", to `key` of `store`, and return its result."""
+    current = store.get(key)
     if operation == "get":
-        return held
+        return current
     if operation == "check":
         return key in store
     if operation == "count":
-        return sum(one.startswith(key) for one in store)
+        return sum(stored_key.startswith(key) for stored_key in store)
     if operation == "delete":
         return store.pop(key, None) is not None
     if operation == "add":
-        total = int(held or b"0") + values[0]
+        total = int(current or b"0") + values[0]
         store[key] = str(total).encode()
         return total
     if operation == "append":
-        store[key] = (held or b"") + values[0]
+        store[key] = (current or b"") + values[0]
         return None
     if operation == "compare_set":
         expected, desired = values
-        if (held is None and not expected) or held == expected:
+        if (current is None and not expected) or current == expected:
             store[key] = desired
         return store.get(key, expected)
     store[key] = values[0]

@@ -1,4 +1,4 @@
-"""The program's `atexit` handlers, run at the program's end, when the GPU still exists."""
+"""The program's `atexit` handlers, which are run at the program's end, while the virtual GPU still exists."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from memprof.patching import Patch
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
+_SITE_PACKAGES = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
 
 
 class ExitHandlers:
-    """Handlers that the program, or an installed library, registers; `is_program` recognizes such code.
+    """Exit handlers that the program, or an installed library, registers; `is_program` recognizes the program's code.
 
-    Handlers of Python's own modules are left to this process, which goes on: weakref's handler would end all
+    Handlers of the standard library are left to this process, which goes on: weakref's handler would end all
     finalizers.
     """
 
@@ -30,7 +30,7 @@ class ExitHandlers:
         self._skips_handlers = False
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patches (owner, name, replacement) that intercept registrations."""
+        """Yield patches (owner, name, replacement) of `atexit.register` and `atexit.unregister`."""
         original, original_unregister = atexit.register, atexit.unregister
 
         def register(function: Callable[..., Any], /, *args: Any, **options: Any) -> Callable[..., Any]:
@@ -47,12 +47,12 @@ class ExitHandlers:
         yield atexit, "unregister", unregister
 
     def discard(self) -> None:
-        """Run no handlers: the program exits by `os._exit`."""
+        """Remove all handlers, because the program exits by `os._exit`."""
         self._handlers.clear()
         self._skips_handlers = True
 
     def run(self) -> SystemExit | None:
-        """Run the handlers, the last first; return the SystemExit of an `os._exit` in a handler, or None."""
+        """Run the handlers, the last one first; return the SystemExit if a handler calls `os._exit`, else None."""
         self._skips_handlers = False
         while self._handlers:
             function, args, options = self._handlers.pop()
@@ -67,4 +67,4 @@ class ExitHandlers:
 
     def _is_program_code(self, code: CodeType) -> bool:
         file = code.co_filename
-        return self._is_program(code) and (file.startswith(_INSTALLED) or not file.startswith(_STDLIB))
+        return self._is_program(code) and (file.startswith(_SITE_PACKAGES) or not file.startswith(_STDLIB))

@@ -1,7 +1,7 @@
-"""Commands that start a launcher (torchrun, accelerate, deepspeed): one of its processes is run in this process.
+"""Launchers (torchrun, accelerate, deepspeed): one process that they would start is run in this process instead.
 
-A launcher's child process would not see the run's virtual GPU. The launcher's own parser, if installed, parses the
-arguments, and sees the run's GPUs: `--nproc_per_node gpu` is the number of virtual GPUs.
+A launcher's child process would not see the virtual GPU. Arguments are parsed by the launcher's own parser, where
+installed, while the virtual GPUs exist, so that `--nproc_per_node gpu` means their number.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class ProcessSelection:
-    """The process to run of all processes of a program, and the GPUs and machines of the program."""
+    """Selection of one process of a distributed program by its rank, and the program's numbers of GPUs and machines."""
 
-    rank: int | None = None  # None: the first, or RANK of the environment
+    rank: int | None = None  # None: RANK of the environment, or 0
     gpus: int | None = None  # on each machine; None: as many as the launcher starts processes there
-    nodes: int | None = None  # machines; None: as many as the launcher takes, or one
+    nodes: int | None = None  # machines; None: as in the launcher's arguments, or one
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """One process: the program as `python` takes it, environment variables, rank, and number of processes."""
+    """How to start one process: program and arguments for `python`, environment variables, rank, and sizes."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,7 +42,7 @@ class ProcessStart:
     rank: int = 0
     gpus: int = 1  # on each machine
     nodes: int = 1
-    # Processes of the whole program, if known before the run; else the number of GPUs.
+    # Number of processes of the program, if known before the run; else the number of GPUs.
     size: int = 1
 
 
@@ -58,20 +58,20 @@ _MISSING_VARIABLE = re.compile(rf"environment variable ({'|'.join(_RANK_VARIABLE
 
 
 def find_missing_variable(error: BaseException | None) -> str:
-    """Return the launcher's variable whose absence raised `error`; empty for other errors."""
+    """Return the launcher's environment variable, such as RANK, whose absence raised `error`; "" for other errors."""
     if isinstance(error, KeyError) and error.args and error.args[0] in _RANK_VARIABLES:
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         environ_getitem = type(os.environ).__getitem__.__code__  # another dict may have such keys too
         return str(error.args[0]) if codes and codes[-1] is environ_getitem else ""
-    found = _MISSING_VARIABLE.search(str(error)) if isinstance(error, ValueError) else None
-    return found[1] if found else ""
+    match = _MISSING_VARIABLE.search(str(error)) if isinstance(error, ValueError) else None
+    return match[1] if match else ""
 
 
 def start_without_launcher(
     name: str, arguments: tuple[str, ...], is_module: bool, selection: ProcessSelection
 ) -> ProcessStart:
-    """Return the process of a program without launcher, by RANK and WORLD_SIZE; raise UsageError: no such rank."""
-    counts = [int(os.environ[one]) for one in _COUNT_VARIABLES if os.environ.get(one, "").isdigit()]
+    """Return the process of a program without a launcher, by RANK and WORLD_SIZE; raise UsageError for a bad rank."""
+    counts = [int(os.environ[name]) for name in _COUNT_VARIABLES if os.environ.get(name, "").isdigit()]
     gpus = selection.gpus or (counts[0] if counts else 1)
     nodes = selection.nodes or (-(-counts[-1] // gpus) if counts and selection.gpus is None else 1)
     size = counts[-1] if counts else gpus * nodes
@@ -89,7 +89,7 @@ def _check_rank(rank: int, size: int) -> None:
 
 
 class _LaunchedProcess:
-    """The selected one of the processes that a launcher starts; UsageError: too few GPUs, or no such rank."""
+    """Selected process of a launcher that starts `processes[i]` of them on machine i; UsageError if it cannot exist."""
 
     def __init__(self, launcher: str, selection: ProcessSelection, processes: Sequence[int]) -> None:
         max_processes = max(processes, default=0)
@@ -116,29 +116,29 @@ class _LaunchedProcess:
         self.local_size = processes[self.node]
 
     def start(self, args: Any, environment: dict[str, str], *first_arguments: str) -> ProcessStart:
-        """Return the start of this process: program, arguments, environment and rank."""
+        """Return how to start this process; `args` are the launcher's parsed arguments."""
         if args.no_python:
             problem = "the launcher is to start a command, and no Python program"
             raise UsageError(problem, value=args.training_script, hint="leave out --no_python, and name the script")
         arguments = (*first_arguments, *args.training_script_args)
-        where = (self.rank, self.gpus, self.nodes, self.size)
-        return ProcessStart(args.training_script, arguments, bool(args.module), environment, *where)
+        placement = (self.rank, self.gpus, self.nodes, self.size)
+        return ProcessStart(args.training_script, arguments, bool(args.module), environment, *placement)
 
 
 def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tuple[Launcher, Sequence[str]] | None:
-    """Return the launcher that a module or command (bare, or in a bin folder) is, with its arguments, or None."""
+    """Return (launcher, remaining arguments) if module or command `name` is a launcher, such as torchrun; else None."""
     if is_module:
-        words = _MODULES.get(name)
+        entry = _MODULES.get(name)
     else:
         path = Path(name)
-        known = path.parent.name == "bin" if os.sep in name else not path.is_file()
-        words = _COMMANDS.get(path.name) if known else None
-    if words is None:
+        may_be_launcher = path.parent.name == "bin" if os.sep in name else not path.is_file()
+        entry = _COMMANDS.get(path.name) if may_be_launcher else None
+    if entry is None:
         return None
-    launcher, first = words
-    if first and tuple(arguments[:1]) != (first,):
+    launcher, required_argument = entry
+    if required_argument and tuple(arguments[:1]) != (required_argument,):
         return None
-    return launcher, arguments[1:] if first else arguments
+    return launcher, arguments[1:] if required_argument else arguments
 
 
 def _start_torchrun(
@@ -148,28 +148,28 @@ def _start_torchrun(
     args = importlib.import_module(module).parse_args(list(arguments))
     processes = _parse_number("--nproc-per-node", args.nproc_per_node, run.determine_local_world_size)
     nodes = _parse_number("--nnodes", args.nnodes, lambda text: run.parse_min_max_nnodes(text)[1])
-    started = _LaunchedProcess("torch.distributed.run", selection, [processes] * nodes)
-    local_rank = () if run.get_use_env(args) else (f"--local-rank={started.local_rank}",)
-    return started.start(args, _make_torch_variables(args, started), *local_rank)
+    process = _LaunchedProcess("torch.distributed.run", selection, [processes] * nodes)
+    local_rank = () if run.get_use_env(args) else (f"--local-rank={process.local_rank}",)
+    return process.start(args, _make_torch_variables(args, process), *local_rank)
 
 
-def _parse_number(flag: str, text: str, read: Callable[[str], int]) -> int:
+def _parse_number(flag: str, value: str, parse: Callable[[str], int]) -> int:
     try:
-        return read(text)
+        return parse(value)
     except (ValueError, RuntimeError) as error:
         problem = "torch's launcher cannot read it"
-        raise UsageError(problem, value=f"{flag} {text}", hint="a number, as torchrun --help has it") from error
+        raise UsageError(problem, value=f"{flag} {value}", hint="a number, as torchrun --help has it") from error
 
 
-def _make_torch_variables(args: Any, started: _LaunchedProcess) -> dict[str, str]:
-    """Return a worker's variables (_start_workers of torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
-    values = {
-        **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
-        "LOCAL_RANK": started.local_rank,
-        "GROUP_RANK": started.node,
-        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), started.size),
-        "LOCAL_WORLD_SIZE": started.local_size,
-        "GROUP_WORLD_SIZE": started.nodes,
+def _make_torch_variables(args: Any, process: _LaunchedProcess) -> dict[str, str]:
+    """Return the environment variables that torchrun sets (elastic/agent/server/local_elastic_agent.py)."""
+    variables = {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), process.rank),
+        "LOCAL_RANK": process.local_rank,
+        "GROUP_RANK": process.node,
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), process.size),
+        "LOCAL_WORLD_SIZE": process.local_size,
+        "GROUP_WORLD_SIZE": process.nodes,
         "ROLE_NAME": args.role,
         "MASTER_ADDR": args.master_addr,
         "MASTER_PORT": args.master_port or 29500,
@@ -179,7 +179,7 @@ def _make_torch_variables(args: Any, started: _LaunchedProcess) -> dict[str, str
         "TORCHELASTIC_USE_AGENT_STORE": False,  # there is no agent, whose store workers would look for
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    return {name: str(value) for name, value in values.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _start_accelerate(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
@@ -190,21 +190,21 @@ def _start_accelerate(arguments: Sequence[str], selection: ProcessSelection) -> 
         raise UsageError("accelerate cannot be imported", value=str(error), hint="pip install accelerate") from error
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(arguments)))
     nodes = args.num_machines or 1
-    started = _LaunchedProcess("accelerate launch", selection, [max(args.num_processes // nodes, 1)] * nodes)
+    process = _LaunchedProcess("accelerate launch", selection, [max(args.num_processes // nodes, 1)] * nodes)
     is_distributed = args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu
-    if not is_distributed and started.size > 1 and not args.cpu:
+    if not is_distributed and process.size > 1 and not args.cpu:
         args.multi_gpu = is_distributed = True  # as on a machine that has these GPUs
     if not is_distributed or args.cpu:
-        return started.start(args, utils.prepare_simple_launcher_cmd_env(args)[1])
+        return process.start(args, utils.prepare_simple_launcher_cmd_env(args)[1])
     # accelerate starts these processes through torch's launcher.
-    own = utils.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else utils.prepare_multi_gpu_env(args)
-    of_torch = importlib.import_module("torch.distributed.run").get_args_parser().parse_args([args.training_script])
-    of_torch.master_port = args.main_process_port or of_torch.master_port
-    return started.start(args, own | _make_torch_variables(of_torch, started))
+    environment = utils.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else utils.prepare_multi_gpu_env(args)
+    torch_args = importlib.import_module("torch.distributed.run").get_args_parser().parse_args([args.training_script])
+    torch_args.master_port = args.main_process_port or torch_args.master_port
+    return process.start(args, environment | _make_torch_variables(torch_args, process))
 
 
 def _start_deepspeed(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
-    """Return the process that `deepspeed` starts, by its arguments (deepspeed/launcher/runner.py of 0.17)."""
+    """Return the selected process of `deepspeed ARGUMENTS` (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
         parser.add_argument(flag, default="")
@@ -227,7 +227,7 @@ def _start_deepspeed(arguments: Sequence[str], selection: ProcessSelection) -> P
 
 
 def _start_deepspeed_node(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
-    """Return the process that `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
+    """Return the selected process of `deepspeed.launcher.launch`, which starts a machine's processes (0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
         parser.add_argument(flag, type=int)
@@ -255,18 +255,18 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
 
-def _make_deepspeed_start(args: argparse.Namespace, started: _LaunchedProcess) -> ProcessStart:
+def _make_deepspeed_start(args: argparse.Namespace, process: _LaunchedProcess) -> ProcessStart:
     environment = {
-        "RANK": str(started.rank),
-        "LOCAL_RANK": str(started.local_rank),
-        "CROSS_RANK": str(started.node),
-        "WORLD_SIZE": str(started.size),
-        "LOCAL_SIZE": str(started.local_size),
-        "CROSS_SIZE": str(started.nodes),
+        "RANK": str(process.rank),
+        "LOCAL_RANK": str(process.local_rank),
+        "CROSS_RANK": str(process.node),
+        "WORLD_SIZE": str(process.size),
+        "LOCAL_SIZE": str(process.local_size),
+        "CROSS_SIZE": str(process.nodes),
         "MASTER_ADDR": args.master_addr or "127.0.0.1",
         "MASTER_PORT": args.master_port,
     }
-    return started.start(args, environment, *(() if args.no_local_rank else (f"--local_rank={started.local_rank}",)))
+    return process.start(args, environment, *(() if args.no_local_rank else (f"--local_rank={process.local_rank}",)))
 
 
 # Name of a command -> the launcher, and the first argument that selects the launcher.

@@ -1,8 +1,8 @@
 """Number of training steps that a program will make, computed from the loops around its optimizer's step.
 
-Only the source code and its variables' values are used: `for` over an object with a length, and counters that the head
-of a `while`, or an `if` that leaves the loop, compares with a limit. The number is unknown for other loops. No iterator
-is advanced, because that would consume it.
+Only source code and the values of variables are used: a `for` over an object with a length, and counters that the
+condition of a `while`, or of an `if` that leaves the loop, compares with a limit. For other loops the number is
+unknown. No iterator is advanced, because that would consume it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One condition that ends a loop."""
+    """A condition that ends a loop, and the progress toward it."""
 
-    total: int | None  # total rounds, or the counter's limit; None: unknown
-    done: int | None = None  # rounds done, or the counter's current value; None: unknown
+    total: int | None  # total number of iterations, or the counter's limit; None: unknown
+    done: int | None = None  # completed iterations, or the counter's current value; None: unknown
     is_counter: bool = False  # counts only if `done` grows between steps, because a variable may count anything
 
 
@@ -56,14 +56,14 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position in a program: the number of the training step that ended, and the loops around it, outermost first."""
+    """Position in a program: the training step (from 1) that has ended, and the loops around it, outermost first."""
 
     step: int
     loops: tuple[Loop, ...]
 
 
 def find_position(step: int, frame: FrameType | None) -> Position:
-    """Return the position at `frame`: the loops around its current line, and around the lines of its callers."""
+    """Return the position after training step `step`: the loops around the lines of `frame` and its callers."""
     loops: list[Loop] = []
     while frame is not None and frame.f_code.co_filename != program.__file__:  # memprof's frames are not the program's
         if is_program(frame.f_code):
@@ -75,51 +75,51 @@ def find_position(step: int, frame: FrameType | None) -> Position:
 def estimate_total_steps(earlier_positions: Sequence[Position], last_position: Position) -> int | None:
     """Return an upper estimate of the program's total training steps; None if the loops do not determine a total.
 
-    `earlier_positions` are those at the ends of earlier steps. At most one step per round is assumed.
+    `earlier_positions` are positions after earlier steps. At most one step per iteration is assumed.
     """
-    places = [loop.location for loop in last_position.loops]
-    same = (one for one in earlier_positions if places and [loop.location for loop in one.loops] == places)
-    before = next(same, None)
-    if before is None:
+    locations = [loop.location for loop in last_position.loops]
+    matching = (p for p in earlier_positions if locations and [loop.location for loop in p.loops] == locations)
+    earlier = next(matching, None)
+    if earlier is None:
         return None
-    bounds = [_find_earliest_bound(then, loop) for then, loop in zip(before.loops, last_position.loops, strict=True)]
+    bounds = [_find_earliest_bound(old, loop) for old, loop in zip(earlier.loops, last_position.loops, strict=True)]
     totals = [bound.total for _, bound in bounds if bound.total]
     if len(totals) < len(bounds):
         return None
     earlier_fraction, _ = _compute_fractions(totals, [done for done, _ in bounds])
-    done_fraction, round_now = _compute_fractions(totals, [bound.done for _, bound in bounds])
+    done_fraction, current_fraction = _compute_fractions(totals, [bound.done for _, bound in bounds])
     if done_fraction > earlier_fraction:
-        remaining = max(1 - done_fraction - round_now, 0)
+        remaining = max(1 - done_fraction - current_fraction, 0)
         return last_position.step + round(
-            remaining * (last_position.step - before.step) / (done_fraction - earlier_fraction)
+            remaining * (last_position.step - earlier.step) / (done_fraction - earlier_fraction)
         )
-    rounds = math.prod(totals)
-    return rounds if rounds >= last_position.step else None
+    num_iterations = math.prod(totals)
+    return num_iterations if num_iterations >= last_position.step else None
 
 
 def _find_earliest_bound(earlier_loop: Loop, loop: Loop) -> tuple[int | None, Bound]:
-    """Return the earlier progress and the bound that ends a loop first; an unknown bound if there is none."""
-    known = [
-        (early.done, bound)
-        for early, bound in zip(earlier_loop.bounds, loop.bounds, strict=True)
-        if bound.total is not None and not (bound.is_counter and (early.done or 0) >= (bound.done or 0))
+    """Return (earlier `done`, bound) for the bound of `loop` that is reached first, unknown if there is none."""
+    candidates = [
+        (earlier_bound.done, bound)
+        for earlier_bound, bound in zip(earlier_loop.bounds, loop.bounds, strict=True)
+        if bound.total is not None and not (bound.is_counter and (earlier_bound.done or 0) >= (bound.done or 0))
     ]
-    return min(known, key=lambda one: (one[1].total or 0) - (one[1].done or 0), default=(None, Bound(None)))
+    return min(candidates, key=lambda pair: (pair[1].total or 0) - (pair[1].done or 0), default=(None, Bound(None)))
 
 
 def _compute_fractions(totals: Sequence[int], done: Sequence[int | None]) -> tuple[float, float]:
-    """Return the fraction of all rounds that is done, down to the innermost known loop, and that of this round."""
-    share, part = 0.0, 1.0
+    """Return the fractions (completed, of one iteration) of nested loops with `totals` and `done`, outermost first."""
+    done_fraction, iteration_fraction = 0.0, 1.0
     for total, num_done in zip(totals, done, strict=True):
         if num_done is None:
-            return share, 0.0
-        part /= total
-        share += num_done * part
-    return share, part
+            return done_fraction, 0.0
+        iteration_fraction /= total
+        done_fraction += num_done * iteration_fraction
+    return done_fraction, iteration_fraction
 
 
 def _find_loops_around(frame: FrameType) -> Iterator[Loop]:
-    """Yield the loops around the current line of `frame`, within the frame's function."""
+    """Yield the loops around the current line of `frame` in the frame's function, outermost first."""
     code = frame.f_code
     if code.co_name == "<lambda>":
         return
@@ -129,9 +129,9 @@ def _find_loops_around(frame: FrameType) -> Iterator[Loop]:
         yield Loop((code.co_filename, frame.f_lineno))  # a loop without known bounds
         return
     variables: Mapping[str, Any] | None = None
-    here = (code.co_name, 0 if code.co_name == "<module>" else code.co_firstlineno)
-    for function, node, first, last in loops:
-        if function == here and first <= frame.f_lineno <= last:
+    current_function = (code.co_name, 0 if code.co_name == "<module>" else code.co_firstlineno)
+    for function, node, first_line, last_line in loops:
+        if function == current_function and first_line <= frame.f_lineno <= last_line:
             if variables is None:
                 variables = ChainMap(read_local_variables(frame), frame.f_globals)
             yield Loop((code.co_filename, node.lineno), tuple(_find_bounds(node, variables)))
@@ -139,41 +139,45 @@ def _find_loops_around(frame: FrameType) -> Iterator[Loop]:
 
 @functools.lru_cache(maxsize=16)
 def _parse_loops(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
-    """Return a file's loops, outer first: (name, line) of the function, loop, first and last line; None: no source."""
+    """Return ((name, line) of the function, loop, first line, last line) of each loop in source `text`.
+
+    Returns None if `text` is empty or no Python source.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return None
-    found: list[tuple[tuple[str, int], _Loop, int, int]] = []
+    loops: list[tuple[tuple[str, int], _Loop, int, int]] = []
 
     def visit(node: ast.AST, function: tuple[str, int]) -> None:
         if isinstance(node, _Function | ast.ClassDef):
-            function = (node.name, min([node.lineno, *(one.lineno for one in node.decorator_list)]))
+            function = (node.name, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]))
         elif isinstance(node, _Loop):
-            found.append((function, node, node.body[0].lineno, node.body[-1].end_lineno or node.lineno))
+            loops.append((function, node, node.body[0].lineno, node.body[-1].end_lineno or node.lineno))
         for child in ast.iter_child_nodes(node):
             visit(child, function)
 
     visit(tree, ("<module>", 0))
-    return tuple(found) if tree.body else None
+    return tuple(loops) if tree.body else None
 
 
 def _find_bounds(loop: _Loop, variables: Mapping[str, Any]) -> Iterator[Bound]:
     if isinstance(loop, ast.While):
         yield from _find_counters(loop.test, variables, ends_loop=False)
     else:
-        yield Bound(_count_rounds(loop.iter, variables), _count_done_rounds(loop.target, loop.iter, variables))
+        yield Bound(_count_iterations(loop.iter, variables), _count_done_iterations(loop.target, loop.iter, variables))
     for test in _find_exit_tests(loop.body, is_inner=False):
         yield from _find_counters(test, variables, ends_loop=True)
 
 
 def _find_exit_tests(body: Sequence[ast.stmt], *, is_inner: bool) -> Iterator[ast.expr]:
-    """Yield the condition of each `if` that leaves the loop with this body, by `break`, `return` or `exit()`."""
+    """Yield the condition of each `if` in `body` that leaves the loop by `break`, `return` or `exit()`.
+    `is_inner` says that `body` is in a nested loop, where a `break` does not leave the outer one."""
     for node in body:
         if isinstance(node, _Function | ast.ClassDef):
             continue
         if isinstance(node, ast.If):  # the inner statements may never run
-            if any(_leaves_loop(one, is_inner=is_inner) for one in node.body):
+            if any(_leaves_loop(statement, is_inner=is_inner) for statement in node.body):
                 yield node.test
         else:
             yield from _find_exit_tests(getattr(node, "body", ()), is_inner=is_inner or isinstance(node, _Loop))
@@ -189,20 +193,20 @@ def _leaves_loop(node: ast.stmt, *, is_inner: bool) -> bool:
 
 
 def _find_counters(test: ast.expr, variables: Mapping[str, Any], *, ends_loop: bool) -> Iterator[Bound]:
-    """Yield bounds for counters and limits in a condition that ends a loop, or (not `ends_loop`) continues it."""
+    """Yield the bounds of counters that `test` compares with limits; `ends_loop`: a true `test` ends the loop."""
     # Each part of an `or` is enough to leave the loop, each part of an `and` to end the loop's condition.
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if ends_loop else ast.And):
-        for part in test.values:
-            yield from _find_counters(part, variables, ends_loop=ends_loop)
+        for operand in test.values:
+            yield from _find_counters(operand, variables, ends_loop=ends_loop)
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return
     comparison: type | None = type(test.ops[0]) if ends_loop else _OPPOSITE.get(type(test.ops[0]))
     if comparison not in _END_COMPARISONS:
         return
     side, excess = _END_COMPARISONS[comparison]
-    left_value, right = _evaluate(test.left, variables), _evaluate(test.comparators[0], variables)
-    done, limit = (left_value, right) if side == "left" else (right, left_value)
-    # One bound for each condition, so that two readings of one loop have the same.
+    left, right = _evaluate(test.left, variables), _evaluate(test.comparators[0], variables)
+    done, limit = (left, right) if side == "left" else (right, left)
+    # One bound for each condition, so that two positions in a loop have equally many.
     is_known = _is_count(done) and _is_count(limit)
     yield Bound(limit + excess, done, True) if is_known else Bound(None, is_counter=True)
 
@@ -216,7 +220,7 @@ def _get_called_name(call: ast.Call) -> str:
 
 
 def _evaluate(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """Return the value of an expression, None if unknown; the only calls into the program are for lengths."""
+    """Return the value of an expression, None if unknown; of the program's code, only `__len__` methods are called."""
     match node:
         case ast.Constant():
             return node.value
@@ -225,43 +229,43 @@ def _evaluate(node: ast.expr, variables: Mapping[str, Any]) -> Any:
         case ast.Attribute():
             return inspect.getattr_static(_evaluate(node.value, variables), node.attr, None)
         case ast.Subscript(slice=ast.Constant(value=key)):
-            whole = _evaluate(node.value, variables)
-            return whole.get(key) if type(whole) is dict else None
+            mapping = _evaluate(node.value, variables)
+            return mapping.get(key) if type(mapping) is dict else None
         case ast.BinOp() if type(node.op) in _ARITHMETIC:
-            left_value, right = _evaluate(node.left, variables), _evaluate(node.right, variables)
-            if not (_is_count(left_value) and _is_count(right)) or (isinstance(node.op, ast.FloorDiv) and not right):
+            left, right = _evaluate(node.left, variables), _evaluate(node.right, variables)
+            if not (_is_count(left) and _is_count(right)) or (isinstance(node.op, ast.FloorDiv) and not right):
                 return None
-            return _ARITHMETIC[type(node.op)](left_value, right)
-        case ast.Call(args=[only], keywords=[]) if _get_called_name(node) == "len":
-            return _count_rounds(only, variables)
-        case ast.Call(args=[only], keywords=[]) if _get_called_name(node) == "int":
-            value = _evaluate(only, variables)
+            return _ARITHMETIC[type(node.op)](left, right)
+        case ast.Call(args=[argument], keywords=[]) if _get_called_name(node) == "len":
+            return _count_iterations(argument, variables)
+        case ast.Call(args=[argument], keywords=[]) if _get_called_name(node) == "int":
+            value = _evaluate(argument, variables)
             return int(value) if isinstance(value, int | float) and abs(value) < 1e18 else None
     return None
 
 
 def _evaluate_range(node: ast.expr, variables: Mapping[str, Any]) -> range | None:
-    """Return the range of `range(...)`, `trange(...)` or a progress bar around these; None for other expressions."""
+    """Return the range that `node` creates by `range`, `trange` or `tqdm(range(...))`; None for other expressions."""
     if not isinstance(node, ast.Call):
         return _evaluate(node, variables) if isinstance(_evaluate(node, variables), range) else None
     if _get_called_name(node) in ("tqdm", "list") and node.args:
         return _evaluate_range(node.args[0], variables)
-    given = [_evaluate(one, variables) for one in node.args[:3]]
-    if _get_called_name(node) not in ("range", "trange") or not given or not all(map(_is_count, given)):
+    arguments = [_evaluate(argument, variables) for argument in node.args[:3]]
+    if _get_called_name(node) not in ("range", "trange") or not arguments or not all(map(_is_count, arguments)):
         return None
-    return range(*given) if given[2:] != [0] else None
+    return range(*arguments) if arguments[2:] != [0] else None
 
 
-def _count_rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    rounds_range = _evaluate_range(node, variables)
-    if rounds_range is not None:
-        return len(rounds_range)
+def _count_iterations(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
+    iteration_range = _evaluate_range(node, variables)
+    if iteration_range is not None:
+        return len(iteration_range)
     if isinstance(node, ast.Call):
         if _get_called_name(node) in _ITERATING_FUNCTIONS and node.args:
-            return _count_rounds(node.args[0], variables)
+            return _count_iterations(node.args[0], variables)
         if _get_called_name(node) == "zip" and node.args:
-            each = [_count_rounds(one, variables) for one in node.args]
-            return None if None in each else min(one for one in each if one is not None)
+            lengths = [_count_iterations(argument, variables) for argument in node.args]
+            return None if None in lengths else min(argument for argument in lengths if argument is not None)
         return None
     value = _evaluate(node, variables)
     if not isinstance(value, Sized):
@@ -272,14 +276,14 @@ def _count_rounds(node: ast.expr, variables: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _count_done_rounds(target: ast.expr, node: ast.expr, variables: Mapping[str, Any]) -> int | None:
-    """Return how many rounds of a `for` are done, by its counting variable."""
-    rounds_range = _evaluate_range(node, variables)
-    if rounds_range is not None:
+def _count_done_iterations(target: ast.expr, node: ast.expr, variables: Mapping[str, Any]) -> int | None:
+    """Return the number of completed iterations of `for target in node`, from the value of `target`; None: unknown."""
+    iteration_range = _evaluate_range(node, variables)
+    if iteration_range is not None:
         value = _evaluate(target, variables)
-        return rounds_range.index(value) if _is_count(value) and value in rounds_range else None
+        return iteration_range.index(value) if _is_count(value) and value in iteration_range else None
     if isinstance(node, ast.Call) and _get_called_name(node) == "enumerate" and isinstance(target, ast.Tuple):
-        starts = [*node.args[1:], *(one.value for one in node.keywords)]
+        starts = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
         first = _evaluate(starts[0], variables) if starts else 0
         value = _evaluate(target.elts[0], variables)
         return max(value - first, 0) if _is_count(value) and _is_count(first) else None

@@ -1,4 +1,4 @@
-"""The program to run: a file or a module, as in `python file args` and `python -m module args`."""
+"""The user's program: a file or a module, as in `python file args` and `python -m module args`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ _LAUNCH_FILES = (_MEMPROF_DIR, runpy.__file__, "<frozen runpy>")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python program and its arguments, its `sys.argv[1:]`.
-
-    `name` is a file, a folder or archive with a `__main__.py`, or (`is_module`) a module that can be imported.
-    """
+    """A Python program and its arguments (`sys.argv[1:]`).
+    `name` is a file, a folder or archive with a `__main__.py`, or, with `is_module`, an importable module."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -40,7 +38,7 @@ class Program:
 
     @property
     def command(self) -> list[str]:
-        """Return the program and arguments as typed after `python`."""
+        """Return the command line after `python`: program and arguments."""
         return [*(("-m",) if self.is_module else ()), self.name, *self.arguments]
 
     def check(self) -> None:
@@ -72,33 +70,31 @@ class Program:
     def _check_module(self) -> None:
         sys.path.insert(0, os.getcwd())
         try:
-            found = _find_spec(self.name)
+            spec = _find_spec(self.name)
         finally:
             sys.path.pop(0)
-        if found is None:
+        if spec is None:
             raise UsageError("no such module", value=self.name, hint="-m takes a name as `python -m` does")
-        search_locations = found.submodule_search_locations
+        search_locations = spec.submodule_search_locations
         if search_locations is not None and PathFinder.find_spec(f"{self.name}.__main__", search_locations) is None:
             raise UsageError(
                 "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
             )
 
     def start(self, selection: ProcessSelection | None = None) -> ProcessStart | ScriptOutcome:
-        """Return the one process of the program to run, or the outcome of a launcher's own parser (`--help`).
-
-        Raises UsageError where there is no such process, or too few GPUs for it.
-        """
+        """Return how to start the selected process, or the outcome if the launcher ends by itself (`--help`).
+        Raises UsageError if the rank does not exist, or there are too few GPUs."""
         from memprof.script import launchers
 
         selection = selection or launchers.ProcessSelection()
         launcher = self._find_launcher()
         if launcher is None:
             return launchers.start_without_launcher(self.name, self.arguments, self.is_module, selection)
-        resolve, arguments = launcher
+        launch, arguments = launcher
         try:
-            found: ProcessStart = resolve(arguments, selection)
-            Program(found.name, found.arguments, found.is_module).check()
-            return found
+            process: ProcessStart = launch(arguments, selection)
+            Program(process.name, process.arguments, process.is_module).check()
+            return process
         except UsageError:
             raise
         except BaseException as error:
@@ -107,60 +103,60 @@ class Program:
     def run(
         self, rule: StopRule, handlers: ExitHandlers | None = None, start: ProcessStart | None = None
     ) -> ScriptOutcome:
-        """Run the program in this process to its end, or until `rule` stops it; all exceptions become outcomes.
+        """Run the program in this process until it ends or `rule` stops it; all exceptions become outcomes.
 
-        The program's exit `handlers` run at its end; None leaves them to this process. `start` is the process to run,
-        if it was resolved before.
+        Exit `handlers` of the program run at its end; with None, they run at the end of this process. `start` is the
+        process to run; None: `self.start` determines it.
         """
-        environment = dict(os.environ)
+        previous_environment = dict(os.environ)
         try:
-            found = start or self.start()
-            if isinstance(found, ScriptOutcome):
-                return found
-            if start is None and self.has_launcher and found.size > 1:
+            process = start or self.start()
+            if isinstance(process, ScriptOutcome):
+                return process
+            if start is None and self.has_launcher and process.size > 1:
                 raise UsageError(
-                    f"several processes are run together, or one of them on a virtual GPU: there are {found.size}",
+                    f"several processes are run together, or one of them on a virtual GPU: there are {process.size}",
                     value=" ".join(self.command),
                     hint="memprof run does both; or ask the launcher for one process",
                 )
-            os.environ.update(found.environment)
-            return Program(found.name, found.arguments, found.is_module)._run(rule, handlers)
+            os.environ.update(process.environment)
+            return Program(process.name, process.arguments, process.is_module)._run(rule, handlers)
         except BaseException as error:
             return _make_outcome(error)
         finally:
-            for name in os.environ.keys() - environment.keys():
+            for name in os.environ.keys() - previous_environment.keys():
                 del os.environ[name]
-            os.environ.update(environment)
+            os.environ.update(previous_environment)
 
     def _run(self, rule: StopRule, handlers: ExitHandlers | None) -> ScriptOutcome:
-        process = os.getpid()
+        pid = os.getpid()
         with self._set_up_main(handlers):
             try:
                 with rule.limit_time():
                     if self.is_module:
-                        left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+                        variables = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
                     else:
-                        left = runpy.run_path(self.name, run_name="__main__")
-                outcome = ScriptOutcome(EndReason.EXIT, 0, kept=left)
+                        variables = runpy.run_path(self.name, run_name="__main__")
+                outcome = ScriptOutcome(EndReason.EXIT, 0, live_state=variables)
             except BaseException as error:
                 outcome = _make_outcome(error)
             exit_in_handler = None if handlers is None else handlers.run()
             if exit_in_handler is not None and outcome.ended is EndReason.EXIT:
                 outcome = _make_outcome(exit_in_handler)
-            if os.getpid() != process:
+            if os.getpid() != pid:
                 _exit_forked_process(outcome)
         return outcome
 
     @contextlib.contextmanager
     def _set_up_main(self, handlers: ExitHandlers | None) -> Iterator[None]:
-        """Context manager: set `sys.argv`, `sys.path` and `os._exit` as the program expects them."""
-        argv, path, leave = sys.argv, sys.path[:], os._exit
-        process = os.getpid()
+        """Context manager: set `sys.argv` and `sys.path` for the program, and make `os._exit` raise SystemExit."""
+        argv, search_path, original_exit = sys.argv, sys.path[:], os._exit
+        pid = os.getpid()
 
         def exit_now(status: int) -> NoReturn:
             # No exception in a thread ends the process: its parent process reports the exit (cli/child.py).
-            if os.getpid() != process or threading.current_thread() is not threading.main_thread():
-                leave(status)
+            if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+                original_exit(status)
             if handlers is not None:
                 handlers.discard()
             raise SystemExit(status)
@@ -173,11 +169,11 @@ class Program:
                 patches.set(os, "_exit", exit_now)
                 yield
         finally:
-            sys.argv, sys.path[:] = argv, path
+            sys.argv, sys.path[:] = argv, search_path
 
 
 def _exit_forked_process(outcome: ScriptOutcome) -> NoReturn:
-    """Exit a process that the program has forked, as Python would at the program's end, without a report."""
+    """Exit this process, which the program has forked, as Python would: print the error, and flush the streams."""
     if outcome.error is not None:
         print_error(outcome.error)
     for stream in (sys.stdout, sys.stderr):
@@ -187,74 +183,74 @@ def _exit_forked_process(outcome: ScriptOutcome) -> NoReturn:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of the module `name`, None if not found. Unlike importlib.util.find_spec, this does not import
-    parent packages: these are program code, which must run with its GPU and arguments."""
-    first, *parts = name.split(".")
+    """Return the import spec of module `name`, None if not found. Unlike importlib.util.find_spec, this does not import
+    parent packages, which are program code that must run later, with its GPU and arguments."""
+    top_level, *parts = name.split(".")
     try:
-        found = importlib.util.find_spec(first)
+        spec = importlib.util.find_spec(top_level)
     except (ImportError, ValueError, AttributeError):
         return None
-    for number, part in enumerate(parts, 1):
-        search_locations = None if found is None else found.submodule_search_locations
-        found = (
+    for depth, part in enumerate(parts, 1):
+        search_locations = None if spec is None else spec.submodule_search_locations
+        spec = (
             None
             if search_locations is None or not part
-            else PathFinder.find_spec(".".join((first, *parts[:number])), search_locations)
+            else PathFinder.find_spec(".".join((top_level, *parts[:depth])), search_locations)
         )
-    return found
+    return spec
 
 
 def _make_outcome(error: BaseException) -> ScriptOutcome:
     stop = _find_stop(error)
     if stop is not None:
-        return ScriptOutcome(stop.why, 0, kept=error)
+        return ScriptOutcome(stop.reason, 0, live_state=error)
     if isinstance(error, SystemExit):
-        return ScriptOutcome(EndReason.EXIT, _get_exit_code(error), kept=error)
+        return ScriptOutcome(EndReason.EXIT, _get_exit_code(error), live_state=error)
     if isinstance(error, KeyboardInterrupt):
         return ScriptOutcome(EndReason.INTERRUPTED, 130, error)
     return ScriptOutcome(EndReason.NOT_SIMULATED if isinstance(error, MemprofError) else EndReason.ERROR, 1, error)
 
 
 def _find_stop(error: BaseException) -> StopRun | None:
-    """Return the StopRun that `error` is, or that was being handled when the program's clean-up raised `error`."""
-    seen: set[int] = set()
-    step: BaseException | None = error
-    while step is not None and id(step) not in seen:
-        if isinstance(step, StopRun):
-            return step
-        seen.add(id(step))
-        step = step.__context__
+    """Return the StopRun in the chain of `error` and its contexts, which a clean-up may have extended; else None."""
+    seen_ids: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen_ids:
+        if isinstance(current, StopRun):
+            return current
+        seen_ids.add(id(current))
+        current = current.__context__
     return None
 
 
-def _get_exit_code(end: SystemExit) -> int:
-    """Return the exit code as the interpreter would: a message goes to stderr, with code 1."""
-    if end.code is None:
+def _get_exit_code(error: SystemExit) -> int:
+    """Return the exit code that Python would use for a SystemExit; a message is printed to stderr, with code 1."""
+    if error.code is None:
         return 0
-    if isinstance(end.code, int):
-        return end.code & 0xFF
+    if isinstance(error.code, int):
+        return error.code & 0xFF
     with contextlib.suppress(Exception):  # it may have no text
-        print(end.code, file=sys.stderr)  # noqa: T201
+        print(error.code, file=sys.stderr)  # noqa: T201
     return 1
 
 
 def print_error(error: BaseException) -> None:
-    """Print the program's own traceback on stderr."""
+    """Print the traceback of `error` to stderr, without memprof's frames."""
     sys.stderr.write(format_traceback(error))
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the program's own traceback, without memprof's frames."""
-    shown = traceback.TracebackException.from_exception(error, compact=True)
-    pending, seen = [shown], set()
+    """Return the traceback of `error` as text, without memprof's frames."""
+    formatted = traceback.TracebackException.from_exception(error, compact=True)
+    pending, seen_ids = [formatted], set()
     while pending:
-        one = pending.pop()
-        if id(one) in seen:
+        exception = pending.pop()
+        if id(exception) in seen_ids:
             continue
-        seen.add(id(one))
-        one.stack = traceback.StackSummary.from_list(
-            [frame for frame in one.stack if not frame.filename.startswith(_LAUNCH_FILES)]
+        seen_ids.add(id(exception))
+        exception.stack = traceback.StackSummary.from_list(
+            [frame for frame in exception.stack if not frame.filename.startswith(_LAUNCH_FILES)]
         )
-        pending += [other for other in (one.__cause__, one.__context__) if other is not None]
-        pending += list(one.exceptions or ()) if hasattr(one, "exceptions") else []
-    return "".join(shown.format())
+        pending += [related for related in (exception.__cause__, exception.__context__) if related is not None]
+        pending += list(exception.exceptions or ()) if hasattr(exception, "exceptions") else []
+    return "".join(formatted.format())

@@ -1,4 +1,4 @@
-"""Rules to stop a script after a number of optimizer steps or a time, and the outcome of a script."""
+"""Rules that stop a script after a number of training steps or seconds, and the outcome of a script."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class EndReason(enum.StrEnum):
 
 
 class StopRun(BaseException):
-    """Exception that ends the script; no subclass of Exception, which the script itself may catch."""
+    """Exception that ends the script; not a subclass of Exception, which the script may catch."""
 
-    def __init__(self, why: EndReason) -> None:
-        super().__init__(f"memprof has seen enough ({why.value})")
-        self.why = why
+    def __init__(self, reason: EndReason) -> None:
+        super().__init__(f"memprof has seen enough ({reason.value})")
+        self.reason = reason
 
 
-MIN_GROWTH_BYTES = 64 << 10  # Memory that a step adds. Less growth is a metric kept as a tensor, and fills no GPU.
+MIN_GROWTH_BYTES = 64 << 10  # Bytes per step. Smaller growth, such as a metric kept as a tensor, fills no GPU.
 
-# Additional steps where memory grows by less: enough to fill a window of the last few tensors, and to make late state.
+# Additional steps if memory grows by less: enough to fill a window of the last few tensors, or to create late state.
 NUM_EXTRA_STEPS = 6
 
-# A run goes on past its steps up to here, to see what comes late: longer batches, an evaluation. As a rule the number
-# of events decides (they take 1.5 s of a processor); the time does for programs that wait for their data.
-CHEAP_EVENTS, CHEAP_SECONDS = 10_000, 15.0
+# A run goes on past its steps up to these limits, for events that come late: longer batches, an evaluation. Usually the
+# number of events is reached first (1.5 s of CPU time); for programs that wait for data, the seconds are.
+MAX_CHEAP_EVENTS, MAX_CHEAP_SECONDS = 10_000, 15.0
 
-# ... and up to here (half a minute of a processor) while its memory grows, to see it level off, end or run out.
-GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
+# While memory grows, it goes on up to these limits (half a minute of CPU time), to see it level off, or run out.
+MAX_GROWING_EVENTS, MAX_GROWING_SECONDS = 200_000, 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """State of a run at the end of a training step."""
+    """Progress of a run at the end of a training step."""
 
     completed: int  # training steps that have ended
     held_bytes: Sequence[int]  # allocated on the GPU at the end of each of them
@@ -57,99 +57,99 @@ class RunProgress:
 
     @property
     def growth_bytes(self) -> int:
-        """Return the bytes that a step added, on average over the later half of the steps; 0 without growth."""
-        half = self.held_bytes[(len(self.held_bytes) - 1) // 2 :]
-        return max(half[-1] - half[0], 0) // (len(half) - 1) if len(half) > 1 else 0
+        """Return the average growth of memory per step in bytes, over the later half of the steps; at least 0."""
+        later_half = self.held_bytes[(len(self.held_bytes) - 1) // 2 :]
+        return max(later_half[-1] - later_half[0], 0) // (len(later_half) - 1) if len(later_half) > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Rule by which a script is stopped."""
+    """Rule that says when a script is stopped: after training steps, or after seconds."""
 
     steps: int | None = 2  # number of training steps; None: no limit
     seconds: float | None = None  # time limit; None: no limit
     continues_past_steps: bool = False  # go on past `steps`, while that costs little or memory grows
 
     def check_step(self, progress: RunProgress, all_ranks_agree: Callable[[bool], bool] = bool) -> None:
-        """Raise StopRun if all ranks can stop, which `all_ranks_agree` returns, given whether this rank can."""
+        """Raise StopRun if the run can stop at this step; `all_ranks_agree` combines the answers of all ranks."""
         if self.steps is None or progress.completed < self.steps:
             return
         if all_ranks_agree(not (self.continues_past_steps and self._should_go_on(self.steps, progress))):
             raise StopRun(EndReason.STEPS)
 
     def _should_go_on(self, steps: int, progress: RunProgress) -> bool:
-        """Return whether one more step may change the result, or costs next to nothing."""
+        """Return whether one more step is cheap, or may change the result because memory grows."""
         growth = progress.growth_bytes
         if progress.num_events is not None:
-            if progress.num_events < CHEAP_EVENTS and progress.seconds < CHEAP_SECONDS:
+            if progress.num_events < MAX_CHEAP_EVENTS and progress.seconds < MAX_CHEAP_SECONDS:
                 return True
             if growth >= MIN_GROWTH_BYTES:
-                return progress.num_events < GROWING_EVENTS and progress.seconds < GROWING_SECONDS
+                return progress.num_events < MAX_GROWING_EVENTS and progress.seconds < MAX_GROWING_SECONDS
         return growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS
 
     @contextlib.contextmanager
     def limit_time(self) -> Iterator[None]:
-        """Context manager: stop the script in the body after `seconds`, by a signal, which needs the main thread."""
+        """Context manager: raise StopRun in the body after `seconds`, by a signal; only in the main thread."""
         if self.seconds is None or threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def stop(number: int, frame: FrameType | None) -> None:
+        def handle_alarm(number: int, frame: FrameType | None) -> None:
             raise StopRun(EndReason.TIMEOUT)
 
-        before = signal.signal(signal.SIGALRM, stop)
+        previous_handler = signal.signal(signal.SIGALRM, handle_alarm)
         # Repeatedly: an exception in a finalizer is lost.
         signal.setitimer(signal.ITIMER_REAL, self.seconds, 1.0)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, previous_handler)
 
 
 @contextlib.contextmanager
 def allow_stop_from_threads() -> Iterator[Callable[[], None]]:
-    """Context manager: yield a function by which any thread can stop the script, by a signal to the main thread."""
+    """Context manager: yield a function that stops the script from any thread, by a signal to the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    main = threading.get_ident()
-    over = threading.Event()
+    main_thread_id = threading.get_ident()
+    has_ended = threading.Event()
     senders: list[threading.Thread] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if not over.is_set():
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        if not has_ended.is_set():
             raise StopRun(EndReason.ERROR)
 
-    def send() -> None:
-        # Repeatedly, as in `clock`.
-        while not over.is_set():
-            signal.pthread_kill(main, signal.SIGVTALRM)
-            over.wait(1.0)
+    def send_signals() -> None:
+        # Repeatedly, as in `limit_time`.
+        while not has_ended.is_set():
+            signal.pthread_kill(main_thread_id, signal.SIGVTALRM)
+            has_ended.wait(1.0)
 
-    def start() -> None:
-        senders.append(threading.Thread(target=send, daemon=True))
+    def start_sending() -> None:
+        senders.append(threading.Thread(target=send_signals, daemon=True))
         senders[-1].start()
 
-    # Not the signal of `clock`, and a signal that programs do not use.
-    before = signal.signal(signal.SIGVTALRM, stop)
+    # Not the signal of `limit_time`, and one that programs do not use.
+    previous_handler = signal.signal(signal.SIGVTALRM, handle_signal)
     try:
-        yield start
+        yield start_sending
     finally:
-        over.set()
+        has_ended.set()
         for sender in senders:  # no signal is sent after the handler is gone
             sender.join()
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptOutcome:
-    """End of a script."""
+    """How a script ended: reason, exit code and exception."""
 
     ended: EndReason
     exit_code: int  # the script's exit code: 0 where it was stopped, 1 where it raised
     error: BaseException | None = None  # the script's exception
     # The script's variables, or the exception whose frames have them: keeps tensors live at the end.
-    kept: object = field(default=None, repr=False, compare=False)
+    live_state: object = field(default=None, repr=False, compare=False)
     # Total training steps that a stopped script would have made; None: unknown.
     planned_steps: int | None = None

@@ -1,8 +1,8 @@
 """Threads of the program: a thread that ends with an error of memprof ends the run.
 
-Reasons for such an error: the run's last step is reached, an allocation failed, an operation cannot be simulated, or
-the thread has no access to the virtual GPU (torch's own threads, and threads started before the run). If the run went
-on, the program would wait for the thread's result, or continue without it.
+Such a thread has reached the last step of the run, run out of memory, called an operation that is not simulated, or
+does not see the virtual GPU (a thread of torch, or one from before the run). Without it the program would wait for its
+result, or continue incorrectly.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OTHER_THREAD_NOTE = (
 
 
 class ThreadWatch:
-    """Watch for the first thread that ends with an error of memprof; calls `stop`, which ends the program."""
+    """Watch for threads that end with an error of memprof; the first one's error is kept, and `stop()` is called."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
         self.error: BaseException | None = None  # the thread's exception
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patches (owner, name, replacement) that see exceptions end threads."""
+        """Yield the patch (owner, name, replacement) of `threading.excepthook`."""
         original = threading.excepthook
 
         def on_thread_error(args: threading.ExceptHookArgs) -> None:
@@ -49,5 +49,5 @@ class ThreadWatch:
 
 
 def _is_memprof_error(error: BaseException) -> bool:
-    refused = isinstance(error, (MemprofError, KernelError, TracingError))
-    return refused or is_missing_gpu_error(error) or is_caused_by_oom(error)
+    is_own_class = isinstance(error, (MemprofError, KernelError, TracingError))
+    return is_own_class or is_missing_gpu_error(error) or is_caused_by_oom(error)

@@ -1,7 +1,7 @@
-"""Patches that make each data loader yield its largest batch first, so that two steps show the highest memory use.
+"""`--worst-batch`: each data loader yields its largest batch first, so that two steps show the highest memory use.
 
 The first step has no optimizer state yet, and accumulated gradients exist from the second micro-batch on. So a training
-loader yields its largest batch repeatedly until the second step has ended.
+loader yields only its largest batch until the second step has ended.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from memprof.patching import Patch
 from memprof.torch_private.pytree import tree_leaves
 from memprof.watch.phases import Phases
 
-MAX_SECONDS = 30.0  # For searching one loader. The report names an incomplete search.
-STEPS = 2  # training steps with largest batches only: the first makes the optimizer's state, the second has it
+MAX_SECONDS = 30.0  # time limit for searching one data loader; the report says if the search was incomplete
+NUM_STEPS = 2  # training steps on the largest batch only: optimizer state exists from the second on
 
 
 @dataclass(slots=True)
-class _FedBatch:
-    """The largest batch of one loader, fed in place of others."""
+class _LargestBatch:
+    """Largest batch of one data loader, which the loader yields in place of others."""
 
-    batch: Any = None  # the loader's largest batch, as long as it may be fed again
+    batch: Any = None  # the batch; None once it is not to be repeated
 
     def copy_batch(self) -> Any:
-        """Return a copy of the batch, which the program may modify; a batch that cannot be copied is fed once."""
+        """Return a copy that the program may modify; a batch that cannot be copied is returned itself, once."""
         try:
             return copy.deepcopy(self.batch)
         except Exception:
@@ -40,91 +40,91 @@ class _FedBatch:
 
 
 class WorstBatch:
-    """Patches that feed the largest batch; `assume` records the searched batches and the fed batch."""
+    """Patches by which data loaders yield their largest batch first; `assume` adds a sentence to the report."""
 
     def __init__(self, assume: Callable[[str], None], phases: Phases) -> None:
         self._assume = assume
         self._phases = phases
-        self._fed_batches: weakref.WeakKeyDictionary[DataLoader[Any], _FedBatch] = weakref.WeakKeyDictionary()
+        self._largest_batches: weakref.WeakKeyDictionary[DataLoader[Any], _LargestBatch] = weakref.WeakKeyDictionary()
         self._is_searching = False
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patches (owner, name, replacement)."""
+        """Yield the patch (owner, name, replacement) of `DataLoader.__iter__`."""
         original = DataLoader.__iter__
 
         def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:
             if self._is_searching:
                 return original(loader)
-            fed = self._fed_batches.get(loader)
-            if fed is None:
-                fed = self._fed_batches[loader] = _FedBatch()
-                return self._iterate_worst_first(loader, fed, original)
-            if self._is_fed_again(fed):
-                return self._repeat_worst(original(loader), fed)
+            largest = self._largest_batches.get(loader)
+            if largest is None:
+                largest = self._largest_batches[loader] = _LargestBatch()
+                return self._iterate_worst_first(loader, largest, original)
+            if self._is_repeated(largest):
+                return self._repeat_worst(original(loader), largest)
             return original(loader)
 
         yield DataLoader, "__iter__", __iter__
 
     def _iterate_worst_first(
-        self, loader: DataLoader[Any], fed: _FedBatch, original: Callable[[Any], Iterator[Any]]
+        self, loader: DataLoader[Any], largest: _LargestBatch, original: Callable[[Any], Iterator[Any]]
     ) -> Iterator[Any]:
         self._is_searching = True
         try:
-            fed.batch, at, size, count, is_complete = self._find_largest(original(loader))
+            largest.batch, at, num_bytes, count, is_complete = self._find_largest(original(loader))
         finally:
             self._is_searching = False
         if not count:
             yield from original(loader)
             return
-        seen = f"{count} batches" if is_complete else f"the first {count} batches, in {MAX_SECONDS:.0f} s,"
+        scope = f"{count} batches" if is_complete else f"the first {count} batches, in {MAX_SECONDS:.0f} s,"
         self._assume(
-            f"--worst-batch: of {seen} of a data loader number {at + 1} is the largest ({size:,} bytes), and is "
+            f"--worst-batch: of {scope} of a data loader number {at + 1} is the largest ({num_bytes:,} bytes), and is "
             "fed first; where it is trained on, also in the place of others, until the second step has ended."
         )
-        yield from self._feed(fed.copy_batch(), fed)
+        yield from self._feed(largest.copy_batch(), largest)
         # The batch is skipped in its own place, so that the number of batches stays the same.
-        rest = (batch for number, batch in enumerate(original(loader)) if number != at)
-        yield from self._repeat_worst(rest, fed)
+        other_batches = (batch for position, batch in enumerate(original(loader)) if position != at)
+        yield from self._repeat_worst(other_batches, largest)
 
-    def _repeat_worst(self, batches: Iterator[Any], fed: _FedBatch) -> Iterator[Any]:
-        """Yield the largest batch in place of each batch of the first steps, and then the other batches."""
+    def _repeat_worst(self, batches: Iterator[Any], largest: _LargestBatch) -> Iterator[Any]:
+        """Yield the largest batch in place of each batch until two steps have ended, then the rest of `batches`."""
         for batch in batches:
-            if self._is_fed_again(fed):
-                yield from self._feed(fed.copy_batch(), fed)
+            if self._is_repeated(largest):
+                yield from self._feed(largest.copy_batch(), largest)
             else:
                 yield batch
 
-    def _is_fed_again(self, fed: _FedBatch) -> bool:
-        if self._phases.num_completed_steps >= STEPS:
-            fed.batch = None
+    def _is_repeated(self, largest: _LargestBatch) -> bool:
+        if self._phases.num_completed_steps >= NUM_STEPS:
+            largest.batch = None
         # Without an optimizer there is no optimizer state, and steps cannot be counted.
-        return fed.batch is not None and bool(self._phases.optimizers)
+        return largest.batch is not None and bool(self._phases.optimizers)
 
-    def _feed(self, batch: Any, fed: _FedBatch) -> Iterator[Any]:
-        """Yield `batch`; stop feeding if the loader is for evaluation: a forward and no backward followed."""
+    def _feed(self, batch: Any, largest: _LargestBatch) -> Iterator[Any]:
+        """Yield `batch`; end the repetition if a forward and no backward followed, as in an evaluation loop."""
         forwards, backwards = self._phases.num_forwards, self._phases.num_backwards
         yield batch
         if self._phases.num_forwards > forwards and self._phases.num_backwards == backwards:
-            fed.batch = None  # a loader for evaluation
+            largest.batch = None  # a loader for evaluation
 
     @staticmethod
     def _find_largest(batches: Iterator[Any]) -> tuple[Any, int, int, int, bool]:
-        """Return the largest batch, its number, its bytes, the number of batches seen, and whether all were."""
-        worst, at, max_size, count = None, 0, -1, 0
-        end = time.monotonic() + MAX_SECONDS
+        """Return (largest batch, its index, its bytes, number of batches searched, whether these were all batches)."""
+        largest_batch, index, max_bytes, num_batches = None, 0, -1, 0
+        deadline = time.monotonic() + MAX_SECONDS
         for batch in batches:
-            size = count_tensor_bytes(batch)
-            if size > max_size:
-                worst, at, max_size = batch, count, size
-            count += 1
-            if time.monotonic() > end:
-                return worst, at, max_size, count, False
-        return worst, at, max_size, count, True
+            num_bytes = count_tensor_bytes(batch)
+            if num_bytes > max_bytes:
+                largest_batch, index, max_bytes = batch, num_batches, num_bytes
+            num_batches += 1
+            if time.monotonic() > deadline:
+                return largest_batch, index, max_bytes, num_batches, False
+        return largest_batch, index, max_bytes, num_batches, True
 
 
 def count_tensor_bytes(batch: Any) -> int:
-    """Return the bytes of the tensors in a batch, at any nesting."""
+    """Return the total bytes of the tensors in a batch, including nested ones."""
     leaves = tree_leaves(batch)
     # Batches of transformers are mappings of a special class, which torch treats as leaves.
-    nested = sum(count_tensor_bytes(dict(leaf)) for leaf in leaves if isinstance(leaf, Mapping))
-    return nested + sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    mapping_bytes = sum(count_tensor_bytes(dict(leaf)) for leaf in leaves if isinstance(leaf, Mapping))
+    return mapping_bytes + sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))

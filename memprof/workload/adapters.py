@@ -22,7 +22,7 @@ _TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 def require_peft() -> None:
-    """Import PEFT before a virtual GPU records operators; raise UsageError if PEFT is missing or incompatible."""
+    """Import PEFT, before operators are recorded; raise UsageError if PEFT is missing or incompatible."""
     try:
         import_quietly("peft")
     except ImportError as error:
@@ -35,14 +35,13 @@ _TARGETS_EXAMPLE = f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR
 
 
 def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
-    """Return `model`, frozen, in PEFT's wrapper: each target gets two matrices of rank `spec.lora_rank`.
+    """Return `model`, frozen and wrapped by PEFT, with LoRA matrices of rank `spec.lora_rank` on each target module.
 
-    PEFT keeps the matrices in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The
-    scale is twice the rank, as is usual; it does not affect memory. A model of bitsandbytes is prepared as PEFT does
-    first: parameters that are not quantized become float32. PEFT then would switch on checkpointing, which is left to
-    `--activation-checkpointing`.
+    PEFT keeps the matrices in float32 when the model is in half precision (`autocast_adapter_dtype`, its default).
+    lora_alpha is twice the rank, as is usual; it does not affect memory. A bitsandbytes model is first prepared by PEFT
+    (parameters that are not quantized become float32), without its checkpointing: see `--activation-checkpointing`.
 
-    Raises UsageError if PEFT does not know which modules to adapt, or the model has none of the names.
+    Raises UsageError if PEFT does not know which modules to adapt, or no module has a given name.
     """
     import peft
 
@@ -52,7 +51,7 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=spec.lora_dropout,
-        target_modules=target_modules(spec.lora_targets),
+        target_modules=parse_target_modules(spec.lora_targets),
         task_type=_TASK_TYPES.get(source.task),
     )
     if source.stored is not None and source.stored.is_bitsandbytes:
@@ -61,39 +60,39 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         from peft.tuners.lora.awq import AwqLoraLinear
         from peft.tuners.lora.gptq import GPTQLoraLinear
 
-        adapter_of: dict[str, Any] = {"gptq": GPTQLoraLinear, "awq": AwqLoraLinear}
-        config._register_custom_module({layer: adapter_of[method] for (method, _), layer in KERNELS.items()})
+        adapter_classes: dict[str, Any] = {"gptq": GPTQLoraLinear, "awq": AwqLoraLinear}
+        config._register_custom_module({layer: adapter_classes[method] for (method, _), layer in KERNELS.items()})
     with translate_peft_errors(_TARGETS_EXAMPLE):
         return peft.get_peft_model(model, config)
 
 
-def check_known(spec: TargetSpec, source: ModelSource) -> None:
-    """Raise UsageError before the model is built, if no targets are named and PEFT knows none for the architecture."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+def check_targets(spec: TargetSpec, source: ModelSource) -> None:
+    """Raise UsageError if `spec` names no target modules and PEFT has no default targets for the architecture."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 
     model_type = (source.config or {}).get("model_type")
-    if spec.lora_targets is not None or model_type is None or model_type in KNOWN:
+    if spec.lora_targets is not None or model_type is None or model_type in PEFT_TARGETS:
         return
     import peft
 
-    empty = nn.Module()
-    empty.config = {"model_type": model_type}  # type: ignore[assignment]
+    stub = nn.Module()
+    stub.config = {"model_type": model_type}  # type: ignore[assignment]
     with translate_peft_errors(_TARGETS_EXAMPLE):
-        peft.get_peft_model(empty, peft.LoraConfig())
+        peft.get_peft_model(stub, peft.LoraConfig())
 
 
-def target_modules(names: str | None) -> str | list[str] | None:
-    """Return PEFT's value for the module names (with commas); None: PEFT's targets for the architecture."""
+def parse_target_modules(names: str | None) -> str | list[str] | None:
+    """Return PEFT's `target_modules` for comma-separated `names`; None selects PEFT's default for the architecture."""
     if names is None:
         return None
-    found = [name.strip() for name in names.split(",")]
-    return ALL_LINEAR if found == [ALL_LINEAR] else found
+    listed = [name.strip() for name in names.split(",")]
+    return ALL_LINEAR if listed == [ALL_LINEAR] else listed
 
 
 @contextlib.contextmanager
 def translate_peft_errors(example: str) -> Iterator[None]:
-    """Context manager: raise UsageError for PEFT's errors on adapting a model; `example` is a hint on
-    naming modules."""
+    """Context manager: raise PEFT's ValueError or TypeError as UsageError; `example` shows the option that names
+    modules."""
     try:
         with warnings.catch_warnings():
             # PEFT warns that GPT-2's weights are transposed, and handles that itself.
@@ -105,26 +104,25 @@ def translate_peft_errors(example: str) -> Iterator[None]:
         ) from None
 
 
-def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.Parameter]:
-    """Return the parameters that `patterns` (with commas) name; raise UsageError(`refusal`) if a pattern names none."""
+def match_parameters(model: nn.Module, patterns: str, problem: str) -> list[nn.Parameter]:
+    """Return the parameters whose names match `patterns` (with commas).
+    Raises UsageError with the message `problem` if a pattern matches no parameter."""
     parameters = dict(model.named_parameters())
-    chosen: dict[str, None] = {}
+    matching: dict[str, None] = {}
     for pattern in map(str.strip, patterns.split(",")):
         matches = fnmatch.filter(parameters, pattern)
         if not matches:
             examples = " and ".join(repr(name) for name in (*list(parameters)[:1], *list(parameters)[-1:]))
             raise UsageError(
-                refusal, value=repr(pattern), hint=f"the model's are named like {examples}; * stands for anything"
+                problem, value=repr(pattern), hint=f"the model's are named like {examples}; * stands for anything"
             )
-        chosen |= dict.fromkeys(matches)
-    return [parameters[name] for name in chosen]
+        matching |= dict.fromkeys(matches)
+    return [parameters[name] for name in matching]
 
 
 def enable_input_gradients(model: nn.Module) -> None:
-    """Make the frozen embedding's output require a gradient, as transformers 5 does, where it does not yet.
-
-    Reentrant checkpointing (transformers' default before release 5) needs an input that requires a gradient.
-    """
+    """Make the output of the frozen embedding of `model` require a gradient, if transformers has not done so.
+    Reentrant checkpointing (transformers' default before release 5) needs an input that requires a gradient."""
     enable = getattr(model, "enable_input_require_grads", None)
     if enable is not None and not getattr(model, "_require_grads_hooks", None):
         enable()

@@ -12,18 +12,18 @@ from memprof.trace.events import Owner, PhaseKind
 
 
 class Device(Protocol):
-    """Device that records the phases, models and tensors of a workload."""
+    """Device that runs a workload and records its phases, models and tensors."""
 
     name: str  # torch's name of the device: "cuda" or "cpu"
 
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
-        """Return a context manager whose body runs as this phase."""
+        """Return a context manager whose body is recorded as this phase; steps and micro-batches count from 1."""
 
     def adopt(self, root: nn.Module) -> None:
         """Record `root` as a model of this run."""
 
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """Give `tensor` the role and name of `owner`."""
+        """Attribute `tensor` to `owner` (a role and a name) in the recorded trace."""
 
     def assume(self, sentence: str) -> None:
-        """Add an assumption of the run."""
+        """Add `sentence` to the assumptions in the report."""

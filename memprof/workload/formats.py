@@ -1,7 +1,7 @@
-"""Formats of a checkpoint's weights: `quantization_config` of a config.json, or the format of --quantize.
+"""Formats of quantized weights: from `quantization_config` in a config.json, or from --quantize.
 
-Entries of a configuration are followed or refused by name, never ignored. This file needs no torch; stored_weights.py
-builds models with these formats.
+An entry that affects memory is either supported or an error. This file does not import torch; stored_weights.py builds
+models with these formats.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, GGUF_FORMATS, STORED_FORMATS, TargetSpec, check_quantized
 
-GROUP = 128  # default of rows that share a scale, and of the side of a float8 block
+GROUP_SIZE = 128  # default number of rows that share a scale; also the default side of a float8 block
 
 # Entries on how the weights were computed, or on kernels of older releases; they do not affect memory.
 _IGNORED_ENTRIES = {
@@ -27,7 +27,7 @@ _IGNORED_ENTRIES = {
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Storage format of a model's weights."""
+    """Storage format of a model's quantized weights, with its `quantization_config`."""
 
     name: str  # as --quantize spells it
     config: Mapping[str, Any]  # entries of `quantization_config`; only the method for GGUF, which has none
@@ -40,7 +40,7 @@ class WeightFormat:
 
 
 def requested_format(spec: TargetSpec) -> WeightFormat | None:
-    """Return the format that --quantize names, with the values of published checkpoints."""
+    """Return the format of `spec.quantize`, with the settings of published checkpoints; None without --quantize."""
     name = spec.quantize
     if name is None:
         return None
@@ -54,31 +54,32 @@ def requested_format(spec: TargetSpec) -> WeightFormat | None:
     if name == "mxfp4":
         return WeightFormat(name, {"quant_method": name})
     if name == "fp8":
-        return WeightFormat(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]})
+        return WeightFormat(name, {"quant_method": name, "weight_block_size": [GROUP_SIZE, GROUP_SIZE]})
     method, _, bits = name.partition("-int")
-    return WeightFormat(name, {"quant_method": method, "bits": int(bits), "group_size": GROUP, "desc_act": False})
+    return WeightFormat(name, {"quant_method": method, "bits": int(bits), "group_size": GROUP_SIZE, "desc_act": False})
 
 
-def checkpoint_format(config: Mapping[str, Any], where: str) -> WeightFormat | None:
-    """Return the format in a config.json's `quantization_config`, if any; the UsageError names unsupported entries."""
+def checkpoint_format(config: Mapping[str, Any], source: str) -> WeightFormat | None:
+    """Return the format in `quantization_config` of a config.json, or None without one.
+    Raises UsageError, which names `source` and the entries, if entries are not supported."""
     entries = config.get("quantization_config")
     if not entries:
         return None
     method = entries.get("quant_method") or ("bitsandbytes" if _BITS.intersection(entries) else None)
     reader = _READERS.get(str(method))
     if reader is None:
-        raise _make_unsupported_error(f"{method or 'no quant_method'} ({where})")
+        raise _make_unsupported_error(f"{method or 'no quant_method'} ({source})")
     problems: list[str] = []
     name = reader(entries, config, problems)
     unknown = [key for key in entries if key not in _IGNORED_ENTRIES | _SUPPORTED_ENTRIES[str(method)]]
     problems += [f"{key} {entries[key]!r}" for key in unknown if entries[key] not in (None, False, [], {}, "")]
     if problems:
-        raise _make_unsupported_error(f"{method} with {', '.join(problems)} ({where})")
+        raise _make_unsupported_error(f"{method} with {', '.join(problems)} ({source})")
     return WeightFormat(name, {**entries, "quant_method": method}, from_checkpoint=True)
 
 
 def check_use(stored: WeightFormat, spec: TargetSpec) -> None:
-    """Raise UsageError if a checkpoint's format is incompatible with `spec`, which has checked its own --quantize."""
+    """Raise UsageError if `spec` is incompatible with the format of a checkpoint that is quantized already."""
     if not stored.from_checkpoint:
         return
     if spec.quantize is not None:
@@ -127,7 +128,7 @@ def _read_packed(entries: Mapping[str, Any], config: Mapping[str, Any], problems
         problems.append("sym False")
     if bits not in _SUPPORTED_BITS[method]:
         problems.append(f"bits {bits!r}")
-    group = entries.get("group_size", GROUP)
+    group = entries.get("group_size", GROUP_SIZE)
     if not isinstance(group, int) or (group != -1 and group not in (32, 64, 128)):
         problems.append(f"group_size {group!r}")
     layout = entries.get("checkpoint_format") or entries.get("format") or entries.get("version") or formats[0]
@@ -146,7 +147,7 @@ def _read_fp8(entries: Mapping[str, Any], config: Mapping[str, Any], problems: l
         problems.append(f"fmt {entries['fmt']!r}")
     if entries.get("expert_dtype", "fp8") != "fp8":
         problems.append(f"expert_dtype {entries['expert_dtype']!r}")
-    block = entries.get("weight_block_size", [GROUP, GROUP])
+    block = entries.get("weight_block_size", [GROUP_SIZE, GROUP_SIZE])
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block)
     ):
@@ -164,7 +165,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], 
     "bitsandbytes": _read_bitsandbytes, "gptq": _read_packed, "awq": _read_packed, "fp8": _read_fp8,
     "mxfp4": _read_mxfp4,
 }  # fmt: skip
-# Method -> entries that are followed.
+# Method -> supported entries of `quantization_config`.
 _SUPPORTED_ENTRIES: dict[str, set[str]] = {
     "bitsandbytes": {
         *_BITS, "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type",

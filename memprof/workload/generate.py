@@ -1,8 +1,7 @@
 """Generation: a prompt, then one token after another with the model's own KV cache or state.
 
 Decode steps differ only in the length of the cache, and memory grows with that length. So only the first and the last
-steps are run, and the cache is extended by the length of the steps in between. A state (Mamba's, RWKV's) has a fixed
-size.
+steps are run, and the cache is extended by the tokens of the skipped steps. A state (Mamba's, RWKV's) has a fixed size.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _CACHES = ("past_key_values", *_STATES)
 
 
 def generate(
-    device: Device, model: Any, base: nn.Module, batch: dict[str, Any], new_tokens: int, at: tuple[int, int]
+    device: Device, model: Any, base: nn.Module, batch: dict[str, Any], new_tokens: int, indices: tuple[int, int]
 ) -> None:
-    """Run a prompt and `new_tokens` greedy tokens, as `model.generate` calls the model.
+    """Run a prompt and decode `new_tokens` tokens greedily, with the calls that `model.generate` makes.
 
-    `base` is the model itself, `model` the same or an adapter's wrapper; `at` is (step, micro-batch), from 1. Raises
-    UsageError if the model has no KV cache to decode with.
+    `model` is `base` or an adapter that wraps `base`; `indices` is (step, micro-batch), both from 1. Raises UsageError
+    if the model has no KV cache.
     """
     arguments: dict[str, Any] = {"use_cache": True}
     parameters = inspect.signature(base.forward).parameters
@@ -38,37 +37,37 @@ def generate(
         # generate() requests only the last position's logits.
         arguments["logits_to_keep"] = 1
     name = next((name for name in _CACHES if name in parameters), _CACHES[0])
-    with device.phase(PhaseKind.FORWARD, *at):
+    with device.phase(PhaseKind.FORWARD, *indices):
         outputs = model(**batch, **arguments)
         token = outputs.logits[:, -1:].argmax(-1)
         cache = getattr(outputs, name, None)
         del outputs
     if cache is None:
         raise UsageError("--new-tokens needs a model with a KV cache", value=type(base).__name__)
-    with device.phase(PhaseKind.DECODE, *at):
+    with device.phase(PhaseKind.DECODE, *indices):
         # The prompt's forward has produced the first token.
-        done, since_jump = 1, 0
-        while done < new_tokens:
+        num_done, steps_since_skip = 1, 0
+        while num_done < new_tokens:
             outputs = model(input_ids=token, **{name: cache}, **arguments)
             token = outputs.logits[:, -1:].argmax(-1)
             cache = getattr(outputs, name)
             del outputs
-            done, since_jump = done + 1, since_jump + 1
-            jump = _count_similar_steps(cache, new_tokens - done)
-            if since_jump < 2 * EDGE_STEPS or jump <= 0:
+            num_done, steps_since_skip = num_done + 1, steps_since_skip + 1
+            num_skipped = _count_similar_steps(cache, new_tokens - num_done)
+            if steps_since_skip < 2 * EDGE_STEPS or num_skipped <= 0:
                 continue
             if name in _STATES:
                 device.assume("Decode steps that are alike were not all run: what the model keeps has one size.")
-            elif _extend_cache(device, cache, jump):
+            elif _extend_cache(device, cache, num_skipped):
                 device.assume("Decode steps that differ in the length of the KV cache alone were not all run.")
             else:
                 continue
-            done, since_jump = done + jump, 0
+            num_done, steps_since_skip = num_done + num_skipped, 0
 
 
 def _count_similar_steps(cache: Any, remaining: int) -> int:
-    """Return the number of steps from here that differ only in the cache's length: up to the last steps, or a full
-    window."""
+    """Return the number of next decode steps that differ only in the cache's length; `remaining` is the number of
+    steps left. The last steps, and those around a full sliding window, are not counted."""
     layers = getattr(cache, "layers", None) or ()
     until_full = [
         layer.sliding_window - layer.cumulative_length
@@ -79,7 +78,7 @@ def _count_similar_steps(cache: Any, remaining: int) -> int:
 
 
 def _extend_cache(device: Device, cache: Any, length: int) -> bool:
-    """Extend `cache` by `length` tokens; return False for a kind of cache with unknown growth."""
+    """Extend `cache` by `length` tokens; return False, without a change, if its class is not supported."""
     layers = getattr(cache, "layers", None)
     if not layers or any(type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer") for layer in layers):
         return False
@@ -88,12 +87,12 @@ def _extend_cache(device: Device, cache: Any, length: int) -> bool:
         if window is not None:
             layer.cumulative_length += length
         for name in ("keys", "values"):
-            old = getattr(layer, name)
-            batch, heads, now, size = old.shape
-            longer = now + length
+            tensor = getattr(layer, name)
+            batch, heads, tokens, size = tensor.shape
+            new_length = tokens + length
             # A full window is a view of a tensor with one more token, the step's own.
-            new = old.new_empty(batch, heads, longer if window is None else min(longer, window), size)
-            device.set_owner(new, Owner(Role.KV_CACHE, f"layer {index} {name}"))
-            setattr(layer, name, new if window is None else new[:, :, -window + 1 :])
-            del old, new
+            extended = tensor.new_empty(batch, heads, new_length if window is None else min(new_length, window), size)
+            device.set_owner(extended, Owner(Role.KV_CACHE, f"layer {index} {name}"))
+            setattr(layer, name, extended if window is None else extended[:, :, -window + 1 :])
+            del tensor, extended
     return True

@@ -1,4 +1,4 @@
-"""Batches for each kind of model, with the shapes of a real run and labels that use every position."""
+"""Input batches for each kind of model, with the shapes of a real run and labels at every position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Batch = dict[str, Any]
 
 
 class Feeder:
-    """Maker of the batches of one run."""
+    """Source of a run's input batches, in host memory: tokens, images or audio by the task of `source`.
+    Raises UsageError if the model's inputs are not known."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Feeder:
             self.host_batch: Callable[[], Batch] = self._make_padded_tokens
             return
         self.context_length = context_length or min(2048, source.max_positions or 2048)
-        makers: dict[str, Callable[[], Batch]] = {
+        batch_makers: dict[str, Callable[[], Batch]] = {
             "causal-lm": self._make_tokens,
             "masked-lm": self._make_tokens,
             "seq2seq-lm": self._make_tokens,
@@ -55,21 +56,19 @@ class Feeder:
         }
         if source.task == "other":
             self.takes_tokens = "input_ids" in inspect.signature(model.forward).parameters
-            text = getattr(model.config, "text_config", None)  # of a model with a text tower
-            positions = getattr(text, "max_position_embeddings", None)
+            text_config = getattr(model.config, "text_config", None)  # of a model with a text tower
+            positions = getattr(text_config, "max_position_embeddings", None)
             self.context_length = min(self.context_length, positions or self.context_length)
         # Function that returns a batch in host memory, as a data loader does.
-        self.host_batch = makers.get(source.task) or self._find_custom_maker()
+        self.host_batch = batch_makers.get(source.task) or self._find_custom_maker()
         if context_length is None and self.takes_tokens and source.task != "speech-seq2seq":
             note = f"Context length {self.context_length:,} (no --context-length was given)."
             self.assumptions.insert(0, note)
         self._dataset: Batch = {}
 
     def build_dataset(self, batches: int) -> None:
-        """Make `batches` batches and keep them in host memory, a tensor [batches, ...] for each input.
-
-        Each step's batch is then a copy of one batch, as in a DataLoader.
-        """
+        """Allocate a dataset of `batches` batches in host memory, one tensor [batches, ...] for each input.
+        Each step's batch is a separate tensor, as from a DataLoader."""
         example = self.host_batch()
         self._dataset = {
             name: torch.zeros(batches, *value.shape, dtype=value.dtype)
@@ -79,13 +78,13 @@ class Feeder:
         self.assumptions.append(f"{batches:,} batches are held in host memory, made before training.")
 
     def _make_tokens(self) -> Batch:
-        """Return input_ids and labels, int64 (batch, length), without padding; every position is predicted."""
+        """Return input_ids and labels, int64 (batch, length), without padding or ignored labels."""
         ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
 
     def _make_padded_tokens(self) -> Batch:
-        """Return input_ids, attention_mask and labels, int64 (batch, longest), padded on the right with
-        ignored labels."""
+        """Return input_ids, attention_mask and labels, int64 (batch, longest), padded on the right; labels of padding
+        are ignored (-100)."""
         lengths, longest = next(self._batches)
         self.sequence_lengths.append(longest)
         ids = torch.zeros(len(lengths), longest, dtype=torch.int64)
@@ -105,9 +104,9 @@ class Feeder:
         return torch.zeros(self.batch_size, channels, height, width, dtype=_find_parameter_dtype(self.model))
 
     def _make_batch_by_signature(self) -> Batch:
-        """Return the tokens, images and sound that `forward` takes, and labels with a shape by the class's name."""
-        names, count = inspect.signature(self.model.forward).parameters, self.batch_size
-        ids = torch.zeros(count, self.context_length, dtype=torch.int64)
+        """Return the token ids, images and audio that the model's `forward` takes, and labels that fit its class."""
+        names, batch_size = inspect.signature(self.model.forward).parameters, self.batch_size
+        ids = torch.zeros(batch_size, self.context_length, dtype=torch.int64)
         batch: Batch = {}
         if "input_ids" in names:
             batch["input_ids"] = ids
@@ -117,7 +116,7 @@ class Feeder:
             batch["pixel_values"] = self._make_pixels()
             self.assumptions.append(f"Images of {tuple(batch['pixel_values'].shape[1:])}.")
         if "input_values" in names:
-            batch["input_values"] = torch.zeros(count, _SOUND_SAMPLES, dtype=_find_parameter_dtype(self.model))
+            batch["input_values"] = torch.zeros(batch_size, _SOUND_SAMPLES, dtype=_find_parameter_dtype(self.model))
             self.assumptions.append(f"Sound of {_SOUND_SAMPLES:,} samples each: 10 s at 16 kHz.")
         if not batch:
             raise UsageError(
@@ -125,13 +124,13 @@ class Feeder:
                 value=f"{type(self.model).__name__}: {', '.join(list(names)[:4])}",
                 hint="give a file.py:factory whose model has a method memprof_inputs",
             )
-        kind = type(self.model).__name__
-        if kind.endswith(("ForSequenceClassification", "ForAudioClassification")):
-            batch["labels"] = torch.zeros(count, dtype=torch.int64)
-        elif kind.endswith("ForTokenClassification"):
+        class_name = type(self.model).__name__
+        if class_name.endswith(("ForSequenceClassification", "ForAudioClassification")):
+            batch["labels"] = torch.zeros(batch_size, dtype=torch.int64)
+        elif class_name.endswith("ForTokenClassification"):
             batch["labels"] = ids.clone()
-        elif kind.endswith("ForSemanticSegmentation"):
-            batch["labels"] = torch.zeros(count, *batch["pixel_values"].shape[2:], dtype=torch.int64)
+        elif class_name.endswith("ForSemanticSegmentation"):
+            batch["labels"] = torch.zeros(batch_size, *batch["pixel_values"].shape[2:], dtype=torch.int64)
         return batch
 
     def _make_speech_batch(self) -> Batch:
@@ -152,9 +151,9 @@ class Feeder:
         if not names:
             raise UsageError("the model's forward takes no input", value=type(model).__name__, hint=INPUTS_HINT)
         layers = (module for module in model.modules() if isinstance(module, _INPUT_LAYERS))
-        first = next((layer for layer in layers if any(True for _ in layer.parameters(recurse=False))), None)
+        first_layer = next((layer for layer in layers if any(True for _ in layer.parameters(recurse=False))), None)
         label_name = next((name for name in names if name in ("labels", "targets", "target", "y")), None)
-        if isinstance(first, nn.Embedding):
+        if isinstance(first_layer, nn.Embedding):
             self.assumptions.append(f"Input {names[0]!r}: token ids ({self.batch_size}, {self.context_length}).")
 
             def make_token_batch() -> Batch:
@@ -162,14 +161,14 @@ class Feeder:
                 return {names[0]: ids, **({label_name: ids.clone()} if label_name else {})}
 
             return make_token_batch
-        if isinstance(first, nn.Conv2d):
+        if isinstance(first_layer, nn.Conv2d):
             self.takes_tokens = False
-            shape: tuple[int, ...] = (self.batch_size, first.in_channels, 224, 224)
-        elif isinstance(first, nn.Linear):
-            shape = (self.batch_size, self.context_length, first.in_features)
-        elif isinstance(first, nn.RNNBase):
-            shape = (self.batch_size, self.context_length, first.input_size)
-            if not first.batch_first:
+            shape: tuple[int, ...] = (self.batch_size, first_layer.in_channels, 224, 224)
+        elif isinstance(first_layer, nn.Linear):
+            shape = (self.batch_size, self.context_length, first_layer.in_features)
+        elif isinstance(first_layer, nn.RNNBase):
+            shape = (self.batch_size, self.context_length, first_layer.input_size)
+            if not first_layer.batch_first:
                 shape = (shape[1], shape[0], shape[2])
         else:
             problem = "what the model takes as input cannot be told from its first layer"

@@ -1,14 +1,14 @@
-"""Samples of varying lengths, and the batches that a data loader makes of these samples.
+"""Lengths of samples in tokens (`--lengths`), and the batches that a data loader makes of samples of these lengths.
 
     lognormal:MEAN,SIGMA   lengths with this mean in tokens, whose natural logarithm has this standard deviation
     alpaca                 lengths of Stanford Alpaca's 52,002 prompts with their answers
     FILE                   lengths of a dataset: whole numbers in a text file, or a JSON list of whole numbers
-    [N, N, ...]            the lengths themselves
+    [N, N, ...]            lengths as a JSON list
 
-    Any of these may be followed by `,bucket=N` (each group of N batches is sorted by length, longest first, as by the
-    Trainer's `group_by_length`) and `,multiple=N` (batches are padded to a multiple of N tokens).
+    each may be followed by `,bucket=N`: samples of N batches are sorted by length, longest first, as a Trainer's
+    `group_by_length` does; and by `,multiple=N`: batches are padded to a multiple of N tokens
 
-Every sample is used once before any is used again, in an order that is the same in every run.
+Every sample of a dataset is used once before any is used again, in the same order in every run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memprof.errors import UsageError
 _LOGNORMAL = "lognormal:"
 _HINT = "lognormal:MEAN,SIGMA, alpaca, or a file of lengths; each may be followed by ,bucket=N or ,multiple=N"
 _ALPACA_NAME = "alpaca"
-# Tokens, and how many of the samples have no more, with LLaMA's tokenizer, its end token and alpaca-lora's template.
+# (tokens, number of samples with at most that many), with LLaMA's tokenizer, end token and alpaca-lora's template.
 # Read from the plots of lengths.ipynb in tloen/alpaca-lora (1310547, 2023): the histogram up to 257 tokens, the curve
 # of covered examples up to 401; beyond that the counts of the notebook's first version (13d55f4), whose template is
 # longer. Their mean is 127; that of the notebook's curve of tokens is 128.
@@ -40,27 +40,27 @@ _ALPACA = (
 
 
 class Lengths(NamedTuple):
-    """Sample lengths and batching that `--lengths` describes."""
+    """Distribution of sample lengths in tokens, and how samples are batched (`--lengths`)."""
 
     draw: Callable[[random.Random], Iterator[int]]  # lengths of samples, without end
     bucket: int = 1  # batches that are sorted together
     multiple: int = 1  # batch lengths are padded to a multiple of this
 
     def batches(self, batch_size: int, longest: int) -> Iterator[tuple[list[int], int]]:
-        """Yield batches without end: lengths of samples, cut at `longest`, and the batch's length with padding."""
+        """Yield (lengths of samples, padded length of the batch) without end; samples are truncated to `longest`."""
         generator = random.Random(0)
         samples = self.draw(generator)
         while True:
-            drawn = [min(next(samples), longest) for _ in range(self.bucket * batch_size)]
+            lengths = [min(next(samples), longest) for _ in range(self.bucket * batch_size)]
             if self.bucket > 1:
-                drawn.sort(reverse=True)
-            for start in range(0, len(drawn), batch_size):
-                batch = drawn[start : start + batch_size]
+                lengths.sort(reverse=True)
+            for start in range(0, len(lengths), batch_size):
+                batch = lengths[start : start + batch_size]
                 yield batch, min(-(-max(batch) // self.multiple) * self.multiple, longest)
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Return the lengths that `text` describes; raise UsageError if `text` is invalid, or names no readable file."""
+    """Return the lengths that `--lengths TEXT` describes; raise UsageError if invalid, or if a file is unreadable."""
     text, options = _split_options(text)
     if text == _ALPACA_NAME:
         return Lengths(_draw_alpaca, **options)
@@ -73,17 +73,17 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def is_distribution(text: str) -> bool:
-    """Return whether `text` describes a distribution, from which any number of lengths can be drawn."""
+    """Return whether `--lengths TEXT` describes a distribution (lognormal, alpaca) and not a list of lengths."""
     return text.startswith(_LOGNORMAL) or text.partition(",")[0] == _ALPACA_NAME
 
 
 def _split_options(text: str) -> tuple[str, dict[str, int]]:
     options: dict[str, int] = {}
-    while found := re.fullmatch(r"(.*),\s*(bucket|multiple)=(\d{1,6})", text, re.DOTALL):
-        text, name, number = found.groups()
-        if name in options or int(number) < 1:
-            raise UsageError(f"--lengths takes {name} once, from 1 on", value=f"{name}={number}", hint=_HINT)
-        options[name] = int(number)
+    while match := re.fullmatch(r"(.*),\s*(bucket|multiple)=(\d{1,6})", text, re.DOTALL):
+        text, name, value = match.groups()
+        if name in options or int(value) < 1:
+            raise UsageError(f"--lengths takes {name} once, from 1 on", value=f"{name}={value}", hint=_HINT)
+        options[name] = int(value)
     return text, options
 
 
@@ -105,10 +105,10 @@ def _make_lognormal(text: str) -> Callable[[random.Random], Iterator[int]]:
 
 def _draw_alpaca(generator: random.Random) -> Iterator[int]:
     while True:
-        sample = generator.uniform(1, _ALPACA[-1][1])
-        place = bisect_left(_ALPACA, sample, key=lambda point: point[1])
-        (shorter, below), (longer, above) = _ALPACA[place - 1 : place + 1]
-        yield round(shorter + (longer - shorter) * (sample - below) / (above - below))
+        target = generator.uniform(1, _ALPACA[-1][1])
+        index = bisect_left(_ALPACA, target, key=lambda point: point[1])
+        (low_length, count_below), (high_length, count_above) = _ALPACA[index - 1 : index + 1]
+        yield round(low_length + (high_length - low_length) * (target - count_below) / (count_above - count_below))
 
 
 def _make_dataset_draw(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:
@@ -130,13 +130,11 @@ def _read_lengths(path: Path) -> list[int]:
 
 def _parse_length_list(text: str, source: str) -> list[int]:
     try:
-        found = (
-            json.loads(text)
-            if text.lstrip().startswith("[")
-            else [int(one) for one in re.split(r"[\s,]+", text) if one]
+        lengths = (
+            json.loads(text) if text.lstrip().startswith("[") else [int(n) for n in re.split(r"[\s,]+", text) if n]
         )
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not found or not all(type(one) is int and 0 < one < 1e9 for one in found):
+        lengths = None
+    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and 0 < n < 1e9 for n in lengths):
         raise UsageError("--lengths has to hold lengths in tokens", value=source, hint="whole numbers, one per sample")
-    return found
+    return lengths

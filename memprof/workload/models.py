@@ -1,4 +1,4 @@
-"""Lookup of the model that the user named: catalog, hub, local configuration, or the user's own factory."""
+"""Lookup of a model by the name that the user gave: catalog, hub, local configuration, or the user's own factory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memprof.errors import MemprofError, UsageError, error_text, first_line, nea
 from memprof.spec import DTYPES, OWN_ATTENTIONS, TargetSpec
 from memprof.workload import attention
 from memprof.workload.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
-from memprof.workload.custom_code import check_trusted, forbid_exit, load_classes, reference_of
+from memprof.workload.custom_code import check_trusted, find_code_reference, forbid_exit, load_classes
 from memprof.workload.formats import WeightFormat, check_use, checkpoint_format, requested_format
 
 if TYPE_CHECKING:
@@ -31,16 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model that was found and is not yet built.
-
-    `build` raises UsageError if the configuration or the factory does not give a module.
-    """
+    """Model that the user named, with a function that builds it.
+    `build` raises UsageError if the configuration is not valid, or the factory fails or returns no module."""
 
     name: str
     # causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, custom, or other (fed what forward takes).
     task: str
     build: Callable[[], nn.Module]  # builds the module on the default device, in the dtype of `dtype`
-    dtype: str | None  # the dtype that it will have; None: whatever the factory made
+    dtype: str | None  # the dtype that it will have; None: the factory's
     max_positions: int | None
     vocab_size: int | None
     config: Mapping[str, Any] | None
@@ -52,7 +50,7 @@ class ModelSource:
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
-    """Return the source of the model that `spec` names; raise UsageError if there is no such model."""
+    """Return the source of `spec.model`; raise UsageError if there is no such model."""
     if spec.model_is_size:
         return _make_catalog_source(resolve_size(spec.model), spec)
     name = spec.model
@@ -72,8 +70,8 @@ def find_source(spec: TargetSpec) -> ModelSource:
         return _make_folder_source(path, spec)
     if "/" in name and not name.startswith(("/", ".")):
         return _make_hub_source(name, spec)
-    close = nearest(name, [alias for entry in list_models() for alias in (entry.key, entry.hf_id)])
-    hint = f"did you mean {close!r}?" if close else "`memprof models` lists the catalog"
+    closest = nearest(name, [alias for entry in list_models() for alias in (entry.key, entry.hf_id)])
+    hint = f"did you mean {closest!r}?" if closest else "`memprof models` lists the catalog"
     raise UsageError(
         "unknown model", value=repr(name), hint=f"{hint} (an org/name id, a folder or file.py:factory work too)"
     )
@@ -81,26 +79,29 @@ def find_source(spec: TargetSpec) -> ModelSource:
 
 def _make_catalog_source(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
-    dtype, why = _choose_dtype(entry.checkpoint_dtype, spec)
-    name, repository = (entry.key, "") if spec.model_is_size else entry.called(spec.model)
-    notes = [entry.note if entry.synthesized else f"Model: {repository or entry.hf_id} as {entry.architecture}.", *why]
+    dtype, reasons = _choose_dtype(entry.checkpoint_dtype, spec)
+    name, hub_id = (entry.key, "") if spec.model_is_size else entry.resolve_alias(spec.model)
+    notes = [
+        entry.note if entry.synthesized else f"Model: {hub_id or entry.hf_id} as {entry.architecture}.",
+        *reasons,
+    ]
     classes = functools.partial(_import_classes, entry.architecture, str(config.get("model_type")))
     return _make_transformers_source(name, classes, entry.architecture, entry.task, config, dtype, notes, spec)
 
 
 def _make_folder_source(path: Path, spec: TargetSpec) -> ModelSource:
     file, config = read_config_file(path)
-    for key, kind in _KINDS.items():
+    for key, expected_type in _ENTRY_TYPES.items():
         value = config.get(key)
         if value is not None and not (
-            isinstance(value, kind) and (kind is dict or all(isinstance(v, str) for v in value))
+            isinstance(value, expected_type) and (expected_type is dict or all(isinstance(item, str) for item in value))
         ):
             raise UsageError("the configuration is wrong", value=f"{file}: {key} is {value!r}", hint="mend that entry")
     folder = file.resolve().parent
-    return _make_configuration_source(folder.name, _add_defaults(config), spec, where=str(folder))
+    return _make_configuration_source(folder.name, _add_defaults(config), spec, origin=str(folder))
 
 
-_KINDS = {"architectures": list, "quantization_config": dict, "auto_map": dict}
+_ENTRY_TYPES = {"architectures": list, "quantization_config": dict, "auto_map": dict}
 # The names that model types have for their number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 # What memprof reads of a configuration beside the positions; where it is left out, the type's default holds.
@@ -108,10 +109,10 @@ _DEFAULTS = ("vocab_size", "relative_attention_num_buckets")
 
 
 def _add_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    missing = [key for key in _DEFAULTS if key not in config]
+    missing_keys = [key for key in _DEFAULTS if key not in config]
     if not any(key in config for key in _POSITIONS):  # one is another's alias, with the default in both
-        missing += _POSITIONS
-    if not missing:
+        missing_keys += _POSITIONS
+    if not missing_keys:
         return config
     from transformers import AutoConfig
 
@@ -119,32 +120,32 @@ def _add_defaults(config: dict[str, Any]) -> dict[str, Any]:
         defaults = AutoConfig.for_model(config["model_type"])
     except ValueError:  # a type that this release does not know, which is said where the class is looked for
         return config
-    found = {key: getattr(defaults, key, None) for key in missing}
-    return {**{key: value for key, value in found.items() if isinstance(value, int)}, **config}
+    default_values = {key: getattr(defaults, key, None) for key in missing_keys}
+    return {**{key: value for key, value in default_values.items() if isinstance(value, int)}, **config}
 
 
 def _make_hub_source(name: str, spec: TargetSpec) -> ModelSource:
     from transformers import PretrainedConfig
 
     try:
-        # Without a network the hub's client tries again for half a minute: ask once, and else use what it has kept.
-        # The file alone: AutoConfig would ask at the terminal whether to run the code that some models come with.
+        # Without a network the hub's client retries for half a minute, so only its cache is used then. AutoConfig is
+        # not used, because it would ask at the terminal whether to run a model's own code.
         config, _ = PretrainedConfig.get_config_dict(name, local_files_only=not _is_hub_reachable())
         if not isinstance(config.get("model_type"), str):
             raise ValueError("its config.json has no model_type")
     except (OSError, ValueError, KeyError) as error:
-        close = nearest(name, [entry.hf_id for entry in list_models()])
-        instead = f"did you mean {close!r}, which is in the catalog? Or " if close else ""
+        closest = nearest(name, [entry.hf_id for entry in list_models()])
+        suggestion = f"did you mean {closest!r}, which is in the catalog? Or " if closest else ""
         raise UsageError(
             "the configuration could not be had from the model hub",
             value=f"{name} ({type(error).__name__}: {first_line(error)[:120]})",
-            hint=f"{instead}check the name and the network, or download its config.json and give its path",
+            hint=f"{suggestion}check the name and the network, or download its config.json and give its path",
         ) from None
-    return _make_configuration_source(name, _add_defaults(config), spec, where=name)
+    return _make_configuration_source(name, _add_defaults(config), spec, origin=name)
 
 
 def _is_hub_reachable() -> bool:
-    """Return whether the model hub's name resolves; True behind a proxy, where only the client can find out."""
+    """Return whether the host name of the model hub resolves; True behind a proxy, where names need not resolve."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
@@ -164,14 +165,13 @@ _TASK_OF_SUFFIX = {
 }
 
 
-def _make_configuration_source(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
-    """Return the source of a configuration; `where` is the folder or the hub's name, where the model's own code is
-    found."""
+def _make_configuration_source(name: str, config: dict[str, Any], spec: TargetSpec, *, origin: str) -> ModelSource:
+    """Return the source of a model with this `config`; `origin` is the folder or hub repository of its own code."""
     _check_dtype(name, config, spec)
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None:  # of a class of its own, its name
-        own = reference_of(config, "")
-        architecture = own.rpartition(".")[2] if own else _find_default_architecture(config["model_type"])
+        reference = find_code_reference(config, "")
+        architecture = reference.rpartition(".")[2] if reference else _find_default_architecture(config["model_type"])
     if architecture == "WhisperForConditionalGeneration":
         task = "speech-seq2seq"
     elif architecture.endswith("ForConditionalGeneration"):
@@ -180,16 +180,16 @@ def _make_configuration_source(name: str, config: dict[str, Any], spec: TargetSp
         task = "other"
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
-    stored = checkpoint_format(config, where)
-    dtype, why = _choose_dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
-    notes = [f"Model: {name} as {architecture}.", *why]
+    stored = checkpoint_format(config, origin)
+    dtype, reasons = _choose_dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
+    notes = [f"Model: {name} as {architecture}.", *reasons]
     find_classes = functools.partial(_import_classes, architecture, str(config.get("model_type")))
-    reference = reference_of(config, architecture)
+    reference = find_code_reference(config, architecture)
     if reference is not None and (
         spec.trust_remote_code or not hasattr(importlib.import_module("transformers"), architecture)
     ):
-        notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
-        find_classes = functools.partial(load_classes, config, reference, where, offline=not _is_hub_reachable())
+        notes.append(check_trusted(reference, origin, trusted=spec.trust_remote_code))
+        find_classes = functools.partial(load_classes, config, reference, origin, offline=not _is_hub_reachable())
     config = {key: value for key, value in config.items() if key != "auto_map"}
     return _make_transformers_source(name, find_classes, architecture, task, config, dtype, notes, spec, stored)
 
@@ -215,7 +215,7 @@ def _make_transformers_source(
     spec: TargetSpec,
     checkpoint_weights: WeightFormat | None = None,
 ) -> ModelSource:
-    """Return the source of a model of transformers; `find_classes` returns the classes of configuration and model."""
+    """Return the source of a transformers model; `find_classes` returns (configuration class, model class)."""
     if checkpoint_weights is not None:
         check_use(checkpoint_weights, spec)
     stored = checkpoint_weights or requested_format(spec)
@@ -232,8 +232,8 @@ def _make_transformers_source(
         from memprof.workload.quantization import load_quantized
 
         config_class, model_class = find_classes()
-        raw = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
-        configuration = _make_configuration(config_class, raw)
+        entries = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
+        configuration = _make_configuration(config_class, entries)
         arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
         if spec.attention is not None:
             arguments["attn_implementation"] = spec.attention
@@ -271,7 +271,7 @@ def _make_transformers_source(
 
 
 def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None:
-    """Raise UsageError if the checkpoint's dtype is not supported, and no other dtype is requested."""
+    """Raise UsageError if the dtype in `config` is not supported, and `spec` requests no other dtype."""
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if spec.dtype is None and spec.amp is None and dtype not in DTYPES:
         raise UsageError(
@@ -285,9 +285,9 @@ def _import_classes(architecture: str, model_type: str) -> tuple[Any, Any]:
     import transformers
 
     # By its path first, for which transformers' names of all models need not be read.
-    own = model_type.replace("-", "_")
+    name = model_type.replace("-", "_")
     with contextlib.suppress(ImportError, AttributeError):
-        model_class = getattr(importlib.import_module(f"transformers.models.{own}.modeling_{own}"), architecture)
+        model_class = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), architecture)
         return model_class.config_class, model_class
     try:
         model_class = getattr(transformers, architecture)
@@ -300,15 +300,15 @@ def _import_classes(architecture: str, model_type: str) -> tuple[Any, Any]:
         ) from None
 
 
-def _make_configuration(config_class: Any, raw: dict[str, Any]) -> Any:
-    arguments = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
+def _make_configuration(config_class: Any, entries: dict[str, Any]) -> Any:
+    arguments = {key: value for key, value in entries.items() if key not in ("model_type", "transformers_version")}
     try:
         return config_class(**arguments)
     except Exception as error:  # of any class: each model type checks its entries in its own way
-        said = " ".join(line.strip() for line in error_text(error).splitlines() if line.strip())
+        message = " ".join(line.strip() for line in error_text(error).splitlines() if line.strip())
         raise UsageError(
             "the configuration is not valid for its model type",
-            value=said or type(error).__name__,
+            value=message or type(error).__name__,
             hint="mend that entry of the config.json",
         ) from None
 
@@ -337,27 +337,27 @@ def _make_factory_source(target: str, factory: str, spec: TargetSpec) -> ModelSo
     function = getattr(module, factory, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        close = nearest(factory, names)
-        hint = f"did you mean {close!r}?" if close else f"it has: {', '.join(names) or 'no function'}"
+        closest = nearest(factory, names)
+        hint = f"did you mean {closest!r}?" if closest else f"it has: {', '.join(names) or 'no function'}"
         raise UsageError("no such factory", value=f"{target}:{factory}", hint=hint)
 
     def build() -> nn.Module:
         from torch import nn
 
-        offered = {name: getattr(spec, name) for name in ("vocab_size", "context_length", "batch_size")}
+        arguments = {name: getattr(spec, name) for name in ("vocab_size", "context_length", "batch_size")}
         with contextlib.suppress(ValueError, TypeError):
-            known = inspect.signature(function).parameters
-            offered = {key: value for key, value in offered.items() if key in known and value is not None}
+            parameters = inspect.signature(function).parameters
+            arguments = {key: value for key, value in arguments.items() if key in parameters and value is not None}
         try:
             with forbid_exit(f"the factory {factory}"):
-                model = function(**offered)
+                model = function(**arguments)
         except (MemprofError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
+            last_frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UsageError(
                 f"the factory {factory} raised {type(error).__name__}",
-                value=f"{first_line(error)} ({last.filename}:{last.lineno})",
+                value=f"{first_line(error)} ({last_frame.filename}:{last_frame.lineno})",
                 hint="mend it, or see the whole traceback with --debug",
             ) from error
         if not isinstance(model, nn.Module):
@@ -379,16 +379,16 @@ def _make_factory_source(target: str, factory: str, spec: TargetSpec) -> ModelSo
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import the user's module or file, with imports resolved as for a script; raise UsageError if that fails."""
+    """Import and return module `name`, or file `name` with its folder on sys.path; raise UsageError if that fails."""
     path = Path(name).expanduser()
     is_file = name.endswith(".py")
     if is_file and not path.is_file():
         raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
-    shown = str(path) if is_file else name
+    display_name = str(path) if is_file else name
     folder = str(path.resolve().parent) if is_file else ""
     sys.path.insert(0, folder)
     try:
-        with forbid_exit(shown):
+        with forbid_exit(display_name):
             if not is_file:
                 return importlib.import_module(name)
             spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -400,10 +400,10 @@ def _import_module(name: str) -> ModuleType:
         raise
     except BaseException as error:
         raise UsageError(
-            f"{shown} cannot be imported",
+            f"{display_name} cannot be imported",
             value=f"{type(error).__name__}: {first_line(error)}",
             hint="run it with python first; --debug shows the traceback",
         ) from error
     finally:
-        with contextlib.suppress(ValueError):  # it has taken that away itself
+        with contextlib.suppress(ValueError):  # if the module has removed it itself
             sys.path.remove(folder)

@@ -1,4 +1,4 @@
-"""The NPT component: a weight delta for every token, made from the attention's output, and four ways to apply it.
+"""The NPT component: a weight delta for every token, computed from the attention's output, in four modes.
 
 A layer of such a model adds h_t ΔW_t to the input projection h_t W of its MLP, with another ΔW_t for every token t. ΔW
 is a [d_model x d_ffn] matrix of low rank, in one of two forms (R: rank, N: components; a_t: the attention's output):
@@ -9,10 +9,10 @@ is a [d_model x d_ffn] matrix of low rank, in one of two forms (R: rank, N: comp
 
 The modes differ in what exists at one time; their results are equal but for rounding:
 
-* dense: ΔW of all tokens, [batch x tokens x d_model x d_ffn]; this is what explodes;
-* chunked, per-token: ΔW of some tokens, or of one, of each sequence. In training each part is recomputed in the
-  backward: otherwise autograd would save the ΔW of all parts, together as large as the dense one;
-* low-rank: h W + ((h A) * m) B, or its equivalent for the other form: no ΔW at all.
+* dense: ΔW of all tokens, [batch x tokens x d_model x d_ffn], which takes most memory;
+* chunked, per-token: ΔW of some tokens, or of one, of each sequence. In training each chunk is recomputed in the
+  backward; otherwise autograd would save the ΔW of every chunk, together as large as the dense ΔW;
+* low-rank: h W + ((h A) * m) B, or the equivalent for the other form, without any ΔW.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Gain of the last initial matrix, that of the others being 1: the first delta is small, and no gradient is zero.
-INIT_SCALE = 0.01
+# Initial gain of the last matrix; the other gains are 1. So the first delta is small, and no gradient is zero.
+LAST_GAIN = 0.01
 
 
 class NptComponent(nn.Module):
-    """The base of both forms: the modes.
+    """Base class of both forms of NPT components, which implements the modes.
 
     Args:
-        d_model: features of a token.
-        d_ffn: columns of the weight that the delta is for.
+        d_model, d_ffn: rows and columns of the weight to which the delta is added.
         mode: dense, per-token, chunked or low-rank; may be changed between calls.
-        chunk: tokens of each sequence that are handled together in mode chunked.
-        recompute: whether parts are computed again in the backward. Without, autograd keeps what they saved.
+        chunk: tokens of each sequence that are processed together in mode chunked.
+        recompute: whether chunks are recomputed in the backward instead of saved by autograd.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class NptComponent(nn.Module):
     def forward(self, hidden: Tensor | tuple[Any, ...], attention: Tensor | tuple[Any, ...]) -> Tensor:
         """Return h ΔW, [..., d_ffn], for hidden states and attention outputs [batch, tokens, d_model].
 
-        Either may be the first of a tuple, as layers return it; hidden states may be [batch * tokens, d_model]. Raises
+        Of a tuple, as layers return it, the first item is used; hidden states may be [batch * tokens, d_model]. Raises
         ValueError if hidden states and attention outputs have different numbers of elements.
         """
         hidden, attention = _get_first_tensor(hidden), _get_first_tensor(attention)
@@ -57,7 +56,7 @@ class NptComponent(nn.Module):
             if hidden.numel() != attention.numel():
                 raise ValueError(f"hidden states {list(hidden.shape)} and attention {list(attention.shape)} differ")
             hidden = hidden.reshape(attention.shape)
-        modulation = self.modulation(attention)
+        modulation = self.compute_modulation(attention)
         if self.mode == "low-rank":
             result = self.apply_low_rank(hidden, modulation)
         elif self.mode == "dense":
@@ -66,38 +65,36 @@ class NptComponent(nn.Module):
             result = self._apply_parts(hidden, modulation, 1 if self.mode == "per-token" else self.chunk)
         return result.reshape(*leading, self.d_ffn)
 
-    def modulation(self, attention: Tensor) -> Tensor:
-        """Return the low-rank codes of each token's delta, [batch, tokens, …], from the attention's output."""
+    def compute_modulation(self, attention: Tensor) -> Tensor:
+        """Return the low-rank factors of each token's ΔW, [batch, tokens, …], from the attention's output."""
         raise NotImplementedError
 
-    def delta(self, modulation: Tensor) -> Tensor:
-        """Return ΔW of the tokens of `modulation`, [batch, tokens, d_model, d_ffn]."""
+    def compute_delta(self, modulation: Tensor) -> Tensor:
+        """Return ΔW of each token, [batch, tokens, d_model, d_ffn], from its low-rank factors `modulation`."""
         raise NotImplementedError
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """Return h ΔW without computing ΔW."""
+        """Return h ΔW, [batch, tokens, d_ffn], without computing ΔW."""
         raise NotImplementedError
 
     def _apply_delta(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        return torch.einsum("bsd,bsdf->bsf", hidden, self.delta(modulation))
+        return torch.einsum("bsd,bsdf->bsf", hidden, self.compute_delta(modulation))
 
     def _apply_parts(self, hidden: Tensor, modulation: Tensor, size: int) -> Tensor:
-        recomputes = self.recompute and torch.is_grad_enabled()
-        parts = []
-        for begin in range(0, max(hidden.shape[1], 1), size):
-            part = hidden[:, begin : begin + size], modulation[:, begin : begin + size]
-            if recomputes:
-                parts.append(checkpoint(self._apply_delta, *part, use_reentrant=False, preserve_rng_state=False))
+        use_checkpoint = self.recompute and torch.is_grad_enabled()
+        results = []
+        for start in range(0, max(hidden.shape[1], 1), size):
+            chunk = hidden[:, start : start + size], modulation[:, start : start + size]
+            if use_checkpoint:
+                results.append(checkpoint(self._apply_delta, *chunk, use_reentrant=False, preserve_rng_state=False))
             else:
-                parts.append(self._apply_delta(*part))
-        return torch.cat(parts, dim=1)
+                results.append(self._apply_delta(*chunk))
+        return torch.cat(results, dim=1)
 
 
 class ModulatedDelta(NptComponent):
-    """ΔW_t = A diag(a_t A) B, of rank R; parameters are in `dtype` on `device`, and `options` those of NptComponent.
-
-    `init` is orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-    """
+    """NPT component with ΔW_t = A diag(a_t A) B of rank R; `options` are keyword arguments of NptComponent.
+    `init` is orthogonal, or fast (see `fill_orthogonal` and `fill_fast`)."""
 
     def __init__(
         self, d_model: int, d_ffn: int, rank: int, *, init: str = "orthogonal", dtype: Any = None, device: Any = None,
@@ -109,34 +106,34 @@ class ModulatedDelta(NptComponent):
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:
-        """Fill the matrices anew, orthogonal or fast."""
-        FILLS[init](self.A.unsqueeze(1), 1.0)
-        FILLS[init](self.B.T.unsqueeze(1), INIT_SCALE)
+        """Initialize the matrices in place; `init` is orthogonal or fast."""
+        FILL_FUNCTIONS[init](self.A.unsqueeze(1), 1.0)
+        FILL_FUNCTIONS[init](self.B.T.unsqueeze(1), LAST_GAIN)
 
-    def modulation(self, attention: Tensor) -> Tensor:
-        """Return m, [batch, tokens, R]."""
+    def compute_modulation(self, attention: Tensor) -> Tensor:
+        """Return the modulation m = a A, [batch, tokens, R], from the attention's output a."""
         return attention @ self.A
 
-    def delta(self, modulation: Tensor) -> Tensor:
-        """Return ΔW, [batch, tokens, d_model, d_ffn]."""
+    def compute_delta(self, modulation: Tensor) -> Tensor:
+        """Return ΔW of each token, [batch, tokens, d_model, d_ffn]."""
         return torch.einsum("bsr,dr,rf->bsdf", modulation, self.A, self.B)
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """Return ((h A) * m) B: nothing larger than the result, [batch, tokens, d_ffn]."""
+        """Return ((h A) * m) B; no temporary is larger than the result, [batch, tokens, d_ffn]."""
         return ((hidden @ self.A) * modulation) @ self.B
 
 
 class RankOneDeltas(NptComponent):
-    """ΔW_t = Σ_i u_it^T v_it: N rank-1 updates whose vectors are made from the attention's output through rank R.
+    """NPT component with ΔW_t = Σ_i u_it^T v_it: N rank-1 updates, computed from the attention's output through rank R.
 
-    `combine` says how the N components of the low-rank mode are computed:
+    `combine` says how the N updates of the low-rank mode are computed:
 
     * sequential: one after another;
     * batched: all vectors u [batch, tokens, N, d_model] and v [batch, tokens, N, d_ffn] at once, by einsum;
-    * merged: three matrix products over all components. With p_it = h_t U_i, h_t · u_it is p_it · c_it, so that neither
-      u nor v need exist: nothing is larger than [batch, tokens, N x R] or the result.
+    * merged: three matrix products over all updates. With p_it = h_t U_i, h_t · u_it is p_it · c_it, so that neither
+      u nor v is computed: no temporary is larger than [batch, tokens, N x R] or the result.
 
-    With a delta (the other modes), merged is batched.
+    In the other modes, merged is the same as batched.
 
     Args:
         rank: R.
@@ -158,30 +155,30 @@ class RankOneDeltas(NptComponent):
         self.reset_parameters(init)
 
     def reset_parameters(self, init: str) -> None:
-        """Fill the matrices anew, orthogonal or fast."""
-        FILLS[init](self.down, 1.0)
-        FILLS[init](self.up_model, 1.0)
-        FILLS[init](self.up_ffn.permute(2, 0, 1), INIT_SCALE)
+        """Initialize the matrices in place; `init` is orthogonal or fast."""
+        FILL_FUNCTIONS[init](self.down, 1.0)
+        FILL_FUNCTIONS[init](self.up_model, 1.0)
+        FILL_FUNCTIONS[init](self.up_ffn.permute(2, 0, 1), LAST_GAIN)
 
-    def modulation(self, attention: Tensor) -> Tensor:
-        """Return the codes c, [batch, tokens, N, R]."""
+    def compute_modulation(self, attention: Tensor) -> Tensor:
+        """Return the factors c_i = a D_i, [batch, tokens, N, R], from the attention's output a."""
         if self.combine == "sequential":
             return torch.stack([attention @ down for down in self.down.unbind(1)], dim=-2)
         return (attention @ self.down.flatten(1)).unflatten(-1, self.down.shape[1:])
 
-    def delta(self, modulation: Tensor) -> Tensor:
-        """Return ΔW, [batch, tokens, d_model, d_ffn]."""
+    def compute_delta(self, modulation: Tensor) -> Tensor:
+        """Return ΔW of each token, [batch, tokens, d_model, d_ffn]."""
         if self.combine == "sequential":
             vectors = self._iterate_vectors(modulation)
-            first = next(vectors)
-            total = torch.einsum("bsd,bsf->bsdf", *first)
+            first_pair = next(vectors)
+            delta = torch.einsum("bsd,bsf->bsdf", *first_pair)
             for u, v in vectors:
-                total = total + torch.einsum("bsd,bsf->bsdf", u, v)
-            return total
+                delta = delta + torch.einsum("bsd,bsf->bsdf", u, v)
+            return delta
         return torch.einsum("bsnd,bsnf->bsdf", *self._compute_vectors(modulation))
 
     def apply_low_rank(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """Return Σ_i (h · u_i) v_i."""
+        """Return Σ_i (h · u_i) v_i, [batch, tokens, d_ffn]."""
         if self.combine == "sequential":
             return sum((hidden * u).sum(-1, keepdim=True) * v for u, v in self._iterate_vectors(modulation))
         if self.combine == "batched":
@@ -207,7 +204,7 @@ class RankOneDeltas(NptComponent):
 def fill_orthogonal(weight: Tensor, gain: float) -> None:
     """Fill `weight` [rows, N, R] with orthonormal columns, times `gain`, for each of the N matrices [rows x R].
 
-    One QR decomposition for each, of 2 rows R² operations or so (twice that with Q formed).
+    Takes one QR decomposition for each matrix: about 2 rows R² FLOPs, and as many to form Q.
     """
     for component in weight.unbind(1):
         # torch.nn.init has no QR in half precision.
@@ -217,10 +214,10 @@ def fill_orthogonal(weight: Tensor, gain: float) -> None:
 
 @torch.no_grad()
 def fill_fast(weight: Tensor, gain: float) -> None:
-    """Fill as `fill_orthogonal`, by one QR decomposition: component i is S_i Q, S_i a diagonal of random signs.
+    """Fill `weight` as `fill_orthogonal` does, with one QR decomposition: matrix i is S_i Q, S_i a diagonal of signs.
 
-    A diagonal of signs is orthogonal, so that the columns of S_i Q are as orthonormal as those of Q; and the signs,
-    drawn for each row and component, turn Q's columns into another subspace for each.
+    A diagonal matrix of signs is orthogonal, so S_i Q has orthonormal columns like Q. The signs are random for each row
+    and matrix, so that the matrices span different subspaces.
     """
     rows, components, rank = weight.shape
     matrix = torch.empty(rows, rank, dtype=_promote_to_float32(weight.dtype), device=weight.device)
@@ -233,7 +230,7 @@ def fill_fast(weight: Tensor, gain: float) -> None:
     torch.mul(matrix.unsqueeze(1), signs.unsqueeze(2), out=weight)
 
 
-FILLS = {"orthogonal": fill_orthogonal, "fast": fill_fast}
+FILL_FUNCTIONS = {"orthogonal": fill_orthogonal, "fast": fill_fast}
 
 
 def _promote_to_float32(dtype: torch.dtype) -> torch.dtype:

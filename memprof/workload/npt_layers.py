@@ -1,4 +1,4 @@
-"""Installation of NPT components into a model: placed in layers, given the layer's attention output, trained alone."""
+"""NPT components in a model: each is added to an MLP and reads its layer's attention output; the rest is frozen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPERTS = re.compile(r"expert|router|(^|\.)moe|block_sparse", re.IGNORECASE)
 
 
 class NptProjection(nn.Module):
-    """Input projection of an MLP with an added component: h W + h ΔW."""
+    """Input projection of an MLP with an NPT component added: h W + h ΔW."""
 
     def __init__(self, base: nn.Module, component: NptComponent, attention: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class NptProjection(nn.Module):
         self._attention = attention
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Project [..., d_model] to [..., d_ffn]."""
+        """Return `hidden` [..., d_model] projected to [..., d_ffn]."""
         return self.base(hidden) + self.npt(hidden, self._attention())
 
     @property
     def weight(self) -> Tensor:
-        """Return the frozen weight: some models look at its dtype."""
+        """Return the frozen weight W, because some models read its dtype."""
         return self.base.weight  # type: ignore[return-value]
 
 
 class _AttentionOutput:
-    """Last output of a layer's attention; returned once and released, to live no longer than needed."""
+    """Callable that returns the latest output of an attention module, once, so that its memory is freed early."""
 
     def __init__(self, attention: nn.Module) -> None:
         self._output: Tensor | None = None
@@ -54,68 +54,68 @@ class _AttentionOutput:
 
 
 def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
-    """Freeze `model` and put a component into the layers that `spec` names; returns the paths of the projections.
+    """Freeze `model`, add an NPT component to the MLP of each layer in `spec.npt_layers`, and return projection paths.
 
-    The rest of the layer stays as it is (the attention's output is added to the residual as before). The projection is
-    the gate of a gated MLP, or else the first that leads from d_model to more features. Nothing is changed if it raises
-    UsageError: the model has no such layers, or not the ones that were named.
+    The projection is the gate of a gated MLP, or else the first from d_model to more features. Raises UsageError, and
+    leaves the model unchanged, if the layers do not exist, or have no attention or no such projection.
     """
     path, layers = _find_stack(model)
-    numbers = range(len(layers)) if spec.npt_layers is None else parse_layers(spec.npt_layers, len(layers))
-    places = [_find_projection(layers[number], f"{path}.{number}") for number in numbers]
+    indices = range(len(layers)) if spec.npt_layers is None else parse_layers(spec.npt_layers, len(layers))
+    projections = [_find_projection(layers[index], f"{path}.{index}") for index in indices]
     model.requires_grad_(False)
     names = []
-    for number, (attention, owner, name) in zip(numbers, places, strict=True):
+    for index, (attention, owner, name) in zip(indices, projections, strict=True):
         base = getattr(owner, name)
         dtype = base.weight.dtype
         if not dtype.is_floating_point or dtype.itemsize == 1:  # quantized: its products are in the model's
             dtype = getattr(model, "dtype", dtype)
         component = make_component(spec, *_get_dimensions(base), dtype=dtype, device=base.weight.device)
         setattr(owner, name, NptProjection(base, component, _AttentionOutput(attention)))
-        names += [f"{path}.{number}.{child}" for child, module in layers[number].named_modules() if module is component]
-    return [found.removesuffix(".npt") for found in names]
+        names += [f"{path}.{index}.{child}" for child, module in layers[index].named_modules() if module is component]
+    return [child_path.removesuffix(".npt") for child_path in names]
 
 
 def make_component(spec: TargetSpec, d_model: int, d_ffn: int, **options: Any) -> NptComponent:
-    """Return the component that `spec` describes for a weight [d_model x d_ffn]; `options`: its dtype and device."""
+    """Return the NPT component that `spec` describes for a weight [d_model x d_ffn]; `options`: dtype and device."""
     assert spec.npt is not None and spec.npt_rank is not None and spec.npt_init is not None
     assert spec.npt_chunk is not None
-    common = {"mode": spec.npt, "chunk": spec.npt_chunk, "init": spec.npt_init, **options}
+    shared_options = {"mode": spec.npt, "chunk": spec.npt_chunk, "init": spec.npt_init, **options}
     if spec.npt_num_ranks is None:
-        return ModulatedDelta(d_model, d_ffn, spec.npt_rank, **common)
+        return ModulatedDelta(d_model, d_ffn, spec.npt_rank, **shared_options)
     assert spec.npt_combine is not None
-    return RankOneDeltas(d_model, d_ffn, spec.npt_rank, spec.npt_num_ranks, combine=spec.npt_combine, **common)
+    return RankOneDeltas(d_model, d_ffn, spec.npt_rank, spec.npt_num_ranks, combine=spec.npt_combine, **shared_options)
 
 
 def _find_stack(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the list of layers that have attention, and its path."""
-    found: list[tuple[str, list[nn.Module]]] = []
+    """Return path and layers of the ModuleList whose modules all have attention; UsageError unless there is one."""
+    stacks: list[tuple[str, list[nn.Module]]] = []
     for path, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
             # Named modules of each, but not those of the list itself: a list of attentions is no stack of layers.
             layers = list(module)
             if all(_find_attention(layer) is not None for layer in layers) and not any(
-                path.startswith(f"{other}.") for other, _ in found
+                path.startswith(f"{stack_path}.") for stack_path, _ in stacks
             ):
-                found.append((path, layers))
-    if not found:
+                stacks.append((path, layers))
+    if not stacks:
         raise UsageError("--npt needs a stack of layers with attention", value=type(model).__name__)
-    if len(found) > 1:
+    if len(stacks) > 1:
         raise UsageError(
-            "--npt does not know which stack of layers is meant", value=", ".join(path for path, _ in found)
+            "--npt does not know which stack of layers is meant", value=", ".join(path for path, _ in stacks)
         )
-    return found[0]
+    return stacks[0]
 
 
 def _find_projection(layer: nn.Module, path: str) -> tuple[nn.Module, nn.Module, str]:
-    """Return the attention of a layer, and the module that has the MLP's input projection, and its name there."""
+    """Return a layer's attention, the parent of its MLP's input projection, and the projection's name in that parent.
+    Raises UsageError, which shows `path`, if there is no such projection."""
     attention = _find_attention(layer)
     assert attention is not None
     candidates: list[tuple[str, nn.Module, str]] = []
-    inside = {id(module) for module in attention.modules()}
+    attention_modules = {id(module) for module in attention.modules()}
     for owner_path, owner in layer.named_modules():
         for name, child in owner.named_children():
-            if id(child) in inside or _EXPERTS.search(owner_path) or _EXPERTS.search(type(owner).__name__):
+            if id(child) in attention_modules or _EXPERTS.search(owner_path) or _EXPERTS.search(type(owner).__name__):
                 continue
             dimensions = _get_dimensions(child)
             if dimensions is not None and dimensions[1] > dimensions[0]:
@@ -136,7 +136,7 @@ def _find_attention(layer: nn.Module) -> nn.Module | None:
 
 
 def _get_dimensions(module: nn.Module) -> Any:
-    """Return (inputs, outputs) of a linear layer; None for other modules."""
+    """Return (input features, output features) of a linear layer; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     # transformers' layer for GPT-2, whose weight is [inputs x outputs].

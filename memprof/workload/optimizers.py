@@ -1,4 +1,4 @@
-"""Optimizers over the trained parameters: torch's own, and those of bitsandbytes and torchao with quantized state."""
+"""Optimizers by the names of `--optimizer`: torch's, and those of bitsandbytes and torchao with quantized state."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
     return _OPTIMIZERS.get(name)
 
 
-def optimizer_over(parameters: list[nn.Parameter], spec: TargetSpec) -> Optimizer | None:
-    """Return the optimizer that `spec` names; None for "none"."""
+def make_optimizer(parameters: list[nn.Parameter], spec: TargetSpec) -> Optimizer | None:
+    """Return a new optimizer of `parameters` as `spec` describes; None if `spec.optimizer` is "none"."""
     make = require_optimizer(spec.optimizer)
     return None if make is None else make(parameters, lr=_LEARNING_RATE, **_IMPLEMENTATIONS[spec.optimizer_impl])

@@ -1,9 +1,9 @@
 """Linear layers of GPTQ and AWQ checkpoints: the tensors that each stores, and what its kernel allocates.
 
-The libraries' own layers cannot be imported without a GPU to compile for. Layouts are those of AutoGPTQ 0.7.1 and
+The libraries' layers are not imported, since they need a GPU to compile for. Layouts are those of AutoGPTQ 0.7.1 and
 AutoAWQ 0.2.9, which all later files have; kernels are GPTQModel's at 7.3.4, with which transformers 5 runs both
 (gptqmodel/nn_modules/qlinear/{marlin,marlin_awq,gemm_awq,tritonv2,torch}.py, gptqmodel_ext/marlin/gptq_marlin.cu,
-gptqmodel_ext/awq/quantization/gemm_cuda_gen.cu). Nothing is computed: results have their shape and no values.
+gptqmodel_ext/awq/quantization/gemm_cuda_gen.cu). Nothing is computed: results are uninitialized.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ def _make_stored_parameter(*shape: int, dtype: torch.dtype = torch.int32) -> nn.
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is packed into integers of 32 bits, with a scale and a zero per group of rows.
-
-    Kernels want scales in their input's dtype, and cast a file's once, at their first call; here they are made so.
-    """
+    """Linear layer whose weight is packed into 32-bit integers, with a scale and a zero point per group of rows.
+    Scales have the dtype of the kernel's input, to which a kernel casts the file's scales at its first call."""
 
     scale_dtype: torch.dtype | None = None  # None: the model's
 
@@ -50,27 +48,27 @@ class PackedLinear(nn.Module):
     def _create_packed_weight(self, rows: int, columns: int) -> None:
         raise NotImplementedError
 
-    def loaded(self) -> None:
-        """Do what its kernel does to the tensors once they are on the GPU."""
+    def prepare(self) -> None:
+        """Repack the loaded weights on the GPU as the kernel does before its first call; nothing by default."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product, in the input's dtype."""
+        """Return the output (..., out_features) for `x` (..., in_features), in the dtype of `x`."""
         return self._multiply(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def _unpack_weight(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the whole weight, as one kernel unpacks it."""
-        return like.new_empty((self.in_features, self.out_features))
+    def _unpack_weight(self, example: torch.Tensor) -> torch.Tensor:
+        """Return the unpacked weight (in_features, out_features) in the dtype of `example`, as one kernel's output."""
+        return example.new_empty((self.in_features, self.out_features))
 
     def extra_repr(self) -> str:
-        """Return its shape."""
+        """Return features, bits and groups for the module's repr."""
         return f"{self.in_features}, {self.out_features}, bits={self.bits}, groups={self.groups}"
 
 
 class Gptq(PackedLinear):
-    """Linear layer with GPTQ's tensors: packed along the rows, with the group of each row."""
+    """Linear layer with GPTQ's tensors: a weight packed along the rows, and the group index of each row."""
 
     def _create_packed_weight(self, rows: int, columns: int) -> None:
         self.qweight = _make_stored_parameter(rows * self.bits // _WORD_BITS, columns)
@@ -78,19 +76,19 @@ class Gptq(PackedLinear):
 
 
 class Awq(PackedLinear):
-    """Linear layer with AWQ's tensors: packed along the columns."""
+    """Linear layer with AWQ's tensors: a weight packed along the columns."""
 
     def _create_packed_weight(self, rows: int, columns: int) -> None:
         self.qweight = _make_stored_parameter(rows, columns * self.bits // _WORD_BITS)
 
 
 class _Marlin(PackedLinear):
-    """Linear layer repacked for Marlin, which unpacks in registers and sums tiles in float32."""
+    """Linear layer repacked for the Marlin kernel, which unpacks in registers and sums tiles in float32."""
 
     desc_act = False
 
-    def loaded(self) -> None:
-        """Repack into new tensors, one after the other; there are locks for each multiprocessor."""
+    def prepare(self) -> None:
+        """Repack each weight tensor into a new one, and allocate Marlin's locks, one for each multiprocessor."""
         device = self.scales.device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         locks = torch.zeros(max(self.processors, _MIN_LOCKS), dtype=torch.int32, device=device)
@@ -105,16 +103,16 @@ class _Marlin(PackedLinear):
         result = x.new_empty((tokens, self.out_features))
         rows = min(-(-tokens // 16) * 16, _MAX_ROWS)
         tiles = x.new_empty(self.processors * rows * _MAX_COLUMNS, dtype=torch.float32)
-        permuted = torch.empty_like(x) if self.desc_act else None
-        del tiles, permuted
+        permuted_input = torch.empty_like(x) if self.desc_act else None
+        del tiles, permuted_input
         return result
 
 
 class GptqMarlin(_Marlin, Gptq):
-    """marlin.py: symmetric, so that the zeros go; so do the rows' groups, unless they are not in order."""
+    """GPTQModel's marlin.py: weights are symmetric, so zero points are dropped; so are group indices in order."""
 
-    def loaded(self) -> None:
-        """Repack; with `desc_act` the groups are sorted, and their order is kept beside them."""
+    def prepare(self) -> None:
+        """Repack for Marlin; with `desc_act` the group indices are sorted, and the order is stored in a new tensor."""
         if self.desc_act:
             order = nn.Parameter(torch.empty_like(self.g_idx), requires_grad=False)
             self.g_idx = nn.Parameter(torch.empty_like(self.g_idx), requires_grad=False)
@@ -122,20 +120,20 @@ class GptqMarlin(_Marlin, Gptq):
         else:
             self.register_parameter("g_idx", None)
         self.register_parameter("qzeros", None)
-        super().loaded()
+        super().prepare()
 
 
 class AwqMarlin(_Marlin, Awq):
-    """marlin_awq.py."""
+    """AWQ layer for the Marlin kernel, as GPTQModel's marlin_awq.py."""
 
     _repacked = ("qweight", "scales", "qzeros")
 
 
 class GptqUnpacking(Gptq):
-    """tritonv2.py: the weight is unpacked whole for each product.
+    """GPTQModel's tritonv2.py: the full weight is unpacked for each matrix product.
 
-    In training it is TorchLinear that runs: its compiled dequantize_weight is taken for one kernel, and autograd keeps
-    what it makes, in half precision, until the layer's backward.
+    In training GPTQModel's TorchLinear runs instead: its compiled dequantize_weight is one kernel here, and autograd
+    keeps the unpacked weight, in half precision, until the layer's backward.
     """
 
     scale_dtype = torch.float16
@@ -149,7 +147,7 @@ class GptqUnpacking(Gptq):
 
 
 class _Unpacking(torch.autograd.Function):
-    """triton_utils/dequant.py, QuantLinearFunction: unpacked again in the backward."""
+    """GPTQModel's QuantLinearFunction (triton_utils/dequant.py), which unpacks the weight again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
@@ -163,10 +161,10 @@ class _Unpacking(torch.autograd.Function):
 
 
 class AwqGemm(Awq):
-    """gemm_awq.py: short inputs in 8 slices of the rows, summed up; long ones by the unpacked weight."""
+    """GPTQModel's gemm_awq.py: short inputs use split-K with 8 slices, long ones the unpacked weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product; outside training nothing is kept of it."""
+        """Return the output for `x`; in eval mode autograd saves nothing."""
         x = x.contiguous()
         if self.training:
             return _Gemm.apply(x, self)  # type: ignore[no-any-return]
@@ -175,7 +173,7 @@ class AwqGemm(Awq):
 
 
 class _Gemm(torch.autograd.Function):
-    """gemm_awq.py, AwqGemmFn; its backward copies the unpacked weight for each sequence."""
+    """GPTQModel's AwqGemmFn (gemm_awq.py), whose backward copies the unpacked weight for each sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: AwqGemm) -> torch.Tensor:

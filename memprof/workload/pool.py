@@ -24,95 +24,95 @@ import torch
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 
-VARIABLE = "MEMPROF_PROCESSES"  # at most so many at once; 1: none is forked
-# Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares.
-PROCESS_BYTES = 1 << 30
+ENV_VARIABLE = "MEMPROF_PROCESSES"  # maximum number of workers; 1: tasks run in this process
+# Free host memory that each worker needs: a run of a 9B model takes about 0.4 GiB of unshared memory.
+BYTES_PER_WORKER = 1 << 30
 _PR_SET_PDEATHSIG = 1
 
 _loaded_by_workers: set[str] = set()
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
-def number_of_workers() -> int:
-    """Return the number of parallel workers; 1 where a fork is not possible, and in a process that another started.
+def count_workers() -> int:
+    """Return the number of parallel workers; 1 in a worker process, and where a fork is not possible.
 
-    On Linux only: elsewhere the libraries' own threads do not survive a fork. Nor do autograd's where torch sees a GPU
-    (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp). Raises UsageError for an invalid variable.
+    Forks are used on Linux only, because elsewhere threads of libraries do not survive, and only where torch sees no
+    GPU (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp). Raises UsageError if MEMPROF_PROCESSES is invalid.
     """
-    requested = os.environ.get(VARIABLE, "").strip()
-    if requested and (not requested.isdecimal() or int(requested) < 1):
-        raise UsageError(f"{VARIABLE} is no number of processes", value=requested, hint="1, 2, ...; or leave it unset")
+    limit = os.environ.get(ENV_VARIABLE, "").strip()
+    if limit and (not limit.isdecimal() or int(limit) < 1):
+        raise UsageError(f"{ENV_VARIABLE} is no number of processes", value=limit, hint="1, 2, ...; or leave it unset")
     if sys.platform != "linux" or multiprocessing.parent_process() is not None or torch.cuda.device_count():
         return 1
-    max_workers = int(requested) if requested else len(os.sched_getaffinity(0))
-    free = available_bytes()
-    return max(1, max_workers if free is None else min(max_workers, free // PROCESS_BYTES))
+    max_workers = int(limit) if limit else len(os.sched_getaffinity(0))
+    free_bytes = available_bytes()
+    return max(1, max_workers if free_bytes is None else min(max_workers, free_bytes // BYTES_PER_WORKER))
 
 
 def run_all(
-    works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None] = lambda doing: None
-) -> list[_Answer | MemprofError]:
-    """Return what each of `works` returns, or the MemprofError that it raises, in their order.
+    tasks: Sequence[Callable[[], _Result]], progress: Callable[[str], None] = lambda doing: None
+) -> list[_Result | MemprofError]:
+    """Return the result of each of `tasks`, or the MemprofError that the task raises, in the order of `tasks`.
 
-    What they return can be pickled; what they change is changed in their own process alone, or, where they run here
-    after all, in this one. `progress` is told how many are done.
+    Results must be picklable. A task runs in a worker process, or in this one if the worker ends without a result;
+    other side effects stay in that process. `progress` gets messages such as "3 of 8 done".
     """
-    max_workers = min(number_of_workers(), len(works))
+    max_workers = min(count_workers(), len(tasks))
     if max_workers < 2:
-        return [_run_task(work) for work in works]
-    answers: dict[int, Any] = {}
+        return [_run_task(task) for task in tasks]
+    results: dict[int, Any] = {}
     running: dict[Connection, tuple[int, Any]] = {}
-    left = list(enumerate(works))
+    pending = list(enumerate(tasks))
     try:
-        while left or running:
-            while left and len(running) < max_workers:
-                place, work = left.pop(0)
-                line, worker = _start_worker(work)
-                running[line] = place, worker
-            for line in cast(list[Connection], wait([*running])):
-                place, worker = running.pop(line)
-                with line, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
-                    answers[place], files = line.recv()
+        while pending or running:
+            while pending and len(running) < max_workers:
+                index, task = pending.pop(0)
+                connection, worker = _start_worker(task)
+                running[connection] = index, worker
+            for connection in cast(list[Connection], wait([*running])):
+                index, worker = running.pop(connection)
+                with connection, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+                    results[index], files = connection.recv()
                     _loaded_by_workers.update(files)
                 worker.join()
-                progress(f"{len(works) - len(left) - len(running)} of {len(works)} done")
+                progress(f"{len(tasks) - len(pending) - len(running)} of {len(tasks)} done")
     finally:
-        for line, (_, worker) in running.items():
+        for connection, (_, worker) in running.items():
             worker.kill()
             worker.join()
-            line.close()
-    return [answers[place] if place in answers else _run_task(work) for place, work in enumerate(works)]
+            connection.close()
+    return [results[index] if index in results else _run_task(task) for index, task in enumerate(tasks)]
 
 
 def loaded_module_files() -> set[str]:
-    """Return the files of all modules that this process and its workers have loaded, as far as known."""
+    """Return the files of all modules that this process and its finished workers have loaded."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return _loaded_by_workers.union(file for file in files if isinstance(file, str))
 
 
-def _start_worker(work: Callable[[], Any]) -> tuple[Connection, Any]:
+def _start_worker(task: Callable[[], Any]) -> tuple[Connection, Any]:
     receiver, sender = Pipe(duplex=False)
-    worker = multiprocessing.get_context("fork").Process(target=_run_worker, args=(work, sender))
+    worker = multiprocessing.get_context("fork").Process(target=_run_worker, args=(task, sender))
     with sender, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
         worker.start()
     return receiver, worker
 
 
-def _run_worker(work: Callable[[], Any], line: Connection) -> None:
-    """Run `work` in a worker, which ends with its parent process, and on Ctrl-C without a message."""
+def _run_worker(task: Callable[[], Any], connection: Connection) -> None:
+    """Run `task` in a forked worker and send its result; the worker ends with its parent, and silently on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # a pool of threads is not inherited
-    before = loaded_module_files()
+    files_before = loaded_module_files()
     with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that requested it
-        line.send((_run_task(work), loaded_module_files() - before))
+        connection.send((_run_task(task), loaded_module_files() - files_before))
 
 
-def _run_task(work: Callable[[], _Answer]) -> _Answer | MemprofError:
+def _run_task(task: Callable[[], _Result]) -> _Result | MemprofError:
     try:
-        return work()
+        return task()
     except MemprofError as error:
         error.__traceback__ = None  # its frames would keep the model
         return error

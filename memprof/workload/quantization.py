@@ -1,4 +1,4 @@
-"""Quantized weights as transformers' `from_pretrained` loads them, and the libraries that take part."""
+"""Models with quantized weights, loaded as by transformers' `from_pretrained`, and imports of the libraries needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memprof.workload.formats import WeightFormat
 
 
 def import_required(module: str) -> Any:
-    """Import a library's `module` before a virtual GPU records operators; UsageError if missing or incompatible."""
+    """Import and return `module`, before operators are recorded; raise UsageError if missing or incompatible."""
     try:
         return import_quietly(module)
     except ImportError as error:
@@ -33,7 +33,7 @@ def import_required(module: str) -> Any:
 
 
 def import_quietly(module: str) -> Any:
-    """Import `module` without its notices on kernels that a machine without a GPU lacks.
+    """Import and return `module` without warnings, such as those on a missing GPU.
 
     Functions given to torch.compile during the import are compiled at their first call. Raises ImportError if the
     module is not installed, or incompatible with this torch.
@@ -53,10 +53,10 @@ def import_quietly(module: str) -> Any:
 
 @contextlib.contextmanager
 def _delay_compilation() -> Iterator[None]:
-    """Have torch.compile leave a function's compiler to the first call.
+    """Context manager: make torch.compile set up its compiler only when the compiled function is first called.
 
-    bitsandbytes decorates its kernels for the CPU so (backends/default/ops.py); no GPU calls them. Decorating alone
-    imports Dynamo and Inductor, a third of what a profile with an adapter takes.
+    bitsandbytes compiles its CPU kernels when imported (backends/default/ops.py), and a GPU never calls them. The
+    decorator alone imports Dynamo and Inductor, which is a third of the time of a profile with an adapter.
     """
     compiler = torch.compile
 
@@ -66,13 +66,13 @@ def _delay_compilation() -> Iterator[None]:
         compiled: Any = None
 
         @functools.wraps(model)
-        def called(*arguments: Any, **named: Any) -> Any:
+        def call_compiled(*arguments: Any, **kwargs: Any) -> Any:
             nonlocal compiled
             if compiled is None:
                 compiled = compiler(model, **options)
-            return compiled(*arguments, **named)
+            return compiled(*arguments, **kwargs)
 
-        return called
+        return call_compiled
 
     with PatchSet() as patches:
         patches.set(torch, "compile", compile_later)
@@ -82,15 +82,12 @@ def _delay_compilation() -> Iterator[None]:
 def load_quantized(
     model_class: Any, configuration: Any, arguments: dict[str, Any], stored: WeightFormat, spec: TargetSpec
 ) -> nn.Module:
-    """Return a model of transformers on "cuda", its weights as `stored` says.
+    """Return a `model_class` on "cuda", loaded by transformers with weights in the format `stored`.
 
-    transformers does it. With bitsandbytes: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host
-    memory, one weight after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
+    For bitsandbytes, `from_pretrained` with a `BitsAndBytesConfig` quantizes a checkpoint in host memory, one weight
+    after the other (transformers/core_model_loading.py, which uses no threads while it quantizes).
 
-    `arguments` are `dtype` and, if requested, `attn_implementation`.
-
-    Raises:
-        UsageError: the model's weights cannot be stored so.
+    `arguments` are `dtype` and optionally `attn_implementation`. Raises UsageError if the format does not apply.
     """
     import transformers
 
@@ -114,49 +111,49 @@ def load_quantized(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of weights in a model's parameters; a packed element counts as several."""
+    """Return the number of parameters of `model` as if unquantized: a packed element counts as all that it holds."""
     seen: set[int] = set()
     total = 0
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-        seen.update(map(id, own))
-        stands_for = stored_weights.number_of_weights(module)
-        if stands_for is not None:
-            total += stands_for if own else 0
+        parameters = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, parameters))
+        num_weights = stored_weights.count_weights(module)
+        if num_weights is not None:
+            total += num_weights if parameters else 0
             continue
-        states = ((parameter, getattr(parameter, "quant_state", None)) for parameter in own)
+        states = ((parameter, getattr(parameter, "quant_state", None)) for parameter in parameters)
         total += sum(parameter.numel() if state is None else state.shape.numel() for parameter, state in states)
     return total
 
 
-def assumptions(stored: WeightFormat | None, spec: TargetSpec) -> list[str]:
-    """Return the assumptions of `load_quantized` and of the loaded model, in sentences."""
+def list_assumptions(stored: WeightFormat | None, spec: TargetSpec) -> list[str]:
+    """Return sentences for the report on what `load_quantized` assumes; none if `stored` is None."""
     if stored is None:
         return []
     if not stored.is_bitsandbytes:
-        return stored_weights.assumptions(stored, spec)
-    found = [f"Weights are loaded as transformers' from_pretrained does with BitsAndBytesConfig ({stored.name}"]
+        return stored_weights.list_assumptions(stored, spec)
+    sentences = [f"Weights are loaded as transformers' from_pretrained does with BitsAndBytesConfig ({stored.name}"]
     if stored.name == "int8":
-        found[0] += f", threshold {float(stored.config.get('llm_int8_threshold', 6))})."
-        found.append(
+        sentences[0] += f", threshold {float(stored.config.get('llm_int8_threshold', 6))})."
+        sentences.append(
             "LLM.int8 finds no outliers in the activations; each outlier column would be kept in half precision."
         )
     else:
-        double = "with" if stored.config.get("bnb_4bit_use_double_quant") else "without"
-        computing = "in the configuration's dtype" if stored.from_checkpoint else "in the model's dtype"
-        found[0] += f", {double} double quantization, computing {computing})."
+        with_or_without = "with" if stored.config.get("bnb_4bit_use_double_quant") else "without"
+        dtype_source = "in the configuration's dtype" if stored.from_checkpoint else "in the model's dtype"
+        sentences[0] += f", {with_or_without} double quantization, computing {dtype_source})."
     if spec.adapter is not None:
-        found.append(
+        sentences.append(
             "PEFT's prepare_model_for_kbit_training casts what is not quantized to float32, the head included."
         )
-    return found
+    return sentences
 
 
-def unpacking_notes(stored: WeightFormat | None, model: nn.Module) -> list[str]:
-    """Return a note if transformers has unpacked the weights, which only the loaded model shows."""
+def list_unpacking_notes(stored: WeightFormat | None, model: nn.Module) -> list[str]:
+    """Return a note for the report if transformers unpacked the weights of `model` while loading it, else nothing."""
     if stored is None or stored.is_bitsandbytes:
         return []
-    if any(stored_weights.number_of_weights(module) is not None for module in model.modules()):
+    if any(stored_weights.count_weights(module) is not None for module in model.modules()):
         return []
     return [
         f"transformers unpacked the {stored.name} weights while it loaded them: on this GPU, or of this model type."
@@ -164,7 +161,7 @@ def unpacking_notes(stored: WeightFormat | None, model: nn.Module) -> list[str]:
 
 
 def _make_checkpoint_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state of `model` as in a checkpoint: tied weights once."""
+    """Return the state dict of `model` as in a checkpoint, with tied weights under one name."""
     seen: set[int] = set()
     state: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

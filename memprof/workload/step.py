@@ -1,4 +1,4 @@
-"""The training or inference step of a workload, in plain PyTorch, which tells the device its phases."""
+"""The training or inference loop: plain PyTorch, as people write it, with its phases recorded."""
 
 from __future__ import annotations
 
@@ -24,31 +24,29 @@ from memprof.workload.layers import find_layers
 from memprof.workload.lengths import parse_lengths
 from memprof.workload.loss import compute_loss
 from memprof.workload.models import ModelSource
-from memprof.workload.optimizers import optimizer_over, require_optimizer
+from memprof.workload.optimizers import make_optimizer, require_optimizer
 from memprof.workload.plan import check_plan, parse_plan
 from memprof.workload.rng import seed_rngs
 
 if TYPE_CHECKING:
-    from memprof.workload.spread import Spread
+    from memprof.workload.spread import RankPlacement
     from memprof.workload.stages import Pipeline
 
 PlaceModel = Callable[[nn.Module], object]
-# Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
-# Fixes stand above this package, so that the pipeline hands this in.
-SwitchOn = Callable[
+# Applies a spec's fixes to a model in host memory, and moves it to a device; returns an optimizer if a fix creates
+# one. The caller passes this function in, because memprof.fixes imports this package.
+ApplyFixes = Callable[
     [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, PlaceModel | None], Any
 ]
 
 
 class Workload:
-    """One run of `spec` with the model `source`: build the model, then step. Its attributes say what was run.
+    """One run of `spec` with the model `source`: builds the model, then runs its training or inference steps.
+    `apply_fixes` is needed if `spec` has fixes. Raises UsageError if a library that `spec` needs is not installed."""
 
-    `switch_on` is needed if the spec has `fixes`. Raises UsageError: it asks for an adapter, and PEFT is not installed.
-    """
-
-    def __init__(self, spec: TargetSpec, source: ModelSource, switch_on: SwitchOn | None = None) -> None:
+    def __init__(self, spec: TargetSpec, source: ModelSource, apply_fixes: ApplyFixes | None = None) -> None:
         self.spec = spec
-        self._apply_fixes = switch_on
+        self._apply_fixes = apply_fixes
         self.source = source
         self.num_parameters = 0
         self.num_trainable_parameters = 0
@@ -66,14 +64,14 @@ class Workload:
             require_optimizer(spec.optimizer)
         self.context_length: int | None = None
         self.dtype: str | None = source.dtype
-        self._placement: Spread | None = None
+        self._placement: RankPlacement | None = None
         self._pipeline: Pipeline | None = None
         if spec.parallel is not None:
-            from memprof.workload.spread import Spread  # and torch's distributed packages with it
+            from memprof.workload.spread import RankPlacement  # and torch's distributed packages with it
 
             plan = parse_plan(spec.parallel, spec.gpus)
             check_plan(plan, spec, source.task, source.config)
-            self._placement = Spread(plan, spec.rank or 0, spec)
+            self._placement = RankPlacement(plan, spec.rank or 0, spec)
 
     def run(
         self,
@@ -81,8 +79,8 @@ class Workload:
         progress: Callable[[str], None] = lambda doing: None,
         building: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        """Run every step on `device`, and build the model inside `building()`; raise UsageError if it cannot be built
-        or fed."""
+        """Build the model inside the context `building()`, and run every step on `device`; `progress` gets messages.
+        Raises UsageError if the model cannot be built, or its inputs are not known."""
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
                 stack.enter_context(quiet_transformers())
@@ -97,27 +95,29 @@ class Workload:
         self, device: Device, progress: Callable[[str], None], building: Callable[[], AbstractContextManager[object]]
     ) -> None:
         spec = self.spec
-        for note in (*self.source.notes, *quantization.assumptions(self.source.stored, spec)):
+        for note in (*self.source.notes, *quantization.list_assumptions(self.source.stored, spec)):
             device.assume(note)
         progress("building the model")
         if self._placement is not None:
             self._placement.join()
         with device.phase(PhaseKind.MODEL):
             model, base = self._build_model(device.name, building)
-        device.adopt(model if self._placement is None else self._placement.called(model))
+        device.adopt(model if self._placement is None else self._placement.get_wrapper(model))
         if spec.compile:
-            for part in [part for _, part in find_layers(base, "--compile-layers")] if spec.compile_layers else [model]:
-                part.compile(mode=spec.compile_mode)
-        for sentence in quantization.unpacking_notes(self.source.stored, model):
+            for unit in [unit for _, unit in find_layers(base, "--compile-layers")] if spec.compile_layers else [model]:
+                unit.compile(mode=spec.compile_mode)
+        for sentence in quantization.list_unpacking_notes(self.source.stored, model):
             device.assume(sentence)
         if self.dtype is None:
-            first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-            self.dtype = None if first is None else str(first).removeprefix("torch.")
+            first_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+            self.dtype = None if first_dtype is None else str(first_dtype).removeprefix("torch.")
         feeder = Feeder(self.source, base, spec.batch_size, spec.context_length, self._lengths)
         self.sequence_lengths = feeder.sequence_lengths
         self.context_length = feeder.context_length if feeder.takes_tokens else None
         if self._placement is not None and self._placement.plan.stages > 1:
-            self._pipeline = self._placement.pipeline(model, base, (spec.batch_size, feeder.context_length), device)
+            self._pipeline = self._placement.make_pipeline(
+                model, base, (spec.batch_size, feeder.context_length), device
+            )
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
@@ -142,9 +142,9 @@ class Workload:
             model.train()
             self._prepare_training(device, model, base)
             with device.phase(PhaseKind.OPTIMIZER):
-                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                groups = trained if self._placement is None else self._placement.parameter_groups(trained)
-                optimizer = self._optimizer = self._optimizer or optimizer_over(groups, spec)
+                trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                groups = trainable if self._placement is None else self._placement.group_parameters(trainable)
+                optimizer = self._optimizer = self._optimizer or make_optimizer(groups, spec)
                 # Disabled, a scaler passes everything through. With its usual scale gradients of random weights
                 # overflow, and it would leave out the steps that are profiled: no optimizer would have any state.
                 scaler = torch.amp.GradScaler(device.name, init_scale=1.0, enabled=spec.amp == "float16")
@@ -167,9 +167,9 @@ class Workload:
     def _build_model(
         self, device: str, building: Callable[[], AbstractContextManager[object]]
     ) -> tuple[nn.Module, nn.Module]:
-        """Return the model to call, and the model itself, which an adapter wraps."""
+        """Return (the module to call, the bare model); they differ where an adapter wraps the model."""
         if self.spec.adapter is not None:
-            adapters.check_known(self.spec, self.source)
+            adapters.check_targets(self.spec, self.source)
         # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
         with building():
             model = self.source.build()
@@ -178,25 +178,25 @@ class Workload:
         if self.spec.npt is not None:
             npt_layers.add_npt(model, self.spec)
         if self.spec.freeze is not None:
-            for parameter in adapters.named_parameters(model, self.spec.freeze, "--freeze names no parameter"):
+            for parameter in adapters.match_parameters(model, self.spec.freeze, "--freeze names no parameter"):
                 parameter.requires_grad_(False)
-        whole = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
-        self.num_parameters = quantization.count_parameters(whole)
-        self.num_trainable_parameters = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-        spread = self._placement
-        if spread is not None and spread.plan.stages > 1:
-            whole = spread.cut(whole)
-        place = None if spread is None else functools.partial(spread.place, device=device)
+        wrapped = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
+        self.num_parameters = quantization.count_parameters(wrapped)
+        self.num_trainable_parameters = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+        placement = self._placement
+        if placement is not None and placement.plan.stages > 1:
+            wrapped = placement.make_stage(wrapped)
+        place_model = None if placement is None else functools.partial(placement.place_model, device=device)
         if self.spec.fixes and self._apply_fixes is not None:
             # An adapter's parameters are in the model; what wraps it has none of its own.
-            make = functools.partial(optimizer_over, spec=self.spec)
-            changed = whole if spread is not None and spread.plan.stages > 1 else model
-            self._optimizer = self._apply_fixes(changed, self.spec, make, device, place)
-        elif place is not None:
-            place(whole)
+            factory = functools.partial(make_optimizer, spec=self.spec)
+            fixed_module = wrapped if placement is not None and placement.plan.stages > 1 else model
+            self._optimizer = self._apply_fixes(fixed_module, self.spec, factory, device, place_model)
+        elif place_model is not None:
+            place_model(wrapped)
         elif self.source.stored is None:  # else it is on the GPU already
-            whole = whole.to(device)
-        return whole, model
+            wrapped = wrapped.to(device)
+        return wrapped, model
 
     def _prepare_training(self, device: Device, model: nn.Module, base: nn.Module) -> None:
         if not self.num_trainable_parameters:
@@ -229,15 +229,15 @@ class Workload:
         step: int,
         micro_batch: int,
     ) -> None:
-        """Run one forward and backward; only the gradients remain afterwards."""
+        """Run forward and backward of one micro-batch; only the gradients remain afterwards."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             batch = _move_batch(feeder.host_batch(), device.name)
-        last = micro_batch == self.spec.gradient_accumulation
-        with contextlib.ExitStack() as shared:
+        is_last = micro_batch == self.spec.gradient_accumulation
+        with contextlib.ExitStack() as stack:
             if self._placement is not None:
-                model = self._placement.called(model)
-                shared.enter_context(self._placement.gradient_sync(last))
-                batch = self._shard_batch(device, shared, batch, step, micro_batch)
+                model = self._placement.get_wrapper(model)
+                stack.enter_context(self._placement.gradient_sync(is_last))
+                batch = self._shard_batch(device, stack, batch, step, micro_batch)
             with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
                 outputs = model(**batch)
                 loss = compute_loss(outputs, batch, self.source, feeder.assumptions.append)
@@ -249,49 +249,49 @@ class Workload:
             device.assume("The model's output is kept until its backward is done, as in a plain training loop.")
 
     def _shard_batch(
-        self, device: Device, shared: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
+        self, device: Device, stack: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
     ) -> dict[str, Any]:
-        """Return this rank's part of `batch`; valid until `shared` is closed."""
+        """Return this rank's part of the sequences in `batch`; valid until `stack` is closed."""
         if self._placement is None or self._placement.plan.sequence == 1:
             return batch
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
-            return shared.enter_context(self._placement.sharing(batch))
+            return stack.enter_context(self._placement.shard_batch(batch))
 
     def _run_pipeline(self, device: Device, feeder: Feeder, step: int) -> None:
         """Run all micro-batches forward and backward, in the order of the pipeline's schedule."""
         assert self._pipeline is not None and self._placement is not None
         with device.phase(PhaseKind.INPUTS, step):
-            made = [feeder.host_batch() for _ in range(self._placement.plan.microbatches)]
-            batch = {name: torch.cat([one[name] for one in made]).to(device.name) for name in ("input_ids", "labels")}
+            batches = [feeder.host_batch() for _ in range(self._placement.plan.microbatches)]
+            batch = {name: torch.cat([b[name] for b in batches]).to(device.name) for name in ("input_ids", "labels")}
         with self._autocast(device.name):
             self._pipeline.step(step, batch["input_ids"], batch["labels"])
 
     def _evaluate(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
-        """Run one batch of a validation loop; its outputs and its loss are freed at the end."""
+        """Run one batch of a validation loop; outputs and loss are freed at the end."""
         model.eval()
         with device.phase(PhaseKind.EVALUATION, step):
             batch = _move_batch(feeder.host_batch(), device.name)
-            with contextlib.ExitStack() as shared:
-                batch = self._shard_batch(device, shared, batch, step, 1)
+            with contextlib.ExitStack() as stack:
+                batch = self._shard_batch(device, stack, batch, step, 1)
                 with torch.no_grad(), self._autocast(device.name):
                     outputs = model(**batch)
                     loss = compute_loss(outputs, batch, self.source, feeder.assumptions.append)
-                # A validation loop sums its losses up as numbers.
+                # A validation loop sums losses as Python numbers.
                 loss.item()
                 del batch, outputs, loss
         model.train()
 
     def _autocast(self, device: str) -> AbstractContextManager[object]:
-        if self.spec.amp is None or (self._placement is not None and not self._placement.autocasts):
+        if self.spec.amp is None or (self._placement is not None and not self._placement.uses_autocast):
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
     def _run_inference(
-        self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, at: tuple[int, int]
+        self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, indices: tuple[int, int]
     ) -> None:
-        """Run one forward, or one prompt and its decode steps; `at` is (step, micro-batch), from 1."""
+        """Run one forward, or one prompt and its decode steps; `indices` is (step, micro-batch), both from 1."""
         task = self.source.task
-        with device.phase(PhaseKind.INPUTS, *at):
+        with device.phase(PhaseKind.INPUTS, *indices):
             batch = _move_batch(feeder.host_batch(), device.name)
             if task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
@@ -303,34 +303,34 @@ class Workload:
                     hint="leave it out: one forward is run",
                 )
             with torch.no_grad(), self._autocast(device.name):
-                generate.generate(device, model, base, batch, self.spec.new_tokens, at)
+                generate.generate(device, model, base, batch, self.spec.new_tokens, indices)
             return
-        with contextlib.ExitStack() as shared:
-            batch = self._shard_batch(device, shared, batch, *at)
-            with device.phase(PhaseKind.FORWARD, *at), torch.no_grad(), self._autocast(device.name):
+        with contextlib.ExitStack() as stack:
+            batch = self._shard_batch(device, stack, batch, *indices)
+            with device.phase(PhaseKind.FORWARD, *indices), torch.no_grad(), self._autocast(device.name):
                 outputs = model(**batch)
             del outputs
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' notices on building a model, and bitsandbytes' on every layer: none is about the run."""
-    from transformers.utils import logging as notices
+    """Context manager: silence messages that transformers and bitsandbytes log while a model is built and run."""
+    from transformers.utils import logging as transformers_logging
 
-    verbosity = notices.get_verbosity()
-    showed_bars = notices.is_progress_bar_enabled()
-    bitsandbytes = logging.getLogger("bitsandbytes")
-    level = bitsandbytes.level
-    notices.set_verbosity_error()
-    notices.disable_progress_bar()
-    bitsandbytes.setLevel(logging.ERROR)
+    verbosity = transformers_logging.get_verbosity()
+    bars_enabled = transformers_logging.is_progress_bar_enabled()
+    bitsandbytes_logger = logging.getLogger("bitsandbytes")
+    level = bitsandbytes_logger.level
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    bitsandbytes_logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        notices.set_verbosity(verbosity)
-        if showed_bars:
-            notices.enable_progress_bar()
-        bitsandbytes.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
+        if bars_enabled:
+            transformers_logging.enable_progress_bar()
+        bitsandbytes_logger.setLevel(level)
 
 
 def _move_batch(batch: dict[str, Any], device: str) -> dict[str, Any]:

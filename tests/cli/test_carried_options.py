@@ -12,7 +12,7 @@ import pytest
 
 import memprof.cli.profile as profile_room
 import memprof.cli.run as run_room
-from memprof.command_line import profile_command, run_command
+from memprof.command_line import make_profile_command, make_run_command
 from memprof.errors import MemprofError
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows import limit as limit_flow
@@ -21,7 +21,7 @@ from memprof.flows.ladder.scripts import ScriptRuns, run_script_process
 from memprof.report.terminal.next_step import choose_next_step
 from memprof.run_spec import SETTINGS, RunSpec
 from memprof.script import Program
-from memprof.spec import TargetSpec, options_of
+from memprof.spec import TargetSpec, get_options
 from memprof.units import parse_gib
 from tests.cli.test_next import saved
 
@@ -50,7 +50,7 @@ SCRIPT = ("train.py", "--rows", "7")
 
 def other(kind: type, name: str) -> Any:
     """A value of the field that it has not by default."""
-    field, about = kind.__dataclass_fields__[name], options_of(kind)[name]  # type: ignore[attr-defined]
+    field, about = kind.__dataclass_fields__[name], get_options(kind)[name]  # type: ignore[attr-defined]
     if about.parse is parse_gib:
         return 3 << 30
     if isinstance(field.default, bool):
@@ -64,7 +64,7 @@ def other(kind: type, name: str) -> Any:
 
 def specs(kind: Any, **always: Any) -> Iterator[Any]:
     """One with each option, and what that asks for."""
-    for name in options_of(kind):
+    for name in get_options(kind):
         values = always | NEEDS.get(name, {}) | {name: other(kind, name)}
         yield pytest.param(kind(**values), id=name)
 
@@ -102,7 +102,7 @@ def asked(memprof, script, monkeypatch) -> Callable[[Sequence[str]], Any]:
 
 @pytest.mark.parametrize("spec", RUNS)
 def test_a_script_is_run_by_its_command(asked, spec):
-    again, command, _ = asked(shlex.split(run_command(spec, SCRIPT))[1:])
+    again, command, _ = asked(shlex.split(make_run_command(spec, SCRIPT))[1:])
     assert (again, tuple(command)) == (spec, SCRIPT)
 
 
@@ -159,7 +159,7 @@ def test_rows_of_a_script_have_all_options(asked, spec, monkeypatch):
 
 @pytest.mark.parametrize("spec", TARGETS)
 def test_a_target_is_run_by_its_command(asked, spec):
-    again, device, _ = asked(shlex.split(profile_command(spec))[1:])
+    again, device, _ = asked(shlex.split(make_profile_command(spec))[1:])
     assert_same(again, device, spec)
 
 
@@ -210,6 +210,6 @@ def test_both_sides_of_a_limit_have_all_options(spec, monkeypatch, tmp_path):
         _, found = limit_flow.find_largest_for_spec(spec, "batch-size")
     for row in found.limit.runs:
         if isinstance(spec, RunSpec):
-            assert row.command == run_command(spec.edit(beyond=not row.fits), ("a.py", str(row.number)))
+            assert row.command == make_run_command(spec.edit(beyond=not row.fits), ("a.py", str(row.number)))
         else:
-            assert row.command == profile_command(spec.edit(batch_size=row.number))
+            assert row.command == make_profile_command(spec.edit(batch_size=row.number))

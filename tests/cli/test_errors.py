@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from memprof.units import parse_whole
+from memprof.units import parse_integer
 
 
 def assert_refused(result, *parts):
@@ -96,7 +96,7 @@ def test_what_cannot_be_parsed_has_the_form_of_every_error(memprof, words, probl
 def test_counts_are_read_as_they_are_written(memprof, written, read):
     wrong = memprof("profile", "--model", "nobody", "--context-length", written)
     assert "nobody" in wrong.stderr  # and not the number
-    assert parse_whole(written) == read
+    assert parse_integer(written) == read
 
 
 @pytest.mark.parametrize("written", ["1.5", "k", "12x", "1,5", "", "0x10"])

@@ -11,7 +11,7 @@ import typer
 
 from memprof.cli.main import COMMANDS, app
 from memprof.cli.options import SharedOptions
-from memprof.spec import TargetSpec, options_of
+from memprof.spec import TargetSpec, get_options
 
 ANOTHER_DEFAULT = {
     ("doctor", "--batch-size"): "the run is over: what is not said is not known",
@@ -112,7 +112,7 @@ def options():
             continue
         for kind in get_type_hints(getattr(module, command), include_extras=True).values():
             if dataclasses.is_dataclass(kind):
-                for name, about in options_of(kind).items():
+                for name, about in get_options(kind).items():
                     yield command, about, kind.__dataclass_fields__[name].default
 
 
@@ -127,7 +127,7 @@ def test_an_option_means_the_same_in_all_commands():
     found = defaultdict(list)
     for command, about, default in options():
         found[about.flag].append((command, about, default))
-    shared = {about.flag: about.help for kind in (TargetSpec, SharedOptions) for about in options_of(kind).values()}
+    shared = {about.flag: about.help for kind in (TargetSpec, SharedOptions) for about in get_options(kind).values()}
     different, others = set(), set()
     for flag, uses in found.items():
         help = shared.get(flag, uses[0][1].help)

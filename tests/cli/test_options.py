@@ -14,7 +14,7 @@ from memprof.device.gpus import NvmlGpu, NvmlSample
 from memprof.errors import MemprofError, UsageError
 from memprof.flows import local_gpu
 from memprof.flows import profile as flow
-from memprof.spec import TargetSpec, option, options_of
+from memprof.spec import TargetSpec, get_options, option
 from tests.cli.panels import panels_of
 
 
@@ -108,7 +108,7 @@ def commands():
 def test_profile_asks_for_all_of_the_spec():
     asked = {parameter.name for parameter in commands()["profile"].params}
     assert {field.name for field in dataclasses.fields(TargetSpec)} - asked == {"fixes"}
-    assert len(options_of(TargetSpec)) == len(dataclasses.fields(TargetSpec)) - 1
+    assert len(get_options(TargetSpec)) == len(dataclasses.fields(TargetSpec)) - 1
 
 
 def test_help_is_readable_at_80_columns(memprof, monkeypatch):

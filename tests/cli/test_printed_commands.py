@@ -18,12 +18,12 @@ import pytest
 import typer
 
 from memprof.cli.main import app
-from memprof.command_line import profile_command
+from memprof.command_line import make_profile_command
 from memprof.doctor import diagnose
-from memprof.fixes.catalog import FIXES, Tier, find_fixes, tiers
+from memprof.fixes.catalog import FIXES, Tier, find_fixes, list_tiers
 from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.spec import TargetSpec
-from memprof.units import parse_gib, spell_size
+from memprof.units import format_size_option, parse_gib
 from tests.lanes import at_night, by_day, examples
 from tests.processes import ROOT, python
 from tests.unit.doctor.corpus import messages
@@ -330,12 +330,12 @@ def test_a_device_mismatch_is_mended_by_the_search(memprof, models):
 
 
 def test_members_of_a_tier_go_together_but_where_one_stands_for_another():
-    for name, members in tiers():
+    for name, members in list_tiers():
         pairs = {(one, other) for one in members for other in members if other in FIXES[one].conflicts}
         # The search tries the first of each as well.
         assert pairs <= {(one, "optimizer-in-backward") for one in ("fused-optimizer", "micro-batch")}, name
-    assert "cpu-offload-weights" in dict(tiers())[Tier.STREAMED_WEIGHTS]
-    order = [name for name, _ in tiers()]
+    assert "cpu-offload-weights" in dict(list_tiers())[Tier.STREAMED_WEIGHTS]
+    order = [name for name, _ in list_tiers()]
     assert order.index(Tier.EXACT) < order.index(Tier.AUTOCAST) < order.index(Tier.HALF_WEIGHTS)
 
 
@@ -364,7 +364,7 @@ def test_rows_of_several_fixes_are_full(memprof):
 
 def test_a_command_is_its_spec():
     spec = TargetSpec(model="4B", model_is_size=True, quantize="nf4", double_quant=False, adapter="lora")
-    words = shlex.split(profile_command(spec.edit(gpu_vram_bytes=parse_gib(8), workspaces=False)))
+    words = shlex.split(make_profile_command(spec.edit(gpu_vram_bytes=parse_gib(8), workspaces=False)))
     assert words[2:6] == ["--model-size", "4B", "--quantize", "nf4"]
     assert {"--no-double-quant", "--no-workspaces", "--gpu-vram"} <= set(words) and words[-1] == "8"
     assert "--lora-rank" not in words
@@ -373,5 +373,5 @@ def test_a_command_is_its_spec():
 
 @pytest.mark.parametrize("size", ["8", "0.6", "24GB", "79.1", "7807MiB", "1234567b"])
 def test_a_size_is_spelt_as_it_is_read(size):
-    assert parse_gib(spell_size(parse_gib(size))) == parse_gib(size)
-    assert len(spell_size(parse_gib(size))) <= len(size)
+    assert parse_gib(format_size_option(parse_gib(size))) == parse_gib(size)
+    assert len(format_size_option(parse_gib(size))) <= len(size)

@@ -8,12 +8,12 @@ from memprof.units import (
     format_bytes,
     format_count,
     format_ranges,
+    format_size_option,
     gib,
     parse_count,
     parse_gib,
-    parse_whole,
+    parse_integer,
     round_up,
-    spell_size,
 )
 
 
@@ -86,7 +86,7 @@ def test_a_count_in_another_form():
     [(80 * 2**30, "80"), (24 * 10**9, "24GB"), (512 * 2**20, "0.5"), (3 * 2**20, "3MiB"), (2**30 + 1, "1073741825b")],
 )
 def test_a_size_in_its_shortest_exact_spelling(num_bytes, text):
-    assert spell_size(num_bytes) == text
+    assert format_size_option(num_bytes) == text
     assert parse_gib(text) == num_bytes
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_count_of_parameters(text):
     ],
 )
 def test_whole_numbers(text, number):
-    assert parse_whole(text) == number
+    assert parse_integer(text) == number
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_whole_numbers(text, number):
 )
 def test_what_is_no_whole_number(text, hint):
     with pytest.raises(UsageError) as refused:
-        parse_whole(text)
+        parse_integer(text)
     assert refused.value.hint == hint
 
 

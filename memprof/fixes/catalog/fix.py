@@ -1,4 +1,4 @@
-"""An entry of the table of fixes."""
+"""`Fix`, an entry of the table of fixes, and constants for entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memprof.spec import TargetSpec
 
 
 class Numerics(StrEnum):
-    """The effect of a fix on the numbers of a run."""
+    """Effect of a fix on the numeric results of a run."""
 
     # The same mathematics: results differ by rounding only, by no more than the original differs from exact results.
     EXACT = "exact"
@@ -20,7 +20,7 @@ class Numerics(StrEnum):
 
 
 class Tier(StrEnum):
-    """Sets of fixes that `--fix auto` searches, in this order; the value says what a set gives up."""
+    """Sets of fixes that `--fix auto` tries in this order; a value says what the set preserves, or what it changes."""
 
     EXACT = "the same numbers"
     CPU_OPTIMIZER = "the same numbers, the optimizer on the CPU"
@@ -34,9 +34,9 @@ class Tier(StrEnum):
 
 VALUE: Final = "{value}"  # in `Fix.edits`: the value of the main option
 # Values that several entries have.
-EVERY_TIER: Final = tuple(Tier)
-BUT_STREAMED_WEIGHTS: Final = tuple(tier for tier in Tier if tier is not Tier.STREAMED_WEIGHTS)
-SAME_UPDATES: Final = (Tier.EXACT, Tier.AUTOCAST, Tier.HALF_WEIGHTS)
+ALL_TIERS: Final = tuple(Tier)
+NOT_STREAMED_TIERS: Final = tuple(tier for tier in Tier if tier is not Tier.STREAMED_WEIGHTS)
+EXACT_UPDATE_TIERS: Final = (Tier.EXACT, Tier.AUTOCAST, Tier.HALF_WEIGHTS)
 WEIGHTS: Final = ("parameters", "gradients", "optimizer state")
 ONE_OPTIMIZER: Final = "a parameter has one optimizer"
 OPTIMIZER: Final = "a function from a list of parameters to an optimizer"
@@ -55,13 +55,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """One fix: a decorator of the function that changes a model, in a file of `memprof/fixes`.
-
-    Places are numbers that order fixes; the smallest comes first.
-    """
+    """A fix and its properties; used as a decorator of the function that changes a model, in `memprof/fixes`.
+    Fixes are sorted by `order`, `ladder_order`, `script_order` and `search_order`, smallest first."""
 
     name: str  # as the user writes it
-    order: int  # place among fixes that are applied together
+    order: int  # position among fixes that are applied together
     changes: str  # effect on the model, in one line
     saves: tuple[str, ...]  # the categories of memory that shrink
     cost: str  # disadvantages, in one line
@@ -81,42 +79,42 @@ class Fix:
     trains_another: bool = False  # the trained model changes, so that the fix is tried only if no other is enough
     accumulates: bool = True  # the fix works with gradient accumulation
     for_float32: bool = False  # the fix is for parameters in float32
-    makes_room_first: bool = False  # the fix is applied before the model is moved to the GPU, which may be too small
+    before_move: bool = False  # whether to apply the fix before the model is moved to the GPU, which may be too small
     for_models: str = ""  # the only models of `memprof verify` for the fix; "": all others
     bench: str = ""  # the table of `memprof verify` with the fix's deviations from lower precision
-    ladder: int | None = None  # place in `--ladder`, if the ladder tries the fix
-    outside: int | None = None  # place in `memprof run --fix`, if the fix works in an unchanged script
-    search: int = 0  # place in `--fix auto`
+    ladder_order: int | None = None  # position in `--ladder`; None: not tried there
+    script_order: int | None = None  # position in `memprof run --fix`; None: the fix needs a changed script
+    search_order: int = 0  # position in `--fix auto`
     tiers: tuple[Tier, ...] = ()  # tiers of `--fix auto` that include the fix
     ladder_against: tuple[str, ...] = ()  # categories other than `saves` against which the ladder tries the fix
-    # problems against which the fix is recommended (categories of memory, findings, doctor's cases), with its place
+    # problems against which the fix is recommended (categories of memory, findings, doctor's cases), with its rank
     helps: Mapping[str, int] = field(default_factory=dict)
     # the doctor's description of the fix in a case, where `changes` does not fit
-    words: Mapping[str, str] = field(default_factory=dict)
+    doctor_texts: Mapping[str, str] = field(default_factory=dict)
     alloc_conf: str = ""  # the caching allocator's setting, if the fix is one
     edits: Mapping[str, object] = field(default_factory=dict)  # fields of the spec to replace, with their new values
     # `edits` are only for models that memprof builds; `install` changes a user's model
-    built_so: bool = False
+    catalog_only: bool = False
     # "module:function" that edits the spec where `edits` cannot, in a module without torch. Without both, the spec has
     # the fix in `fixes`, and `install` changes the model
     edit: str = ""
     # whether the fix is on in a spec, where `fixes`, `edits` and `alloc_conf` do not show this
-    on: Callable[[TargetSpec], bool] | None = None
+    detect: Callable[[TargetSpec], bool] | None = None
     compiles: bool = False  # the fix is torch.compile: reports show the compile time
     # values of the spec's fields with which the fix has no effect, each with the reason
     useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
 
     def __call__(self, install: _Function) -> _Function:
-        """Return the function unchanged: the table reads the decorator from the source text, without an import."""
+        """Return the decorated function `install` unchanged; the table reads the decorator from the source text."""
         return install
 
     def is_on(self, spec: TargetSpec) -> bool:
         """Return whether the fix is on in `spec`."""
         if any(fix.partition("=")[0] == self.name for fix in spec.fixes):
             return True
-        if self.on is not None:
-            return self.on(spec)
+        if self.detect is not None:
+            return self.detect(spec)
         if self.alloc_conf:
             return self.alloc_conf.lower() in (spec.alloc_conf or "").lower()
-        fixed = {name: value for name, value in self.edits.items() if value != VALUE}
-        return bool(fixed) and all(getattr(spec, name) == value for name, value in fixed.items())
+        edits = {name: value for name, value in self.edits.items() if value != VALUE}
+        return bool(edits) and all(getattr(spec, name) == value for name, value in edits.items())

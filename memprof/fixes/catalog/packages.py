@@ -1,4 +1,4 @@
-"""Check, before a run begins, that the packages it needs besides torch and transformers are installed."""
+"""Checks, before a run, that the packages it needs besides torch and transformers are installed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EXTRAS = {
 
 
 def check_installed(spec: TargetSpec | None, fixes: Sequence[Fix] = ()) -> None:
-    """Check that the packages for `spec` and `fixes` are installed, without an import: an import may still fail.
-    Raises UsageError: a package is missing; the error names the extra to install."""
+    """Raise UsageError, which names the extra to install, if a package that `spec` or `fixes` need is missing.
+    Packages are not imported, so their import may still fail."""
     if spec is not None:
         _check_spec(spec)
     for fix in fixes:
-        for either in fix.packages:
-            check_package(fix.name, *either.split(" or "))
+        for alternatives in fix.packages:
+            check_package(fix.name, *alternatives.split(" or "))
 
 
 def _check_spec(spec: TargetSpec) -> None:
@@ -39,9 +39,9 @@ def _check_spec(spec: TargetSpec) -> None:
         check_package(f"--optimizer {spec.optimizer}", "torchao")
 
 
-def check_package(what: str, *either: str) -> None:
-    """Raise UsageError unless one of the packages `either`, which `what` needs, is installed."""
-    if not any(importlib.util.find_spec(package) for package in either):
-        names = " or ".join(either)
-        missing = f"{names} is not installed" if len(either) == 1 else "neither is installed"
-        raise not_installed(f"{what} needs {names}", missing, EXTRAS[either[0]])
+def check_package(feature: str, *alternatives: str) -> None:
+    """Raise UsageError unless one of the packages `alternatives` is installed; `feature` names what needs it."""
+    if not any(importlib.util.find_spec(package) for package in alternatives):
+        names = " or ".join(alternatives)
+        value = f"{names} is not installed" if len(alternatives) == 1 else "neither is installed"
+        raise not_installed(f"{feature} needs {names}", value, EXTRAS[alternatives[0]])

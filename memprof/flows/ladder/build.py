@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memprof.errors import MemprofError
-from memprof.fixes.catalog import STEPS, ladder
+from memprof.fixes.catalog import ALL_FIXES, list_ladder
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.cost import find_bottleneck
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWithFixes
@@ -29,7 +29,7 @@ def build_ladder(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace,
     rows = [runs.build_row((), run, None)]
     not_applied: dict[str, str] = {}
     num_tries: dict[str, int] = {}
-    remaining = [name for name in (ladder() if names is None else names) if name not in runs.list_active_fixes()]
+    remaining = [name for name in (list_ladder() if names is None else names) if name not in runs.in_force()]
     while len(rows) < MAX_ROWS and len(runs) < MAX_RUNS:
         step = find_next_fix(runs, run, fixes, remaining, num_tries, not_applied)
         if step is None:
@@ -59,9 +59,9 @@ def find_next_fix(
     candidates = [name for name in _order_candidates(run, remaining) if num_tries.get(name, 0) < 2]
     candidates.sort(key=lambda name: num_tries.get(name, 0))  # stable: untried fixes first
     for name in candidates:
-        if (run.fits and STEPS[name].trains_another) or len(runs) >= max_runs:
+        if (run.fits and ALL_FIXES[name].trains_another) or len(runs) >= max_runs:
             continue
-        fix = ChosenFix(STEPS[name])
+        fix = ChosenFix(ALL_FIXES[name])
         num_tries[name] = num_tries.get(name, 0) + 1
         try:
             better = runs.run_with_fixes([*fixes, fix])
@@ -88,5 +88,7 @@ def _order_candidates(run: LadderRun, remaining: Sequence[str]) -> list[str]:
             found += [name for name in finding.fixes if name in remaining]
     for category, size in {first: 0, **peak.categories}.items():
         if category == first or size >= MIN_SAVED_SHARE * peak.allocated_bytes:
-            found += [name for name in remaining if category in (*STEPS[name].saves, *STEPS[name].ladder_against)]
+            found += [
+                name for name in remaining if category in (*ALL_FIXES[name].saves, *ALL_FIXES[name].ladder_against)
+            ]
     return list(dict.fromkeys(found))

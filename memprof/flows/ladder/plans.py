@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memprof.errors import MemprofError, UsageError
-from memprof.fixes.catalog import BESIDE, SPREADS, tiers
+from memprof.fixes.catalog import BASE_PLAN, PARALLEL_FIXES, list_tiers
 from memprof.fixes.catalog.fix import WEIGHTS
 from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWithFixes, SpecRuns, run_with_ladder
@@ -32,7 +32,7 @@ _SEQUENCE_CATEGORIES = ("activations", "logits and loss", "inputs")
 
 def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Report]:
     """Return the run on `spec.gpus` GPUs with the cheapest plan and fixes that fit, and a report with the ladder."""
-    runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
+    runs = SpecRuns(spec.edit(parallel=BASE_PLAN), progress)
     steps_by_plan = list_plans(spec, spec.gpus)
     plan, left_out = _find_fitting_plan(runs, spec.gpus, steps_by_plan)
     if plan is not None:
@@ -109,7 +109,7 @@ class _PlanFixes:
 def _find_plan_fixes(runs: Runs, steps: Sequence[ChosenFix]) -> _PlanFixes:
     """Return the cheapest exact fixes on top of the plan `steps`; may run in a worker process."""
     with_plan = RunsWithFixes(runs, steps)
-    found = find_cheapest_fixes(with_plan, tiers()[:1])
+    found = find_cheapest_fixes(with_plan, list_tiers()[:1])
     rows = [([*steps, *fixes], with_plan.run_with_fixes(fixes)) for fixes in found.steps]
     last = rows[-1][1] if rows else with_plan.original
     return _PlanFixes(found, last.fits, with_plan.original.seconds, last.seconds, rows)
@@ -128,17 +128,17 @@ def _bound_plan_bytes(runs: Runs, plan: str, gpus: int) -> int:
 
 def list_plans(spec: TargetSpec, gpus: int) -> dict[str, list[ChosenFix]]:
     """Return the parallel plans that apply to the model, simplest first, each with the fixes that enable the plan."""
-    fsdp, ulysses = SPREADS["fsdp"], SPREADS["ulysses"]
+    fsdp, ulysses = PARALLEL_FIXES["fsdp"], PARALLEL_FIXES["ulysses"]
     powers = [1 << power for power in range(1, gpus.bit_length()) if gpus % (1 << power) == 0]
     found: dict[str, list[ChosenFix]] = {}
     for steps in ([], [ChosenFix(fsdp)], *([ChosenFix(fsdp), ChosenFix(ulysses, str(ranks))] for ranks in powers)):
-        spread = spec.edit(parallel=BESIDE, gpus=gpus)
+        spread = spec.edit(parallel=BASE_PLAN, gpus=gpus)
         try:
             for fix in steps:
                 spread = edit_spec(spread, fix, {})
         except UsageError:
             continue
-        found[spread.parallel or BESIDE] = steps
+        found[spread.parallel or BASE_PLAN] = steps
     return found
 
 

@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from memprof.command_line import profile_command
+from memprof.command_line import make_profile_command
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.fixes.catalog import in_force
-from memprof.fixes.chosen import ChosenFix, combined_numerics, edit_spec
+from memprof.fixes.catalog import list_active_fixes
+from memprof.fixes.chosen import ChosenFix, combine_numerics, edit_spec
 from memprof.flows.account import analyze, with_settings
 from memprof.flows.cost import StepWork, compute_cost, compute_step_work, find_bottleneck
 from memprof.flows.gpus import find_spec_gpu
@@ -96,7 +96,7 @@ class Runs(abc.ABC):
         """Raise UsageError if `fixes` do not apply, as far as this is known without a run."""
 
     @abc.abstractmethod
-    def list_active_fixes(self) -> frozenset[str]:
+    def in_force(self) -> frozenset[str]:
         """Return the names of the fixes that the original run already has."""
 
     @abc.abstractmethod
@@ -135,7 +135,7 @@ class Runs(abc.ABC):
         """Return the ladder row of `run`; `before` is the run of the row above."""
         document = run.document
         names = tuple(str(fix) for fix in fixes)
-        numerics = combined_numerics([fix.fix.name for fix in fixes]).value
+        numerics = combine_numerics([fix.fix.name for fix in fixes]).value
         last = fixes[-1].fix if fixes else None
         note = "" if last is None else last.cost
         cost = compute_cost(run.work, self.original.work, numerics, note, run.trace.compiling)
@@ -181,7 +181,7 @@ class SpecRuns(Runs):
 
     def format_command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
         """Return the command of the run with `fixes`."""
-        return profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
+        return make_profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
 
     def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
         """Raise UsageError if `fixes` do not apply to the spec."""
@@ -203,9 +203,9 @@ class SpecRuns(Runs):
         tasks = [functools.partial(profile, spec, explained=False) for spec in left]
         self._prefetched_runs |= zip(left, run_all(tasks, self._progress), strict=True)
 
-    def list_active_fixes(self) -> frozenset[str]:
+    def in_force(self) -> frozenset[str]:
         """Return the names of the fixes that the spec already has."""
-        return frozenset(in_force(self._spec))
+        return frozenset(list_active_fixes(self._spec))
 
     def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         spec = self.add_fixes(fixes)
@@ -267,9 +267,9 @@ class RunsWithFixes:
         """Raise UsageError if `fixes` do not apply together with `base_fixes`."""
         self._runs.check_fixes([*self._base_fixes, *fixes])
 
-    def list_active_fixes(self) -> frozenset[str]:
+    def in_force(self) -> frozenset[str]:
         """Return the names of the fixes that are on before a search adds any."""
-        return self._runs.list_active_fixes() | {fix.fix.name for fix in self._base_fixes}
+        return self._runs.in_force() | {fix.fix.name for fix in self._base_fixes}
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, each: bool = False) -> tuple[Trace, Report]:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from memprof.command_line import run_command
+from memprof.command_line import make_run_command
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import FIXES, Numerics, script_fix_names
 from memprof.fixes.chosen import ChosenFix
@@ -25,7 +25,7 @@ from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search_fixes
 from memprof.report.documents.report import Report
-from memprof.run_spec import SETTINGS, RunSpec
+from memprof.run_spec import SETTINGS_VARIABLE, RunSpec
 from memprof.script import Program
 from memprof.trace.events import Trace
 from memprof.trace.io import load_trace
@@ -43,7 +43,7 @@ class ScriptRuns(Runs):
     def format_command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
         """Return the command of the run with `fixes`; unless the run fits, with --beyond, as it was run."""
         spec = self._add_fixes(fixes)
-        return run_command(spec if fits else spec.edit(beyond=True), self._program.command)
+        return make_run_command(spec if fits else spec.edit(beyond=True), self._program.command)
 
     def _add_fixes(self, fixes: Sequence[ChosenFix]) -> RunSpec:
         return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
@@ -57,7 +57,7 @@ class ScriptRuns(Runs):
             if fix.fix.name not in script_fix_names():
                 raise UsageError("this fix cannot be switched on from outside a script", value=fix.fix.name)
 
-    def list_active_fixes(self) -> frozenset[str]:
+    def in_force(self) -> frozenset[str]:
         """Return the fixes seen in allocator settings and compilation; others that the script has on are unknown."""
         settings = self.original.document.allocator.alloc_conf or ""
         compiles = self.original.trace.compiling is not None
@@ -80,10 +80,10 @@ def run_script_process(program: Program, spec: RunSpec) -> tuple[Trace, Report]:
     """Run the script in a new process, with --beyond; raise MemprofError if the script fails."""
     with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
         capture_file = Path(folder) / "run.memprof"
-        command = run_command(spec.edit(beyond=True), program.command, "--save", str(capture_file))
+        command = make_run_command(spec.edit(beyond=True), program.command, "--save", str(capture_file))
         process = subprocess.run(
             [sys.executable, "-m", *shlex.split(command)],
-            env={**os.environ, SETTINGS: "off"},  # the settings file is already in the spec
+            env={**os.environ, SETTINGS_VARIABLE: "off"},  # the settings file is already in the spec
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -118,7 +118,7 @@ def _build_error(code: int, stderr: str, program: Program, spec: RunSpec) -> Mem
     return MemprofError(
         f"the script fails {condition}",
         value=own_words[-1].strip() if own_words else f"exit code {code}",
-        hint=f"its output and the report so far: {run_command(spec, program.command)}",
+        hint=f"its output and the report so far: {make_run_command(spec, program.command)}",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.fixes.catalog import FIXES, Numerics, conflict_reason, find_helpful, tiers
+from memprof.fixes.catalog import FIXES, Numerics, find_conflict, find_fixes_for, list_tiers
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.build import MAX_RUNS, find_next_fix
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWithFixes, run_with_ladder
@@ -47,12 +47,12 @@ def find_cheapest_fixes(runs: AnyRuns, fix_tiers: Sequence[tuple[str, Sequence[s
         return ChosenFixes((), "it fits without fixes")
     not_applied: dict[str, str] = {}
     least: tuple[LadderRun, list[ChosenFix]] | None = None
-    fix_tiers = tiers() if fix_tiers is None else fix_tiers
-    mending = {fix.name for fix in find_helpful("device-mismatch")}
+    fix_tiers = list_tiers() if fix_tiers is None else fix_tiers
+    mending = {fix.name for fix in find_fixes_for("device-mismatch")}
     if runs.original.has_device_mismatch and not any(mending & {*names} for _, names in fix_tiers):
         return ChosenFixes((), f"{_MISMATCH}, and no fix here mends that: the findings say where")
     for place, (_, names) in enumerate(fix_tiers):
-        left = [name for name in names if name not in runs.list_active_fixes()]
+        left = [name for name in names if name not in runs.in_force()]
         compatible, among = _select_compatible_fixes(runs, left, not_applied)
         chosen = None
         if place == 0 and not _cannot_fit(runs, compatible):
@@ -105,7 +105,7 @@ def _combine_with_conflicts(
 
 def _describe_conflict(name: str, fixes: Sequence[ChosenFix]) -> str:
     """Return the first of `fixes` that conflicts with fix `name`, and the reason; empty if no fix conflicts."""
-    found = ((fix.fix.name, conflict_reason(FIXES[name], fix.fix.name)) for fix in fixes)
+    found = ((fix.fix.name, find_conflict(FIXES[name], fix.fix.name)) for fix in fixes)
     return next((f"does not go with {other}: {reason}" for other, reason in found if reason), "")
 
 

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memprof.command_line import profile_command
+from memprof.command_line import make_profile_command
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import check_installed
-from memprof.fixes.spec_edits import installed_eight_bit_optimizer
+from memprof.fixes.spec_edits import find_8_bit_optimizer
 from memprof.flows.gpus import device_facts, find_spec_gpu
 from memprof.flows.recommend.closed_form import estimate_bytes, estimate_limit
 from memprof.flows.recommend.outcome import SimulatedRun
@@ -46,7 +46,7 @@ def list_tasks(gpu: Gpu) -> list[Task]:
         Task("QLoRA", Plan(Goal.QLORA, "nf4", half, "adamw").minimize_memory(), 0.5, 1.1),
         Task(f"LoRA, {half}", Plan(Goal.LORA, "half", half, "adamw").minimize_memory(), 2.0, 2.3),
     ]
-    optimizer = installed_eight_bit_optimizer()
+    optimizer = find_8_bit_optimizer()
     if optimizer is not None and half == "bfloat16":
         lean = Plan(Goal.FULL, "half", half, optimizer).minimize_memory()
         found.append(Task(f"full, {half}, 8-bit AdamW", lean, 6.0, 6.4))
@@ -148,7 +148,7 @@ def _find_largest(simulator: Simulator, spec: TargetSpec, task: Task, context_le
         first_too_long=too_long,
         next_model=None if after is None else after.key,
         next_needed_bytes=None if failed is None else failed.needed_bytes,
-        command=profile_command(shown),
+        command=make_profile_command(shown),
     )
 
 

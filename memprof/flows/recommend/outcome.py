@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.device.catalog import Gpu
-from memprof.fixes.catalog import find_helpful
+from memprof.fixes.catalog import find_fixes_for
 from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.flows.account import analyze
 from memprof.flows.cost import StepWork, compute_step_work
@@ -75,5 +75,5 @@ def evaluate_run(
 
 def _expand_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
     """Return the spec with expandable segments, against fragmentation; None if `spec` already has these segments."""
-    fix = find_helpful("fragmentation")[0]
+    fix = find_fixes_for("fragmentation")[0]
     return None if fix.is_on(spec) else edit_spec(spec, ChosenFix(fix), target_to_json(target))

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from memprof.device.catalog import Gpu
 from memprof.errors import UsageError
-from memprof.fixes.spec_edits import installed_eight_bit_optimizer
+from memprof.fixes.spec_edits import find_8_bit_optimizer
 from memprof.spec import Mode, TargetSpec
 
 # The fixes that are dimensions of the search; a plan has a field for each.
@@ -143,7 +143,7 @@ def list_tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | N
     half = half or get_half_precision(gpu)
     rounded = f"weights in {half} are updated in {half}: small updates are lost"
     states = "states of the optimizer in 8 bits"
-    eight_bit = installed_eight_bit_optimizer()
+    eight_bit = find_8_bit_optimizer()
     found: list[Plan]
     if goal is Goal.INFER:
         found = [

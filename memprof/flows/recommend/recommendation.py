@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memprof.command_line import profile_command
+from memprof.command_line import make_profile_command
 from memprof.errors import MemprofError
 from memprof.flows.gpus import device_facts, find_spec_gpu
 from memprof.flows.recommend.alternatives import find_alternatives
@@ -138,7 +138,7 @@ def _build_row(simulator: Simulator, parallel: str, run: PlanRun, *, pareto: boo
     return Configuration(
         name=f"{parallel}: {plan.format_label()}" if parallel else plan.format_label(),
         settings=settings,
-        command=profile_command(outcome.spec),
+        command=make_profile_command(outcome.spec),
         micro_batch=run.micro_batch,
         accumulation=run.accumulation,
         needed_bytes=outcome.needed_bytes,

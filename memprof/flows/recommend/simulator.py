@@ -146,6 +146,6 @@ class Simulator:
 
 
 def _has_workers() -> bool:
-    from memprof.workload.pool import number_of_workers  # needs torch
+    from memprof.workload.pool import count_workers  # needs torch
 
-    return number_of_workers() > 1
+    return count_workers() > 1

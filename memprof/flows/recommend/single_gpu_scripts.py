@@ -57,7 +57,7 @@ def describe_loaded_model(spec: TargetSpec) -> LoadedModel | None:
         return _describe_catalog_model(entry, entry.hf_id)
     if has_model(spec.model):
         entry = find_model(spec.model)
-        return _describe_catalog_model(entry, entry.called(spec.model)[1])
+        return _describe_catalog_model(entry, entry.resolve_alias(spec.model)[1])
     if spec.model.rpartition(":")[2].isidentifier() and ":" in spec.model:
         return None
     path = Path(spec.model).expanduser()

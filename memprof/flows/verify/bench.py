@@ -30,7 +30,7 @@ from memprof.flows.verify.reference import compute_in_float64
 from memprof.flows.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
 from memprof.report.documents.verification import Deviation, FixPeak, Verification
 from memprof.torch_private import dynamo
-from memprof.workload.pool import number_of_workers
+from memprof.workload.pool import count_workers
 from memprof.workload.step import quiet_transformers
 
 MAX_DEVIATION_RATIO = 4  # multiple of the original's deviation that the fixed model may have ...
@@ -83,7 +83,7 @@ def verify(
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
     found = Verification(seeds=seeds)
     specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
-    is_parallel = not models and number_of_workers() > 1
+    is_parallel = not models and count_workers() > 1
     import_dependencies(chosen, [] if models else specimens)
     with use_one_thread(), compile_in_workers(chosen, is_parallel=is_parallel):
         # Worker processes report no progress.

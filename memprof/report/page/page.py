@@ -19,7 +19,7 @@ from rich.console import RenderableType
 
 from memprof.errors import UsageError, printable
 from memprof.findings import Finding
-from memprof.fixes.catalog import STEPS
+from memprof.fixes.catalog import ALL_FIXES
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
@@ -140,7 +140,7 @@ def build_run_data(document: Report) -> dict[str, Any]:
 
 
 def _build_finding_data(moments: Moments, finding: Finding) -> dict[str, Any]:
-    steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.fixes}
+    steps = {name: ALL_FIXES.get(name.partition("=")[0]) for name in finding.fixes}
     return {
         "severity": finding.severity.value,
         "title": finding.title,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.fixes.catalog import STEPS
+from memprof.fixes.catalog import ALL_FIXES
 from memprof.report.documents.ladder import FixCost, LadderRow
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit, choose_unit, format_seconds
@@ -57,7 +57,7 @@ def render_ladder(document: Report) -> RenderableType:
     costs: dict[str, str] = {}
     for row in ladder:
         fixes = (fix.partition("=")[0] for fix in row.fixes)
-        for fix in (STEPS[fix] for fix in fixes if fix in STEPS and fix not in costs):
+        for fix in (ALL_FIXES[fix] for fix in fixes if fix in ALL_FIXES and fix not in costs):
             costs[fix.name] = f"{fix.cost}: {row.cost.compile_note}" if fix.compiles else fix.cost
     for title, notes, style in (("What they cost", costs, ""), ("Left out", document.ladder_left_out, "dim")):
         lines = (Text(f"{fix}: {note}", style=style) for fix, note in notes.items())

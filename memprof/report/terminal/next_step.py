@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from memprof.command_line import profile_command, run_command, spell_options
+from memprof.command_line import format_options, make_profile_command, make_run_command
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import ShellCommand, dim, make_section
@@ -77,13 +77,13 @@ def _choose_step_after_profile(document: Report, target: Target) -> tuple[str, s
             return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
             return _suggest_recommend(spec)
-        return "the fixes that make it fit at the least cost", profile_command(spec, "--fix", "auto")
+        return "the fixes that make it fit at the least cost", make_profile_command(spec, "--fix", "auto")
     if document.limit is not None:
         largest = [run.command for run in document.limit.runs if run.number == document.limit.largest]
         return ("the report of the largest", largest[0]) if largest else None
     if spec.parallel is not None or spec.gpus > 1 or spec.lengths is not None:
         return "what it would do on other GPUs", "memprof help parallel"
-    return "the largest batch that fits", profile_command(spec, "--largest", "batch-size")
+    return "the largest batch that fits", make_profile_command(spec, "--largest", "batch-size")
 
 
 # Fields of a run's spec that are options of `memprof recommend`.
@@ -106,7 +106,7 @@ def _suggest_recommend(spec: TargetSpec) -> tuple[str, str]:
     if asked != spec.edit(**{name: getattr(asked, name) for name in _SEARCHED_FIELDS}):
         return _FIXES
     what = "what would fit this GPU, or how many of them it takes"
-    return what, shlex.join(["memprof", "recommend", *spell_options(asked)])
+    return what, shlex.join(["memprof", "recommend", *format_options(asked)])
 
 
 def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
@@ -116,7 +116,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         return _FINDINGS if document.findings else None
 
     def run(*more: str, **changes: object) -> str:
-        return run_command(spec.edit(**changes), program.command, *more)
+        return make_run_command(spec.edit(**changes), program.command, *more)
 
     if document.failure is not None:
         if document.failure.kind in (FailureKind.REFUSED, *NOT_SIMULATED):

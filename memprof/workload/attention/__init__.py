@@ -23,8 +23,8 @@ _NOTES = {
 
 
 def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> list[str]:
-    """Return notes on the attention of `spec` in the model `name`; raise UsageError if the model cannot have that
-    attention."""
+    """Return notes on the attention kind of `spec` for the report; raise UsageError if the model `name`, with this
+    `task` and `config`, cannot use it."""
     kind = spec.attention
     if kind not in OWN_ATTENTIONS:
         return []
@@ -48,30 +48,29 @@ def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> 
 
 
 def register(kind: str) -> None:
-    """Register the attention `kind` with transformers, so that models find it by this name."""
+    """Register the attention `kind` with transformers, as a value of `attn_implementation`."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     from memprof.workload.attention import linear, masked, nsa
 
     def no_mask(*args: Any, **kwargs: Any) -> None:
-        """Return None: each of these attentions is causal without a mask, and padding on the right is
-        not attended to."""
+        """Return None: these attentions are causal without a mask, and never attend to padding on the right."""
 
     is_flex = kind in _FLEX_KINDS
     eager = functools.partial(nsa.attention, eager=True)
     functions: dict[str, Any] = {"nsa": nsa.attention, "nsa-eager": eager, "linear": linear.attention}
     AttentionInterface.register(kind, functools.partial(masked.attention, kind) if is_flex else functions[kind])
-    AttentionMaskInterface.register(kind, functools.partial(masked.mask_of_model, kind) if is_flex else no_mask)
+    AttentionMaskInterface.register(kind, functools.partial(masked.make_model_mask, kind) if is_flex else no_mask)
 
 
 def adapt(model: Any, kind: str) -> None:
-    """Install the parts of attention `kind` into a model's attention layers; raise UsageError if they cannot be
-    replaced."""
-    can = getattr(type(model), "_can_set_attn_implementation", None)
-    named = [one for one in model.named_modules() if type(one[1]).__name__.endswith("Attention")]
-    layers = [(name, layer) for name, layer in named if hasattr(layer, "layer_idx")]
-    if not layers or (can is not None and not can()):
+    """Add the modules that attention `kind` needs to each attention layer of `model`; raise UsageError if the model
+    does not allow another attention."""
+    can_replace = getattr(type(model), "_can_set_attn_implementation", None)
+    attention_modules = [item for item in model.named_modules() if type(item[1]).__name__.endswith("Attention")]
+    layers = [(name, layer) for name, layer in attention_modules if hasattr(layer, "layer_idx")]
+    if not layers or (can_replace is not None and not can_replace()):
         raise UsageError(f"--attention {kind}: this model's attention cannot be exchanged", value=type(model).__name__)
     if kind.startswith("nsa"):
         from memprof.workload.attention import nsa

@@ -2,8 +2,8 @@
 
 A fused kernel reads queries, keys and values, and writes the output and a float32 logsumexp of each query's scores; the
 backward recomputes the scores. The operators compute the same in plain PyTorch, some queries at a time, with
-temporaries of `WORKSPACE_BYTES`, which a kernel has in registers and shared memory. Tensors kept from forward to
-backward are the kernel's: query, key, value, output, logsumexp and chosen blocks (as in flash-linear-attention,
+temporaries of up to `WORKSPACE_BYTES`, where a kernel has registers and shared memory. Tensors saved for the backward
+are the kernel's: query, key, value, output, logsumexp and chosen blocks (as in flash-linear-attention,
 fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual GPU, each operator is one kernel without workspace.
 
 Shapes: batch B, query heads H, key heads K (H = K x G), queries T, keys S, width D. A query's position is its row plus
@@ -27,14 +27,14 @@ WORKSPACE_BYTES = 64 * MIB
 
 
 class Attend(torch.autograd.Function):
-    """Softmax attention of (B, H, T, D) to the keys (B, K, S, D) that a pattern lets each query see.
+    """Softmax attention of queries (B, H, T, D) to a subset of the keys (B, K, S, D).
 
-    Of `blocks`, `stride` and `window`, one says which those are:
-        blocks: (B, K, T, n) int32, numbers of blocks of `length` keys; -1: none. Of its own block a query sees the
-            keys up to its own.
-        stride: key j stands for `length` tokens from j x stride on; it is seen once the last of them is.
-        window: so many keys up to the query's own.
-    A query that sees nothing gives zeros.
+    One of `blocks`, `stride` and `window` defines the keys that a query attends to:
+        blocks: (B, K, T, n) int32, indices of blocks of `length` keys each; -1 means no block. In the query's own
+            block, later keys are masked.
+        stride: key j stands for `length` tokens from j x stride on, and is visible to queries at or after the last.
+        window: the last `window` keys up to the query's position.
+    The output of a query without visible keys is zero.
     """
 
     @staticmethod
@@ -53,8 +53,8 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of query, key and value."""
         query, key, value, blocks, output, lse = ctx.saved_tensors
-        found = attend_backward(gradients[0], query, key, value, blocks, output, lse, *ctx.pattern)
-        return (*found[:3], *[None] * 6)
+        results = attend_backward(gradients[0], query, key, value, blocks, output, lse, *ctx.pattern)
+        return (*results[:3], *[None] * 6)
 
 
 @torch.library.custom_op("memprof::attend", mutates_args=())
@@ -62,16 +62,16 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int, length: int,
     stride: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the forward of `Attend`."""
+    """Return attention output (B, H, T, D) and logsumexp (B, H, T); `Attend` documents the parameters."""
     output, lse = _make_outputs(query, value)
-    shared = key.shape[1]
-    for rows, keys, values, seen, _ in _iterate_parts(query, key, value, blocks, offset, length, stride, window):
-        scores = _multiply_keys(_group_heads(query[:, :, rows], shared), keys) * scale
-        scores = scores.masked_fill(~seen, -math.inf)
-        each = scores.logsumexp(-1)
-        weights = (scores - each.masked_fill(each == -math.inf, 0).unsqueeze(-1)).exp()
+    kv_heads = key.shape[1]
+    for rows, keys, values, mask, _ in _iterate_rows(query, key, value, blocks, offset, length, stride, window):
+        scores = _multiply_keys(_group_heads(query[:, :, rows], kv_heads), keys) * scale
+        scores = scores.masked_fill(~mask, -math.inf)
+        row_lse = scores.logsumexp(-1)
+        weights = (scores - row_lse.masked_fill(row_lse == -math.inf, 0).unsqueeze(-1)).exp()
         output[:, :, rows] = _weight_values(weights, values).flatten(1, 2).to(output.dtype)
-        lse[:, :, rows] = each.flatten(1, 2)
+        lse[:, :, rows] = row_lse.flatten(1, 2)
     return output, lse
 
 
@@ -85,28 +85,28 @@ def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, output: Tensor, lse: Tensor,
     scale: float, offset: int, length: int, stride: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, and the kernel's temporary: the sum over D of gradient x output."""
-    own = lse.dtype
-    delta = (gradient.to(own) * output.to(own)).sum(-1)
+    """Return the gradients of query, key and value, and delta (B, H, T), the sum over D of gradient x output."""
+    dtype = lse.dtype
+    delta = (gradient.to(dtype) * output.to(dtype)).sum(-1)
     query_gradient = torch.empty_like(query)
-    key_gradient, value_gradient = (torch.zeros(x.shape, dtype=own, device=x.device) for x in (key, value))
-    shared = key.shape[1]
-    for rows, keys, values, seen, places in _iterate_parts(query, key, value, blocks, offset, length, stride, window):
-        queries, output_gradients = (_group_heads(x[:, :, rows], shared) for x in (query, gradient))
-        each = _group_heads(lse[:, :, rows].unsqueeze(-1), shared)
-        scores = (_multiply_keys(queries, keys) * scale).masked_fill(~seen, -math.inf)
-        weights = (scores - each.masked_fill(each == -math.inf, 0)).exp()
-        inner = _multiply_keys(output_gradients, values) - _group_heads(delta[:, :, rows].unsqueeze(-1), shared)
-        score_gradient = weights * inner * scale
+    key_gradient, value_gradient = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (key, value))
+    kv_heads = key.shape[1]
+    for rows, keys, values, mask, index in _iterate_rows(query, key, value, blocks, offset, length, stride, window):
+        queries, output_gradients = (_group_heads(x[:, :, rows], kv_heads) for x in (query, gradient))
+        row_lse = _group_heads(lse[:, :, rows].unsqueeze(-1), kv_heads)
+        scores = (_multiply_keys(queries, keys) * scale).masked_fill(~mask, -math.inf)
+        weights = (scores - row_lse.masked_fill(row_lse == -math.inf, 0)).exp()
+        diff = _multiply_keys(output_gradients, values) - _group_heads(delta[:, :, rows].unsqueeze(-1), kv_heads)
+        score_gradient = weights * diff * scale
         query_gradient[:, :, rows] = _weight_values(score_gradient, keys).flatten(1, 2).to(query.dtype)
         for total, left, right in (
             (key_gradient, score_gradient, queries),
             (value_gradient, weights, output_gradients),
         ):
-            if isinstance(places, slice):
-                total[:, :, places] += torch.einsum("bkgtl,bkgtd->bkld", left, right.to(own))
+            if isinstance(index, slice):
+                total[:, :, index] += torch.einsum("bkgtl,bkgtd->bkld", left, right.to(dtype))
             else:
-                total.index_put_(places, torch.einsum("bkgtl,bkgtd->bktld", left, right.to(own)), accumulate=True)
+                total.index_put_(index, torch.einsum("bkgtl,bkgtd->bktld", left, right.to(dtype)), accumulate=True)
     return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), delta
 
 
@@ -123,30 +123,33 @@ def choose_blocks(
     query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
     block: int, count: int,
 ) -> Tensor:  # fmt: skip
-    """Return the `count` blocks of `block` tokens that each query attends to, (B, K, T, count) int32; -1 for missing
-    blocks.
+    """Return the indices of the `count` blocks of `block` tokens that each query attends to, (B, K, T, count) int32.
 
-    A block's score is the sum of its compressed keys' weights (B, K, S, D; `length` tokens each, one every `stride`) in
-    the query's softmax (with logsumexp `lse`), over the heads that share keys; each key counts once for each of its
-    strides in the block (equations 9 and 10 of arXiv 2502.11089, with indices from 1). The first block, the query's own
-    block and the block before are always chosen.
+    A block's score is the sum of the softmax weights (with logsumexp `lse`) of its compressed keys, over the heads that
+    share keys. `key` (B, K, S, D) has a compressed key for `length` tokens at every `stride`; it counts once for each
+    of its strides in the block (equations 9 and 10 of arXiv 2502.11089, with indices from 1). The first block, the
+    query's own and the one before are always chosen. Index -1 means that there are fewer blocks.
     """
-    shared, device = key.shape[1], query.device
+    kv_heads, device = key.shape[1], query.device
     chosen = _make_chosen_blocks(query, key, tokens, block, count)
-    parts, width = block // stride, chosen.shape[-1]
-    numbers = torch.arange(-(-tokens // block), device=device)
-    for rows, keys, _, seen, _ in _iterate_parts(query, key, key, None, offset, length, stride, 0):
-        scores = (_multiply_keys(_group_heads(query[:, :, rows], shared), keys) * scale).masked_fill(~seen, -math.inf)
-        each = _group_heads(lse[:, :, rows].unsqueeze(-1), shared)
-        weights = (scores - each.masked_fill(each == -math.inf, 0)).exp().sum(2)
-        padded = torch.nn.functional.pad(weights, (length // stride - 1, len(numbers) * parts - weights.shape[-1]))
+    num_strides, num_chosen = block // stride, chosen.shape[-1]
+    indices = torch.arange(-(-tokens // block), device=device)
+    for rows, keys, _, mask, _ in _iterate_rows(query, key, key, None, offset, length, stride, 0):
+        scores = (_multiply_keys(_group_heads(query[:, :, rows], kv_heads), keys) * scale).masked_fill(~mask, -math.inf)
+        row_lse = _group_heads(lse[:, :, rows].unsqueeze(-1), kv_heads)
+        weights = (scores - row_lse.masked_fill(row_lse == -math.inf, 0)).exp().sum(2)
+        padded = torch.nn.functional.pad(
+            weights, (length // stride - 1, len(indices) * num_strides - weights.shape[-1])
+        )
         overlapping = padded.unfold(-1, length // stride, 1).sum(-1)
-        summed = overlapping.unflatten(-1, (len(numbers), parts)).sum(-1)
-        own = (torch.arange(rows.start, rows.stop, device=device) + offset).div(block, rounding_mode="floor")[:, None]
-        fixed = (numbers == 0) | (numbers == own) | (numbers == own - 1)
-        summed = summed.masked_fill(fixed, math.inf).masked_fill(numbers > own, -math.inf)
-        best = summed.topk(width, dim=-1)
-        chosen[:, :, rows] = best.indices.masked_fill(best.values == -math.inf, -1).to(torch.int32)
+        block_scores = overlapping.unflatten(-1, (len(indices), num_strides)).sum(-1)
+        own_block = (torch.arange(rows.start, rows.stop, device=device) + offset).div(block, rounding_mode="floor")[
+            :, None
+        ]
+        always_chosen = (indices == 0) | (indices == own_block) | (indices == own_block - 1)
+        block_scores = block_scores.masked_fill(always_chosen, math.inf).masked_fill(indices > own_block, -math.inf)
+        top = block_scores.topk(num_chosen, dim=-1)
+        chosen[:, :, rows] = top.indices.masked_fill(top.values == -math.inf, -1).to(torch.int32)
     return chosen
 
 
@@ -156,11 +159,11 @@ def _choose_blocks_fake(query: Tensor, key: Tensor, lse: Tensor, tokens: int, *p
 
 
 def _make_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an empty output, with the memory layout of (B, T, H, D) as models use it, and an empty logsumexp."""
+    """Return uninitialized tensors for the output (B, H, T, D), laid out in memory as (B, T, H, D), and logsumexp."""
     batch, heads, tokens, _ = query.shape
-    own = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
-    return output, query.new_empty(batch, heads, tokens, dtype=own)
+    return output, query.new_empty(batch, heads, tokens, dtype=dtype)
 
 
 def _make_chosen_blocks(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> Tensor:
@@ -168,82 +171,81 @@ def _make_chosen_blocks(query: Tensor, key: Tensor, tokens: int, block: int, cou
     return query.new_empty(shape, dtype=torch.int32)
 
 
-def _group_heads(x: Tensor, shared: int) -> Tensor:
-    """Return (B, H, ...) as (B, K, G, ...)."""
-    return x.unflatten(1, (shared, -1))
+def _group_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Return `x` (B, H, ...) viewed as (B, K, G, ...): query heads grouped by the key-value head that they share."""
+    return x.unflatten(1, (kv_heads, -1))
 
 
 def _multiply_keys(left: Tensor, right: Tensor) -> Tensor:
-    """Return products of (B, K, G, t, D) with keys (B, K, L, D), or each query's keys (B, K, t, L, D), as (B, K, G, t,
-    L)."""
-    own = torch.promote_types(left.dtype, torch.float32)
-    form = "bkgtd,bkld->bkgtl" if right.dim() == 4 else "bkgtd,bktld->bkgtl"
-    return torch.einsum(form, left.to(own), right.to(own))
+    """Return dot products (B, K, G, t, L) of `left` (B, K, G, t, D) with keys `right`: (B, K, L, D), or one set of keys
+    for each query, (B, K, t, L, D)."""
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    equation = "bkgtd,bkld->bkgtl" if right.dim() == 4 else "bkgtd,bktld->bkgtl"
+    return torch.einsum(equation, left.to(dtype), right.to(dtype))
 
 
 def _weight_values(weights: Tensor, values: Tensor) -> Tensor:
-    form = "bkgtl,bkld->bkgtd" if values.dim() == 4 else "bkgtl,bktld->bkgtd"
-    return torch.einsum(form, weights, values.to(weights.dtype))
+    equation = "bkgtl,bkld->bkgtd" if values.dim() == 4 else "bkgtl,bktld->bkgtd"
+    return torch.einsum(equation, weights, values.to(weights.dtype))
 
 
-def _iterate_parts(
+def _iterate_rows(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, offset: int, length: int, stride: int, window: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Any]]:
-    """Yield rows of queries, their keys and values, the visibility mask (B or 1, K or 1, 1, t, L), and
-    key positions."""
-    (batch, heads, tokens, width), (shared, num_keys) = query.shape, key.shape[1:3]
-    each = 4 * batch * heads * (window or num_keys)
+    """Yield, for some queries at a time: slice of query rows, keys, values, visibility mask (B or 1, K or 1, 1, t, L),
+    and the index of these keys in `key`."""
+    (batch, heads, tokens, width), (kv_heads, num_keys) = query.shape, key.shape[1:3]
+    bytes_per_query = 4 * batch * heads * (window or num_keys)
     if blocks is not None:
-        each = 4 * batch * shared * blocks.shape[-1] * length * (2 * width + heads // shared)
-    step = max(1, min(tokens, WORKSPACE_BYTES // max(1, each)))
+        bytes_per_query = 4 * batch * kv_heads * blocks.shape[-1] * length * (2 * width + heads // kv_heads)
+    step = max(1, min(tokens, WORKSPACE_BYTES // max(1, bytes_per_query)))
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        at = torch.arange(rows.start, rows.stop, device=query.device) + offset
+        queries = torch.arange(rows.start, rows.stop, device=query.device) + offset
         if blocks is not None:
             chosen = blocks[:, :, rows].long()
-            place = (chosen.unsqueeze(-1) * length + torch.arange(length, device=query.device)).flatten(-2)
-            seen = (chosen >= 0).repeat_interleave(length, -1) & (place <= at[:, None]) & (place < num_keys)
-            place = place.clamp(0, num_keys - 1)
-            which = torch.arange(batch, device=query.device)[:, None, None, None]
-            places = (which, torch.arange(shared, device=query.device)[:, None, None], place)
-            yield rows, key[places], value[places], seen.unsqueeze(2), places
+            keys = (chosen.unsqueeze(-1) * length + torch.arange(length, device=query.device)).flatten(-2)
+            mask = (chosen >= 0).repeat_interleave(length, -1) & (keys <= queries[:, None]) & (keys < num_keys)
+            keys = keys.clamp(0, num_keys - 1)
+            batch_index = torch.arange(batch, device=query.device)[:, None, None, None]
+            index = (batch_index, torch.arange(kv_heads, device=query.device)[:, None, None], keys)
+            yield rows, key[index], value[index], mask.unsqueeze(2), index
         elif window:
-            part = slice(max(0, rows.start + offset - window + 1), min(num_keys, rows.stop + offset))
-            place = torch.arange(part.start, part.stop, device=query.device)
-            seen = (place <= at[:, None]) & (place > at[:, None] - window)
-            yield rows, key[:, :, part], value[:, :, part], seen[None, None, None], part
+            key_range = slice(max(0, rows.start + offset - window + 1), min(num_keys, rows.stop + offset))
+            keys = torch.arange(key_range.start, key_range.stop, device=query.device)
+            mask = (keys <= queries[:, None]) & (keys > queries[:, None] - window)
+            yield rows, key[:, :, key_range], value[:, :, key_range], mask[None, None, None], key_range
         else:
-            last = torch.arange(num_keys, device=query.device) * stride + length - 1
-            yield rows, key, value, (last <= at[:, None])[None, None, None], slice(0, num_keys)
+            last_tokens = torch.arange(num_keys, device=query.device) * stride + length - 1
+            yield rows, key, value, (last_tokens <= queries[:, None])[None, None, None], slice(0, num_keys)
 
 
 def _count_forward_flops(
     query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
     **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs of a forward's two products, by shapes: chosen keys, a window, or half of the
-    compressed keys."""
-    (batch, heads, tokens, width), keys = query, key[2]
-    seen = blocks[-1] * length if blocks is not None else min(window, keys) if window else keys / 2
-    return int(2 * batch * heads * tokens * seen * (width + value[-1]))
+    """Return the FLOPs of the forward's two matrix products; tensor parameters are shapes (torch's flop counter)."""
+    (batch, heads, tokens, width), num_keys = query, key[2]
+    num_visible = blocks[-1] * length if blocks is not None else min(window, num_keys) if window else num_keys / 2
+    return int(2 * batch * heads * tokens * num_visible * (width + value[-1]))
 
 
 def _count_backward_flops(
     gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, *pattern: Any, **kwargs: Any
 ) -> int:
-    """Return the FLOPs of a backward's five products: scores, and four for the gradients."""
+    """Return the FLOPs of the backward's five matrix products: one for the scores, four for the gradients."""
     return _count_forward_flops(query, key, value, blocks, *pattern) * 5 // 2
 
 
 def _count_choice_flops(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of the scores of compressed keys."""
+    """Return the FLOPs of the scores of all queries and compressed keys; `query` and `key` are shapes."""
     return _count_forward_flops(query, key, key, None, 0, 0, 0, 0, 0) // 2
 
 
-_counter = import_quietly("torch.utils.flop_counter")
-for _operator, _formula in (
+_flop_counter = import_quietly("torch.utils.flop_counter")
+for _operator, _count_flops in (
     (torch.ops.memprof.attend, _count_forward_flops),
     (torch.ops.memprof.attend_backward, _count_backward_flops),
     (torch.ops.memprof.choose_blocks, _count_choice_flops),
 ):
-    _counter.register_flop_formula(_operator)(_formula)
+    _flop_counter.register_flop_formula(_operator)(_count_flops)

@@ -1,4 +1,4 @@
-"""Published models: their configurations and exact sizes, so that memprof can build one without a network.
+"""Published models: their configurations and exact sizes, so that memprof can build them without a network.
 
 `data/index.toml` has one table per model and `data/<key>.json` the configuration that
 `transformers.AutoConfig.for_model` takes. Both hold facts (geometry and the flags that change the architecture or the
@@ -17,22 +17,22 @@ from typing import Any
 
 from memprof.errors import UsageError, unknown_name
 
-SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
+LIST_HINT = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
 
 # Entries of a configuration that are positive whole numbers in every model type, or one for each stage.
-SIZES = (
+SIZE_KEYS = (
     *("hidden_size", "d_model", "n_embd", "intermediate_size", "d_ff", "vocab_size"),
     *("num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads", "n_head"),
     *("num_key_value_heads", "head_dim", "ffn_dim", "n_inner", "max_position_embeddings", "n_positions"),
 )
-LARGEST_SIZE = 2**31 - 1
-MOST_LAYERS = 10_000  # far above any model; each layer is built, and a typing error must not take hours
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000  # far above any model; each layer is built, and a typing error must not take hours
 
 
 # `compare=False`: a mapping is not hashable, and the other fields tell two entries apart.
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model of the catalog, or a Llama-shaped one that `sizes` synthesised."""
+    """A model of the catalog, or a Llama-shaped model that `sizes.synthesize` made for a parameter count."""
 
     key: str  # the name within memprof, such as "llama-3.1-8b".
     hf_id: str  # the Hugging Face repository; empty for a synthesised model.
@@ -54,21 +54,16 @@ class ModelEntry:
     # the configuration of a synthesised model; None for one that is read from its file.
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
-    def called(self, name: str) -> tuple[str, str]:
-        """Return how `name`, one of the model's names, is displayed, and the repository that the name stands for.
-
-        An alias may name other weights of the same shape, such as "llama-3.3-70b".
-        """
-        folded, known = _fold_name(name), (self.hf_id, *(alias for alias in self.aliases if "/" in alias))
-        exact = (one for one in known if folded == _fold_name(one))
-        alike = (one for one in known if _fold_name(one.rpartition("/")[2]).startswith(folded))
-        return (self.key if folded == _fold_name(self.key) else name), next(iter((*exact, *alike)), self.hf_id)
+    def resolve_alias(self, name: str) -> tuple[str, str]:
+        """Return the name to display for `name`, which is the model's key, id or alias, and its Hugging Face id.
+        An alias may have an id of its own, with the same architecture and sizes, such as "llama-3.3-70b"."""
+        folded_name, hf_ids = _fold_name(name), (self.hf_id, *(alias for alias in self.aliases if "/" in alias))
+        exact = (hf_id for hf_id in hf_ids if folded_name == _fold_name(hf_id))
+        similar = (hf_id for hf_id in hf_ids if _fold_name(hf_id.rpartition("/")[2]).startswith(folded_name))
+        return (self.key if folded_name == _fold_name(self.key) else name), next(iter((*exact, *similar)), self.hf_id)
 
     def load_config(self) -> dict[str, Any]:
-        """Return the configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
-
-        Returns a fresh dict that the caller may change.
-        """
+        """Return a new dict with the configuration, for `AutoConfig.for_model(config.pop("model_type"), **config)`."""
         return copy.deepcopy(_read_config(self.key) if self.config is None else dict(self.config))
 
 
@@ -81,16 +76,16 @@ def list_models() -> tuple[ModelEntry, ...]:
 
 
 def find_model(name: str) -> ModelEntry:
-    """Return the model with this key, id or alias, ignoring case, spaces, - and _; raise UsageError if
-    there is none."""
+    """Return the catalog's model with key, id or alias `name` (case, spaces, - and _ are ignored); raise UsageError if
+    no model has that name."""
     entry = _index_by_folded_name().get(_fold_name(name))
     if entry is None:
-        raise unknown_name("model", name, [entry.key for entry in list_models()], see=SEE)
+        raise unknown_name("model", name, [entry.key for entry in list_models()], see=LIST_HINT)
     return entry
 
 
 def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return path and content of a model's config.json, given that file or its folder; raise UsageError if invalid."""
+    """Return path and parsed content of config.json; `path` is the file or its folder. Raises UsageError if invalid."""
     import json
 
     file = path / "config.json" if path.is_dir() else path
@@ -107,18 +102,18 @@ def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise UsageError if one of SIZES is not a positive whole number (or a list of such), or is too large."""
-    for key in SIZES:
+    """Raise UsageError if a value under SIZE_KEYS is not a positive integer (or list of them), or is too large."""
+    for key in SIZE_KEYS:
         size = config.get(key)
-        most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
-        each = size if isinstance(size, list) and size else [size]
-        if size is not None and not all(type(one) is int and 1 <= one <= most for one in each):
-            hint = f"make {key} a whole number from 1 to {most:,}"
+        limit = MAX_LAYERS if "layer" in key else MAX_SIZE
+        sizes = size if isinstance(size, list) and size else [size]
+        if size is not None and not all(type(value) is int and 1 <= value <= limit for value in sizes):
+            hint = f"make {key} a whole number from 1 to {limit:,}"
             raise UsageError("the configuration is wrong", value=f"{file}: {key} is {size!r}", hint=hint)
 
 
 def has_model(name: str) -> bool:
-    """Return whether `find_model` has a model with this name."""
+    """Return whether the catalog has a model with key, id or alias `name`."""
     return _fold_name(name) in _index_by_folded_name()
 
 
@@ -131,7 +126,7 @@ def _read_text(name: str) -> str:
 
 @cache
 def _read_config(key: str) -> dict[str, Any]:
-    """Return the configuration of a published model, which must not be changed."""
+    """Return the cached configuration of the published model `key`; callers must not modify it."""
     import json
 
     config: dict[str, Any] = json.loads(_read_text(f"{key}.json"))
@@ -143,8 +138,8 @@ def _fold_name(name: str) -> str:
 
 
 def _make_entry(key: str, table: Mapping[str, Any]) -> ModelEntry:
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    return ModelEntry(key=key, **{"max_positions": None, "vocab_size": None, **values})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    return ModelEntry(key=key, **{"max_positions": None, "vocab_size": None, **fields})
 
 
 @cache

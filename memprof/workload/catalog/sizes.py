@@ -1,4 +1,4 @@
-"""Models by size alone: "4B" is the published model known by that size, or else a Llama-shaped model."""
+"""Models named by parameter count: "4B" is the published model known by that size, or else a Llama-shaped model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _INTERMEDIATE_RATIO = 3.5  # of Llama 3.1 8B and 70B
 
 @dataclass(frozen=True, slots=True)
 class _LlamaShape:
-    """Shape of a Llama, from which the number of parameters is computed."""
+    """Dimensions of a Llama model, from which its number of parameters is computed."""
 
     hidden: int
     layers: int
@@ -82,10 +82,8 @@ class _LlamaShape:
 
 
 def resolve_size(text: str) -> ModelEntry:
-    """Return the model for a size such as "4B" or "600M"; raise UsageError outside SMALLEST to LARGEST.
-
-    The model is the published one of PUBLISHED_SIZES, or a Llama-shaped one with a parameter count within 2%.
-    """
+    """Return the model for a size such as "4B" or "600M"; raise UsageError if it is not from SMALLEST to LARGEST.
+    Sizes in PUBLISHED_SIZES give that published model, others a Llama-shaped model within 2% of the size."""
     count = parse_count(text)
     published = PUBLISHED_SIZES.get(count)
     return find_model(published) if published is not None else synthesize(count)
@@ -93,7 +91,7 @@ def resolve_size(text: str) -> ModelEntry:
 
 @cache
 def synthesize(count: int) -> ModelEntry:
-    """Return a Llama-shaped model within 2% of `count` parameters; UsageError if below SMALLEST or above LARGEST."""
+    """Return a Llama-shaped model within 2% of `count` parameters; raise UsageError unless SMALLEST to LARGEST."""
     if not SMALLEST <= count <= LARGEST:
         hint = f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}"
         raise UsageError("cannot synthesise a model of this size", value=f"{count:,} parameters", hint=hint)
@@ -145,61 +143,56 @@ def synthesize(count: int) -> ModelEntry:
 
 
 def _generate_shapes(count: int) -> Iterator[_LlamaShape]:
-    """Yield shapes near `count`: for each width, layer counts near the aspect ratio, with the nearest intermediate
-    size."""
+    """Yield Llama shapes with about `count` parameters, for several widths and numbers of layers; the MLP's size is
+    chosen to come closest to `count`."""
     vocabulary = next(size for floor, size in _VOCABULARIES if count >= floor)
-    tied = count < _UNTIED_FROM
+    is_tied = count < _UNTIED_FROM
     aspect = _interpolate_aspect(count)
     # count is about 12 to 15 * hidden**2 * layers; half and twice the solution of that bracket the width.
-    centre = (count * aspect / 13) ** (1 / 3)
-    for hidden, heads, head_dim in _generate_widths(centre / 3, centre * 2):
+    center = (count * aspect / 13) ** (1 / 3)
+    for hidden, heads, head_dim in _generate_widths(center / 3, center * 2):
         kv_heads = _choose_kv_heads(heads)
         multiple = 256 if hidden >= 2048 else 128 if hidden >= 1024 else 64 if hidden >= 256 else 8
         for layers in range(max(1, round(hidden / aspect / 1.5)), max(1, round(hidden / aspect * 1.5)) + 1):
-            empty = _LlamaShape(hidden, layers, heads, kv_heads, head_dim, 0, vocabulary, tied)
-            remaining = (count - empty.num_parameters) / (layers * 3 * hidden * multiple)
+            without_mlp = _LlamaShape(hidden, layers, heads, kv_heads, head_dim, 0, vocabulary, is_tied)
+            num_multiples = (count - without_mlp.num_parameters) / (layers * 3 * hidden * multiple)
             # The nearest multiple, but at least one, so that there is always a candidate.
-            intermediate = multiple * max(1, round(remaining))
-            yield _LlamaShape(hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary, tied)
+            intermediate = multiple * max(1, round(num_multiples))
+            yield _LlamaShape(hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary, is_tied)
 
 
 def _generate_widths(low: float, high: float) -> Iterator[tuple[int, int, int]]:
-    """Yield (hidden size, heads, head size) for widths from `low` to `high`, and always for the narrowest.
-
-    The head size is 128 from a width of 3072 (Llama 3.2 3B), 64 from 256 (Llama 3.2 1B), else 16.
-    """
-    for head_dim, first, last, step in ((16, 32, 240, 16), (64, 256, 3008, 64), (128, 3072, 1 << 16, 512)):
-        for hidden in range(first, last + 1, step):
+    """Yield (hidden size, heads, head size) for hidden sizes from `low` to `high`, and always for the smallest, 32.
+    The head size is 128 from a hidden size of 3072 (Llama 3.2 3B), 64 from 256 (Llama 3.2 1B), else 16."""
+    for head_dim, narrowest, widest, step in ((16, 32, 240, 16), (64, 256, 3008, 64), (128, 3072, 1 << 16, 512)):
+        for hidden in range(narrowest, widest + 1, step):
             if low <= hidden <= high or hidden == 32:
                 yield hidden, hidden // head_dim, head_dim
 
 
 def _choose_kv_heads(heads: int) -> int:
-    """Return the number of key heads: 8 as in Llama 3 or 4 as in TinyLlama if it divides `heads`, else the best
-    divisor.
-
-    One or two heads share no keys.
-    """
+    """Return the number of key-value heads for `heads` query heads: 8 as in Llama 3, 4 as in TinyLlama, or another
+    divisor of `heads`. One or two heads have keys and values of their own."""
     if heads <= 2:
         return heads
     return next((count for count in (8, 4, 7, 6, 5, 3, 2) if count < heads and heads % count == 0), 1)
 
 
 def _interpolate_aspect(count: int) -> float:
-    """Return hidden size divided by layers for published models of this size, interpolated on a log scale."""
+    """Return hidden size divided by layers, as in published models of `count` parameters (log interpolation)."""
     for (low, low_aspect), (high, high_aspect) in itertools.pairwise(_ASPECTS):
         if count <= high:
-            share = max(0.0, math.log(count / low) / math.log(high / low))
-            return low_aspect + share * (high_aspect - low_aspect)
+            fraction = max(0.0, math.log(count / low) / math.log(high / low))
+            return low_aspect + fraction * (high_aspect - low_aspect)
     return _ASPECTS[-1][1]
 
 
 def _compute_shape_distance(shape: _LlamaShape, count: int) -> tuple[float, int]:
-    """Return the distance of a shape from a Llama of `count` parameters; lower is better."""
-    error = abs(shape.num_parameters / count - 1)
-    aspect = abs(math.log(shape.hidden / shape.layers / _interpolate_aspect(count)))
-    ratio = abs(math.log(shape.intermediate / shape.hidden / _INTERMEDIATE_RATIO))
-    sharing = 0.0 if shape.kv_heads in (4, 8) or shape.heads < 8 else 0.3
-    # The size outweighs the looks: one per cent off costs as much as an aspect that is off by half. Beyond 1.5% a shape
-    # is a last resort.
-    return (aspect + ratio + sharing + 40 * error + (100 if error > 0.015 else 0), shape.hidden)
+    """Return a sort key of how far `shape` is from published Llamas and from `count` parameters; lower is better."""
+    count_error = abs(shape.num_parameters / count - 1)
+    aspect_error = abs(math.log(shape.hidden / shape.layers / _interpolate_aspect(count)))
+    ratio_error = abs(math.log(shape.intermediate / shape.hidden / _INTERMEDIATE_RATIO))
+    penalty = 0.0 if shape.kv_heads in (4, 8) or shape.heads < 8 else 0.3
+    # The parameter count matters most: 1% off costs as much as an aspect ratio that is off by half. Shapes more than
+    # 1.5% off are a last resort.
+    return (aspect_error + ratio_error + penalty + 40 * count_error + (100 if count_error > 0.015 else 0), shape.hidden)

@@ -9,10 +9,10 @@ import pytest
 
 import memprof.doctor
 import memprof.findings
-from memprof.fixes.catalog import FIXES, find_helpful
+from memprof.fixes.catalog import FIXES, find_fixes_for
 from memprof.ledger.categories import Category
 
-ASK = ("suggest_fixes", "find_helpful", "_fix_advice")
+ASK = ("suggest_fixes", "find_fixes_for", "_fix_advice")
 
 
 def problems(package) -> set[str]:
@@ -30,7 +30,7 @@ def problems(package) -> set[str]:
 
 def test_rules_name_fixes_of_the_catalog():
     asked = problems(memprof.findings) | {category.value for category in Category}
-    names = {fix.name for problem in asked for fix in find_helpful(problem)}
+    names = {fix.name for problem in asked for fix in find_fixes_for(problem)}
     assert {"chunked-loss", "device-placement", "expandable-segments", "micro-batch", "low-rank-npt"} <= names
     assert names <= set(FIXES)
 
@@ -38,10 +38,10 @@ def test_rules_name_fixes_of_the_catalog():
 @pytest.mark.parametrize("package", [memprof.findings, memprof.doctor], ids=lambda package: package.__name__)
 def test_what_is_asked_for_has_an_answer(package):
     asked = problems(package)
-    assert len(asked) > 5 and all(find_helpful(problem) for problem in asked)
+    assert len(asked) > 5 and all(find_fixes_for(problem) for problem in asked)
 
 
 def test_the_table_helps_against_nothing_that_is_not_asked_for():
     asked = problems(memprof.findings) | problems(memprof.doctor) | {category.value for category in Category}
     assert {problem for fix in FIXES.values() for problem in fix.helps} <= asked
-    assert all(set(fix.words) <= set(fix.helps) for fix in FIXES.values())
+    assert all(set(fix.doctor_texts) <= set(fix.helps) for fix in FIXES.values())

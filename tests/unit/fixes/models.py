@@ -130,5 +130,5 @@ class MadeUpRuns(Runs):
     def check_fixes(self, fixes: Any) -> None:
         return None
 
-    def list_active_fixes(self) -> frozenset[str]:
+    def in_force(self) -> frozenset[str]:
         return frozenset()

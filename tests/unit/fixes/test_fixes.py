@@ -4,7 +4,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.fixes.catalog import FIXES, Numerics
-from memprof.fixes.chosen import apply_options, combined_numerics, edit_spec, parse_fixes
+from memprof.fixes.chosen import combine_numerics, edit_spec, make_apply_options, parse_fixes
 from memprof.spec import Mode, TargetSpec
 
 SPEC = TargetSpec(model="gpt2", batch_size=4)
@@ -20,7 +20,10 @@ def edited(text, spec=SPEC, target=TARGET):
 def test_model_fixes_are_named_in_the_spec():
     spec = edited("chunked-loss=512,activation-checkpointing")
     assert spec.fixes == ("chunked-loss=512", "activation-checkpointing")
-    assert apply_options(parse_fixes("chunked-loss=512,activation-checkpointing=2")) == {"chunk_size": 512, "every": 2}
+    assert make_apply_options(parse_fixes("chunked-loss=512,activation-checkpointing=2")) == {
+        "chunk_size": 512,
+        "every": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,10 @@ def test_other_fixes_replace_fields(text, changes):
 
 
 def test_a_word_stands_for_other_options():
-    assert apply_options(parse_fixes("chunked-loss=auto,micro-batch=2")) == {"threshold": "auto", "micro_batch_size": 2}
+    assert make_apply_options(parse_fixes("chunked-loss=auto,micro-batch=2")) == {
+        "threshold": "auto",
+        "micro_batch_size": 2,
+    }
     assert edited("chunked-loss=auto") == SPEC.edit(fixes=("chunked-loss=auto",))
     for fix in FIXES.values():
         for options in fix.named_values.values():
@@ -101,9 +107,9 @@ def test_micro_batches_are_no_other_way_to_compute_statistics_of_a_batch():
 
 
 def test_numerics_of_several_are_the_worst():
-    assert combined_numerics([]) is Numerics.EXACT
-    assert combined_numerics(["chunked-loss", "bfloat16"]) is Numerics.APPROXIMATE
-    assert combined_numerics(["lora", "bfloat16", "chunked-loss"]) is Numerics.DIFFERENT
+    assert combine_numerics([]) is Numerics.EXACT
+    assert combine_numerics(["chunked-loss", "bfloat16"]) is Numerics.APPROXIMATE
+    assert combine_numerics(["lora", "bfloat16", "chunked-loss"]) is Numerics.DIFFERENT
 
 
 def test_a_spec_from_json_has_its_fixes_again():

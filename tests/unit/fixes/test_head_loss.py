@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from memprof.fixes.head_loss import LogitsStep, Rows, row_losses
+from memprof.fixes.head_loss import ChunkRows, LogitsStep, row_losses
 from tests.lanes import examples
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -26,7 +26,7 @@ def own(hidden, weight, bias, target, steps, reduction, **options):
 
 
 def chunked(hidden, weight, bias, target, steps, reduction, size, **options):
-    losses = row_losses(hidden, weight, bias, target, steps=steps, rows=Rows(size, 0), **options)
+    losses = row_losses(hidden, weight, bias, target, steps=steps, rows=ChunkRows(size, 0), **options)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -136,7 +136,7 @@ def test_gradients_pass_gradcheck():
     target = torch.tensor([1, 0, -100, 10, 4, -100, 3])
 
     def loss(h, w, b):
-        return row_losses(h, w, b, target, steps=CAP, label_smoothing=0.1, rows=Rows(3, 0))
+        return row_losses(h, w, b, target, steps=CAP, label_smoothing=0.1, rows=ChunkRows(3, 0))
 
     assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
 
@@ -145,10 +145,10 @@ def test_weight_gradient_is_summed_in_float32():
     torch.manual_seed(0)
     hidden, weight = torch.randn(1024, 16).bfloat16(), torch.randn(64, 16).bfloat16().requires_grad_()
     target = torch.randint(0, 64, (1024,))
-    row_losses(hidden, weight, None, target, rows=Rows(8, 0)).sum().backward()
+    row_losses(hidden, weight, None, target, rows=ChunkRows(8, 0)).sum().backward()
     many = weight.grad.double()
     weight.grad = None
-    row_losses(hidden, weight, None, target, rows=Rows(1024, 0)).sum().backward()
+    row_losses(hidden, weight, None, target, rows=ChunkRows(1024, 0)).sum().backward()
     # 128 sums, each rounded to bfloat16, would be off by several times its unit.
     assert float((many - weight.grad.double()).abs().max()) <= 2**-7 * float(weight.grad.abs().max())
 
@@ -159,16 +159,22 @@ def test_small_gradients_survive_with_a_scaled_loss():
     hidden = torch.randn(64, 8).half().requires_grad_()
     weight = (torch.randn(300, 8) / 50).half()
     target = torch.randint(0, 300, (64,))
-    loss = row_losses(hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=Rows(16, 0)).mean()
+    loss = row_losses(
+        hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=ChunkRows(16, 0)
+    ).mean()
     (loss * 2**-14 * 2**14).backward()
     wanted = hidden.grad.clone()
     hidden.grad = None
-    loss = row_losses(hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=Rows(16, 0)).mean()
+    loss = row_losses(
+        hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=ChunkRows(16, 0)
+    ).mean()
     (loss * 2**-20).backward()
     lost = float((hidden.grad.double() * 2**20 - wanted.double()).abs().max())
     assert lost > float(wanted.abs().max()) / 8  # without a scale they do vanish
     hidden.grad = None
-    loss = row_losses(hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=Rows(16, 0)).mean()
+    loss = row_losses(
+        hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=ChunkRows(16, 0)
+    ).mean()
     (loss * 2**-20 * 2**20).backward()
     assert torch.equal(hidden.grad, wanted)
 
@@ -176,7 +182,7 @@ def test_small_gradients_survive_with_a_scaled_loss():
 def test_backward_twice():
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
-    loss = row_losses(hidden, weight, None, torch.arange(6), rows=Rows(4, 0)).sum()
+    loss = row_losses(hidden, weight, None, torch.arange(6), rows=ChunkRows(4, 0)).sum()
     first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(loss, hidden)[0], first)
 
@@ -185,12 +191,12 @@ def test_backward_twice():
 def test_a_label_out_of_range_is_an_error(label):
     target = torch.tensor([0, label])
     with pytest.raises((RuntimeError, IndexError)):
-        row_losses(torch.randn(2, 4), torch.randn(9, 4), None, target, rows=Rows(1, 0))
+        row_losses(torch.randn(2, 4), torch.randn(9, 4), None, target, rows=ChunkRows(1, 0))
 
 
 def test_no_rows():
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    losses = row_losses(hidden, weight, None, torch.zeros(0, dtype=torch.int64), rows=Rows(4, 0))
+    losses = row_losses(hidden, weight, None, torch.zeros(0, dtype=torch.int64), rows=ChunkRows(4, 0))
     losses.sum().backward()
     assert losses.shape == (0,)
     assert torch.equal(weight.grad, torch.zeros(9, 4))

@@ -235,6 +235,6 @@ def test_it_may_first_be_imported_while_a_virtual_gpu_is_there():
     asked = []
     with memprof.virtual_gpu("h100-80gb"):
         weight = torch.zeros(5, 3).requires_grad_()
-        policy = fresh.Policy(fresh.Rows(chunk_size=2, budget_bytes=0), asked.append)
+        policy = fresh.LogitsPolicy(fresh.ChunkRows(chunk_size=2, budget_bytes=0), asked.append)
         fresh.LazyLogits(torch.zeros(2, 3), weight, None, policy).register_hook(FSDPState()._pre_backward)
     assert asked == []

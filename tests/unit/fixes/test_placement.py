@@ -10,7 +10,7 @@ from torch import nn
 
 import memprof
 from memprof.errors import UsageError
-from memprof.fixes.device_placement import move_strays
+from memprof.fixes.device_placement import move_stray_tensors
 from memprof.fixes.expandable_segments import split_settings
 from tests.unit.fixes import models
 
@@ -119,7 +119,7 @@ def test_what_is_to_stay_on_the_host_stays():
 def test_a_loop_of_containers_ends():
     model = Model("plain")
     model.rotary.listed.append(model.rotary.listed)
-    assert move_strays(model) == []
+    assert move_stray_tensors(model) == []
 
 
 def test_it_needs_a_device():

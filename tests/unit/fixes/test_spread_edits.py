@@ -7,7 +7,7 @@ import json
 import pytest
 
 from memprof.errors import UsageError
-from memprof.fixes.catalog import FIXES, SPREADS, STEPS, find_fixes, in_force, ladder
+from memprof.fixes.catalog import ALL_FIXES, FIXES, PARALLEL_FIXES, find_fixes, list_active_fixes, list_ladder
 from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.spec import TargetSpec
 from memprof.workload.plan import parse_plan
@@ -25,7 +25,7 @@ def spec(tmp_path):
 
 
 def after(spec: TargetSpec, fixes: str) -> str | None:
-    for fix in parse_fixes(fixes, STEPS):
+    for fix in parse_fixes(fixes, ALL_FIXES):
         spec = edit_spec(spec, fix, {})
     return spec.parallel
 
@@ -77,7 +77,7 @@ def test_what_cannot_be(spec):
 
 
 def test_they_are_steps_of_a_ladder_over_several_gpus(spec):
-    assert not SPREADS.keys() & {*ladder()} and SPREADS.keys() <= {*ladder(8)}
-    assert not SPREADS.keys() & FIXES.keys()
-    assert in_force(spec.edit(parallel="hsdp:2x4")) == ["fsdp"]
-    assert {*in_force(spec.edit(parallel="tp=2,cp=2,fsdp:shard_grad_op"))} >= {"fsdp", "ring-attention"}
+    assert not PARALLEL_FIXES.keys() & {*list_ladder()} and PARALLEL_FIXES.keys() <= {*list_ladder(8)}
+    assert not PARALLEL_FIXES.keys() & FIXES.keys()
+    assert list_active_fixes(spec.edit(parallel="hsdp:2x4")) == ["fsdp"]
+    assert {*list_active_fixes(spec.edit(parallel="tp=2,cp=2,fsdp:shard_grad_op"))} >= {"fsdp", "ring-attention"}

@@ -17,8 +17,8 @@ import memprof.fixes
 from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.findings.evidence import suggest_fixes
-from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES, STEPS, Fix, in_force, ladder, tiers
-from memprof.fixes.catalog.table import in_order, read_entries
+from memprof.fixes.catalog import ALL_FIXES, EXPANDABLE_SEGMENTS, FIXES, Fix, list_active_fixes, list_ladder, list_tiers
+from memprof.fixes.catalog.table import read_fixes, sort_fixes
 from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.fixes.script_fixes import ScriptFixes
 from memprof.fixes.spec_fixes import apply_fixes
@@ -93,11 +93,11 @@ def test_what_an_entry_names_is_there(name):
     assert all(other in FIXES for other in fix.conflicts)
     assert not (fix.edits and fix.edit)
     # A set that is searched has a place for each of its members.
-    assert bool(fix.tiers) == bool(fix.search)
+    assert bool(fix.tiers) == bool(fix.search_order)
 
 
 def test_places_are_taken_once():
-    for places in ("ladder", "outside"):
+    for places in ("ladder_order", "script_order"):
         taken = [getattr(fix, places) for fix in FIXES.values() if getattr(fix, places) is not None]
         assert len(taken) == len(set(taken)) > 5
     for problem in {problem for fix in FIXES.values() for problem in fix.helps}:
@@ -109,12 +109,12 @@ TOY = """
 from torch import nn
 
 from memprof.fixes.applied import Changes
-from memprof.fixes.catalog.fix import EVERY_TIER, Numerics, Fix
+from memprof.fixes.catalog.fix import ALL_TIERS, Numerics, Fix
 
 @Fix(
     name="toy", order=5, numerics=Numerics.EXACT, saves=("inputs",), changes="a layer is told", cost="none",
     options={"word": "what it is told"}, main_option="word", main_type=str,
-    ladder=5, outside=5, search=5, tiers=EVERY_TIER, helps={"fragmentation": 5},
+    ladder_order=5, script_order=5, search_order=5, tiers=ALL_TIERS, helps={"fragmentation": 5},
 )
 def install(model: nn.Module, changes: Changes, *, word: str = "yes") -> None:
     changes.set_attribute(model, "told", word)
@@ -126,7 +126,7 @@ def test_an_entry_that_is_written_otherwise_is_read_too(tmp_path: Path) -> None:
     found = []
     for form in (TOY, TOY.replace(")\ndef install", ")\n@another\ndef install"), TOY.replace("\n)\ndef", ")\ndef")):
         (tmp_path / "toy.py").write_text(form)
-        found += read_entries(tmp_path)
+        found += read_fixes(tmp_path)
     assert found[0] == found[1] == found[2] and found[0].install == "memprof.fixes.toy:install"
 
 
@@ -135,8 +135,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fix]:
     """A file more in `memprof/fixes`."""
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(memprof.fixes, "__path__", [*memprof.fixes.__path__, str(tmp_path)])
-    (entry,) = read_entries(tmp_path)
-    for table in (FIXES, STEPS):
+    (entry,) = read_fixes(tmp_path)
+    for table in (FIXES, ALL_FIXES):
         monkeypatch.setitem(table, entry.name, entry)
     yield entry
     sys.modules.pop("memprof.fixes.toy", None)
@@ -162,8 +162,8 @@ class _Runs(MadeUpRuns):
 def test_one_file_is_all_that_a_fix_takes(toy, monkeypatch):
     (fix,) = parse_fixes("toy=no")
     spec = edit_spec(TargetSpec(model="gpt2"), fix, {})
-    assert spec == TargetSpec(model="gpt2", fixes=("toy=no",)) and in_force(spec) == ["toy"]
-    assert ladder()[0] == "toy" and tiers()[0][1][0] == "toy"
+    assert spec == TargetSpec(model="gpt2", fixes=("toy=no",)) and list_active_fixes(spec) == ["toy"]
+    assert list_ladder()[0] == "toy" and list_tiers()[0][1][0] == "toy"
     b = TraceBuilder()
     b.new(1 << 20)
     assert suggest_fixes(b.context(), "fragmentation") == ("toy", "expandable-segments")
@@ -197,7 +197,7 @@ def test_the_documentation_has_it_too(toy):
 @pytest.mark.parametrize("change", [{"name": "other"}, {"order": 6}])
 def test_two_fixes_have_two_names_and_places(toy, change):
     with pytest.raises(ValueError, match="two fixes"):
-        in_order([toy, dataclasses.replace(toy, **change)])
+        sort_fixes([toy, dataclasses.replace(toy, **change)])
 
 
 def test_a_package_in_a_zip_file_has_them_and_one_without_sources_says_so(tmp_path):
@@ -207,7 +207,7 @@ def test_a_package_in_a_zip_file_has_them_and_one_without_sources_says_so(tmp_pa
         for file in folder.glob("*.py"):
             package.write(file, f"fixes/{file.name}")
     root = zipfile.Path(tmp_path / "package.zip")
-    found = in_order(read_entries(root / "fixes"))
+    found = sort_fixes(read_fixes(root / "fixes"))
     assert {name: one.install for name, one in found.items()} == {name: one.install for name, one in FIXES.items()}
     with pytest.raises(MemprofError, match="without its source files"):
-        in_order(read_entries(root / "compiled"))
+        sort_fixes(read_fixes(root / "compiled"))

@@ -53,7 +53,7 @@ def test_a_collective_is_there_once_all_have_called_it():
     everything = [("go", {0: [0], 1: [1], 2: [2]})]
     assert meet.told[0] == meet.told[1] == everything
     assert meet(2, "collect", call(3).collective_id) == everything
-    assert not meet.exchange.problem and meet.exchange.running == {0, 1, 2}
+    assert not meet.exchange.problem and meet.exchange.running_ranks == {0, 1, 2}
 
 
 def test_of_a_group_those_that_run_are_awaited():
@@ -146,7 +146,7 @@ def test_measured_ranks_go_on_where_one_does_not_come():
     meet = Meeting()
     meet(0, "step", True)
     meet.exchange.resume_steps()
-    assert meet.told[0] == [("go", False)] and 0 in meet.exchange.running
+    assert meet.told[0] == [("go", False)] and 0 in meet.exchange.running_ranks
 
 
 def test_a_store_is_shared():

@@ -11,10 +11,10 @@ from memprof.errors import UsageError
 from memprof.script import EndReason, Program, StopRule
 from memprof.script.program import print_error
 from memprof.script.stop import (
-    CHEAP_EVENTS,
-    CHEAP_SECONDS,
-    GROWING_EVENTS,
-    GROWING_SECONDS,
+    MAX_CHEAP_EVENTS,
+    MAX_CHEAP_SECONDS,
+    MAX_GROWING_EVENTS,
+    MAX_GROWING_SECONDS,
     MIN_GROWTH_BYTES,
     NUM_EXTRA_STEPS,
     RunProgress,
@@ -150,7 +150,7 @@ def goes_on(rule: StopRule, progress: RunProgress) -> bool:
     try:
         rule.check_step(progress)
     except StopRun as stop:
-        return stop.why is not EndReason.STEPS
+        return stop.reason is not EndReason.STEPS
     return True
 
 
@@ -195,25 +195,25 @@ RULE = StopRule(2, continues_past_steps=True)
 
 
 def test_a_run_goes_on_while_that_is_cheap():
-    assert goes_on(RULE, RunProgress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS - 1))
-    assert not goes_on(RULE, RunProgress(2, [5, 5], CHEAP_EVENTS, CHEAP_SECONDS - 1))
-    assert not goes_on(RULE, RunProgress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS))
+    assert goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS - 1, MAX_CHEAP_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, MAX_CHEAP_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS - 1, MAX_CHEAP_SECONDS))
     assert not goes_on(StopRule(2), RunProgress(2, [5, 5], 1))  # so many were requested
 
 
 def test_a_run_goes_on_while_memory_grows():
     grown = [0, MIN_GROWTH_BYTES]
-    assert goes_on(RULE, RunProgress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS - 1))
-    assert not goes_on(RULE, RunProgress(2, grown, GROWING_EVENTS, GROWING_SECONDS - 1))
-    assert not goes_on(RULE, RunProgress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS))
+    assert goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS - 1, MAX_GROWING_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS, MAX_GROWING_SECONDS - 1))
+    assert not goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS - 1, MAX_GROWING_SECONDS))
     many = [MIN_GROWTH_BYTES * step for step in range(100)]
-    assert goes_on(RULE, RunProgress(100, many, CHEAP_EVENTS))
-    assert not goes_on(RULE, RunProgress(100, [one - step for step, one in enumerate(many)], CHEAP_EVENTS))
-    assert not goes_on(RULE, RunProgress(3, [9, 8, 7], CHEAP_EVENTS))
+    assert goes_on(RULE, RunProgress(100, many, MAX_CHEAP_EVENTS))
+    assert not goes_on(RULE, RunProgress(100, [one - step for step, one in enumerate(many)], MAX_CHEAP_EVENTS))
+    assert not goes_on(RULE, RunProgress(3, [9, 8, 7], MAX_CHEAP_EVENTS))
 
 
 def test_patience_where_memory_grows_by_little_or_events_are_not_counted():
-    for events in (None, CHEAP_EVENTS):
+    for events in (None, MAX_CHEAP_EVENTS):
         assert goes_on(RULE, RunProgress(1 + NUM_EXTRA_STEPS, list(range(1 + NUM_EXTRA_STEPS)), events))
         assert not goes_on(RULE, RunProgress(2 + NUM_EXTRA_STEPS, list(range(2 + NUM_EXTRA_STEPS)), events))
 

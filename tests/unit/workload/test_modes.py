@@ -308,7 +308,7 @@ def test_what_peft_does_not_know_is_not_built_first(model, monkeypatch):
     said = []
     for checked in (True, False):
         if not checked:
-            monkeypatch.setattr("memprof.workload.adapters.check_known", lambda spec, source: None)
+            monkeypatch.setattr("memprof.workload.adapters.check_targets", lambda spec, source: None)
         with pytest.raises(UsageError) as refused:
             flow.capture_trace(spec)
         said.append((str(refused.value), bool(built)))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from memprof.device.catalog import find_gpu  # noqa: E402
 from memprof.spec import NPT_COMBINES, NPT_INITS, NPT_MODES  # noqa: E402
 from memprof.virtual.gpu import VirtualGpu  # noqa: E402
-from memprof.workload.npt import INIT_SCALE, ModulatedDelta, NptComponent, RankOneDeltas, fill_fast  # noqa: E402
+from memprof.workload.npt import LAST_GAIN, ModulatedDelta, NptComponent, RankOneDeltas, fill_fast  # noqa: E402
 from tests.lanes import examples  # noqa: E402
 
 sizes = st.integers(1, 7)
@@ -147,7 +147,7 @@ def test_tuples_and_flat_hidden_states(form, mode):
 def test_initial_matrices_have_orthonormal_columns(init, dtype):
     made = RankOneDeltas(64, 96, 4, 5, init=init, dtype=dtype)
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    for weight in (made.down, made.up_model, made.up_ffn.permute(2, 0, 1) / INIT_SCALE):
+    for weight in (made.down, made.up_model, made.up_ffn.permute(2, 0, 1) / LAST_GAIN):
         for matrix in weight.detach().double().unbind(1):
             gram = matrix.T @ matrix
             torch.testing.assert_close(gram, torch.eye(4, dtype=torch.float64), rtol=0, atol=tolerance)

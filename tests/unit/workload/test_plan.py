@@ -74,9 +74,9 @@ def test_any_text_is_a_plan_or_an_error(text, gpus):
 
 
 def test_one_rank_of_each_kind():
-    assert ParallelPlan(shard=4).kinds_of_ranks() == [(0, range(4))]
-    assert ParallelPlan(context=4).kinds_of_ranks() == [(3, range(4))]
-    assert ParallelPlan(stages=2, shard=2).kinds_of_ranks() == [(0, range(2)), (2, range(2, 4))]
+    assert ParallelPlan(shard=4).group_similar_ranks() == [(0, range(4))]
+    assert ParallelPlan(context=4).group_similar_ranks() == [(3, range(4))]
+    assert ParallelPlan(stages=2, shard=2).group_similar_ranks() == [(0, range(2)), (2, range(2, 4))]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from memprof.device import host
 from memprof.errors import UsageError
 from memprof.workload import pool
-from memprof.workload.pool import loaded_module_files, number_of_workers, run_all
+from memprof.workload.pool import count_workers, loaded_module_files, run_all
 
 HERE = os.getpid()
 
@@ -101,7 +101,7 @@ def test_none_is_forked_where_that_is_not_safe(monkeypatch, why):
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     else:
         monkeypatch.setattr(pool.sys, "platform", "darwin")
-    assert number_of_workers() == 1
+    assert count_workers() == 1
     assert run_all([functools.partial(here, number) for number in range(2)]) == [(0, True), (1, True)]
 
 
@@ -109,13 +109,13 @@ def test_none_is_forked_where_that_is_not_safe(monkeypatch, why):
 def test_a_number_of_processes_is_one(monkeypatch, asked):
     monkeypatch.setenv("MEMPROF_PROCESSES", asked)
     with pytest.raises(UsageError, match="MEMPROF_PROCESSES is no number of processes"):
-        number_of_workers()
+        count_workers()
 
 
 def test_as_many_as_there_are_cores(monkeypatch):
     monkeypatch.delenv("MEMPROF_PROCESSES")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5})
-    assert number_of_workers() == min(3, max(1, (host.available_bytes() or 1 << 40) // pool.PROCESS_BYTES))
+    assert count_workers() == min(3, max(1, (host.available_bytes() or 1 << 40) // pool.BYTES_PER_WORKER))
 
 
 def test_an_interrupted_search_leaves_no_process(tmp_path):

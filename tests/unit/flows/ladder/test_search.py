@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from memprof.errors import MemprofError
-from memprof.fixes.catalog import FIXES, tiers
+from memprof.fixes.catalog import FIXES, list_tiers
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.runs import SpecRuns
@@ -72,7 +72,7 @@ def test_what_is_not_run_could_not_fit():
     """Activations and logits that no fix of a set frees are there in its run, whatever else it does."""
     runs = SpecRuns(TargetSpec(model="pythia-70m", batch_size=4, context_length=512))
     held = runs.original.document.peak.categories
-    exact = [name for name in tiers()[0][1] if name not in runs.list_active_fixes()]
+    exact = [name for name in list_tiers()[0][1] if name not in runs.in_force()]
     for names in ([name] for name in exact):
         try:
             run = runs.run_with_fixes(fixes_of(*names))

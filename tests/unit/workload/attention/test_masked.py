@@ -16,7 +16,7 @@ OTHERS = ("block-sparse", "flex_attention")
 @pytest.mark.parametrize("kind", ["sliding", "block-sparse"])
 @pytest.mark.parametrize(("queries", "keys", "window"), [(1500, 1500, 300), (1536, 1536, 128), (130, 1500, 200)])
 def test_blocks_are_those_that_the_pattern_touches(kind: str, queries: int, keys: int, window: int) -> None:
-    mask = masked.block_mask(kind, window, queries, keys, "cpu")
+    mask = masked.make_block_mask(kind, window, queries, keys, "cpu")
     rows, columns = torch.arange(queries)[:, None], torch.arange(keys)[None]
     seen = mask.mask_mod(None, None, rows, columns)
     at, block = rows + keys - queries, columns // 128

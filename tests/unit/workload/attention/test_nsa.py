@@ -83,7 +83,7 @@ def test_the_kernels_are_the_equations() -> None:
     query, keys, values = parts(tokens=3, before=1197)
     phi = compressions()
     with torch.no_grad():
-        found = nsa.three(query, keys, values, phi[0](keys[0]), phi[1](values[0]), WIDTH**-0.5)
+        found = nsa.attend_branches(query, keys, values, phi[0](keys[0]), phi[1](values[0]), WIDTH**-0.5)
         for mine, literal in zip(found, read_literally(query, keys, values, phi), strict=True):
             torch.testing.assert_close(mine, literal, rtol=1e-12, atol=1e-12)
 
@@ -98,7 +98,7 @@ def test_forward_and_gradients_are_those_of_dense_masks(
     leaves = [query, *keys, *values, *(p for each in phi for p in each.parameters())]
     results = []
     for eager in (False, True):
-        found = nsa.three(query, keys, values, phi[0](keys[0]), phi[1](values[0]), WIDTH**-0.5, eager=eager)
+        found = nsa.attend_branches(query, keys, values, phi[0](keys[0]), phi[1](values[0]), WIDTH**-0.5, eager=eager)
         loss = sum((x * torch.arange(x.numel(), dtype=x.dtype).view_as(x).sin()).sum() for x in found)
         assert isinstance(loss, Tensor)
         results.append((found, torch.autograd.grad(loss, leaves, allow_unused=True)))
@@ -139,7 +139,7 @@ def test_it_keeps_what_fused_kernels_keep() -> None:
         keys, values = ([torch.zeros(1, shared, tokens, width, **options) for _ in range(3)] for _ in "kv")
         short = [torch.zeros(1, shared, 255, width, **options) for _ in range(2)]
         before = gpu.allocated_bytes
-        found = nsa.three(query, keys, values, *short, scale=0.1)
+        found = nsa.attend_branches(query, keys, values, *short, scale=0.1)
         # Three outputs in bfloat16, three logsumexps in float32, and 16 numbers of blocks for each query of a group.
         assert gpu.allocated_bytes - before == tokens * (heads * 3 * (2 * width + 4) + shared * 16 * 4)
         del found
