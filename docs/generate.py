@@ -37,7 +37,7 @@ from typing import Any
 import typer
 
 from memprof.cli import settings
-from memprof.cli.exits import CODE_MEANINGS, FOREIGN_CODES
+from memprof.cli.exits import CODE_MEANINGS, EXIT_CODE_NOTE
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
@@ -70,7 +70,7 @@ def command_line_reference(app: typer.Typer) -> str:
     root = typer.main.get_command(app)
     pages = [_HEADER, f"# The command line: `{root.name}`\n", *_sections(root, root.name or "", None, level=2)]
     codes = [f"| {code.value} | {meaning} |" for code, meaning in CODE_MEANINGS.items()]
-    pages.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *codes, "", FOREIGN_CODES, ""]))
+    pages.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *codes, "", EXIT_CODE_NOTE, ""]))
     pages.append(f"## Defaults from a file\n\n{inspect.getdoc(settings)}\n")
     return "\n".join(pages)
 

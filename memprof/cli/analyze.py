@@ -22,7 +22,7 @@ memprof analyze run.memprof --alloc-conf expandable_segments:True
 
 
 class GroupKey(enum.StrEnum):
-    """What blocks are grouped by."""
+    """The property by which `memprof analyze` groups live blocks."""
 
     FRAME = "frame"
     MODULE = "module"
@@ -32,7 +32,7 @@ class GroupKey(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(TableOptions, PageOptions):
-    """Options of `memprof analyze`: the moment to look at, and the rows to show."""
+    """Options of `memprof analyze`: the rows and the GPU to show, and allocator settings."""
 
     top: int = reuse_option("top")
     shown_gpu: int | None = reuse_option("shown_gpu", unset="all of them")
@@ -43,7 +43,7 @@ class AnalyzeOptions(TableOptions, PageOptions):
 
 def analyze(
     request: AnalyzeOptions,
-    reading: ReadingOptions,
+    reading_options: ReadingOptions,
     file: Annotated[
         Path, typer.Argument(help="A snapshot of torch.cuda.memory._dump_snapshot, or a capture of memprof.")
     ],
@@ -63,11 +63,11 @@ def analyze(
     from memprof.allocator import parse_config
     from memprof.report.documents.analysis_build import AnalysisRequest
 
-    other = None if request.alloc_conf is None else parse_config(request.alloc_conf, origin="--alloc-conf")
-    question = AnalysisRequest(at=at, by=by.value, top=request.top, what_if=other)
+    allocator_config = None if request.alloc_conf is None else parse_config(request.alloc_conf, origin="--alloc-conf")
+    analysis_request = AnalysisRequest(at=at, by=by.value, top=request.top, what_if=allocator_config)
     with show_progress(quiet=request.quiet) as progress:
         from memprof.flows.recordings import analyze_file
 
-        document = analyze_file(file, question, request.shown_gpu, progress)
+        document = analyze_file(file, analysis_request, request.shown_gpu, progress)
     print_result(document, request, "analysis", replay=replay, file=file)
     raise typer.Exit(ExitCode.DOES_NOT_FIT if document.ran_out else ExitCode.DONE)

@@ -33,20 +33,20 @@ def cache(
     folder = cache_folder()
     store = None if folder is None else Store(folder)
     removed = store.clear() if clear and store is not None else 0
-    found = [] if store is None else [(entry, store.read(entry.path)) for entry in store.list_entries()]
-    entries = [(entry, None if said is None else f"memprof {said.get('said', '')}") for entry, said in found]
+    contents = [] if store is None else [(entry, store.read(entry.path)) for entry in store.list_entries()]
+    entries = [(entry, None if data is None else f"memprof {data.get('said', '')}") for entry, data in contents]
     total = sum(entry.num_bytes for entry, _ in entries)
     if output.as_json:
         from memprof.report.documents.command_results import CachedResult, CachedResultList
 
-        kept = tuple(CachedResult(asked, entry.num_bytes, entry.last_used) for entry, asked in entries if asked)
+        results = tuple(CachedResult(name, entry.num_bytes, entry.last_used) for entry, name in entries if name)
         print_json(
             CachedResultList(
                 folder=None if folder is None else str(folder),
                 num_bytes=total,
                 most_bytes=MAX_CACHE_BYTES,
                 removed=removed,
-                answers=kept,
+                answers=results,
             )
         )
         return
@@ -57,9 +57,9 @@ def cache(
         echo(f"{_format_count(removed)} removed from {folder}")
         return
     echo(f"{folder}: {_format_count(len(entries))}, {format_bytes(total)} of at most {format_bytes(MAX_CACHE_BYTES)}")
-    for entry, asked in entries:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
-        echo(f"  {used}  {format_bytes(entry.num_bytes):>10}  {asked or 'damaged: not used'}")
+    for entry, command in entries:
+        time_text = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
+        echo(f"  {time_text}  {format_bytes(entry.num_bytes):>10}  {command or 'damaged: not used'}")
 
 
 def _format_count(count: int) -> str:

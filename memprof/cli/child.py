@@ -23,7 +23,7 @@ _FORWARDED_SIGNALS = {
     if hasattr(signal, name)
 }
 # siginfo's si_code is at most this if a process sent the signal, and above if the kernel did (keys in a terminal).
-_SENT_BY_PROCESS = 0
+_MAX_PROCESS_SI_CODE = 0
 _PR_SET_PDEATHSIG = 1
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "the kernel kills processes when host memory runs out (dmesg says so): free some, or take less",
@@ -33,7 +33,7 @@ _DEFAULT_HINT = "leave out what ends the process (os._exit in a thread, a signal
 
 
 class _ForkState:
-    """Whether this process may fork, the pid of the child, and the memory for the child's exit code."""
+    """The state of forking: whether this process may fork, the child's pid, and shared memory for its exit code."""
 
     can_fork = False
     child_pid = 0
@@ -49,10 +49,10 @@ def allow_fork() -> None:
 
 
 def continue_in_child(*, as_json: bool) -> None:
-    """Fork: return in the child, which runs the command; in the parent wait, and raise `typer.Exit` with its code.
+    """Fork and return in the child, which runs the command; the parent raises `typer.Exit` with the child's exit code.
 
-    Do nothing without `allow_fork`, or on systems without `fork` or `sigtimedwait` (macOS, Windows). With `as_json`
-    the parent's error, if the child ends without an exit code, is printed as JSON too.
+    Do nothing unless `allow_fork` was called, and on systems without `fork` or `sigtimedwait` (macOS, Windows). If the
+    child ends without sending an exit code, print an error, with `as_json` also as JSON.
     """
     if not (_fork_state.can_fork and hasattr(os, "fork") and hasattr(signal, "sigtimedwait")):
         return
@@ -61,56 +61,56 @@ def continue_in_child(*, as_json: bool) -> None:
 
     sys.stdout.flush()
     sys.stderr.flush()
-    shared, parent = mmap.mmap(-1, 2), os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED_SIGNALS, signal.SIGCHLD})  # kept until the wait
-    child = os.fork()
-    if child == 0:
+    shared_code, parent_pid = mmap.mmap(-1, 2), os.getpid()
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED_SIGNALS, signal.SIGCHLD})  # kept until the wait
+    child_pid = os.fork()
+    if child_pid == 0:
         with contextlib.suppress(OSError, AttributeError):  # Linux
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != parent_pid:
             os._exit(1)
-        _fork_state.child_pid, _fork_state.shared_code = os.getpid(), shared
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _fork_state.child_pid, _fork_state.shared_code = os.getpid(), shared_code
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         return
-    status, received = _wait_for_child(child)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    code = int.from_bytes(shared[:2], "little") - 1
-    raise typer.Exit(_report_child_end(status, received, as_json=as_json) if code < 0 else code)
+    status, received_signals = _wait_for_child(child_pid)
+    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+    exit_code = int.from_bytes(shared_code[:2], "little") - 1
+    raise typer.Exit(_report_child_end(status, received_signals, as_json=as_json) if exit_code < 0 else exit_code)
 
 
 def send_exit_code(code: int) -> None:
-    """Send the command's exit code to the parent, if there is one; all output must have been printed."""
+    """Send the command's exit code to the parent process, if there is one; call it after all output."""
     is_child = os.getpid() == _fork_state.child_pid  # False in a process that the program has forked
     if _fork_state.shared_code is not None and is_child:
         _fork_state.shared_code[:2] = ((code & 0xFF) + 1).to_bytes(2, "little")
 
 
-def _wait_for_child(child: int) -> tuple[int, set[int]]:
-    """Wait for the child; return its exit code (-n if signal n killed it), and the signals that were received."""
-    received: set[int] = set()
+def _wait_for_child(child_pid: int) -> tuple[int, set[int]]:
+    """Wait for a child; return its exit code (-n if signal n killed it), and the signals received in the meantime."""
+    received_signals: set[int] = set()
     while True:
         # Checked before each wait: SIGCHLD of several children may be merged into one.
-        process, status = os.waitpid(child, os.WNOHANG)
-        if process:
-            return os.waitstatus_to_exitcode(status), received
-        information = signal.sigtimedwait({*_FORWARDED_SIGNALS, signal.SIGCHLD}, 1.0)
-        if information is not None and information.si_signo != signal.SIGCHLD:
-            received.add(information.si_signo)
-            if information.si_code <= _SENT_BY_PROCESS:  # the terminal sends its signals to the child too
-                os.kill(child, information.si_signo)
+        pid, status = os.waitpid(child_pid, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status), received_signals
+        signal_info = signal.sigtimedwait({*_FORWARDED_SIGNALS, signal.SIGCHLD}, 1.0)
+        if signal_info is not None and signal_info.si_signo != signal.SIGCHLD:
+            received_signals.add(signal_info.si_signo)
+            if signal_info.si_code <= _MAX_PROCESS_SI_CODE:  # the terminal sends its signals to the child too
+                os.kill(child_pid, signal_info.si_signo)
 
 
-def _report_child_end(status: int, received: set[int], *, as_json: bool) -> int:
-    """Print how a child without exit code ended; return the exit code of the command."""
-    if -status in received:  # the user ended the run
+def _report_child_end(status: int, received_signals: set[int], *, as_json: bool) -> int:
+    """Print how a child ended (`status`: -n if signal n killed it), and return the exit code of the command."""
+    if -status in received_signals:  # the user ended the run
         return 128 - status
     try:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
     except ValueError:
-        how = f"was killed by signal {-status}"
+        ending = f"was killed by signal {-status}"
     error = MemprofError(
         "no verdict: the script ended its process before memprof could report",
-        value=f"it {how}",
+        value=f"it {ending}",
         hint=_SIGNAL_HINTS.get(-status, _DEFAULT_HINT) if status < 0 else _DEFAULT_HINT,
     )
     report_error(error, as_json=as_json)

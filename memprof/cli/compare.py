@@ -19,7 +19,7 @@ memprof compare before.memprof after.memprof
 memprof compare simulated.memprof measured.memprof --tolerance 2%
 """
 
-_FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch."
+_FILE_HELP = "A capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class CompareOptions(ReportOptions):
 
 def compare(
     request: CompareOptions,
-    reading: ReadingOptions,
-    a: Annotated[Path, typer.Argument(help=_FILE)],
+    reading_options: ReadingOptions,
+    a: Annotated[Path, typer.Argument(help=_FILE_HELP)],
     b: Annotated[Path, typer.Argument(help="The other one, of any of these kinds.")],
 ) -> None:
     """Say what differs between two runs: simulated and measured, before and after, one torch release and another.
@@ -45,10 +45,10 @@ def compare(
     """
     from memprof.report.matching.tolerance import parse_tolerance
 
-    allowed = parse_tolerance(request.tolerance)
+    tolerance = parse_tolerance(request.tolerance)
     with show_progress(quiet=request.quiet) as progress:
         from memprof.flows.compare import compare_files
 
-        comparison = compare_files(a, b, allowed, progress)
+        comparison = compare_files(a, b, tolerance, progress)
     print_result(comparison, request, "comparison", top=request.top, explain=request.explain, files=(a, b))
     raise typer.Exit(ExitCode.DONE if comparison.within else ExitCode.DIFFERS)

@@ -68,12 +68,12 @@ def _install_completion(typer_callback: Callable[..., Any], context: Any, option
 
 
 def _install_script(shell: str, program: str, script: str) -> Path:
-    place, startup_file, line = _SHELL_FILES[shell]
+    script_path, startup_file, line = _SHELL_FILES[shell]
     script = script.strip()
     if shell == "zsh":
         script += _ZSH_FIRST_CALL.format(script.partition("()")[0].split()[-1])
     try:
-        path = Path.home() / place.format(program)
+        path = Path.home() / script_path.format(program)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{script}\n", encoding="utf-8")
         if startup_file is not None:
@@ -86,7 +86,7 @@ def _install_script(shell: str, program: str, script: str) -> Path:
 
 def _append_line(file: Path, line: bytes) -> None:
     """Append a line to a file unless the file has the line; the rest of the file is not rewritten."""
-    with file.open("ab+") as opened:
-        opened.seek(0)
-        if line not in (lines := opened.read().split(b"\n")):
-            opened.write((b"" if lines[-1] == b"" else b"\n") + line + b"\n")
+    with file.open("ab+") as stream:
+        stream.seek(0)
+        if line not in (lines := stream.read().split(b"\n")):
+            stream.write((b"" if lines[-1] == b"" else b"\n") + line + b"\n")

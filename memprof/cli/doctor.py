@@ -37,7 +37,7 @@ class DoctorOptions(OutputOptions):
 
 def doctor(
     request: DoctorOptions,
-    reading: ReadingOptions,
+    reading_options: ReadingOptions,
     file: Annotated[
         Path | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
     ] = None,
@@ -57,34 +57,34 @@ def doctor(
     from memprof.flows.progress import report_progress_with
     from memprof.report.terminal.doctor import render_diagnoses
 
-    known = ReportedRun(request.model, request.batch_size, request.context_length)
+    reported_run = ReportedRun(request.model, request.batch_size, request.context_length)
     size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
     with _open_log(file) as stream, Progress(quiet=request.quiet) as progress:
         progress(f"reading {_describe_source(file)}")
         with report_progress_with(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
-            found = diagnose(stream, _describe_source(file), known)
-    if not found:
+            diagnoses = diagnose(stream, _describe_source(file), reported_run)
+    if not diagnoses:
         hint = "paste the whole traceback; of a process that vanished, its exit code (137 is a kill)"
         raise MemprofError("no memory or device error is in it", value=_describe_source(file), hint=hint)
     if request.as_json:
         from memprof.report.documents.command_results import DiagnosisList
 
-        print_json(DiagnosisList(file=_describe_source(file), diagnoses=tuple(found)))
+        print_json(DiagnosisList(file=_describe_source(file), diagnoses=tuple(diagnoses)))
     else:
-        echo(render_diagnoses(found, quiet=request.quiet), nl=False)
+        echo(render_diagnoses(diagnoses, quiet=request.quiet), nl=False)
 
 
 def _check_installation(output: OutputOptions) -> None:
     from memprof.doctor.installation import check_installation
     from memprof.report.terminal.doctor import render_installation
 
-    checked = check_installation()
+    installation = check_installation()
     if output.as_json:
         from memprof.report.documents.command_results import InstallationResult
 
-        print_json(InstallationResult(facts=dict(checked.facts), findings=checked.findings))
+        print_json(InstallationResult(facts=dict(installation.facts), findings=installation.findings))
     else:
-        echo(render_installation(checked, quiet=output.quiet), nl=False)
+        echo(render_installation(installation, quiet=output.quiet), nl=False)
 
 
 def _describe_source(file: Path | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memprof.cli.options import OUTPUT, reuse_option
+from memprof.cli.options import OUTPUT_PANEL, reuse_option
 from memprof.cli.output import ExplainOptions, print_json
 from memprof.cli.progress import show_progress
 from memprof.cli.streams import echo
@@ -25,7 +25,7 @@ memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(ExplainOptions):
-    """Options of the model (one of three ways to name a model) and of the GPUs."""
+    """Options that name the model (one of --params, --model and --model-size) and the GPU."""
 
     params: str | None = reuse_option("params")
     model: str | None = reuse_option("model", default=None, note="Here no code: its sizes alone are read.")
@@ -36,9 +36,9 @@ class ModelOptions(ExplainOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateCommandOptions(EstimateOptions, ModelOptions):
-    """Options of `memprof estimate`: those of the closed form, and --exact."""
+    """Options of `memprof estimate`."""
 
-    exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
+    exact: bool = option(False, OUTPUT_PANEL, "Run the same on the virtual GPU as well, and show both, term by term.")
 
 
 def estimate(request: EstimateCommandOptions) -> None:
@@ -67,10 +67,10 @@ def estimate(request: EstimateCommandOptions) -> None:
         problem = "quantized weights are not spread over GPUs here"
         raise UsageError(problem, value=f"--quantize {request.quantize}", hint="leave out --parallel, or --quantize")
     if request.params is not None:
-        subject = build_from_params(request.params)
+        geometry = build_from_params(request.params)
     else:
-        subject = (build_from_size if request.model_is_size else build_from_model)(str(request.model))
-    result = build_estimate(subject, request)
+        geometry = (build_from_size if request.model_is_size else build_from_model)(str(request.model))
+    result = build_estimate(geometry, request)
     gpus = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
         gpus = (custom_gpu(request.gpu_vram_bytes),)
@@ -82,10 +82,10 @@ def estimate(request: EstimateCommandOptions) -> None:
 
 
 def _simulate(result: Estimate, *, quiet: bool) -> dict[str, SimulatedRun]:
-    """Return the peak on the virtual GPU for each method of the estimate, by the method's key."""
+    """Return a run on the virtual GPU for each training or inference method of an estimate, by the method's key."""
     from memprof.flows.estimate import simulate
 
-    found = {}
+    runs = {}
     with show_progress(quiet=quiet) as progress:
         for plan in result.list_plans():
             key = plan.method.key
@@ -93,7 +93,7 @@ def _simulate(result: Estimate, *, quiet: bool) -> dict[str, SimulatedRun]:
             def report(work: str, key: str = key) -> None:
                 progress(f"{key}: {work}")
 
-            found[key] = simulate(
+            runs[key] = simulate(
                 result.subject, plan, result.batch_size, result.context_length, report, lengths=result.lengths
             )
-    return found
+    return runs

@@ -24,7 +24,7 @@ CODE_MEANINGS = {
     ExitCode.DIFFERS: "outside the tolerance (compare, verify)",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
 }
-FOREIGN_CODES = (
+EXIT_CODE_NOTE = (
     "A script under `memprof run` that fails or leaves with an exit code has its own passed on (1 for 2, 3 and 4), and "
     "so has the command of `memprof monitor` (128 + n if signal n killed it, 127 or 126 if it could not be started)."
 )

@@ -21,14 +21,14 @@ memprof export snapshot.pickle --to run.json
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(OutputOptions):
-    """Options of `memprof export`: the format, and the files that may be replaced."""
+    """Output options of `memprof export`."""
 
     force: bool = reuse_option("force")
 
 
 def export(
     request: ExportOptions,
-    reading: ReadingOptions,
+    reading_options: ReadingOptions,
     file: Annotated[
         Path, typer.Argument(help="A capture of memprof, or a snapshot of torch.cuda.memory._dump_snapshot.")
     ],

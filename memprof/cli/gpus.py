@@ -34,15 +34,15 @@ def gpus(
         from memprof.device.environment import read_environment
         from memprof.device.nvml import read_gpus
 
-        reading = read_gpus()
-        environment = read_environment(reading)
+        sample = read_gpus()
+        environment = read_environment(sample)
         if output.as_json:
             from memprof.report.documents.command_results import PresentGpus
 
-            names = tuple(found.key if (found := _find_catalog_gpu(gpu)) else None for gpu in reading.gpus)
-            print_json(PresentGpus.from_sample(reading, names, environment))
+            names = tuple(match.key if (match := _find_catalog_gpu(gpu)) else None for gpu in sample.gpus)
+            print_json(PresentGpus.from_sample(sample, names, environment))
         else:
-            _print_local_gpus(reading, environment)
+            _print_local_gpus(sample, environment)
         return
     from memprof.device.catalog import list_gpus
 
@@ -56,20 +56,20 @@ def gpus(
         echo(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  sm_{major}{minor:<3} {gpu.name}")
 
 
-def _print_local_gpus(reading: NvmlSample, environment: Environment) -> None:
-    """Print NVML's values: driver, usable capacity of each GPU as in CUDA, and used memory."""
-    if reading.gpus:
-        cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
+def _print_local_gpus(sample: NvmlSample, environment: Environment) -> None:
+    """Print what NVML reports: the driver, and the usable and used memory of each GPU."""
+    if sample.gpus:
+        cuda = f", CUDA {sample.cuda_version} at most" if sample.cuda_version else ""
         torch = f"; torch {environment.torch_version}" if environment.torch_version else ""
         echo(f"driver {environment.driver_version or 'not known'}{cuda}{torch}")
-    for note in reading.notes:
+    for note in sample.notes:
         echo(note)
-    for gpu in reading.gpus:
+    for gpu in sample.gpus:
         echo(f"{gpu.index}  {gpu.name}: {_format_memory(gpu)}; {_format_gpu_option(gpu)}")
-        for piece in gpu.slices:
-            size = "memory not known" if piece.total_bytes is None else f"{gib(piece.total_bytes)} GiB"
-            option = "" if piece.total_bytes is None else f"; --gpu-vram {gib(piece.total_bytes)}"
-            echo(f"   slice {piece.index}  {piece.name}: {size}{option}")
+        for mig_slice in gpu.slices:
+            size = "memory not known" if mig_slice.total_bytes is None else f"{gib(mig_slice.total_bytes)} GiB"
+            option = "" if mig_slice.total_bytes is None else f"; --gpu-vram {gib(mig_slice.total_bytes)}"
+            echo(f"   slice {mig_slice.index}  {mig_slice.name}: {size}{option}")
         for note in gpu.notes:
             echo(f"   {note}")
     for note in environment.notes:
@@ -92,7 +92,7 @@ def _find_catalog_gpu(gpu: NvmlGpu) -> Gpu | None:
 
 
 def _format_gpu_option(gpu: NvmlGpu) -> str:
-    found, total = _find_catalog_gpu(gpu), gpu.usable_bytes
-    if found is None:
-        return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")
-    return f"--gpu {found.key} ({gib(found.total_bytes)} GiB)"
+    catalog_gpu, total_bytes = _find_catalog_gpu(gpu), gpu.usable_bytes
+    if catalog_gpu is None:
+        return "not in the catalog" + ("" if total_bytes is None else f": --gpu-vram {gib(total_bytes)} has its size")
+    return f"--gpu {catalog_gpu.key} ({gib(catalog_gpu.total_bytes)} GiB)"

@@ -36,21 +36,21 @@ def help(
         raise MemprofError("this installation has no pages", hint="install memprof from its wheel, or from a checkout")
     if topic is not None and topic not in pages:
         raise unknown_name("topic", topic, pages, see="(memprof help lists them)")
-    shown = pages if topic is None else {topic: pages[topic]}
+    topics = pages if topic is None else {topic: pages[topic]}
     text = None if topic is None else pages[topic].read_text(encoding="utf-8")
     if output.as_json:
         from memprof.report.documents.command_results import Topic, TopicList
 
-        print_json(TopicList(topics=tuple(Topic(name, read_title(page)) for name, page in shown.items()), text=text))
+        print_json(TopicList(topics=tuple(Topic(name, read_title(page)) for name, page in topics.items()), text=text))
     elif text is not None:
         echo(text, nl=False)
     else:
-        for name, page in shown.items():
+        for name, page in topics.items():
             echo(f"{name:<20} {read_title(page)}")
 
 
 def read_title(page: Traversable) -> str:
-    """Return the first heading of a Markdown file, without its marks."""
+    """Return the first heading of a Markdown file, without `#` and backticks."""
     with page.open(encoding="utf-8") as lines:
         title = next((line for line in lines if line.startswith("#")), "")
     return title.lstrip("#").strip().replace("`", "")

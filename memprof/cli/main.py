@@ -17,7 +17,7 @@ import typer
 import memprof
 from memprof.cli.child import allow_fork, send_exit_code
 from memprof.cli.completion import replace_install_callback
-from memprof.cli.exits import CODE_MEANINGS, FOREIGN_CODES
+from memprof.cli.exits import CODE_MEANINGS, EXIT_CODE_NOTE
 from memprof.cli.options import ErrorReportingGroup, add_command
 from memprof.cli.streams import discard_output, echo, prepare_streams
 
@@ -27,14 +27,14 @@ COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
     "verify", "vocab", "monitor", "cache", "help", "recipes",
 )  # fmt: skip
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _import_command(name: str) -> ModuleType:
     return importlib.import_module(f"memprof.cli.{name}")
 
 
-def _help_text(name: str) -> str:
+def _get_help_text(name: str) -> str:
     """Return the help text of a command, without building its parser."""
     module = _import_command(name)
     return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
@@ -47,23 +47,23 @@ def _build_command(name: str) -> Any:
         group = typer.main.get_command(module.app)
         group.name = name
         return group
-    single = typer.Typer(add_completion=False)
-    add_command(single, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
-    return typer.main.get_command(single)
+    command_app = typer.Typer(add_completion=False)
+    add_command(command_app, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
+    return typer.main.get_command(command_app)
 
 
 class _LazyCommands(Mapping[str, Any]):
-    """A mapping of names to commands, built at first access: building all takes longer than most commands run."""
+    """A mapping of names to commands, each built at its first access because building all of them is slow."""
 
     def __init__(self) -> None:
-        self._built: dict[str, Any] = {}
+        self._commands: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in COMMANDS:
             raise KeyError(name)
-        if name not in self._built:
-            self._built[name] = _build_command(name)
-        return self._built[name]
+        if name not in self._commands:
+            self._commands[name] = _build_command(name)
+        return self._commands[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -73,7 +73,7 @@ class _LazyCommands(Mapping[str, Any]):
 
 
 class CommandGroup(ErrorReportingGroup):
-    """The group of all commands, each built at its first use."""
+    """The typer group of all memprof commands, each built at its first use."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -91,14 +91,14 @@ class CommandGroup(ErrorReportingGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the name of each command, and the first paragraph of its help text."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, " ".join(_help_text(name).split("\n\n")[0].split())) for name in COMMANDS])
+            formatter.write_dl([(name, " ".join(_get_help_text(name).split("\n\n")[0].split())) for name in COMMANDS])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the exit codes, and the files that may set defaults of options."""
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(int(code)), meaning) for code, meaning in CODE_MEANINGS.items()])
             formatter.write_paragraph()
-            formatter.write_text(FOREIGN_CODES)
+            formatter.write_text(EXIT_CODE_NOTE)
         formatter.write_paragraph()
         formatter.write_text(
             "Defaults of options stand in memprof.toml, or in [tool.memprof] of pyproject.toml: memprof help cli."
@@ -149,7 +149,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         discard_output(sys.stdout)
         sys.exit(0)
     except OSError as error:
-        if error.errno not in _UNWRITABLE or error.filename is not None:
+        if error.errno not in _WRITE_ERRNOS or error.filename is not None:
             raise
         discard_output(sys.stdout)
         echo(f"memprof: the output cannot be written: {error.strerror}", err=True)

@@ -25,7 +25,7 @@ MIN_INTERVAL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions(OutputOptions):
-    """Options of `memprof monitor`: the files that may be replaced."""
+    """Output options of `memprof monitor`."""
 
     force: bool = reuse_option("force")
 

@@ -33,9 +33,9 @@ from memprof.run_spec import RunSpec
 from memprof.spec import DEFAULT_GPU_TEXT, Option, TargetSpec, check_options, get_options, option, repeat_option
 from memprof.units import parse_gib
 
-OUTPUT = "Output"
-FILES = "Files"
-_LAST_PANELS = ("Fixes", settings.PANEL, FILES, OUTPUT)
+OUTPUT_PANEL = "Output"
+FILES_PANEL = "Files"
+_LAST_PANELS = ("Fixes", settings.PANEL_NAME, FILES_PANEL, OUTPUT_PANEL)
 # Loggers that print messages at import.
 _QUIET_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 _MAX_NUMBER = 10**12  # Maximum of options that are not in _MAX_BY_OPTION: bytes, seconds, rows.
@@ -51,10 +51,12 @@ _MAX_BY_OPTION = {
 }
 _LONG_NUMBER = re.compile(r"\d{400}")
 STDIN = Path("-")
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 _COMMON_OPTIONS = {
-    "debug": typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT),
-    "no_color": typer.Option("--no-color", help="Print without colours, as NO_COLOR=1 does.", rich_help_panel=OUTPUT),
+    "debug": typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT_PANEL),
+    "no_color": typer.Option(
+        "--no-color", help="Print without colours, as NO_COLOR=1 does.", rich_help_panel=OUTPUT_PANEL
+    ),
 }
 
 
@@ -96,9 +98,9 @@ class SharedOptions:
         None, "Model", "A number of parameters, such as 1.2B: estimated analytically, nothing is run.", metavar="COUNT"
     )
     shown_gpu: int | None = repeat_option("shown_gpu", cls=RunSpec)
-    top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
-    force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
-    cache: bool = option(True, OUTPUT, "Simulate again what was kept of an earlier call (`memprof cache`).")
+    top: int = option(10, OUTPUT_PANEL, "Rows of each table.", metavar="COUNT", is_count=True)
+    force: bool = option(False, OUTPUT_PANEL, "Replace files that memprof has not written, too.")
+    cache: bool = option(True, OUTPUT_PANEL, "Simulate again what was kept of an earlier call (`memprof cache`).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,26 +114,26 @@ class ReadingOptions:
 
 
 def reuse_option(name: str, **changes: Any) -> Any:
-    """Return an option of `TargetSpec` or `SharedOptions` as a field of another dataclass."""
+    """Return a dataclass field that repeats the option `name` of `TargetSpec` or `SharedOptions`, with `changes`."""
     return repeat_option(name, cls=TargetSpec if name in TargetSpec.__dataclass_fields__ else SharedOptions, **changes)
 
 
-def build_spec(request: object, **others: object) -> TargetSpec:
-    """Return a TargetSpec with the fields of `request` that have the same names; `others` override them."""
-    known: dict[str, Any] = {name: getattr(request, name, None) for name in TargetSpec.__dataclass_fields__} | others
-    return TargetSpec(**{name: value for name, value in known.items() if value is not None})
+def build_spec(request: object, **changes: object) -> TargetSpec:
+    """Return a TargetSpec with the fields of `request` that have the same names; `changes` override them."""
+    values: dict[str, Any] = {name: getattr(request, name, None) for name in TargetSpec.__dataclass_fields__} | changes
+    return TargetSpec(**{name: value for name, value in values.items() if value is not None})
 
 
 @contextlib.contextmanager
-def _report_parse_errors(ctx: Any, words: Sequence[str]) -> Iterator[None]:
-    """Context manager: report errors of parsing `words`, as JSON too if --json is among them."""
-    as_json = "--json" in words
+def _report_parse_errors(ctx: Any, args: Sequence[str]) -> Iterator[None]:
+    """Context manager: report errors of parsing `args`, as JSON too if --json is among them."""
+    as_json = "--json" in args
     try:
         yield
     except typer.TyperException as error:
         if ctx.resilient_parsing:
             raise
-        report_error(_convert_error(error.format_message(), ctx.command_path, words), as_json=as_json)
+        report_error(_convert_error(error.format_message(), ctx.command_path, args), as_json=as_json)
         raise typer.Exit(ExitCode.USAGE_ERROR) from None
     except MemprofError as error:
         report_error(error, as_json=as_json)
@@ -140,65 +142,65 @@ def _report_parse_errors(ctx: Any, words: Sequence[str]) -> Iterator[None]:
 
 def _convert_error(message: str, command: str, words: Sequence[str]) -> UsageError:
     """Return an error message of typer as a UsageError with problem, value and hint."""
-    no_number = re.match(r"Invalid value for '(--[\w-]+)': Input should be a valid (number|integer)", message)
-    if no_number is not None:
-        flag, kind = no_number.groups()
-        given = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-        given += [after for word, after in itertools.pairwise(words) if word == flag]
+    number_match = re.match(r"Invalid value for '(--[\w-]+)': Input should be a valid (number|integer)", message)
+    if number_match is not None:
+        flag, kind = number_match.groups()
+        given_values = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+        given_values += [next_word for word, next_word in itertools.pairwise(words) if word == flag]
         kind, example = ("a number", "0.5") if kind == "number" else ("a whole number", "8")
-        return UsageError(f"{flag}: not {kind}", value=repr(given[-1]), hint=f"write it like {example}")
-    see = f"{command} --help lists what there is"
-    unknown = re.match(r"No such (option|command):? '?([^\s'.]+)'?", message)
-    if unknown is not None:
-        near = re.findall(r"--[\w-]+|(?<=')\w[\w-]*(?=')", message[unknown.end() :])
-        hint = f"did you mean {' or '.join(near[:3])}? {see}" if near else see
-        return UsageError(f"no such {unknown[1]}", value=unknown[2], hint=hint)
-    return UsageError(message[:1].lower() + message[1:].rstrip("."), hint=see)
+        return UsageError(f"{flag}: not {kind}", value=repr(given_values[-1]), hint=f"write it like {example}")
+    help_hint = f"{command} --help lists what there is"
+    unknown_match = re.match(r"No such (option|command):? '?([^\s'.]+)'?", message)
+    if unknown_match is not None:
+        suggestions = re.findall(r"--[\w-]+|(?<=')\w[\w-]*(?=')", message[unknown_match.end() :])
+        hint = f"did you mean {' or '.join(suggestions[:3])}? {help_hint}" if suggestions else help_hint
+        return UsageError(f"no such {unknown_match[1]}", value=unknown_match[2], hint=hint)
+    return UsageError(message[:1].lower() + message[1:].rstrip("."), hint=help_hint)
 
 
 class Command(typer.core.TyperCommand):
     """A command whose options may also come from settings files and presets."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, and options of files and presets that are not among the arguments."""
+        """Parse the command line, and the options of files and presets that the command line does not set."""
         with _report_parse_errors(ctx, args):
-            settings.loaded = ()
+            settings.sources = ()
             words: list[str] = []
-            rest = super().parse_args(ctx, [*args])
+            remaining = super().parse_args(ctx, [*args])
             if not ctx.resilient_parsing:
                 words = self._load_settings(ctx)
                 if words:
-                    rest = super().parse_args(ctx, [*words, *args])
+                    remaining = super().parse_args(ctx, [*words, *args])
                 if ctx.params["save_config"] is not None:
                     self._save_settings(ctx)
-            settings.command_words = (str(self.name), *words, *args)
-            return rest
+            settings.command_line = (str(self.name), *words, *args)
+            return remaining
 
     def _load_settings(self, ctx: Any) -> list[str]:
-        """Return options of files and presets that are not among the arguments, as command-line words."""
-        given = {_find_excluded(name) for name in _list_given_names(ctx)}
-        found = []
+        """Return the options of files and presets that the command line does not set, as command-line arguments."""
+        set_names = {_get_exclusive_name(name) for name in _list_given_names(ctx)}
+        sources = []
         for path, values in self._iter_sources(ctx):
             words = []
-            for one in self.params:
-                value = values.get(_get_option_name(one), False)
-                if value is not False and _find_excluded(str(one.name)) not in given:
-                    words += _build_option_words(one, value)
-                    given.add(_find_excluded(str(one.name)))
+            for parameter in self.params:
+                value = values.get(_get_option_name(parameter), False)
+                if value is not False and _get_exclusive_name(str(parameter.name)) not in set_names:
+                    words += _build_option_words(parameter, value)
+                    set_names.add(_get_exclusive_name(str(parameter.name)))
             if words:
-                found.append(settings.LoadedSettings(path, tuple(words)))
-        settings.loaded = tuple(reversed(found))
-        return [word for one in settings.loaded for word in one.words]
+                sources.append(settings.LoadedSettings(path, tuple(words)))
+        settings.sources = tuple(reversed(sources))
+        return [word for source in settings.sources for word in source.arguments]
 
     def _iter_sources(self, ctx: Any) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
-        """Yield the sources of options other than the command line (name, values), highest priority first."""
-        name, read = str(self.name), settings.read_settings()
+        """Yield name and option values of each settings file and preset, highest priority first."""
+        name, settings_file = str(self.name), settings.read_settings()
         config, preset = ctx.params["config"], ctx.params["preset"]
-        if read is None and config is None and preset is None:
+        if settings_file is None and config is None and preset is None:
             return
         # The options of all commands, which imports the module of each.
         commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
-        known = {name: {_get_option_name(one) for one in command.params} for name, command in commands.items()}
+        known = {name: {_get_option_name(p) for p in command.params} for name, command in commands.items()}
         if config is not None:
             path = Path(config)
             yield path, settings.select_options(path, settings.read_config(path), name, known, is_config=True)
@@ -209,12 +211,12 @@ class Command(typer.core.TyperCommand):
             if not values:
                 raise UsageError(f"--preset {preset} says nothing to this command", value=name, hint="leave it out")
             yield f"preset {preset}", values
-        if read is not None:
-            yield read[0], settings.select_options(*read, name, known)
+        if settings_file is not None:
+            yield settings_file[0], settings.select_options(*settings_file, name, known)
 
     def _save_settings(self, ctx: Any) -> None:
         """Write the options in effect, except those that name output files, to the file of `--save-config`."""
-        options = {str(one.name): _get_option_name(one) for one in self.params if one.param_type_name == "option"}
+        options = {str(p.name): _get_option_name(p) for p in self.params if p.param_type_name == "option"}
         values = {
             options[name]: _parse_value(ctx.params[name])
             for name in _list_given_names(ctx)
@@ -223,10 +225,10 @@ class Command(typer.core.TyperCommand):
         settings.write_config(Path(str(ctx.params["save_config"])), str(self.name), values)
 
     def invoke(self, ctx: Any) -> Any:
-        """Print the options that files have set (not with --json, --quiet or --snippet), and run the command."""
+        """Print the options set by files and presets (not with --json, --quiet or --snippet), and run the command."""
         if not any(ctx.params.get(name) for name in ("as_json", "quiet", "snippet")):
-            for one in settings.loaded:
-                echo(str(one))
+            for source in settings.sources:
+                echo(str(source))
         for name in _QUIET_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         return super().invoke(ctx)
@@ -247,7 +249,7 @@ class ErrorReportingGroup(typer.core.TyperGroup):
 
 
 def _list_given_names(ctx: Any) -> list[str]:
-    """Return the names of the parameters that the command line sets."""
+    """Return the names of the parameters that are set on the command line."""
     return [name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"]
 
 
@@ -270,21 +272,21 @@ def _get_option_name(parameter: Any) -> str:
 
 
 def _build_option_words(parameter: Any, value: Any) -> list[str]:
-    """Return the command-line words that set an option to a value of a settings file."""
+    """Return the command-line arguments that set the option `parameter` to a value of a settings file."""
     if value is True:
         return [f"--{_get_option_name(parameter)}"]
     parts = str(value).split(",") if parameter.multiple else [value]
     return [f"--{_get_option_name(parameter)}={part}" for part in parts]
 
 
-def _find_excluded(name: str) -> str:
-    """Return the option that excludes option `name`, or `name` if there is none."""
-    about = get_options(TargetSpec).get(name)
-    return _EXCLUDED.get(name) or (about.instead_of if about else None) or name
+def _get_exclusive_name(name: str) -> str:
+    """Return the option that `name` replaces on the command line (`params` replaces `model`); `name` if none."""
+    opt = get_options(TargetSpec).get(name)
+    return _EXCLUSIVE_OPTIONS.get(name) or (opt.instead_of if opt else None) or name
 
 
 # Options that exclude each other, besides those of `TargetSpec`: the command line overrides files.
-_EXCLUDED = {"params": "model", "ladder": "fix", "until_exit": "steps"}
+_EXCLUSIVE_OPTIONS = {"params": "model", "ladder": "fix", "until_exit": "steps"}
 
 
 def add_command(
@@ -300,7 +302,7 @@ def add_command(
         name,
         cls=Command,
         context_settings=context,
-        help="\n\n".join(" ".join(one.split()) for one in paragraphs),
+        help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
         epilog=f"Examples:\n{examples.strip()}",
     )(_flatten_parameters(function))
 
@@ -310,7 +312,7 @@ def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     parameters = {
-        parameter.name: parameter.replace(kind=_KEYWORD, annotation=hints[parameter.name])
+        parameter.name: parameter.replace(kind=_KEYWORD_ONLY, annotation=hints[parameter.name])
         for parameter in inspect.signature(function).parameters.values()
         if parameter.name not in groups
     }
@@ -318,34 +320,34 @@ def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
     panels: dict[str, str] = {}
     for group, kind in groups.items():
         types = get_type_hints(kind)
-        for name, about in get_options(kind).items():
+        for name, opt in get_options(kind).items():
             owners[name] = group  # the last group that has the option
-            panels[name] = about.panel
-            parameters[name] = _build_parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
-    for name, about in settings.OPTIONS.items():
-        panels[name] = settings.PANEL
-        parameters[name] = inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[str | None, about])
-    for name, about in _COMMON_OPTIONS.items():
-        panels[name] = OUTPUT
-        parameters[name] = inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, about])
+            panels[name] = opt.panel
+            parameters[name] = _build_parameter(name, types[name], opt, kind.__dataclass_fields__[name].default)
+    for name, opt in settings.SETTINGS_OPTIONS.items():
+        panels[name] = settings.PANEL_NAME
+        parameters[name] = inspect.Parameter(name, _KEYWORD_ONLY, default=None, annotation=Annotated[str | None, opt])
+    for name, opt in _COMMON_OPTIONS.items():
+        panels[name] = OUTPUT_PANEL
+        parameters[name] = inspect.Parameter(name, _KEYWORD_ONLY, default=False, annotation=Annotated[bool, opt])
     # --help has the panels in the order of their first options.
-    places = {panel: place for place, panel in enumerate(_LAST_PANELS)}
-    ordered = sorted(parameters.values(), key=lambda one: places.get(panels.get(one.name, ""), -1))
+    panel_order = {panel: position for position, panel in enumerate(_LAST_PANELS)}
+    sorted_parameters = sorted(parameters.values(), key=lambda p: panel_order.get(panels.get(p.name, ""), -1))
 
     @functools.wraps(function)
     def call(*, debug: bool, no_color: bool, **values: Any) -> None:
-        for name in settings.OPTIONS:
+        for name in settings.SETTINGS_OPTIONS:
             values.pop(name)  # handled in Command.parse_args
-        asked = dict(values)
-        given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
+        all_values = dict(values)
+        kwargs = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:
-            _check_numbers(asked)
-            built = {group: _build_options(kind, given[group]) for group, kind in groups.items()}
-            reading = next((one for one in built.values() if isinstance(one, ReadingOptions)), None)
+            _check_numbers(all_values)
+            instances = {group: _build_options(kind, kwargs[group]) for group, kind in groups.items()}
+            reading = next((options for options in instances.values() if isinstance(options, ReadingOptions)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
-            limited = contextlib.nullcontext() if reading is None else limit_memory(reading.max_memory, files)
-            with limited, _set_colors(enabled=not no_color):
-                function(**values, **built)
+            limit = contextlib.nullcontext() if reading is None else limit_memory(reading.max_memory, files)
+            with limit, _set_colors(enabled=not no_color):
+                function(**values, **instances)
         except BrokenPipeError:  # the reader of the output (`| head`) has closed it: not an error
             discard_output(sys.stdout)
             raise typer.Exit(0) from None
@@ -358,23 +360,23 @@ def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
             if debug:
                 raise
             # The report of a failed run has the error already.
-            is_told = error.follows_answer or getattr(error, "document", None) is not None
-            report_error(error, as_json=not is_told and any(values.get("as_json") for values in given.values()))
+            is_reported = error.follows_answer or getattr(error, "document", None) is not None
+            report_error(error, as_json=not is_reported and any(values.get("as_json") for values in kwargs.values()))
             raise typer.Exit(error.exit_code) from None
 
-    call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+    call.__signature__ = inspect.Signature(sorted_parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in sorted_parameters}
     return call
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Raise UsageError if a number in `numbers` (values by option) is out of range, or has hundreds of digits."""
+    """Raise UsageError if a value in `numbers`, by option name, is out of range or has hundreds of digits."""
     for name, value in numbers.items():
-        most = _MAX_BY_OPTION.get(name, _MAX_NUMBER)
-        is_out_of_range = isinstance(value, int | float) and not abs(value) <= most  # also true for NaN
+        limit = _MAX_BY_OPTION.get(name, _MAX_NUMBER)
+        is_out_of_range = isinstance(value, int | float) and not abs(value) <= limit  # also true for NaN
         if is_out_of_range or (isinstance(value, str) and _LONG_NUMBER.search(value)):
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {most:,}")
+            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {limit:,}")
 
 
 @contextlib.contextmanager
@@ -384,70 +386,70 @@ def _set_colors(*, enabled: bool) -> Iterator[None]:
         return
     from memprof.report.terminal.layout import NO_COLOR
 
-    before = NO_COLOR.set(True)
+    token = NO_COLOR.set(True)
     try:
         yield
     finally:
-        NO_COLOR.reset(before)
+        NO_COLOR.reset(token)
 
 
-def _build_parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:
+def _build_parameter(name: str, kind: Any, opt: Option, default: object) -> inspect.Parameter:
     """Return typer's parameter for an option.
 
     The default is False for a flag, None if `about.unset` describes the default, else the field's default.
     """
-    is_flag = kind is bool and about.instead_of is None
-    default_text = about.unset or (str(default) if about.parse and not about.is_count and default is not None else None)
+    is_flag = kind is bool and opt.instead_of is None
+    default_text = opt.unset or (str(default) if opt.parse and not opt.is_count and default is not None else None)
     info = typer.Option(
-        *filter(None, (about.short, about.flag)),
-        help=about.help.format(choices=(" or " if len(about.choices) == 2 else ", ").join(about.choices)),
+        *filter(None, (opt.short, opt.flag)),
+        help=opt.help.format(choices=(" or " if len(opt.choices) == 2 else ", ").join(opt.choices)),
         show_default=default_text or True,
-        metavar=about.metavar,
-        rich_help_panel=about.panel,
-        hidden=not about.panel,
-        autocompletion=get_completer(name, about.choices),
+        metavar=opt.metavar,
+        rich_help_panel=opt.panel,
+        hidden=not opt.panel,
+        autocompletion=get_completer(name, opt.choices),
     )
     if is_flag:
-        return inspect.Parameter(name, _KEYWORD, default=False, annotation=Annotated[bool, info])
+        return inspect.Parameter(name, _KEYWORD_ONLY, default=False, annotation=Annotated[bool, info])
     value = None if default_text or kind is bool or default == "" else default
-    if about.parse or kind is bool:
+    if opt.parse or kind is bool:
         kind, value = str, None if value is None else str(value)
-    return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind | None, info])
+    return inspect.Parameter(name, _KEYWORD_ONLY, default=value, annotation=Annotated[kind | None, info])
 
 
-def _parse_option(about: Option, value: str) -> Any:
+def _parse_option(opt: Option, value: str) -> Any:
     """Return the parsed value of an option. Raises UsageError, which names the option."""
-    assert about.parse is not None
+    assert opt.parse is not None
     try:
-        return about.parse(value)
+        return opt.parse(value)
     except UsageError as error:
-        raise UsageError(f"{about.flag}: {error.problem}", value=error.value, hint=error.hint) from error
+        raise UsageError(f"{opt.flag}: {error.problem}", value=error.value, hint=error.hint) from error
 
 
 def _build_options(kind: Any, values: Mapping[str, Any]) -> Any:
     """Return an instance of dataclass `kind` from option values. Raises UsageError: wrong or conflicting values."""
     options = get_options(kind)
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     for name, value in values.items():
-        about = options[name]
+        opt = options[name]
         if value is None or value is False:
             continue
-        other = about.instead_of
-        if other is not None and other in given:
-            flags = options[other].flag, about.flag
+        replaced = opt.instead_of
+        if replaced is not None and replaced in kwargs:
+            flags = options[replaced].flag, opt.flag
             problem = "give {} or {}, not both".format(*flags)
-            raise UsageError(problem, value=f"{flags[0]} {given[other]} {flags[1]} {value}", hint="leave one out")
+            raise UsageError(problem, value=f"{flags[0]} {kwargs[replaced]} {flags[1]} {value}", hint="leave one out")
         if value is True:
-            given[name] = not kind.__dataclass_fields__[name].default
-        elif other is not None and about.parse is None:
-            given[other], given[name] = value, True
+            kwargs[name] = not kind.__dataclass_fields__[name].default
+        elif replaced is not None and opt.parse is None:
+            kwargs[replaced], kwargs[name] = value, True
         else:
-            given[name] = _parse_option(about, value) if about.parse else value
-            _check_numbers({name: given[name]})
-    if "gpu" in options and options["gpu"].unset == DEFAULT_GPU_TEXT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
+            kwargs[name] = _parse_option(opt, value) if opt.parse else value
+            _check_numbers({name: kwargs[name]})
+    if "gpu" in options and options["gpu"].unset == DEFAULT_GPU_TEXT and not kwargs.keys() & {"gpu", "gpu_vram_bytes"}:
         from memprof.flows.local_gpu import find_local_gpu_options
 
-        given |= find_local_gpu_options()
-    instance = kind(**given)
+        kwargs |= find_local_gpu_options()
+    instance = kind(**kwargs)
     check_options(instance)
     return instance

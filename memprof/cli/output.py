@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memprof.cli import settings
 from memprof.cli.exits import ExitCode
-from memprof.cli.options import FILES, OUTPUT, reuse_option
+from memprof.cli.options import FILES_PANEL, OUTPUT_PANEL, reuse_option
 from memprof.cli.streams import echo
 from memprof.errors import MemprofError
 from memprof.spec import option
@@ -35,7 +35,7 @@ class _JsonConvertible(Protocol):
 class ListOptions:
     """Options of a command that prints a list."""
 
-    as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
+    as_json: bool = option(False, OUTPUT_PANEL, "Print the result as JSON.", flag="--json")
 
     def __post_init__(self) -> None:
         """Do nothing: subclasses check their options, and call super()."""
@@ -45,11 +45,11 @@ class ListOptions:
 class OutputOptions(ListOptions):
     """Options of a command that prints a result."""
 
-    quiet: bool = option(False, OUTPUT, "Print the verdict alone.", short="-q")
+    quiet: bool = option(False, OUTPUT_PANEL, "Print the verdict alone.", short="-q")
 
     @contextlib.contextmanager
-    def _write_file(self, message: str) -> Iterator[None]:
-        """Context manager: mark errors of writing a file as following the report, and print `message` on success."""
+    def _report_file(self, message: str) -> Iterator[None]:
+        """Context manager: print `message` if a file is written; mark an error as following a printed result."""
         try:
             yield
         except MemprofError as error:
@@ -63,15 +63,15 @@ class OutputOptions(ListOptions):
 class ExplainOptions(OutputOptions):
     """Options of a command whose result has assumptions."""
 
-    explain: bool = option(False, OUTPUT, "List the assumptions, formulas and other runs.", short="-v")
+    explain: bool = option(False, OUTPUT_PANEL, "List the assumptions, formulas and other runs.", short="-v")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions(OutputOptions):
-    """Options of a command with tables; UsageError if the folder cannot be written."""
+    """Options of a command that writes CSV tables; raises UsageError if the folder cannot be written."""
 
     csv: Path | None = option(
-        None, FILES, "Write every table into this folder too, each a CSV file; those of an earlier run there are "
+        None, FILES_PANEL, "Write every table into this folder too, each a CSV file; those of an earlier run there are "
         "replaced.", metavar="FOLDER",
     )  # fmt: skip
     force: bool = reuse_option("force")
@@ -90,16 +90,16 @@ class TableOptions(OutputOptions):
         if self.csv_path is not None:
             from memprof.report.export.csv import write_csv
 
-            with self._write_file(f"Tables: {self.csv}"):
+            with self._report_file(f"Tables: {self.csv}"):
                 write_csv(document, self.csv_path, force=self.force)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions(OutputOptions):
-    """Options of a command with an HTML page; UsageError if the file cannot be written, or plotly is missing."""
+    """Options of a command that writes an HTML page; raises UsageError if plotly is missing, or the file unwritable."""
 
     html: Path | None = option(
-        None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
+        None, FILES_PANEL, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
     )
     force: bool = reuse_option("force")
     html_path: Path | None = dataclasses.field(default=None, init=False)  # `html` as absolute path: scripts may chdir
@@ -120,7 +120,7 @@ class PageOptions(OutputOptions):
         if self.html_path is not None:
             from memprof.report.page.page import write_page
 
-            with self._write_file(f"Page: {self.html}"):
+            with self._report_file(f"Page: {self.html}"):
                 write_page(document, self.html_path, force=self.force)
 
 
@@ -131,9 +131,9 @@ class ReportOptions(ExplainOptions, TableOptions, PageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions(ReportOptions):
-    """Options of a command that can save a capture; UsageError if the file cannot be written."""
+    """Options of a command that can save a capture; raises UsageError if the file cannot be written."""
 
-    save: Path | None = option(None, FILES, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
+    save: Path | None = option(None, FILES_PANEL, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
     save_path: Path | None = dataclasses.field(default=None, init=False)  # `save` as absolute path: scripts may chdir
 
     def __post_init__(self) -> None:
@@ -151,36 +151,35 @@ class CaptureOptions(ReportOptions):
         if self.save_path is not None:
             from memprof.trace.io import save_trace
 
-            with self._write_file(f"Saved: memprof show {shlex.quote(str(self.save))}"):
+            with self._report_file(f"Saved: memprof show {shlex.quote(str(self.save))}"):
                 save_trace(trace, self.save_path, force=self.force)
 
 
 def print_json(result: _JsonConvertible | dict[str, Any]) -> None:
-    """Print a result on stdout as JSON, with the options that files have set."""
-    plain = result if isinstance(result, dict) else result.to_json()
-    if settings.loaded:
-        files = ", ".join(str(one.path) for one in settings.loaded)
-        plain = {
-            **plain,
-            "options_from_file": {"file": files, "options": [word for one in settings.loaded for word in one.words]},
+    """Print a result on stdout as JSON, with the options that settings files and presets have set."""
+    data = result if isinstance(result, dict) else result.to_json()
+    if settings.sources:
+        files = ", ".join(str(s.path) for s in settings.sources)
+        data = {
+            **data,
+            "options_from_file": {"file": files, "options": [word for s in settings.sources for word in s.arguments]},
         }
-    json.dump(plain, sys.stdout, indent=1)
+    json.dump(data, sys.stdout, indent=1)
     sys.stdout.write("\n")
 
 
 def print_result(result: Any, output: OutputOptions, view: str, **options: Any) -> None:
-    """Print a result on stdout as JSON or text, and write its tables and its HTML page.
+    """Print a result on stdout as JSON or text, and write its CSV tables and HTML page.
 
-    Args:
-        view: name of the module in `report/terminal` whose `render` makes the view of the result, with `options`.
+    `view` names the module in `report/terminal` whose `render` function builds the text, given `options`.
     """
     if output.as_json:
         print_json(result)
     else:
         from memprof.report.terminal.console import print_view
 
-        make_view = importlib.import_module(f"memprof.report.terminal.{view}").render
-        print_view(make_view(result, quiet=output.quiet, **options))
+        render = importlib.import_module(f"memprof.report.terminal.{view}").render
+        print_view(render(result, quiet=output.quiet, **options))
     if isinstance(output, TableOptions):
         output.write_tables(result)
     if isinstance(output, PageOptions):
@@ -188,7 +187,7 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
 
 
 def print_report(document: Report, output: ReportOptions) -> None:
-    """Print the report of a run, and write its tables and its HTML page."""
+    """Print the report of a run as JSON or text, and write its CSV tables and HTML page."""
     print_result(document, output, "report", explain=output.explain)
 
 
@@ -197,12 +196,12 @@ def print_cache_age(seconds: float, *, quiet: bool) -> None:
     if not quiet:
         units = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
         size, unit = next((size, unit) for size, unit in units if seconds >= 2 * size or size == 1)
-        ago = f"{seconds / size:.0f} {unit} ago; nothing has changed since"
-        echo(f"memprof: from the cache, simulated {ago} (--no-cache runs it again)", err=True)
+        age_text = f"{seconds / size:.0f} {unit} ago; nothing has changed since"
+        echo(f"memprof: from the cache, simulated {age_text} (--no-cache runs it again)", err=True)
 
 
 def choose_exit_code(document: Report) -> int:
-    """Return the exit code of a report; FAILED also without a verdict, or with a finding of severity error."""
+    """Return the exit code of a report: FAILED without a verdict, or if a finding has severity error."""
     if document.failure is not None or document.verdict.fits is None:
         return ExitCode.FAILED
     if not document.verdict.fits:

@@ -50,22 +50,22 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
     from memprof.fixes.catalog import ALL_FIXES, check_installed
     from memprof.fixes.chosen import parse_fixes
 
-    named = () if options.fix is None or options.is_search else [fix.fix for fix in parse_fixes(options.fix, ALL_FIXES)]
-    check_installed(spec, named)
+    fixes = () if options.fix is None or options.is_search else [fix.fix for fix in parse_fixes(options.fix, ALL_FIXES)]
+    check_installed(spec, fixes)
     from memprof.report.documents.report import Report
 
     run_error: RunFailedError | None = None
-    is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
-    entry = _find_cache_entry(spec, options, is_named=is_named) if options.cache else None
+    is_gpu_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
+    entry = _find_cache_entry(spec, options, is_gpu_named=is_gpu_named) if options.cache else None
     # A capture and a page need all events, which cached results do not have.
-    cached = None if entry is None or output.save or output.html else entry.find(Report)
-    if cached is not None:
-        print_report(cached[0], output)
-        print_cache_age(cached[1], quiet=output.quiet)
-        raise typer.Exit(choose_exit_code(cached[0]))
+    cached_result = None if entry is None or output.save or output.html else entry.find(Report)
+    if cached_result is not None:
+        print_report(cached_result[0], output)
+        print_cache_age(cached_result[1], quiet=output.quiet)
+        raise typer.Exit(choose_exit_code(cached_result[0]))
     with show_progress(quiet=output.quiet) as progress:
         try:
-            trace, document = _run(spec, options, progress, is_named=is_named)
+            trace, document = _run(spec, options, progress, is_gpu_named=is_gpu_named)
         except RunFailedError as error:
             if error.document is None:
                 raise
@@ -78,20 +78,20 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
     raise typer.Exit(choose_exit_code(document))
 
 
-def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_named: bool) -> ResultCacheEntry | None:
-    """Return the cache entry of the call; None if its result is not cached."""
+def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_gpu_named: bool) -> ResultCacheEntry | None:
+    """Return the cache entry for the result of this call; None if such a result is never cached."""
     from memprof.flows.cache.results import find_cached_result, is_without_cuda
 
     if options.device == "auto":
-        is_simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
+        is_simulated = is_gpu_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
     else:
         is_simulated = options.device == "virtual"
-    asked = {"fix": options.fix, "ladder": options.ladder, "largest": options.largest}
-    return find_cached_result("profile", spec, asked, settings.command_words) if is_simulated else None
+    key_values = {"fix": options.fix, "ladder": options.ladder, "largest": options.largest}
+    return find_cached_result("profile", spec, key_values, settings.command_line) if is_simulated else None
 
 
-def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_named: bool) -> tuple[Trace, Report]:
-    """Return trace and report of the run, ladder or search; `is_named`: the user named the GPU to simulate."""
+def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gpu_named: bool) -> tuple[Trace, Report]:
+    """Return trace and report of the run, ladder or search; `is_gpu_named`: an option names the GPU to simulate."""
     from memprof.device.visible import hide_gpus
     from memprof.fixes.catalog import ALL_FIXES, BASE_PLAN, PARALLEL_FIXES, list_ladder
     from memprof.fixes.chosen import parse_fixes
@@ -106,7 +106,7 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
             spec = SpecRuns(spec, progress).add_fixes(parse_fixes(options.fix, ALL_FIXES))
         return find_largest_for_spec(spec, options.largest, progress)
     simulated: Trace | None = None
-    if options.device == "auto" and not is_named and spec.parallel is None and spec.gpus == 1:
+    if options.device == "auto" and not is_gpu_named and spec.parallel is None and spec.gpus == 1:
         spec, simulated = flow.resolve_device(spec, progress)
     elif options.device in ("auto", "virtual"):
         hide_gpus()
@@ -123,8 +123,8 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_na
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
     fixes = [] if options.fix is None or options.is_search else parse_fixes(options.fix, ALL_FIXES)
-    spreads = options.fix is None or any(fix.fix.name in PARALLEL_FIXES for fix in fixes)
-    if spec.gpus > 1 and spec.parallel is None and spreads:
+    uses_all_gpus = options.fix is None or any(fix.fix.name in PARALLEL_FIXES for fix in fixes)
+    if spec.gpus > 1 and spec.parallel is None and uses_all_gpus:
         spec = spec.edit(parallel=BASE_PLAN)
     if options.is_search and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None

@@ -20,15 +20,15 @@ _FIRST_DELAY, _REDRAW_INTERVAL = 2.0, 0.5  # seconds on a terminal until the fir
 
 
 class Progress:
-    """A progress display: a thread prints after two seconds, or every ten without a terminal; never if `quiet`."""
+    """A progress line on stderr, printed by a thread: redrawn on a terminal, else every 10 seconds; none if `quiet`."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._begin = time.monotonic()
-        self._shown = False
+        self._start = time.monotonic()
+        self._has_drawn = False
         self._work = ""
         self._is_terminal = sys.stderr.isatty()
-        self._ended = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
@@ -46,31 +46,31 @@ class Progress:
 
     def _format_line(self) -> str:
         """Return the progress line: work, progress and elapsed seconds."""
-        known = sys.modules.get("memprof.flows.progress")  # not imported: the work reports no progress
-        progress = "" if known is None else known.progress_text()
-        return f"memprof: {self._work}{f', {progress}' if progress else ''} ({time.monotonic() - self._begin:.0f} s)"
+        progress_module = sys.modules.get("memprof.flows.progress")  # not imported: the work reports no progress
+        progress = "" if progress_module is None else progress_module.progress_text()
+        return f"memprof: {self._work}{f', {progress}' if progress else ''} ({time.monotonic() - self._start:.0f} s)"
 
     def _redraw_regularly(self) -> None:
-        self._ended.wait(_FIRST_DELAY)
-        while not self._ended.wait(_REDRAW_INTERVAL):
+        self._stop_event.wait(_FIRST_DELAY)
+        while not self._stop_event.wait(_REDRAW_INTERVAL):
             if self._work:
                 with contextlib.suppress(OSError, ValueError):
                     columns = os.get_terminal_size(sys.stderr.fileno()).columns
                     sys.stderr.write(f"\r\033[K{self._format_line()[: max(columns - 1, 20)]}")
                     sys.stderr.flush()
-                    self._shown = True
+                    self._has_drawn = True
 
     def _write_regularly(self) -> None:
-        while not self._ended.wait(PIPE_INTERVAL):
+        while not self._stop_event.wait(PIPE_INTERVAL):
             if self._work:
                 sys.stderr.write(f"{self._format_line()}\n")
                 sys.stderr.flush()
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
+        self._stop_event.set()
         if self._thread is not None:
             self._thread.join(1.0)  # no line after the report begins
-        if self._shown:
+        if self._has_drawn:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 

@@ -40,15 +40,15 @@ _SCRIPT, _README = "run.py", "README.md"  # the script imports the other files o
 
 def list_recipes(output: ListOptions) -> None:
     """List the recipes: name, title, and the line that runs each."""
-    found = find_recipes()
+    folders = find_recipes()
     if output.as_json:
         from memprof.report.documents.command_results import Recipe, RecipeList
 
-        recipes = (Recipe(one.name, read_title(one / _README), _build_run_command(one)) for one in found)
+        recipes = (Recipe(folder.name, read_title(folder / _README), _build_run_command(folder)) for folder in folders)
         print_json(RecipeList(recipes=tuple(recipes)))
         return
-    for recipe in found:
-        echo(f"{recipe.name}\n    {read_title(recipe / _README)}\n    {_build_run_command(recipe)}")
+    for folder in folders:
+        echo(f"{folder.name}\n    {read_title(folder / _README)}\n    {_build_run_command(folder)}")
 
 
 def run_recipe(context: typer.Context, name: RecipeName) -> None:
@@ -58,13 +58,13 @@ def run_recipe(context: typer.Context, name: RecipeName) -> None:
     """
     with _unpack_folder(find_recipe(name)) as folder:
         script = str(folder / _SCRIPT)
-        before = sys.argv, list(sys.path)
+        saved_state = sys.argv, list(sys.path)
         # As in `python run.py`, so that a copy of the folder behaves the same.
         sys.argv, sys.path[:0] = [script, *context.args], [str(folder)]
         try:
             runpy.run_path(script, run_name="__main__")
         finally:
-            sys.argv, sys.path[:] = before
+            sys.argv, sys.path[:] = saved_state
 
 
 def copy_recipe(
@@ -85,44 +85,44 @@ def copy_recipe(
         raise UsageError(
             "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
         ) from error
-    run = f"python {shlex.quote(str(target / _SCRIPT))}"
+    run_command = f"python {shlex.quote(str(target / _SCRIPT))}"
     if output.as_json:
         from memprof.report.documents.command_results import Recipe, RecipeList
 
-        copied = Recipe(recipe.name, read_title(recipe / _README), run)
-        print_json(RecipeList(command="recipes cp", recipes=(copied,), copied_to=str(target)))
+        copied_recipe = Recipe(recipe.name, read_title(recipe / _README), run_command)
+        print_json(RecipeList(command="recipes cp", recipes=(copied_recipe,), copied_to=str(target)))
         return
-    echo(f"copied to {target}; run it with\n    {run}")
+    echo(f"copied to {target}; run it with\n    {run_command}")
 
 
 def find_recipes() -> list[Traversable]:
-    """Return the folders of all recipes, by number. Raises MemprofError: this installation has none."""
+    """Return the folders of all recipes, sorted by number. Raises MemprofError: this installation has none."""
     for folder in _FOLDERS:
-        below = folder.iterdir() if folder.is_dir() else ()
-        found = [one for one in below if (one / _SCRIPT).is_file() and (one / _README).is_file()]
-        if found:
-            return sorted(found, key=lambda one: (int(_parse_number(one) or sys.maxsize), one.name))
+        children = folder.iterdir() if folder.is_dir() else ()
+        recipes = [child for child in children if (child / _SCRIPT).is_file() and (child / _README).is_file()]
+        if recipes:
+            return sorted(recipes, key=lambda child: (int(_parse_number(child) or sys.maxsize), child.name))
     raise MemprofError("this installation has no recipes", hint="install memprof from its wheel, or from a checkout")
 
 
 def find_recipe(name: str) -> Traversable:
     """Return the recipe with this name, number, or unique part of a name. Raises UsageError: none or several."""
     recipes = find_recipes()
-    wanted = name.strip().strip("/").lower()
-    exact = [recipe for recipe in recipes if wanted in (recipe.name.lower(), _parse_number(recipe))]
-    found = exact[:1] or [recipe for recipe in recipes if wanted and wanted in recipe.name.lower()]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    query = name.strip().strip("/").lower()
+    exact_matches = [recipe for recipe in recipes if query in (recipe.name.lower(), _parse_number(recipe))]
+    matches = exact_matches[:1] or [recipe for recipe in recipes if query and query in recipe.name.lower()]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise UsageError(
-            "several recipes have this in their names", value=repr(name), hint=", ".join(r.name for r in found)
+            "several recipes have this in their names", value=repr(name), hint=", ".join(r.name for r in matches)
         )
     raise unknown_name("recipe", name, [recipe.name for recipe in recipes])
 
 
 @contextmanager
 def _unpack_folder(recipe: Traversable) -> Iterator[Path]:
-    """Context manager: the recipe's folder on disk, unpacked if memprof is in a zip file."""
+    """Context manager: return the path of a recipe's folder, unpacked for its duration if memprof is in a zip file."""
     if isinstance(recipe, Path):
         yield recipe
         return

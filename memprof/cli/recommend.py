@@ -10,7 +10,7 @@ import typer
 
 from memprof.cli import settings
 from memprof.cli.exits import ExitCode
-from memprof.cli.options import OUTPUT, build_spec, reuse_option
+from memprof.cli.options import OUTPUT_PANEL, build_spec, reuse_option
 from memprof.cli.output import ExplainOptions, PageOptions, print_cache_age, print_json
 from memprof.cli.progress import Progress, show_progress
 from memprof.cli.streams import echo
@@ -28,23 +28,23 @@ memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
 memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
 """
 
-SCRIPTS_OVER_GPUS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
-_SEARCHED_DEFAULT = "what gives up least and fits"
+MULTI_GPU_SNIPPETS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
+_SEARCHED_DEFAULT_TEXT = "what gives up least and fits"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions(ExplainOptions, PageOptions):
-    """Options of `memprof recommend`: model and goal, or neither; GPU, data and output."""
+    """Options of `memprof recommend`: the model and what it is used for, the GPU, the data and the output."""
 
     model: str | None = reuse_option("model", default=None)
     model_is_size: bool = reuse_option("model_is_size")
     trust_remote_code: bool = reuse_option("trust_remote_code")
     mode: Mode = reuse_option("mode")
     adapter: str | None = reuse_option("adapter")
-    dtype: str | None = reuse_option("dtype", unset=_SEARCHED_DEFAULT)
-    amp: str | None = reuse_option("amp", unset=_SEARCHED_DEFAULT)
+    dtype: str | None = reuse_option("dtype", unset=_SEARCHED_DEFAULT_TEXT)
+    amp: str | None = reuse_option("amp", unset=_SEARCHED_DEFAULT_TEXT)
     quantize: str | None = reuse_option(
-        "quantize", note="With --adapter lora: QLoRA.", choices=BITSANDBYTES_FORMATS, unset=_SEARCHED_DEFAULT
+        "quantize", note="With --adapter lora: QLoRA.", choices=BITSANDBYTES_FORMATS, unset=_SEARCHED_DEFAULT_TEXT
     )
     context_length: int | None = reuse_option("context_length")
     effective_batch: int | None = option(
@@ -69,10 +69,10 @@ class RecommendOptions(ExplainOptions, PageOptions):
     cache: bool = reuse_option("cache")
     snippet: str | None = option(
         None,
-        OUTPUT,
+        OUTPUT_PANEL,
         "Print this script alone: {choices}.",
         metavar="NAME",
-        choices=("pytorch", "transformers", *SCRIPTS_OVER_GPUS),
+        choices=("pytorch", "transformers", *MULTI_GPU_SNIPPETS),
     )
 
     @property
@@ -86,7 +86,7 @@ class RecommendOptions(ExplainOptions, PageOptions):
 
     @property
     def half_dtype(self) -> str | None:
-        """Return the requested half-precision dtype; None: the GPU's default."""
+        """Return the half-precision dtype that --amp or --dtype requests; None: the default of the GPU."""
         return self.amp or (None if self.dtype == "float32" else self.dtype)
 
     @property
@@ -127,7 +127,7 @@ class RecommendOptions(ExplainOptions, PageOptions):
             )
 
     def build_spec(self) -> TargetSpec:
-        """Return the spec of model and GPU, without options to be searched. Raises UsageError: it is invalid."""
+        """Return the model and GPU as a spec, without the options that are searched. Raises UsageError if invalid."""
         from memprof.device.catalog import find_gpu
 
         # `lengths` is used only for the odds; in `memprof profile` it sets the batches.
@@ -147,16 +147,16 @@ def recommend(request: RecommendOptions) -> None:
     from memprof.report.documents.recommendation import Recommendation
 
     entry = _find_cache_entry(spec, request) if request.cache else None
-    cached = None if entry is None else entry.find(Recommendation)
-    if cached is not None:
-        result, seconds = cached
+    cached_result = None if entry is None else entry.find(Recommendation)
+    if cached_result is not None:
+        result, seconds = cached_result
         print_cache_age(seconds, quiet=request.quiet or request.snippet is not None)
     else:
         with show_progress(quiet=request.quiet) as progress:
             result = _search(spec, request, progress)
     _print_recommendation(result, request)
     request.write_page(result)
-    if entry is not None and cached is None:
+    if entry is not None and cached_result is None:
         entry.save(result)
     raise typer.Exit(ExitCode.DONE if result.has_result else ExitCode.DOES_NOT_FIT)
 
@@ -165,13 +165,13 @@ _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
 
 
 def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> ResultCacheEntry | None:
-    """Return the cache entry of the call; None if its result is not cached."""
+    """Return the cache entry for the result of this call; None if such a result is never cached."""
     from memprof.flows.cache.results import find_cached_result
 
-    asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
+    key_values = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
     if request.model is None:  # the catalog is searched
-        asked["model"], spec = "", spec.edit(model="gpt2")
-    return find_cached_result("recommend", spec, asked, settings.command_words)
+        key_values["model"], spec = "", spec.edit(model="gpt2")
+    return find_cached_result("recommend", spec, key_values, settings.command_line)
 
 
 def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:
@@ -187,20 +187,20 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     from memprof.flows.recommend.recommendation import recommend as search
     from memprof.flows.recommend.search import SearchRequest
 
-    question = SearchRequest(
+    criteria = SearchRequest(
         Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half_dtype
     )
     if spec.gpus > 1 and request.goal == "infer":
         from memprof.flows.recommend.serving import recommend_serving
 
-        return recommend_serving(spec, question, progress)
+        return recommend_serving(spec, criteria, progress)
     if spec.gpus > 1:
         from memprof.flows.recommend.multi_gpu_search import recommend_multi_gpu
 
-        return recommend_multi_gpu(spec, question, progress)
+        return recommend_multi_gpu(spec, criteria, progress)
     if request.lengths is not None:
-        return recommend_for_dataset(spec, question, progress, request.lengths, request.lengths_column, request.batches)
-    return search(spec, question, progress)[0]
+        return recommend_for_dataset(spec, criteria, progress, request.lengths, request.lengths_column, request.batches)
+    return search(spec, criteria, progress)[0]
 
 
 def _print_recommendation(result: Recommendation, request: RecommendOptions) -> None:

@@ -17,7 +17,7 @@ from memprof.cli.exits import ExitCode
 from memprof.cli.options import FixOptions, reuse_option
 from memprof.cli.output import CaptureOptions, choose_exit_code
 from memprof.cli.progress import Progress
-from memprof.cli.streams import echo, report_error, script_output
+from memprof.cli.streams import echo, protect_streams, report_error
 from memprof.errors import MemprofError, UsageError
 from memprof.run_spec import RunSpec
 from memprof.spec import HOST_BYTES, option
@@ -44,10 +44,10 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
     lengths: str | None = reuse_option("lengths", panel="")
 
     def build_spec(self) -> RunSpec:
-        """Return the options that determine the run, with the names of installed fixes."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSpec)}
+        """Return the options that determine the run. Raises UsageError: a fix needs a package that is not installed."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSpec)}
         fixes = () if self.fix is None or self.is_search else tuple(map(str, _parse_installed_fixes(self.fix)))
-        return RunSpec(**found | {"fixes": fixes})
+        return RunSpec(**values | {"fixes": fixes})
 
     def build_stop_rule(self) -> StopRule:
         """Return the rule that stops the script. Raises UsageError: options exclude each other, or are out of range."""
@@ -90,18 +90,18 @@ def run(
         hint = "leave out --ladder, --fix auto and --largest, or --ranks"
         raise UsageError("a ladder and a search run one rank", value=f"--ranks {request.ranks}", hint=hint)
     rank_options = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
-    given = [f"{flag} {number}" for flag, number in rank_options.items() if number not in (None, int(flag != "--rank"))]
-    if given and (is_search or request.device != "virtual"):
-        hint = f"leave out --ladder, --fix auto, --largest and --device, or {given[0].split()[0]}"
-        raise UsageError("several GPUs are virtual ones, and a ladder has one", value=" ".join(given), hint=hint)
+    flags = [f"{flag} {value}" for flag, value in rank_options.items() if value not in (None, int(flag != "--rank"))]
+    if flags and (is_search or request.device != "virtual"):
+        hint = f"leave out --ladder, --fix auto, --largest and --device, or {flags[0].split()[0]}"
+        raise UsageError("several GPUs are virtual ones, and a ladder has one", value=" ".join(flags), hint=hint)
     if request.shown_gpu is not None and not 0 <= request.shown_gpu < (request.gpus or request.shown_gpu + 1):
         hint = "GPUs count from 0" + (f", to {request.gpus - 1}" if request.gpus else "")
         raise UsageError("there is no such GPU", value=f"--gpu-index {request.shown_gpu}", hint=hint)
     if request.fix is not None and request.ladder:
         raise UsageError("--ladder chooses fixes itself", value=f"--fix {request.fix}", hint="give --fix or --ladder")
     request.check_largest(request.device)
-    ranks = request.ranks is not None or _has_measured_ranks(program, request)
-    runner = _run_ladder if is_search else _run_ranks if ranks else _run_script
+    has_ranks = request.ranks is not None or _has_measured_ranks(program, request)
+    runner = _run_ladder if is_search else _run_ranks if has_ranks else _run_script
     from memprof.flows.gpus import find_spec_gpu
 
     stop_rule = request.build_stop_rule()
@@ -115,10 +115,10 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
     from memprof.script import EndReason
     from memprof.trace.events import FailureKind
 
-    before = frozenset(threading.enumerate())
-    with script_output(to_stderr=request.as_json):
-        found = run_script(program, stop_rule, request.build_spec())
-    outcome, document = found.outcome, found.document
+    old_threads = frozenset(threading.enumerate())
+    with protect_streams(to_stderr=request.as_json):
+        result = run_script(program, stop_rule, request.build_spec())
+    outcome, document = result.outcome, result.document
     if isinstance(outcome.error, UsageError):  # a fix does not apply to the script's model
         raise outcome.error
     as_json = request.as_json and document is None
@@ -128,117 +128,117 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
         from memprof.script.program import print_error
 
         print_error(outcome.error)
-    code = _script_exit_code(outcome.exit_code)
+    code = _map_script_exit_code(outcome.exit_code)
     if document is None:
-        failure, code = found.trace.failure, code or int(ExitCode.FAILED)
+        failure, code = result.trace.failure, code or int(ExitCode.FAILED)
         if failure is None or failure.kind is not FailureKind.REFUSED:
             report_error(_build_error(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
         elif not isinstance(outcome.error, MemprofError):
             report_error(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
-    request.print_run(found.trace, document)
+    request.print_run(result.trace, document)
     code = int(ExitCode.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or choose_exit_code(document)
     if outcome.ended is not EndReason.EXIT:
-        _exit_with_threads(before, code)
+        _exit_with_threads(old_threads, code)
     return code
 
 
 def _has_measured_ranks(program: Program, request: RunOptions) -> bool:
-    """Return whether a launcher starts several measured processes, which communicate."""
+    """Return whether a launcher starts several processes on real GPUs, which communicate."""
     if request.device == "virtual" or not program.has_launcher:
         return False
     from memprof.script import ScriptOutcome
 
-    start = program.start()
-    return not isinstance(start, ScriptOutcome) and start.size > 1  # an outcome: the launcher's own --help
+    launch = program.start()
+    return not isinstance(launch, ScriptOutcome) and launch.size > 1  # an outcome: the launcher's own --help
 
 
 def _run_ranks(program: Program, stop_rule: StopRule, request: RunOptions) -> int:
     from memprof.flows.ranks import RanksRun, run_ranks
     from memprof.script import EndReason
 
-    with script_output(to_stderr=request.as_json):
-        found = run_ranks(program, stop_rule, request.build_spec())
-    if not isinstance(found, RanksRun):  # the launcher's own --help
-        code = _script_exit_code(found.exit_code) or int(ExitCode.FAILED)
-        report_error(_build_error(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
+    with protect_streams(to_stderr=request.as_json):
+        job = run_ranks(program, stop_rule, request.build_spec())
+    if not isinstance(job, RanksRun):  # the launcher's own --help
+        code = _map_script_exit_code(job.exit_code) or int(ExitCode.FAILED)
+        report_error(_build_error(job.ended, job.exit_code), as_json=request.as_json, exit_code=code)
         return code
-    if isinstance(found.problem, UsageError):
-        raise found.problem
-    code = _script_exit_code(found.exit_code) or (int(ExitCode.FAILED) if found.problem else 0)
-    as_json = request.as_json and found.document is None
-    echo(found.traceback, err=True, nl=False)
-    if found.problem is not None:
-        report_error(found.problem, as_json=as_json, exit_code=code)
-    if found.document is None:
+    if isinstance(job.problem, UsageError):
+        raise job.problem
+    code = _map_script_exit_code(job.exit_code) or (int(ExitCode.FAILED) if job.problem else 0)
+    as_json = request.as_json and job.document is None
+    echo(job.traceback, err=True, nl=False)
+    if job.problem is not None:
+        report_error(job.problem, as_json=as_json, exit_code=code)
+    if job.document is None:
         code = code or int(ExitCode.FAILED)
-        if found.problem is None:
-            report_error(_build_error(found.ended, found.exit_code), as_json=as_json, exit_code=code)
+        if job.problem is None:
+            report_error(_build_error(job.ended, job.exit_code), as_json=as_json, exit_code=code)
         return code
-    request.print_run(found.trace, found.document)
-    return int(ExitCode.DOES_NOT_FIT) if found.ended is EndReason.REFUSED else code or choose_exit_code(found.document)
+    request.print_run(job.trace, job.document)
+    return int(ExitCode.DOES_NOT_FIT) if job.ended is EndReason.REFUSED else code or choose_exit_code(job.document)
 
 
-_GAP_HINT = (
+_SIMULATION_GAP_HINT = (
     "this is a gap of the virtual GPU, not an error of the script: measure the run on a GPU, and report it to memprof"
 )
 
 
-def _build_error(ended: EndReason, exit_code: int, failure: Failure | None = None) -> MemprofError:
-    """Return the error for a program that ended without a tensor on the GPU; `failure` is its exception."""
+def _build_error(reason: EndReason, exit_code: int, failure: Failure | None = None) -> MemprofError:
+    """Return the error for a script that ended without a tensor on the GPU; `failure` is its exception, if any."""
     from memprof.script import EndReason
     from memprof.trace.events import NOT_SIMULATED
 
     problem = "no verdict: nothing was put on the GPU"
-    if failure is not None and ended in (EndReason.ERROR, EndReason.NOT_SIMULATED):
-        where = "" if failure.source is None else f" at {failure.source}"
+    if failure is not None and reason in (EndReason.ERROR, EndReason.NOT_SIMULATED):
+        location = "" if failure.source is None else f" at {failure.source}"
         is_gap = failure.kind in NOT_SIMULATED
-        what = "the simulation stopped" if is_gap else "the script failed"
+        event = "the simulation stopped" if is_gap else "the script failed"
         return MemprofError(
             problem,
-            value=f"{what}{where}: {failure.error}: {failure.message}",
-            hint=failure.hint or (_GAP_HINT if is_gap else "correct its error, which is above"),
+            value=f"{event}{location}: {failure.error}: {failure.message}",
+            hint=failure.hint or (_SIMULATION_GAP_HINT if is_gap else "correct its error, which is above"),
         )
-    how, hint = {
+    ending, hint = {
         EndReason.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),
         EndReason.INTERRUPTED: ("the script was interrupted", None),
         EndReason.ERROR: ("the script failed", "correct its error, which is above"),
     }.get(
-        ended,
+        reason,
         (
             f"the script ended with exit code {exit_code}",
             "have it move its model to 'cuda'; a process that it starts, or leaves behind as a daemon, is not seen",
         ),
     )
-    return MemprofError(problem, value=how, hint=hint)
+    return MemprofError(problem, value=ending, hint=hint)
 
 
-def _parse_installed_fixes(text: str) -> list[ChosenFix]:
+def _parse_installed_fixes(names: str) -> list[ChosenFix]:
     """Return the fixes of `--fix`. Raises UsageError: their packages are not installed."""
     from memprof.fixes.catalog import check_installed
     from memprof.fixes.chosen import parse_fixes
 
-    fixes = parse_fixes(text)
+    fixes = parse_fixes(names)
     check_installed(None, [fix.fix for fix in fixes])
     return fixes
 
 
-def _script_exit_code(own_code: int) -> int:
+def _map_script_exit_code(script_code: int) -> int:
     """Return a script's exit code, or 1 for codes with a meaning in memprof (usage error, does not fit, differs)."""
     reserved_codes = (ExitCode.USAGE_ERROR, ExitCode.DOES_NOT_FIT, ExitCode.DIFFERS)
-    return int(ExitCode.FAILED) if own_code in reserved_codes else own_code
+    return int(ExitCode.FAILED) if script_code in reserved_codes else script_code
 
 
-def _exit_with_threads(before: Collection[threading.Thread], code: int) -> None:
-    """End the process if a stopped script has running threads, for which Python would wait."""
-    alive = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-    for thread in alive:
+def _exit_with_threads(old_threads: Collection[threading.Thread], exit_code: int) -> None:
+    """End the process if threads besides `old_threads` keep running, for which Python would wait at exit."""
+    threads = [thread for thread in threading.enumerate() if thread not in old_threads and not thread.daemon]
+    for thread in threads:
         thread.join(timeout=1.0)
-    if any(thread.is_alive() for thread in alive):
+    if any(thread.is_alive() for thread in threads):
         sys.stdout.flush()
         sys.stderr.flush()
-        send_exit_code(code)
-        os._exit(code)
+        send_exit_code(exit_code)
+        os._exit(exit_code)
 
 
 def _run_ladder(program: Program, stop_rule: StopRule, request: RunOptions) -> int:

@@ -44,37 +44,37 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 2
 # Matches any pyproject.toml with the table; parsing others would double the start-up time.
-_TABLE_MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
+_TABLE_PATTERN = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
 _MAX_FILE_BYTES = 1 << 20  # of a file of options
-PANEL = "Settings"
+PANEL_NAME = "Settings"
 # Options of all commands, handled before the command runs.
-OPTIONS = {
+SETTINGS_OPTIONS = {
     "config": typer.Option(
-        "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=PANEL
+        "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=PANEL_NAME
     ),
     "save_config": typer.Option(
-        "--save-config", help="Write the options in force as such a file.", metavar="FILE", rich_help_panel=PANEL
+        "--save-config", help="Write the options in force as such a file.", metavar="FILE", rich_help_panel=PANEL_NAME
     ),
     "preset": typer.Option(
         "--preset", help="Options that a name stands for: " + ", ".join(PRESETS) + ".", metavar="NAME",
-        rich_help_panel=PANEL,
+        rich_help_panel=PANEL_NAME,
     ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings of a file or a preset, as words of a command line."""
+    """Options from a settings file or a preset, as command-line arguments."""
 
     path: Path | str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"From {self.path}: {' '.join(self.words)}"
+        return f"From {self.path}: {' '.join(self.arguments)}"
 
 
-loaded: tuple[LoadedSettings, ...] = ()  # Settings of the current command, lowest priority first.
-command_words: tuple[str, ...] = ()  # The current command with all its options.
+sources: tuple[LoadedSettings, ...] = ()  # Settings of the current command, lowest priority first.
+command_line: tuple[str, ...] = ()  # The current command with all its options.
 
 
 def read_settings() -> tuple[Path, Mapping[str, Any]] | None:
@@ -92,7 +92,7 @@ def read_settings() -> tuple[Path, Mapping[str, Any]] | None:
                 data = path.read_bytes()
             except OSError:
                 continue
-            if name == "pyproject.toml" and not _TABLE_MARK.search(data):
+            if name == "pyproject.toml" and not _TABLE_PATTERN.search(data):
                 continue
             table = _parse_toml(path, data)
             if name == "pyproject.toml":
@@ -180,29 +180,29 @@ def write_config(path: Path, command: str, values: Mapping[str, Any]) -> None:
 
 
 def select_options(
-    path: Path, table: Mapping[str, Any], command: str, known: Mapping[str, Collection[str]], *, is_config: bool = False
+    path: Path, table: Mapping[str, Any], command: str, valid: Mapping[str, Collection[str]], *, is_config: bool = False
 ) -> dict[str, Any]:
-    """Return the options of `command` in a settings table; `known` has the options of all commands, without dashes.
+    """Return the options of `command` in a settings `table`; `valid` has the option names of every command.
 
     `is_config`: the table is that of --config, which may name the model, and have lists for comma-separated values.
-    Raises UsageError: an option is unknown, or not allowed in a file.
+    Raises UsageError: an option is unknown, or not allowed in the file `path`.
     """
-    all_options = {name for names in known.values() for name in names}
-    found: dict[str, Any] = {}
+    all_options = {name for names in valid.values() for name in names}
+    options: dict[str, Any] = {}
     for key, value in sorted(table.items(), key=lambda item: isinstance(item[1], dict)):  # tables of commands come last
         is_table = isinstance(value, dict)
-        if is_table and key not in known:
-            raise unknown_name(f"command in {path}", key, known)
+        if is_table and key not in valid:
+            raise unknown_name(f"command in {path}", key, valid)
         for name, setting in value.items() if is_table else [(key, value)]:
-            if is_config and isinstance(setting, list) and all(isinstance(one, str | int | float) for one in setting):
+            if is_config and isinstance(setting, list) and all(isinstance(item, str | int | float) for item in setting):
                 setting = ",".join(map(str, setting))
             if is_command_line_only(name) or (name in _ALLOWED_IN_CONFIG and not is_config):
                 raise UsageError(f"{name} is for the command line alone", value=path, hint="leave it out of the file")
-            if name not in (known[key] if is_table else all_options):
-                raise unknown_name(f"option in {path}", name, known[key] if is_table else all_options)
+            if name not in (valid[key] if is_table else all_options):
+                raise unknown_name(f"option in {path}", name, valid[key] if is_table else all_options)
             if not isinstance(setting, str | int | float):
                 # YAML aliases can make a short file an endless value.
                 raise UsageError(f"{name} has no value that an option has", value=f"{path}: {_REPR.repr(setting)}")
-            if name in known[command] and key in (name, command):
-                found[name] = setting
-    return found
+            if name in valid[command] and key in (name, command):
+                options[name] = setting
+    return options

@@ -29,20 +29,20 @@ class ShowOptions(ReportOptions):
 
 def show(
     file: Annotated[Path, typer.Argument(help="A capture (--save) or a report (--json).")],
-    shown: ShowOptions,
-    reading: ReadingOptions,
+    options: ShowOptions,
+    reading_options: ReadingOptions,
 ) -> None:
     """Show the report of a saved capture, or one in JSON. Needs neither torch nor the model."""
     from memprof.flows.saved_files import load
     from memprof.report.documents.report import Report
 
-    document = load(file, alloc_conf=shown.alloc_conf, gpu=shown.shown_gpu, rank=shown.rank)
+    document = load(file, alloc_conf=options.alloc_conf, gpu=options.shown_gpu, rank=options.rank)
     if isinstance(document, Report):
-        print_report(document, shown)
+        print_report(document, options)
         raise typer.Exit(choose_exit_code(document))
-    if shown.as_json:
+    if options.as_json:
         print_json(document)
     else:
         echo(str(document).removesuffix("\n"))
-    shown.write_tables(document)
-    shown.write_page(document)
+    options.write_tables(document)
+    options.write_page(document)

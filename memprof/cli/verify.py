@@ -1,4 +1,4 @@
-"""`memprof verify`: the original and the fixed model, both compared with float64."""
+"""`memprof verify`: compare a model with and without fixes, each with a float64 reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ memprof verify bfloat16 --model gpt2 --seeds 3
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(OutputOptions):
-    """Options of `memprof verify` for models with their own code."""
+    """Options of `memprof verify`: the output, and whether code of a model repository may run."""
 
     trust_remote_code: bool = reuse_option("trust_remote_code")
 
@@ -50,8 +50,8 @@ def verify(
         progress("importing torch")
         from memprof.flows.verify.bench import verify as run
 
-        found = run(
+        result = run(
             fixes or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code
         )
-    print_result(found, request, "verification")
-    raise typer.Exit(ExitCode.DONE if found.passed else ExitCode.DIFFERS if found.has_results else ExitCode.FAILED)
+    print_result(result, request, "verification")
+    raise typer.Exit(ExitCode.DONE if result.passed else ExitCode.DIFFERS if result.has_results else ExitCode.FAILED)

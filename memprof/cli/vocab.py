@@ -22,7 +22,7 @@ memprof vocab 'data/*.jsonl.gz' --tokenizer tokenizer.json --model gpt2
 
 @dataclass(frozen=True, kw_only=True)
 class VocabOptions(OutputOptions):
-    """Options of `memprof vocab`: the corpus, the caps, and the model."""
+    """Options of `memprof vocab`: the corpus, the limits of the vocabulary, and the model."""
 
     tokenizer: str = option(
         "whitespace", "Corpus", "whitespace, bytes, a tokenizer.json, or a folder that has one.", metavar="NAME"
@@ -79,13 +79,13 @@ def vocab(
         raise UsageError(
             "--amp is not in the arithmetic", value=request.amp, hint="name a model: --model has it simulated"
         )
-    shares = flow.parse_shares(request.coverage)
+    coverages = flow.parse_shares(request.coverage)
     # Also built without a simulation, to check the options before the corpus is read.
     spec = build_spec(request, model=model or "none")
     if model is not None:
         flow.check_model(spec)
     with show_progress(quiet=request.quiet) as progress:
-        counted = flow.read_corpus(
+        counts = flow.read_corpus(
             corpus,
             request.tokenizer,
             encoding=request.encoding,
@@ -93,12 +93,12 @@ def vocab(
             show=request.top,
             progress=progress,
         )
-        caps = flow.compute_caps(counted, shares, request.cap)
+        caps = flow.compute_caps(counts, coverages, request.cap)
         if model is not None:
-            savings = flow.simulate(spec, counted, caps, progress)
+            savings = flow.simulate(spec, counts, caps, progress)
         else:
-            savings = flow.estimate_savings(params, counted, caps, spec)
-    document = flow.build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
+            savings = flow.estimate_savings(params, counts, caps, spec)
+    document = flow.build_vocabulary(tuple(corpus), counts, caps, savings, __version__)
     print_result(document, request, "vocabulary")
     verdicts = [memory.fits for memory in (savings.before, *savings.capped)]
     raise typer.Exit(ExitCode.DOES_NOT_FIT if False in verdicts and True not in verdicts else ExitCode.DONE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memprof.findings.evidence import file_and_line, format_shape, percent, suggest_fixes, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
-from memprof.ledger.stages import Span, at_stage
+from memprof.ledger.stages import Span, format_stage
 from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
@@ -48,7 +48,7 @@ def find(context: Context) -> list[Finding]:
             num_bytes=needed_bytes,
         ),
     ]
-    for category, num_bytes in ledger.by_category().items():
+    for category, num_bytes in ledger.sum_by_category().items():
         if num_bytes >= MIN_SHARE * ledger.peak_bytes:
             share = percent(num_bytes, ledger.peak_bytes)
             evidence.append(Evidence(f"{category}: {format_bytes(num_bytes)} ({share} of the peak)", num_bytes))
@@ -64,14 +64,14 @@ def find(context: Context) -> list[Finding]:
 
 def stage_text(span: Span) -> str:
     """Return the stage and step of `span` as text: "layer 3 of step 1"."""
-    return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
+    return format_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
 def _suggest_category_fixes(context: Context) -> tuple[str, ...]:
     """Return the fixes that reduce large categories, those for the largest category first."""
     ledger = context.ledger
     problems = []
-    for category, num_bytes in ledger.by_category().items():
+    for category, num_bytes in ledger.sum_by_category().items():
         if num_bytes < MIN_SHARE * ledger.peak_bytes:
             continue
         in_step = category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP

@@ -10,7 +10,7 @@ from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.fixes.catalog import FIXES, Fix, find_conflict, find_fixes_for, find_useless_reason, list_active_fixes
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
-from memprof.ledger.stages import vocabulary_size, without_widths
+from memprof.ledger.stages import drop_model_widths, find_vocabulary_size
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
 from memprof.units import format_bytes
 
@@ -217,7 +217,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
         and not _POSITIONS.search(name)
         and (rest := name.partition(".")[2]) == without_numbers(rest)
     }
-    vocabulary_sizes = without_widths(trace, {trace.storages[index].shape[0] for index in names})
+    vocabulary_sizes = drop_model_widths(trace, {trace.storages[index].shape[0] for index in names})
     return {index: name for index, name in names.items() if trace.storages[index].shape[0] in vocabulary_sizes}
 
 
@@ -226,7 +226,7 @@ def vocab_size_of(context: Context) -> int | None:
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace
-    return max((trace.storages[i].shape[0] for i in vocabulary_tables(trace)), default=vocabulary_size(trace))
+    return max((trace.storages[i].shape[0] for i in vocabulary_tables(trace)), default=find_vocabulary_size(trace))
 
 
 @cache_per_context

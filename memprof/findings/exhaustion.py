@@ -18,7 +18,7 @@ from itertools import pairwise
 from memprof.allocator import compute_memory_needs
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_step_leaks
-from memprof.ledger.steps import TrainingStep, training_steps
+from memprof.ledger.steps import TrainingStep, list_training_steps
 from memprof.trace.events import Event, EventKind, Trace
 
 MAX_STEPS = 1_000_000  # Runs have fewer steps: if memory lasts longer, it does not run out
@@ -52,7 +52,7 @@ def predict_growth(context: Context) -> Growth | None:
     ledger, usable_bytes = context.ledger, context.usable_bytes
     if usable_bytes is None or ledger.out_of_memory is not None or ledger.trace.facts.command == "profile":
         return None
-    steps = training_steps(ledger.trace, ledger.allocated)
+    steps = list_training_steps(ledger.trace, ledger.allocated)
     leaks = _forecast_leaks(context, steps)
     per_step = sum(leak.group.bytes_each for leak in leaks)
     if per_step < MIN_STEP_BYTES:

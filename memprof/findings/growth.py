@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
-from memprof.ledger.steps import training_steps
+from memprof.ledger.steps import list_training_steps
 from memprof.trace.events import ROLES_PER_STEP, Holder, Role, Trace
 from memprof.units import format_bytes
 
@@ -91,7 +91,7 @@ def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     and inputs and gradients that later ones have replaced (a parameter may get its first gradient in any step).
     """
     ledger, trace = context.ledger, context.ledger.trace
-    steps = training_steps(trace, ledger.allocated)
+    steps = list_training_steps(trace, ledger.allocated)
     if not steps:
         return {}
     births = context.lifetimes.births

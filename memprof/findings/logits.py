@@ -6,7 +6,7 @@ import math
 
 from memprof.findings import evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.ledger.categories import Category, is_half_of
+from memprof.ledger.categories import Category, is_half_precision_copy
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
@@ -76,7 +76,7 @@ def find_logits_storages(context: Context) -> list[int]:
         and len(storage.shape) > 1
         and is_compute_phase[storage.phase]
         and storage.shape not in parameter_shapes
-        and not (trace.op(storage) == "aten._to_copy" and is_half_of(storage, parameter_shapes))
+        and not (trace.op(storage) == "aten._to_copy" and is_half_precision_copy(storage, parameter_shapes))
         and index not in trace.owners
         and not storage.hidden
     ]

@@ -15,7 +15,7 @@ from memprof.findings.growth import (
     holder_fix_evidence,
     leak_evidence,
 )
-from memprof.ledger.steps import training_steps
+from memprof.ledger.steps import list_training_steps
 from memprof.trace.events import Holder
 from memprof.units import format_bytes
 
@@ -28,7 +28,7 @@ def find(context: Context) -> list[Finding]:
 
     The severity is an error if memory will run out. A container with a maximum length is reported only in this case.
     """
-    steps = training_steps(context.ledger.trace, context.ledger.allocated)
+    steps = list_training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
     return [
         _make_finding(context, holder, leaks, len(steps), growth)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.ledger.caught_errors import caught_errors
+from memprof.ledger.caught_errors import list_caught_errors
 from memprof.units import format_bytes
 
 
 @rule(40)
 def find(context: Context) -> list[Finding]:
     """Return one finding for all failed allocations whose error the program caught; `num_bytes`: the largest one."""
-    caught = caught_errors(context.ledger)
+    caught = list_caught_errors(context.ledger)
     if not caught:
         return []
     trace = context.ledger.trace

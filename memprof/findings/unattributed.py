@@ -17,7 +17,7 @@ MAX_SHOWN = 5
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the unattributed memory at the peak."""
     ledger = context.ledger
-    num_bytes = ledger.by_category().get(Category.UNATTRIBUTED, 0)
+    num_bytes = ledger.sum_by_category().get(Category.UNATTRIBUTED, 0)
     if num_bytes <= MIN_SHARE * ledger.peak_bytes:
         return []
     tensors = [tensor for tensor in ledger.live if tensor.category is Category.UNATTRIBUTED]

@@ -17,7 +17,7 @@ from memprof.flows.gpu_reports import merge_gpu_reports
 from memprof.flows.rank_reports import merge_rank_reports, rank_index
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import Ledger, build_ledger
-from memprof.ledger.over_time import over_time
+from memprof.ledger.over_time import build_over_time
 from memprof.ledger.streams import StreamMemory
 from memprof.report.documents.report import Report, build_report
 from memprof.trace.events import CPU, Trace
@@ -76,14 +76,14 @@ def _account_gpu(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
     fields = {} if target is None else {name: getattr(target, name) for name in _TARGET_FIELDS}
     program = trace.facts.program
     fixes = () if program is None else program.fixes
-    streams, usable = StreamMemory.of(ledger), device.usable_bytes
+    streams, usable = StreamMemory.from_ledger(ledger), device.usable_bytes
     context = Context(ledger=ledger, usable_bytes=usable, gpu=device.name, fixes=fixes, streams=streams, **fields)
     growth = predict_growth(context)
     if not explained:
         return ledger, build_report(ledger, find_all(context, for_search=True), settings, growth=growth)
     bridge = build_bridge(ledger)
     document = build_report(ledger, find_all(context), settings, bridge, streams, growth)
-    return ledger, dataclasses.replace(document, ledger=ledger, over_time=over_time(ledger))
+    return ledger, dataclasses.replace(document, ledger=ledger, over_time=build_over_time(ledger))
 
 
 def with_settings(trace: Trace, alloc_conf: str) -> Trace:

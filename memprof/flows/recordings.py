@@ -207,7 +207,7 @@ def export_file(
         raise UsageError("this would replace the file that is read", value=to, hint="choose another name with --to")
     from memprof.report.export import memory_viz, perfetto
 
-    check_output_path(to, perfetto.FORM if kind == ".json" else memory_viz.FORM, force=force)
+    check_output_path(to, perfetto.TRACE_FILE if kind == ".json" else memory_viz.SNAPSHOT_FILE, force=force)
     opened = open_file(path, progress)
     progress("writing")
     if kind == ".json":

@@ -13,7 +13,7 @@ from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.ledger.steps import TrainingStep
 from memprof.trace.events import Trace
 
-FEWEST = 5  # fewest steps of a program that are compared
+MIN_STEPS = 5  # fewest steps of a program that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ReservedOverSteps:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """A run over batches of different lengths."""
+    """The memory of a run whose batches differ in length."""
 
     lengths: str | None  # As in `--lengths`; None, as the next two: a program's own batches.
     mean_length: float | None  # Of a batch, padding included.
@@ -51,50 +51,52 @@ class Batches:
     reserved: tuple[ReservedOverSteps, ...]
 
 
-def batches(run: GpuReplay, allocated: Sequence[int], program_steps: Sequence[TrainingStep] = ()) -> Batches | None:
-    """Return the batches of a run and their memory; None if all batches are alike.
+def build_batches(
+    run: GpuReplay, allocated: Sequence[int], program_steps: Sequence[TrainingStep] = ()
+) -> Batches | None:
+    """Return the memory of each step of a run, and of other allocator settings; None if its batches do not differ.
 
-    `allocated` are bytes after every event; `program_steps` are the steps of a program that names no phases itself.
+    `allocated` has the allocated bytes after every event; `program_steps` are the training steps of a user's program.
     """
     target = run.trace.facts.target
     if target is not None and target.asked.lengths is not None and target.sequence_lengths:
-        lengths, each = target.sequence_lengths, target.asked.gradient_accumulation + target.asked.evaluate
+        lengths, batches_per_step = target.sequence_lengths, target.asked.gradient_accumulation + target.asked.evaluate
         spans = list(_iterate_steps(run.trace))
-        longest = [max(lengths[(number - 1) * each : number * each]) for number, _, _ in spans]
-        return _build_batches(
+        longest = [max(lengths[(step - 1) * batches_per_step : step * batches_per_step]) for step, _, _ in spans]
+        return _build_from_steps(
             run, allocated, spans, longest, (target.asked.lengths, statistics.fmean(lengths), max(lengths))
         )
     # The first step has no optimizer state yet.
-    if len(program_steps) < FEWEST or run.rounds is False or len({step.peak_bytes for step in program_steps[1:]}) == 1:
+    if len(program_steps) < MIN_STEPS or run.rounds is False or len({s.peak_bytes for s in program_steps[1:]}) == 1:
         return None
     spans = [(step.step, step.begin, step.end) for step in program_steps]
-    return _build_batches(run, allocated, spans, [None] * len(spans), (None, None, None))
+    return _build_from_steps(run, allocated, spans, [None] * len(spans), (None, None, None))
 
 
-def _build_batches(
+def _build_from_steps(
     run: GpuReplay,
     allocated: Sequence[int],
     spans: Sequence[tuple[int, int, int]],
     longest: Sequence[int | None],
-    about: tuple[str | None, float | None, int | None],
+    length_summary: tuple[str | None, float | None, int | None],
 ) -> Batches:
-    as_run = [max(run.timeline.reserved[begin:end]) for _, begin, end in spans]
+    reserved_peaks = [max(run.timeline.reserved[begin:end]) for _, begin, end in spans]
     peaks = [max(allocated[begin:end]) for _, begin, end in spans]
     steps = (
-        BatchStep(number, length, peak, reserved, reserved - most)
-        for (number, _, _), length, peak, reserved, most in zip(
-            spans, longest, peaks, as_run, accumulate(peaks, max), strict=True
+        BatchStep(step, length, peak, reserved, reserved - peak_so_far)
+        for (step, _, _), length, peak, reserved, peak_so_far in zip(
+            spans, longest, peaks, reserved_peaks, accumulate(peaks, max), strict=True
         )
     )
-    rows = [_summarize("baseline", as_run)]
+    settings = [_summarize("baseline", reserved_peaks)]
     if run.rounds:
         if not run.config.expandable_segments and run.release.has_expandable_segments:
-            other = dataclasses.replace(run.config, expandable_segments=True)
-            rows.append(_summarize(EXPANDABLE_SEGMENTS, _replay_step_peaks(run, spans, other)))
-        rows.append(
-            _summarize("empty_cache() after each step", _replay_step_peaks(run, spans, run.config, flushes=True))
+            expandable = dataclasses.replace(run.config, expandable_segments=True)
+            settings.append(_summarize(EXPANDABLE_SEGMENTS, _replay_step_peaks(run, spans, expandable)))
+        settings.append(
+            _summarize("empty_cache() after each step", _replay_step_peaks(run, spans, run.config, empties_cache=True))
         )
-    return Batches(*about, tuple(steps), tuple(rows))
+    return Batches(*length_summary, tuple(steps), tuple(settings))
 
 
 def _iterate_steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
@@ -103,25 +105,25 @@ def _iterate_steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
     for time, phase in trace.list_phase_begins():
         if phase.step:
             begins.setdefault(phase.step, time)
-    for (number, begin), (_, end) in pairwise([*begins.items(), (0, len(trace.events))]):
-        yield number, begin, end
+    for (step, begin), (_, end) in pairwise([*begins.items(), (0, len(trace.events))]):
+        yield step, begin, end
 
 
 def _replay_step_peaks(
-    run: GpuReplay, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, flushes: bool = False
+    run: GpuReplay, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, empties_cache: bool = False
 ) -> list[int]:
-    """Return the reserved peak in each step on a GPU without limit, under the settings `config`."""
+    """Return the reserved peak in each step on a GPU of unlimited memory, under the allocator settings `config`."""
     replay = TraceReplay(run.trace, None, config, run.release)
-    most = []
+    peaks = []
     for _, begin, end in spans:
         replay.advance(end)
-        most.append(max(replay.timeline.reserved[begin:end]))
-        if flushes:
+        peaks.append(max(replay.timeline.reserved[begin:end]))
+        if empties_cache:
             replay.allocator.empty_cache()
-    return most
+    return peaks
 
 
 def _summarize(how: str, reserved: Sequence[int]) -> ReservedOverSteps:
     p99 = statistics.quantiles(reserved, n=100, method="inclusive")[98] if len(reserved) > 1 else reserved[0]
-    settled = reserved.index(max(reserved)) + 1
-    return ReservedOverSteps(how, max(reserved), round(p99), round(statistics.fmean(reserved)), settled)
+    settled_step = reserved.index(max(reserved)) + 1
+    return ReservedOverSteps(how, max(reserved), round(p99), round(statistics.fmean(reserved)), settled_step)

@@ -27,12 +27,12 @@ from memprof.units import MIB
 # algorithms and peers; send and receive take more.
 NCCL_GROUP_BYTES = (544 * MIB, 1_600_000_000)
 
-MOST_SEGMENTS = 5  # kinds of segments that are listed, those with the most free memory
+MAX_SEGMENT_GROUPS = 5  # kinds of segments that are listed, those with the most free memory
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """The segments of one pool: the small pool serves requests of up to 1 MiB."""
+    """The segments of one pool of the caching allocator; the small pool serves requests of up to 1 MiB."""
 
     pool: str  # `small` or `large`; for a private pool (CUDA graphs) with the pool's number.
     segments: int  # Segments, or contiguous mapped runs of expandable ones.
@@ -46,7 +46,7 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True)
 class FreeSegments:
-    """Equal segments with free memory."""
+    """A group of equal segments that have free memory."""
 
     pool: str
     count: int
@@ -58,10 +58,7 @@ class FreeSegments:
 
 @dataclass(frozen=True, slots=True)
 class BridgeMoment:
-    """The steps at one moment: each is a difference, in bytes, between the amounts before and after it.
-
-    Its attributes have the names of the JSON, one for each step and amount.
-    """
+    """The bridge at one moment: requested, allocated, reserved and device memory, and the differences, in bytes."""
 
     stage: str
     step: int
@@ -87,7 +84,7 @@ class BridgeMoment:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The steps at the reserved peak, and at the allocated peak."""
+    """The bridge from requested to device memory at two moments: the reserved peak and the allocated peak."""
 
     peak_reserved: BridgeMoment
     peak_allocated: BridgeMoment
@@ -103,13 +100,13 @@ class Bridge:
         return min(moment.fragmentation_bytes, self.peak_allocated.allocated_bytes - moment.allocated_bytes)
 
     @property
-    def outside_is_unknown(self) -> bool:
+    def is_outside_unknown(self) -> bool:
         """Return whether all GPU memory outside torch's segments and the context is unknown."""
         return self.peak_reserved.libraries_bytes is None and self.peak_reserved.unattributed_bytes is None
 
 
 def build_bridge(ledger: Ledger) -> Bridge | None:
-    """Return the bridge of a run; None if the run was on a CPU, which has neither context nor driver."""
+    """Return the bridge of a run; None if the run was on a CPU, which has no CUDA context."""
     if ledger.trace.device == CPU:
         return None
     reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
@@ -127,12 +124,12 @@ def build_bridge(ledger: Ledger) -> Bridge | None:
 
 
 def _has_unseen_nccl(trace: Trace) -> bool:
-    """Return whether NCCL takes an unknown amount of memory; a measured run has it among its libraries."""
+    """Return whether the run is a simulated rank that uses NCCL, whose memory is then unknown and not included."""
     rank = trace.facts.rank
     return trace.source == "simulated" and rank is not None and rank.world_size > 1 and not rank.without_nccl
 
 
-def libraries_bytes(trace: Trace) -> int | None:
+def compute_libraries_bytes(trace: Trace) -> int | None:
     """Return a measured run's GPU memory outside torch's segments and the initial context; None: unknown."""
     nvml = trace.facts.nvml or NvmlFacts()
     if nvml.process_bytes is None or nvml.reserved_bytes is None:
@@ -141,9 +138,9 @@ def libraries_bytes(trace: Trace) -> int | None:
 
 
 def _measure_outside(trace: Trace) -> dict[str, int | None]:
-    """Return the GPU memory outside torch's segments: the steps that are equal at every moment."""
+    """Return the GPU memory outside torch's segments and the context, by attribute of `BridgeMoment`; None: unknown."""
     nvml, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
-    used, process, libraries = nvml.used_bytes, nvml.process_bytes, libraries_bytes(trace)
+    used, process, libraries = nvml.used_bytes, nvml.process_bytes, compute_libraries_bytes(trace)
     return {
         "libraries_bytes": libraries,
         "other_processes_bytes": None if used is None or process is None else max(used - process, 0),
@@ -152,25 +149,25 @@ def _measure_outside(trace: Trace) -> dict[str, int | None]:
 
 
 def _measure_outside_sample(trace: Trace, context: int) -> int | None:
-    """Return the device memory outside reserved memory and context, in the sample with the most reserved memory."""
-    pairs = [
+    """Return the device memory beyond reserved memory and `context` bytes, in the sample with most reserved memory."""
+    samples = [
         (sample.reserved_bytes, sample.device_used_bytes)
         for sample in trace.samples
         if sample.reserved_bytes is not None and sample.device_used_bytes is not None
     ]
-    if not pairs:
+    if not samples:
         return None
-    reserved, used = max(pairs)
+    reserved, used = max(samples)
     return max(used - reserved - context, 0)
 
 
 def _build_moment(
-    ledger: Ledger, event: int, span: Span, reserved: int, outside: dict[str, int | None]
+    ledger: Ledger, event: int, span: Span, reserved: int, outside_bytes: dict[str, int | None]
 ) -> BridgeMoment:
     timeline = ledger.run.timeline
     requested, allocated = timeline.requested[event], timeline.allocated[event]
     segments, _ = ledger.run.layout_at(event)
-    large_unit, context = ledger.run.config.large_segment_size, ledger.trace.facts.device.context_bytes
+    large_segment_size, context = ledger.run.config.large_segment_size, ledger.trace.facts.device.context_bytes
     return BridgeMoment(
         stage=span.name,
         step=span.step,
@@ -182,43 +179,43 @@ def _build_moment(
         released_bytes=reserved - timeline.reserved[event],
         reserved_bytes=reserved,
         context_bytes=context,
-        **outside,
-        device_used_bytes=reserved + context + sum(part or 0 for part in outside.values()),
-        pools=_summarize_pools(segments, large_unit),
+        **outside_bytes,
+        device_used_bytes=reserved + context + sum(num_bytes or 0 for num_bytes in outside_bytes.values()),
+        pools=_summarize_pools(segments, large_segment_size),
         free_segments=_group_free_segments(segments),
     )
 
 
-def _summarize_pools(segments: list[SnapshotSegment], large_unit: int) -> tuple[PoolUse, ...]:
-    names = sorted({(segment.pool_id, not segment.is_small) for segment in segments})
-    found = []
-    for pool_id, is_large in names:
-        own = [one for one in segments if one.pool_id == pool_id and one.is_small is not is_large]
-        reserved, allocated = sum(one.size for one in own), sum(one.allocated for one in own)
-        releasable = sum(one.releasable(large_unit if is_large else SMALL_BUFFER) for one in own)
-        found.append(
+def _summarize_pools(segments: list[SnapshotSegment], large_size: int) -> tuple[PoolUse, ...]:
+    pool_keys = sorted({(segment.pool_id, not segment.is_small) for segment in segments})
+    pools = []
+    for pool_id, is_large in pool_keys:
+        group = [s for s in segments if s.pool_id == pool_id and s.is_small is not is_large]
+        reserved, allocated = sum(s.size for s in group), sum(s.allocated for s in group)
+        releasable = sum(s.releasable(large_size if is_large else SMALL_BUFFER) for s in group)
+        pools.append(
             PoolUse(
                 pool=pool_name(not is_large, pool_id),
-                segments=len(own),
+                segments=len(group),
                 reserved_bytes=reserved,
                 allocated_bytes=allocated,
                 free_bytes=reserved - allocated,
                 pinned_bytes=reserved - allocated - releasable,
                 releasable_bytes=releasable,
-                empty_segments=sum(not one.allocated for one in own),
+                empty_segments=sum(not s.allocated for s in group),
             )
         )
-    return tuple(found)
+    return tuple(pools)
 
 
 def _group_free_segments(segments: list[SnapshotSegment]) -> tuple[FreeSegments, ...]:
-    alike: Counter[tuple[str, int, int, bool, bool]] = Counter()
-    for one in segments:
-        free = one.size - one.allocated
+    counts: Counter[tuple[str, int, int, bool, bool]] = Counter()
+    for s in segments:
+        free = s.size - s.allocated
         if free:
-            alike[pool_name(one.is_small, one.pool_id), one.size, free, one.allocated > 0, one.expandable] += 1
-    most = sorted(alike.items(), key=lambda item: (-item[0][2] * item[1], item[0]))
+            counts[pool_name(s.is_small, s.pool_id), s.size, free, s.allocated > 0, s.expandable] += 1
+    groups = sorted(counts.items(), key=lambda item: (-item[0][2] * item[1], item[0]))
     return tuple(
         FreeSegments(pool, count, size, free, tensors, expandable)
-        for (pool, size, free, tensors, expandable), count in most[:MOST_SEGMENTS]
+        for (pool, size, free, tensors, expandable), count in groups[:MAX_SEGMENT_GROUPS]
     )

@@ -11,7 +11,7 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class CaughtError:
-    """One failed allocation that the program survived."""
+    """A failed allocation whose error the program caught, so that it continued."""
 
     stage: str
     step: int
@@ -25,15 +25,15 @@ class CaughtError:
     event: int = field(default=NONE, metadata=json_name(None))  # NONE in a report that was read from JSON.
 
 
-def caught_errors(ledger: Ledger) -> list[CaughtError]:
-    """Return all caught errors, in the order of the run."""
+def list_caught_errors(ledger: Ledger) -> list[CaughtError]:
+    """Return the out-of-memory errors that the program caught, in the order of the run."""
     trace = ledger.trace
-    refused = frozenset(trace.refused) - trace.optional_storages()
-    found = []
+    failed_storages = frozenset(trace.refused) - trace.optional_storages()
+    errors = []
     for time, (kind, ref) in enumerate(trace.events):
-        if kind is EventKind.ALLOC and ref in refused:
+        if kind is EventKind.ALLOC and ref in failed_storages:
             stage, storage = ledger.span_at(time), trace.storages[ref]
-            what = (storage.num_bytes, storage.shape, storage.dtype, trace.op(storage))
-            where = (trace.module_path(storage), trace.source_line(storage))
-            found.append(CaughtError(stage.name, stage.step, *what, *where, ledger.allocated[time], time))
-    return found
+            tensor = (storage.num_bytes, storage.shape, storage.dtype, trace.op(storage))
+            origin = (trace.module_path(storage), trace.source_line(storage))
+            errors.append(CaughtError(stage.name, stage.step, *tensor, *origin, ledger.allocated[time], time))
+    return errors

@@ -11,15 +11,15 @@ from memprof.allocator.replay import FirstOom
 from memprof.allocator.rounding import round_size
 from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
-from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage, stages_of
-from memprof.ledger.stages import Span, spans
+from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage, build_stages
+from memprof.ledger.stages import Span, list_spans
 from memprof.trace.events import HOST, EventKind, Trace, without_numbers
 from memprof.trace.json_values import json_name
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """Equal storages live at the peak: same layout, category, operator and line, in one module of each layer."""
+    """A group of storages live at the peak with equal shape, dtype, category, operator, source line and module path."""
 
     num_bytes: int = field(metadata=json_name("bytes"))  # Requested bytes of one storage.
     count: int
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(slots=True)
 class Ledger:
-    """All memory figures of a report, as integers: one attribute for each displayed figure."""
+    """All memory amounts of a report, as integers: one attribute for each displayed value."""
 
     trace: Trace
     spans: list[Span]
@@ -68,10 +68,10 @@ class Ledger:
 
     @property
     def host_peak_bytes(self) -> int:
-        """Return the peak of bytes of tensors in host memory."""
+        """Return the highest number of bytes of tensors in host memory."""
         return max(self.host, default=0)
 
-    def by_category(self) -> dict[Category, int]:
+    def sum_by_category(self) -> dict[Category, int]:
         """Return the allocated bytes at the peak by category, largest first."""
         sums = Counter[Category]()
         for row in self.rows:
@@ -79,7 +79,7 @@ class Ledger:
         return dict(sums.most_common())
 
     def span_at(self, time: int) -> Span:
-        """Return the stage that the event at `time` belongs to."""
+        """Return the stage that contains the event with index `time`."""
         return _find_span(self.spans, time)
 
 
@@ -88,8 +88,8 @@ class EmptyTraceError(MemprofError, ValueError):
 
 
 def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
-    """Return the ledger of a trace; without its replay `run`, by the default rules and without a GPU limit. Raises
-    EmptyTraceError: the trace holds no allocation."""
+    """Return the ledger of a trace and its allocator replay `run` (None: replayed with default settings, without a
+    memory limit). Raises EmptyTraceError: the trace has no allocation on the GPU."""
     run = replay_on_gpu(trace, None) if run is None else run
     timeline = run.timeline
     allocated = timeline.allocated
@@ -98,33 +98,33 @@ def build_ledger(trace: Trace, run: GpuReplay | None = None) -> Ledger:
         raise EmptyTraceError(
             "the trace holds no allocation on the GPU", hint='move the model and its inputs to "cuda" inside the run'
         )
-    stage_spans = spans(trace)
+    stage_spans = list_spans(trace)
     categories = categorize(trace, stage_spans)
     out_of_memory = _build_oom_moment(trace, run.first_oom, stage_spans)
     peak_bytes = max(allocated)
     # The last event with the peak: in the steady state rather than in the first step. A failed allocation does not
     # count, even if as much is allocated at that time.
-    refused = run.refused
+    failed_storages = run.refused
     peak_event = max(
         time
-        for time, ((kind, ref), amount) in enumerate(zip(trace.events, allocated, strict=True))
-        if amount == peak_bytes
+        for time, ((kind, ref), num_bytes) in enumerate(zip(trace.events, allocated, strict=True))
+        if num_bytes == peak_bytes
         and kind is EventKind.ALLOC
         and trace.storages[ref].device == trace.device
-        and ref not in refused
+        and ref not in failed_storages
     )
     live = _group_live_tensors(trace, categories, peak_event, run)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)
     for tensor in live:
         rows[tensor.category, tensor.module or "", tensor.phase] += tensor.allocated_bytes
         # Blocks are larger than their tensors where a rest of up to 1 MiB is not split off.
-        blocks = sum(timeline.blocks.get(index, 0) for index in tensor.storages)
-        if blocks > tensor.allocated_bytes:
-            rows[Category.FRAGMENTATION, "", ""] += blocks - tensor.allocated_bytes
+        block_bytes = sum(timeline.blocks.get(index, 0) for index in tensor.storages)
+        if block_bytes > tensor.allocated_bytes:
+            rows[Category.FRAGMENTATION, "", ""] += block_bytes - tensor.allocated_bytes
     ledger = Ledger(
         trace=trace,
         spans=stage_spans,
-        stages=stages_of(trace, run, stage_spans, host, out_of_memory),
+        stages=build_stages(trace, run, stage_spans, host, out_of_memory),
         categories=categories,
         run=run,
         allocated=allocated,
@@ -170,30 +170,30 @@ def _compute_host_curve(trace: Trace) -> list[int]:
     """Return the bytes of tensors in host memory after every event."""
     host: list[int] = []
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
-    now = 0
+    host_bytes = 0
     for kind, ref in trace.events:
         if (kind is alloc or kind is free) and storages[ref].device == HOST:
-            now += storages[ref].num_bytes if kind is alloc else -storages[ref].num_bytes
-        host.append(now)
+            host_bytes += storages[ref].num_bytes if kind is alloc else -storages[ref].num_bytes
+        host.append(host_bytes)
     return host
 
 
-def live_storages_at(trace: Trace, time: int, refused: frozenset[int]) -> list[int]:
-    """Return the indices of the GPU storages live after the event at `time`, without those that were `refused`."""
-    alive: dict[int, None] = {}
+def find_live_storages(trace: Trace, time: int, failed_storages: frozenset[int]) -> list[int]:
+    """Return the indices of GPU storages live after the event with index `time`, without `failed_storages`."""
+    live: dict[int, None] = {}
     storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
     for kind, ref in trace.events[: time + 1]:
         if kind is alloc and storages[ref].device == trace.device:
-            alive[ref] = None
+            live[ref] = None
         elif kind is free:
-            alive.pop(ref, None)
-    return [index for index in alive if index not in refused]
+            live.pop(ref, None)
+    return [index for index in live if index not in failed_storages]
 
 
 def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run: GpuReplay) -> list[LiveTensor]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     names: dict[int, list[str | None]] = {}
-    for index in live_storages_at(trace, time, run.refused):
+    for index in find_live_storages(trace, time, run.refused):
         storage, owner = trace.storages[index], trace.owners.get(index)
         names[index] = [trace.module_path(storage), (owner.name or None) if owner else None]
         key = (

@@ -15,7 +15,7 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryMoment:
-    """The moment at which the GPU is full: the first failed allocation."""
+    """The first failed allocation of a run, and the memory in use at that moment."""
 
     event: int
     stage: Span
@@ -30,10 +30,7 @@ class OutOfMemoryMoment:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage, in the order of the run; bytes of allocated blocks.
-
-    Its attributes have the names of the JSON, one for each amount.
-    """
+    """A stage of a run and its memory, in bytes; `delta_bytes` is the change from its beginning to its end."""
 
     name: str
     step: int  # Training step from 1; 0 outside steps.
@@ -63,58 +60,58 @@ class Stage:
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
 
 
-def stages_of(
+def build_stages(
     trace: Trace, run: GpuReplay, spans: list[Span], host: list[int], oom: OutOfMemoryMoment | None
 ) -> list[Stage]:
-    """Return the stages of a run at `spans`; `host` are bytes in host memory after every event."""
+    """Return a stage with its memory for each of `spans`; `host` has the bytes in host memory after every event."""
     timeline, context = run.timeline, trace.facts.device.context_bytes
-    peaks = _assign_measured_peaks(trace, timeline.allocated, spans)
+    measured_peaks = _assign_measured_peaks(trace, timeline.allocated, spans)
     allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
     stages = []
     for span in spans:
-        within, last = slice(span.begin, span.end), span.end - 1
-        before = (allocated[span.begin - 1], requested[span.begin - 1]) if span.begin else (0, 0)
-        most_reserved = max(reserved[within])
+        event_slice, last_event = slice(span.begin, span.end), span.end - 1
+        bytes_before = (allocated[span.begin - 1], requested[span.begin - 1]) if span.begin else (0, 0)
+        peak_reserved = max(reserved[event_slice])
         if span.begin <= timeline.peak_reserved.event < span.end:  # perhaps within the event, and released there
-            most_reserved = timeline.peak_reserved.num_bytes
+            peak_reserved = timeline.peak_reserved.num_bytes
         amounts = {
-            "allocated_bytes": allocated[last],
-            "delta_bytes": allocated[last] - before[0],
-            "peak_allocated_bytes": max(allocated[within]),
-            "requested_bytes": requested[last],
-            "requested_delta_bytes": requested[last] - before[1],
-            "peak_requested_bytes": max(requested[within]),
-            "reserved_bytes": reserved[last],
-            "peak_reserved_bytes": most_reserved,
-            "device_used_bytes": reserved[last] + context,
-            "host_allocated_bytes": host[last],
-            "peak_host_bytes": max(host[within]),
+            "allocated_bytes": allocated[last_event],
+            "delta_bytes": allocated[last_event] - bytes_before[0],
+            "peak_allocated_bytes": max(allocated[event_slice]),
+            "requested_bytes": requested[last_event],
+            "requested_delta_bytes": requested[last_event] - bytes_before[1],
+            "peak_requested_bytes": max(requested[event_slice]),
+            "reserved_bytes": reserved[last_event],
+            "peak_reserved_bytes": peak_reserved,
+            "device_used_bytes": reserved[last_event] + context,
+            "host_allocated_bytes": host[last_event],
+            "peak_host_bytes": max(host[event_slice]),
             **_read_samples(trace, span),
-            "measured_peak_bytes": peaks.get(span.begin),
+            "measured_peak_bytes": measured_peaks.get(span.begin),
         }
-        place = {name: getattr(span, name) for name in ("name", "step", "micro_batch", "stack", "index", "kind")}
-        stages.append(Stage(**place, **amounts, oom=oom is not None and oom.stage == span))
+        span_fields = {name: getattr(span, name) for name in ("name", "step", "micro_batch", "stack", "index", "kind")}
+        stages.append(Stage(**span_fields, **amounts, oom=oom is not None and oom.stage == span))
     return stages
 
 
 def _assign_measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:
-    """Return the measured peaks, by the beginning of the span that contains each peak."""
+    """Return measured peaks in bytes, by the first event of the span that contains each peak."""
     begins = [span.begin for span in spans]
-    found: dict[int, int] = {}
-    since = 0
+    peaks: dict[int, int] = {}
+    sample_begin = 0
     for sample in trace.samples:
-        within = allocated[since : sample.event + 1]
-        since = sample.event + 1
-        if sample.peak_allocated_bytes is None or not within:
+        sample_curve = allocated[sample_begin : sample.event + 1]
+        sample_begin = sample.event + 1
+        if sample.peak_allocated_bytes is None or not sample_curve:
             continue
-        highest = since - len(within) + within.index(max(within))
-        begin = begins[max(bisect.bisect_right(begins, highest) - 1, 0)]
-        found[begin] = max(found.get(begin, 0), sample.peak_allocated_bytes)
-    return found
+        peak_event = sample_begin - len(sample_curve) + sample_curve.index(max(sample_curve))
+        begin = begins[max(bisect.bisect_right(begins, peak_event) - 1, 0)]
+        peaks[begin] = max(peaks.get(begin, 0), sample.peak_allocated_bytes)
+    return peaks
 
 
 def _read_samples(trace: Trace, span: Span) -> dict[str, Any]:
-    """Return the measured amounts and seconds of a span; an empty dictionary for a simulated run."""
+    """Return the measured bytes and seconds of `span`, by attribute of `Stage`; empty for a simulated run."""
     if not trace.times:
         return {}
     samples = [sample for sample in trace.samples if span.begin <= sample.event < span.end]
@@ -123,9 +120,9 @@ def _read_samples(trace: Trace, span: Span) -> dict[str, Any]:
         seconds = (trace.times[min(span.end, len(trace.times) - 1)] - trace.times[span.begin]) / 1e9
     else:
         # On a GPU the program runs ahead of the work: only synchronized stretches have a time.
-        inside = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
-        if len(inside) > 1 and not span.stack:
-            seconds = inside[-1].seconds - inside[0].seconds
+        boundary_samples = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
+        if len(boundary_samples) > 1 and not span.stack:
+            seconds = boundary_samples[-1].seconds - boundary_samples[0].seconds
     if not samples:
         return {"seconds": seconds, "device_used_bytes": None}
     sample = samples[-1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Role, Trace
 
-_WHOLE_PHASE = {
+_PHASE_STAGES = {
     PhaseKind.MODEL: "parameters",
     PhaseKind.OPTIMIZER: "optimizer",
     PhaseKind.INPUTS: "inputs",
@@ -19,7 +19,7 @@ _WHOLE_PHASE = {
     PhaseKind.CHECKPOINT: "checkpoint",
     PhaseKind.OTHER: "other",
 }
-_EVALUATION = "evaluation "  # prefix of a stage's name in a forward without a backward
+_EVALUATION_PREFIX = "evaluation "  # prefix of a stage's name in a forward without a backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,25 @@ class Span:
     @property
     def plain_name(self) -> str:
         """Return the stage's name without the prefix of an evaluation."""
-        return self.name.removeprefix(_EVALUATION)
+        return self.name.removeprefix(_EVALUATION_PREFIX)
 
 
-def spans(trace: Trace) -> list[Span]:
-    """Return the stages of a run, in order, without stretches that neither allocate nor free.
+def list_spans(trace: Trace) -> list[Span]:
+    """Return the stages of a run, in order, without those that neither allocate nor free.
 
     The stages cover every allocation and free, without overlap.
     """
     result: list[Span] = []
-    heads = _find_lone_heads(trace)
+    heads = _find_direct_heads(trace)
     phases = trace.list_phase_begins()
-    for (begin, phase), (end, following) in zip(phases, [*phases[1:], (len(trace.events), None)], strict=True):
+    for (begin, phase), (end, next_phase) in zip(phases, [*phases[1:], (len(trace.events), None)], strict=True):
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
-            goes_on = following == phase
-            if goes_on and phase.kind is PhaseKind.EVALUATION:  # not the next batch for the same model
-                goes_on = _find_first_call(trace, begin) != _find_first_call(trace, end)
-            result += _ForwardSpans(trace, begin, end, heads, goes_on=goes_on).spans
+            is_continued = next_phase == phase
+            if is_continued and phase.kind is PhaseKind.EVALUATION:  # not the next batch for the same model
+                is_continued = _find_first_call(trace, begin) != _find_first_call(trace, end)
+            result += _ForwardSpans(trace, begin, end, heads, is_continued=is_continued).spans
         else:
-            name = _WHOLE_PHASE[phase.kind]
+            name = _PHASE_STAGES[phase.kind]
             span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
             if result and (
                 # Frees at a function's return belong to the stage before.
@@ -79,33 +79,33 @@ def _has_event(trace: Trace, begin: int, end: int, *kinds: EventKind) -> bool:
     return any(trace.events[time].kind in kinds for time in range(begin, end))
 
 
-def at_stage(name: str, step: int, micro_batch: int = 0) -> str:
-    """Return a stage with its step, if any, and its micro-batch, if not the first."""
-    micro = f", micro-batch {micro_batch}" if micro_batch > 1 else ""
-    return (f"{name} of step {step}" if step else name) + micro
+def format_stage(name: str, step: int, micro_batch: int = 0) -> str:
+    """Return a stage as text, such as "loss of step 2, micro-batch 3"; step 0 and micro-batch 1 are left out."""
+    suffix = f", micro-batch {micro_batch}" if micro_batch > 1 else ""
+    return (f"{name} of step {step}" if step else name) + suffix
 
 
-def vocabulary_size(trace: Trace) -> int | None:
-    """Return the vocabulary of a model without a module for its logits: the rows of its largest embedding, else the
-    classes of its last loss. None if the model has neither."""
+def find_vocabulary_size(trace: Trace) -> int | None:
+    """Return the vocabulary size of a model without a head module: the rows of its largest embedding, else the number
+    of classes of its last loss. None if the model has neither, or has a head module."""
     if any(module.role is ModuleRole.HEAD for module in trace.modules):
         return None
     rows = _find_embedding_rows(trace)
-    made = trace.storages if rows is None else []
-    losses = [one.shape[-1] for one in made if trace.op(one) == "aten._log_softmax" and len(one.shape) == 2]
-    known = without_widths(trace, losses)
-    return next((words for words in reversed(losses) if words in known), rows)
+    storages = trace.storages if rows is None else []
+    loss_widths = [s.shape[-1] for s in storages if trace.op(s) == "aten._log_softmax" and len(s.shape) == 2]
+    possible_sizes = drop_model_widths(trace, loss_widths)
+    return next((width for width in reversed(loss_widths) if width in possible_sizes), rows)
 
 
 def _find_embedding_rows(trace: Trace) -> int | None:
-    """Return the rows of a model's largest embedding whose number of rows is not the model's width."""
+    """Return the number of rows of the largest embedding, ignoring those that equal the model's width; None: none."""
     tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
     rows = (trace.storages[index].shape[0] for index, owner in trace.owners.items() if owner.name in tables)
-    return max(without_widths(trace, rows), default=None)
+    return max(drop_model_widths(trace, rows), default=None)
 
 
-def without_widths(trace: Trace, words: Iterable[int]) -> set[int]:
-    """Drop the numbers of words that are a model's width: the input features of two or more weights.
+def drop_model_widths(trace: Trace, sizes: Iterable[int]) -> set[int]:
+    """Return the vocabulary `sizes` that are not a model's width: the number of input features of two or more weights.
 
     A model may have as many positions as features, and a projection to that width may be called an embedding. One
     weight may have the vocabulary as input features: a transposed head, or an adapter of an embedding.
@@ -116,36 +116,36 @@ def without_widths(trace: Trace, words: Iterable[int]) -> set[int]:
         if owner.role is Role.PARAMETER and len(trace.storages[index].shape) > 1
     }
     input_features = Counter(shape[1] for shape in weights.values())
-    return {number for number in words if input_features[number] < _MIN_WEIGHTS}
+    return {size for size in sizes if input_features[size] < _MIN_WEIGHTS}
 
 
 _MIN_WEIGHTS = 2  # weights with a model's width as input features
-_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
+_MATMUL_OPS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
 
 
-def _find_lone_heads(trace: Trace) -> dict[int, Module]:
-    """Return heads that the program calls itself, as a loop over chunks does: a module alone whose product has one
-    value per word. A loss may be a module too, with as many values, but it receives the logits."""
-    words = vocabulary_size(trace)
-    if words is None:
+def _find_direct_heads(trace: Trace) -> dict[int, Module]:
+    """Return the output heads that the program calls directly, as a loop over chunks does, by module index: root
+    modules without children whose matrix product has one column per token of the vocabulary."""
+    vocab_size = find_vocabulary_size(trace)
+    if vocab_size is None:
         return {}
-    makers = {
+    producers = {
         storage.module
         for storage in trace.storages
-        if len(storage.shape) > 1 and storage.shape[-1] == words and trace.op(storage) in _PRODUCTS
+        if len(storage.shape) > 1 and storage.shape[-1] == vocab_size and trace.op(storage) in _MATMUL_OPS
     }
-    roots = [index for index, module in enumerate(trace.modules) if module.role is ModuleRole.ROOT and index in makers]
+    root_indices = [i for i, module in enumerate(trace.modules) if module.role is ModuleRole.ROOT and i in producers]
     return {
         index: trace.modules[index]._replace(role=ModuleRole.HEAD)
-        for index in roots
+        for index in root_indices
         if len(_get_subtree(trace.modules, index)) == 1
     }
 
 
 def _get_subtree(modules: list[Module], root: int) -> list[Module]:
-    """Return a root and its descendants, which are contiguous in the table."""
-    following = (index for index in range(root + 1, len(modules)) if modules[index].role is ModuleRole.ROOT)
-    return modules[root : next(following, len(modules))]
+    """Return the root module at index `root` and its descendants, which are contiguous in `modules`."""
+    next_roots = (index for index in range(root + 1, len(modules)) if modules[index].role is ModuleRole.ROOT)
+    return modules[root : next(next_roots, len(modules))]
 
 
 def _reads_tokens(modules: list[Module]) -> bool:
@@ -153,26 +153,26 @@ def _reads_tokens(modules: list[Module]) -> bool:
 
 
 def _find_part_modules(modules: list[Module]) -> set[int]:
-    """Return layers, heads and children of models, with all their descendants, which follow each in the table."""
-    found: set[int] = set()
-    part = ""
+    """Return the indices of all layers, heads and children of models, and of their descendants."""
+    part_indices: set[int] = set()
+    part_path = ""
     for index, module in enumerate(modules):
         if module.role in (ModuleRole.LAYER, ModuleRole.HEAD, ModuleRole.CHILD):
-            part = module.path
-        elif not part or not module.path.startswith(f"{part}."):
-            part = ""
+            part_path = module.path
+        elif not part_path or not module.path.startswith(f"{part_path}."):
+            part_path = ""
             continue
-        found.add(index)
-    return found
+        part_indices.add(index)
+    return part_indices
 
 
 class _ForwardSpans:
-    """Divides one forward phase at the entries and exits of layers and head."""
+    """The stages of one forward phase, divided where layers and head are entered and left."""
 
-    def __init__(self, trace: Trace, begin: int, end: int, heads: dict[int, Module], *, goes_on: bool = False) -> None:
+    def __init__(self, trace: Trace, begin: int, end: int, heads: dict[int, Module], *, is_continued: bool) -> None:
         self._trace = trace
         self._phase = trace.phases[trace.events[begin].ref]
-        self._is_continued = goes_on
+        self._is_continued = is_continued
         self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
         self._reads_tokens = _reads_tokens(trace.modules)
         self.spans: list[Span] = []
@@ -181,13 +181,13 @@ class _ForwardSpans:
         self._has_seen_head = False
         self._has_seen_norm = False
         self._norm_end = 0
-        calls = (EventKind.ENTER, EventKind.EXIT)
+        call_kinds = (EventKind.ENTER, EventKind.EXIT)
         # A forward that continues after another phase (a checkpoint) without a module: its model has returned before.
-        self._has_left_root = not _has_event(trace, begin, end, *calls)
+        self._has_left_root = not _has_event(trace, begin, end, *call_kinds)
         depth = 0
         for time in range(begin, end):
             event = trace.events[time]
-            if event.kind not in calls:
+            if event.kind not in call_kinds:
                 continue
             module = heads.get(event.ref, trace.modules[event.ref])
             if module.role is ModuleRole.NORM and depth == 0:
@@ -213,7 +213,7 @@ class _ForwardSpans:
     def _add_span(self, name: str, end: int, stack: str = "", index: int = NONE) -> None:
         phase = self._phase
         if phase.kind is PhaseKind.EVALUATION:
-            name = _EVALUATION + name
+            name = _EVALUATION_PREFIX + name
         self.spans.append(Span(name, phase.kind, phase.step, phase.micro_batch, self._begin, end, stack, index))
         self._begin = end
         self._has_seen_norm = False
@@ -224,21 +224,21 @@ class _ForwardSpans:
         self._begin = end
 
     def _is_same_list(self, module: Module) -> bool:
-        """Return whether `module` is in the same list as the last called module."""
+        """Return whether `module` is in the same module list as the last called module."""
         if module.role is ModuleRole.CHILD:
             return bool(self.spans) and self.spans[-1].plain_name == self._format_child_name(module)
         return module.stack == self._last_stack
 
     def _format_child_name(self, module: Module) -> str:
-        """Return a child's path and class; for a module in a list of several classes, those of the list."""
+        """Return the path and class of a child module; for one in a module list, the path and class of the list."""
         path = module.stack or module.path
-        kind = next((one.class_name for one in self._trace.modules if one.path == path), "") if module.stack else ""
-        return f"{path} {kind or module.class_name}"
+        list_class = next((m.class_name for m in self._trace.modules if m.path == path), "") if module.stack else ""
+        return f"{path} {list_class or module.class_name}"
 
-    def _add_gap(self, end: int, following: Module | None) -> None:
-        """Name the code between layers and head by its position, up to the event `end`."""
+    def _add_gap(self, end: int, next_module: Module | None) -> None:
+        """Add a stage for code between two module calls, up to the event `end`; its name depends on `next_module`."""
         is_after_model = self._has_seen_head or self._has_left_root
-        if not is_after_model and following is not None and following.stack and self._is_same_list(following):
+        if not is_after_model and next_module is not None and next_module.stack and self._is_same_list(next_module):
             # Between two layers of a stack the old hidden states are freed: this belongs to the layer.
             self._extend_last(end)
             return
@@ -249,31 +249,31 @@ class _ForwardSpans:
         elif is_after_model:
             trains = self._trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in self._trace.phases)
             name = "loss" if trains else "output"
-        elif following is None and not self._last_stack and self._is_compiled(end):
+        elif next_module is None and not self._last_stack and self._is_compiled(end):
             name = "forward"  # of a whole model, whose parts were not called
         elif not self._stacks or not self._reads_tokens:
             name = "own code"  # code of a model that is no language model, outside its children
         elif not self._last_stack:
             name = "embedding"
-        elif following is None or following.role is ModuleRole.HEAD:
+        elif next_module is None or next_module.role is ModuleRole.HEAD:
             name = "final norm" if self._has_seen_norm else "before the head"
-            if following is None and (not self._has_seen_norm or self._find_storages_since_norm(end)):
+            if next_module is None and (not self._has_seen_norm or self._find_storages_since_norm(end)):
                 # The head's product, and with some kernels the loss, in the model's own code.
                 if self._has_seen_norm:
                     self._add_span(name, self._norm_end)
                 name = "logits" if self._makes_logits(end) else "own code"
         else:
-            name = f"{self._format_stack_prefix(following.stack)}embedding"
-        last = self.spans[-1] if self.spans else None
+            name = f"{self._format_stack_prefix(next_module.stack)}embedding"
+        last_span = self.spans[-1] if self.spans else None
         # The model's own code frees the tensors of a child.
-        frees = name == "own code" and not _has_event(self._trace, self._begin, end, EventKind.ALLOC)
-        if last is not None and (frees or last.plain_name == name):
+        only_frees = name == "own code" and not _has_event(self._trace, self._begin, end, EventKind.ALLOC)
+        if last_span is not None and (only_frees or last_span.plain_name == name):
             self._extend_last(end)
         else:
             self._add_span(name, end)
 
     def _is_compiled(self, end: int) -> bool:
-        """Return whether storages of the model's parts are made before `end`, although no part was called."""
+        """Return whether the model's parts allocate storages before the event `end` although no part is called."""
         events, storages = self._trace.events[self._begin : end], self._trace.storages
         parts = _find_part_modules(self._trace.modules)
         if any(event.kind is EventKind.ENTER and event.ref in parts for event in events):
@@ -281,14 +281,14 @@ class _ForwardSpans:
         return any(event.kind is EventKind.ALLOC and storages[event.ref].module in parts for event in events)
 
     def _find_storages_since_norm(self, end: int) -> list[int]:
-        """Return the storages that the model's own code makes after its last norm, or its last layer."""
+        """Return the indices of storages allocated up to the event `end`, since the final norm or the last layer."""
         events = self._trace.events[max(self._norm_end, self._begin) : end]
         return [event.ref for event in events if event.kind is EventKind.ALLOC]
 
     def _makes_logits(self, end: int) -> bool:
-        """Return whether one of these storages has one value per word."""
-        storages, words = self._trace.storages, _find_embedding_rows(self._trace)
-        return any(storages[index].shape[1:][-1:] == (words,) for index in self._find_storages_since_norm(end))
+        """Return whether a storage after the final norm, up to the event `end`, ends in a vocabulary dimension."""
+        storages, vocab_size = self._trace.storages, _find_embedding_rows(self._trace)
+        return any(storages[index].shape[1:][-1:] == (vocab_size,) for index in self._find_storages_since_norm(end))
 
     def _add_module(self, end: int, module: Module) -> None:
         if module.role is ModuleRole.HEAD:
@@ -309,7 +309,7 @@ class _ForwardSpans:
             self._add_span(f"{self._format_stack_prefix(module.stack)}layer {index}", end, module.stack, index)
 
     def _format_stack_prefix(self, stack: str) -> str:
-        """Return the name part that distinguishes this stack, such as "encoder "; empty if it is the only stack."""
+        """Return the part of the path `stack` that no other stack has, such as "encoder "; empty for a single stack."""
         if len(self._stacks) < 2:
             return ""
         parts = [other.split(".") for other in self._stacks if other != stack]

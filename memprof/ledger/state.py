@@ -12,7 +12,7 @@ from memprof.trace.events import EventKind, Role, Trace
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The peak of each kind of state, in bytes requested of the GPU (or of the CPU, in a run measured there)."""
+    """The peak of each kind of model state: bytes requested on the GPU, or on the CPU in a run measured there."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -21,11 +21,11 @@ class ModelState:
     tensors_bytes: int  # Of all tensors: without memory that kernels and libraries allocate for themselves.
 
 
-def model_state(trace: Trace) -> ModelState:
+def compute_model_state(trace: Trace) -> ModelState:
     """Return the peak of each kind of state over a whole run."""
     roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER)
-    now, most = dict.fromkeys(roles, 0), dict.fromkeys(roles, 0)
-    tensors = most_tensors = 0
+    current_bytes, peak_bytes = dict.fromkeys(roles, 0), dict.fromkeys(roles, 0)
+    tensor_bytes = peak_tensor_bytes = 0
     storages, owners = trace.storages, trace.owners
     alloc, free, device = EventKind.ALLOC, EventKind.FREE, trace.device
     for kind, ref in trace.events:
@@ -34,18 +34,18 @@ def model_state(trace: Trace) -> ModelState:
         storage = storages[ref]
         if storage.device != device or storage.hidden:
             continue
-        change = storage.num_bytes if kind is alloc else -storage.num_bytes
-        tensors += change
-        if tensors > most_tensors:
-            most_tensors = tensors
+        delta = storage.num_bytes if kind is alloc else -storage.num_bytes
+        tensor_bytes += delta
+        if tensor_bytes > peak_tensor_bytes:
+            peak_tensor_bytes = tensor_bytes
         owner = owners.get(ref)
-        if owner is not None and owner.role in now:
-            now[owner.role] += change
-            most[owner.role] = max(most[owner.role], now[owner.role])
+        if owner is not None and owner.role in current_bytes:
+            current_bytes[owner.role] += delta
+            peak_bytes[owner.role] = max(peak_bytes[owner.role], current_bytes[owner.role])
     return ModelState(
-        parameters_bytes=most[Role.PARAMETER],
-        gradients_bytes=most[Role.GRADIENT],
-        optimizer_state_bytes=most[Role.OPTIMIZER_STATE],
-        buffers_bytes=most[Role.BUFFER],
-        tensors_bytes=most_tensors,
+        parameters_bytes=peak_bytes[Role.PARAMETER],
+        gradients_bytes=peak_bytes[Role.GRADIENT],
+        optimizer_state_bytes=peak_bytes[Role.OPTIMIZER_STATE],
+        buffers_bytes=peak_bytes[Role.BUFFER],
+        tensors_bytes=peak_tensor_bytes,
     )

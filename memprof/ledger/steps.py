@@ -12,7 +12,7 @@ from memprof.trace.json_values import json_name
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """A training step, from the end of the one before to the end of its optimizer step; sizes are allocated bytes."""
+    """A training step: the end of the previous step to the end of its optimizer step; sizes are allocated bytes."""
 
     step: int  # From 1.
     peak_bytes: int  # Peak over the step's phases, without evaluation.
@@ -23,8 +23,8 @@ class TrainingStep:
     end: int = field(default=NONE, metadata=json_name(None))
 
 
-def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
-    """Return the completed steps, in order; `allocated` are bytes after every event."""
+def list_training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
+    """Return the completed training steps, in order; `allocated` has the allocated bytes after every event."""
     phases = trace.list_phase_begins()
     ends: dict[int, int] = {}
     without_evaluation = array("q", allocated)
@@ -38,10 +38,10 @@ def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]
         return []
     begin = next(time for time, phase in phases if phase.step)
     steps = []
-    before = allocated[begin - 1] if begin else 0
-    for number, end in sorted(ends.items(), key=lambda item: item[1]):
+    bytes_before = allocated[begin - 1] if begin else 0
+    for step, end in sorted(ends.items(), key=lambda item: item[1]):
         peak = max(without_evaluation[begin:end], default=-1)
-        peak = before if peak < 0 else peak
-        steps.append(TrainingStep(number, peak, allocated[end - 1], allocated[end - 1] - before, begin, end))
-        before, begin = allocated[end - 1], end
+        peak = bytes_before if peak < 0 else peak
+        steps.append(TrainingStep(step, peak, allocated[end - 1], allocated[end - 1] - bytes_before, begin, end))
+        bytes_before, begin = allocated[end - 1], end
     return steps

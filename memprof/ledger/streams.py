@@ -1,4 +1,4 @@
-"""Memory of a run on several streams: free blocks of one stream are useless to another."""
+"""Memory of a run on several streams: a free block of one stream does not serve another stream."""
 
 from __future__ import annotations
 
@@ -36,23 +36,21 @@ class StreamMemory:
     upper_bound_bytes: int | None  # The same if it were free only once the host has waited for them.
 
     @classmethod
-    def of(cls, ledger: Ledger) -> StreamMemory | None:
-        """Return the cost of streams; None: all memory was allocated and used on one stream."""
+    def from_ledger(cls, ledger: Ledger) -> StreamMemory | None:
+        """Return the memory cost of streams in a run; None: all memory was allocated and used on one stream."""
         run, trace = ledger.run, ledger.trace
         if not (run.bounds or any(event.kind is EventKind.STREAM for event in trace.events)):
             return None
         segments, _ = run.layout_at(ledger.peak_reserved_event)
-        numbers = sorted({segment.stream for segment in segments})
-        if len(numbers) < 2 and run.bounds is None:
+        stream_ids = sorted({segment.stream for segment in segments})
+        if len(stream_ids) < 2 and run.bounds is None:
             return None
         events = [event for event in trace.events if event.kind not in _STREAM_EVENTS]
-        on_one_stream = dataclasses.replace(trace, events=events, uses=[], waits=[])
-        replay = TraceReplay(on_one_stream, None, run.config, run.release, counts=False)
+        single_stream_trace = dataclasses.replace(trace, events=events, uses=[], waits=[])
+        replay = TraceReplay(single_stream_trace, None, run.config, run.release, counts=False)
         replay.advance(writes=False)
         return cls(
-            streams=tuple(
-                _build_share(number, [one for one in segments if one.stream == number]) for number in numbers
-            ),
+            streams=tuple(_build_share(stream, [s for s in segments if s.stream == stream]) for stream in stream_ids),
             reserved_bytes=run.required_reserved_bytes,
             single_stream_bytes=replay.allocator.counters.reserved_bytes_peak,
             lower_bound_bytes=None if run.bounds is None else run.bounds.lower_bound_bytes,
@@ -61,6 +59,6 @@ class StreamMemory:
 
 
 def _build_share(stream: int, segments: list[SnapshotSegment]) -> StreamShare:
-    reserved, allocated = sum(one.size for one in segments), sum(one.allocated for one in segments)
-    waiting = sum(block.size for one in segments for block in one.blocks if block.state is BlockState.PENDING_FREE)
-    return StreamShare(stream, reserved, allocated, waiting, reserved - allocated - waiting)
+    reserved, allocated = sum(s.size for s in segments), sum(s.allocated for s in segments)
+    pending_bytes = sum(block.size for s in segments for block in s.blocks if block.state is BlockState.PENDING_FREE)
+    return StreamShare(stream, reserved, allocated, pending_bytes, reserved - allocated - pending_bytes)

@@ -24,60 +24,60 @@ _DTYPES = {int: ("int64", "Int64"), bool: ("bool", "boolean"), float: ("float64"
 
 @dataclass(frozen=True)
 class RowTable:
-    """A table of a document: rows of one dataclass, each after the values of `key_columns`."""
+    """A table of a document: rows of one dataclass, each preceded by the values of `key_columns`, if there are any."""
 
     rows: Iterable[Any]
-    row_type: type | None = None  # None: only the columns `before`.
+    row_type: type | None = None  # None: only the columns `key_columns`.
     key_columns: dict[str, type] = field(default_factory=dict)
 
     def to_frame(self) -> DataFrame:
         """Return the rows as a data frame; fields of nested rows become columns named with a dot."""
         import pandas
 
-        known = [one if self.key_columns else (one,) for one in self.rows]
-        columns = {name: ([one[at] for one in known], hint) for at, (name, hint) in enumerate(self.key_columns.items())}
+        rows = [row if self.key_columns else (row,) for row in self.rows]
+        columns = {name: ([row[i] for row in rows], hint) for i, (name, hint) in enumerate(self.key_columns.items())}
         if self.row_type is not None:
-            plain = [to_plain(one[-1]) for one in known]
+            json_rows = [to_plain(row[-1]) for row in rows]
             for path, hint in _list_fields(self.row_type):
-                inside = plain
+                cells = json_rows
                 for name in path:
-                    inside = [None if one is None else one[name] for one in inside]
-                columns[".".join(path)] = (inside, hint)
+                    cells = [None if row is None else row[name] for row in cells]
+                columns[".".join(path)] = (cells, hint)
         return pandas.DataFrame(
             {
-                name: pandas.Series(map(_escape_surrogates, values), dtype=_choose_dtype(hint))
-                for name, (values, hint) in columns.items()
+                name: pandas.Series(map(_escape_surrogates, cells), dtype=_choose_dtype(hint))
+                for name, (cells, hint) in columns.items()
             }
         )
 
 
 def _escape_surrogates(value: Any) -> Any:
-    """Return a value; in a string, unpaired surrogates, which pandas rejects, become escapes."""
+    """Return `value`; in a string, replace unpaired surrogates, which pandas rejects, by escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _list_fields(
     row_type: type, path: tuple[str, ...] = (), *, optional: bool = False
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and type of each field of a dataclass and of nested dataclasses; lists of rows are separate tables."""
-    for _, name, hint in json_fields(row_type):
-        hint = hint | None if optional else hint
-        place = (*path, name)
-        (known, *others), is_optional = _split_union(hint)
-        if dataclasses.is_dataclass(known) and isinstance(known, type) and not others:
-            yield from _list_fields(known, place, optional=is_optional)
-        elif not any(dataclasses.is_dataclass(one) for one in get_args(known)):
-            yield place, hint
+    """Yield path and type of each field of a dataclass and its nested dataclasses, except lists of dataclasses."""
+    for _, name, field_type in json_fields(row_type):
+        field_type = field_type | None if optional else field_type
+        field_path = (*path, name)
+        (first_type, *other_types), is_optional = _split_union(field_type)
+        if dataclasses.is_dataclass(first_type) and isinstance(first_type, type) and not other_types:
+            yield from _list_fields(first_type, field_path, optional=is_optional)
+        elif not any(dataclasses.is_dataclass(argument) for argument in get_args(first_type)):
+            yield field_path, field_type
 
 
-def _split_union(hint: Any) -> tuple[list[Any], bool]:
-    """Return the types of a union without None, and whether None is among them."""
-    inside = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return [one for one in inside if one is not NoneType], NoneType in inside
+def _split_union(union: Any) -> tuple[list[Any], bool]:
+    """Return the types of `union` other than None, and whether None is one of its types."""
+    members = get_args(union) if isinstance(union, UnionType) else (union,)
+    return [member for member in members if member is not NoneType], NoneType in members
 
 
-def _choose_dtype(hint: Any) -> str:
-    (known, *others), is_optional = _split_union(hint)
-    if others or not isinstance(known, type):
+def _choose_dtype(field_type: Any) -> str:
+    (first_type, *other_types), is_optional = _split_union(field_type)
+    if other_types or not isinstance(first_type, type):
         return "object"
-    return "string" if issubclass(known, str) else _DTYPES.get(known, ("object", "object"))[is_optional]
+    return "string" if issubclass(first_type, str) else _DTYPES.get(first_type, ("object", "object"))[is_optional]

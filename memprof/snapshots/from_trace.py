@@ -24,7 +24,7 @@ from memprof.allocator import (
 from memprof.allocator.driver import UNKNOWN_SPACE
 from memprof.allocator.replay import apply_stream_event, make_pool_id
 from memprof.ledger.categories import categorize
-from memprof.ledger.stages import spans
+from memprof.ledger.stages import list_spans
 from memprof.snapshots.origins import OUTSIDE_MODULES, Origin, Part
 from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Storage, Trace
 from memprof.trace.snapshot import (
@@ -76,7 +76,8 @@ class _WritingDriver(SimulatedDriver):
         self.time = 0
         self.stack: Stack = ()
         self.stream = 0
-        self._streams: SortedDict[int, int] = SortedDict()  # stream of each segment and of each range of mapped memory, by address
+        # Stream of each segment and of each range of mapped memory, by address.
+        self._streams: SortedDict[int, int] = SortedDict()
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)
@@ -207,7 +208,7 @@ class _Origins:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.categories = categorize(trace, spans(trace))
+        self.categories = categorize(trace, list_spans(trace))
         self.stacks: dict[tuple[int, int, int], Stack] = {}
 
     def stack(self, ref: int, storage: Storage) -> Stack:
@@ -250,7 +251,7 @@ class _Origins:
 def slices(trace: Trace) -> list[TimelineSlice]:
     """Return the stages of a trace and the calls of modules as slices."""
     found = []
-    for span in spans(trace):
+    for span in list_spans(trace):
         step = f" (step {span.step})" if span.step else ""
         found.append(TimelineSlice(f"{span.name}{step}", span.begin, span.end, "stages"))
     open_calls: list[tuple[int, int]] = []

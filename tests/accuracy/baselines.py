@@ -131,7 +131,7 @@ def compared(row: Published) -> Compared:
         for _ in range(3):
             step()
     ledger = build_ledger(gpu.trace)
-    return Compared(row, ledger.peak_bytes / MIB, ledger.by_category().get(Category.FRAGMENTATION, 0))
+    return Compared(row, ledger.peak_bytes / MIB, ledger.sum_by_category().get(Category.FRAGMENTATION, 0))
 
 
 # -- Liger-Kernel's baselines ------------------------------------------------------------------------------------------

@@ -114,6 +114,6 @@ def test_multi_token_attention(length: int, own: bool) -> None:
         assert ledger.peak_bytes == published
     else:  # 7, 8 or 11 partial sums instead of 10
         assert abs(ledger.peak_bytes - published) < 0.29 * MIB
-    bounds = Workspaces.of(gpu.trace, ledger.allocated, ledger.peak_event)
+    bounds = Workspaces.from_trace(gpu.trace, ledger.allocated, ledger.peak_event)
     assert bounds is not None
     assert bounds.min_peak_bytes < published < bounds.max_peak_bytes

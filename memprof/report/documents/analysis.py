@@ -22,7 +22,7 @@ SCHEMA = 2  # 2: names (old_names.py)
 
 @dataclass(frozen=True, slots=True)
 class AllocatorBytes:
-    """Bytes of the allocator after an event."""
+    """Requested, allocated and reserved bytes after an event."""
 
     event: int
     requested_bytes: int  # Of blocks allocated or freed and still used by other streams (torch's requested_bytes).
@@ -56,7 +56,7 @@ class LiveMemory:
     what: str  # peak, end, oom or event.
     amounts: AllocatorBytes
     pending_bytes: int  # Freed by the program, and still used by other streams.
-    by: str
+    by: str  # The property by which blocks are grouped: frame, module, category or size.
     groups: tuple[Group, ...]
     blocks: tuple[BlockRow, ...]  # The largest.
     num_groups: int
@@ -89,7 +89,7 @@ class StepSummary:
     """The training steps recognized in a recording."""
 
     count: int
-    found_by: str
+    found_by: str  # How the steps were recognized.
     begins: tuple[int, ...]
 
 
@@ -99,12 +99,12 @@ class MissingFrames:
 
     count: int
     allocated_bytes: int
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # Why stacks are missing, as sentences.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """The agreement of memprof's simulated allocator with the addresses in the recording."""
+    """How many of the recorded block addresses memprof's simulated allocator reproduces."""
 
     allocations: int
     identical_addresses: int
@@ -119,7 +119,7 @@ class TimelineColumns:
     events: tuple[int, ...]  # First event of each interval.
     allocated_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
-    seconds: float | None
+    seconds: float | None  # Duration of the recording; None: unknown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ class Analysis(DisplayedDocument):
     command: str
     source: str  # measured or simulated.
     file: str
-    format: str
-    settings: str  # The allocator's, as the file gives them.
+    format: str  # Format of the file, such as `torch snapshot`.
+    settings: str  # Allocator settings, as the file gives them.
     devices: tuple[DeviceReport, ...]
     replay: ReplayRow  # Summed over all devices.
     assumptions: tuple[str, ...]
@@ -169,31 +169,31 @@ class Analysis(DisplayedDocument):
         return any(device.ooms for device in self.devices)
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the tables by name; the first column of each is the index of the device."""
+        """Return the tables by name; the first column of every table is the index of the device."""
 
         def make_table(
-            rows: Callable[[DeviceReport], Iterable[Any]], row: type | None = None, **before: type
+            list_rows: Callable[[DeviceReport], Iterable[Any]], row_type: type | None = None, **key_columns: type
         ) -> RowTable:
-            found = ((d.device, *one) if before else (d.device, one) for d in self.devices for one in rows(d))
-            return RowTable(found, row, {"device": int, **before})
+            rows = ((d.device, *row) if key_columns else (d.device, row) for d in self.devices for row in list_rows(d))
+            return RowTable(rows, row_type, {"device": int, **key_columns})
 
-        def fragmentation_rows(device: DeviceReport) -> list[tuple[str, FragmentationRow]]:
+        def list_fragmentation(device: DeviceReport) -> list[tuple[str, FragmentationRow]]:
             return [("peak", device.fragmentation_at_peak), ("end", device.fragmentation_at_end)]
 
-        def over_time(device: DeviceReport) -> Iterable[tuple[int, int, int]]:
-            line = device.timeline
-            return zip(line.events, line.allocated_bytes, line.reserved_bytes, strict=True)
+        def list_timeline_rows(device: DeviceReport) -> Iterable[tuple[int, int, int]]:
+            timeline = device.timeline
+            return zip(timeline.events, timeline.allocated_bytes, timeline.reserved_bytes, strict=True)
 
         return {
             "amounts": make_table(
                 lambda d: (("start", d.start), ("peak", d.peak), ("end", d.end)), AllocatorBytes, moment=str
             ),
-            "timeline": make_table(over_time, event=int, allocated_bytes=int, reserved_bytes=int),
+            "timeline": make_table(list_timeline_rows, event=int, allocated_bytes=int, reserved_bytes=int),
             "groups": make_table(lambda device: device.moment.groups, Group),
             "blocks": make_table(lambda device: device.moment.blocks, BlockRow),
-            "fragmentation": make_table(fragmentation_rows, FragmentationRow, moment=str),
+            "fragmentation": make_table(list_fragmentation, FragmentationRow, moment=str),
             "nearly_empty": make_table(
-                lambda d: [(moment, one) for moment, row in fragmentation_rows(d) for one in row.nearly_empty],
+                lambda d: [(moment, segment) for moment, row in list_fragmentation(d) for segment in row.nearly_empty],
                 PinnedSegment,
                 moment=str,
             ),

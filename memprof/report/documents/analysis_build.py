@@ -27,17 +27,17 @@ MAX_BLOCKS_PER_SEGMENT = 5  # Blocks named per nearly empty segment.
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """The options of an analysis: moment, grouping, number of rows, and other allocator settings."""
+    """The options of `memprof analyze`: moment, grouping, number of rows, and allocator settings to replay."""
 
     at: str = "peak"  # peak, end, oom or the number of an event.
-    by: str = "frame"
-    top: int = 10
-    what_if: AllocatorConfig | None = None
+    by: str = "frame"  # The property by which blocks are grouped.
+    top: int = 10  # Maximum rows of a table.
+    what_if: AllocatorConfig | None = None  # Settings under which the requests are replayed; None: no replay.
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingOrigin:
-    """The file of recordings: path, format, source, allocator settings and assumptions."""
+    """The file that recordings were read from: path, format, source, allocator settings and assumptions."""
 
     file: str
     format: str
@@ -50,12 +50,12 @@ def build_analysis(
     recordings: Sequence[Recording], origin: RecordingOrigin, request: AnalysisRequest
 ) -> analysis.Analysis:
     """Return the analysis of `recordings`. Raises UsageError: the requested moment does not exist."""
-    devices = tuple(_build_device(one, request) for one in recordings)
+    devices = tuple(_build_device(recording, request) for recording in recordings)
     return analysis.Analysis(
         schema=analysis.SCHEMA,
         memprof_version=__version__,
         command="analyze",
-        **{known.name: getattr(origin, known.name) for known in fields(origin)},
+        **{origin_field.name: getattr(origin, origin_field.name) for origin_field in fields(origin)},
         devices=devices,
         replay=analysis.ReplayRow(
             allocations=sum(device.replay.allocations for device in devices),
@@ -101,17 +101,17 @@ def _build_amounts(recording: Recording, event: int) -> analysis.AllocatorBytes:
 
 
 def find_moment(recording: Recording, at: str) -> tuple[str, int]:
-    """Return the type of a moment (peak, end, oom, event) and its event. Raises UsageError: no such moment."""
+    """Return kind (peak, end, oom or event) and event index of the moment `at`. Raises UsageError: no such moment."""
     if at == "peak":
         return at, recording.peak()[1]
     if at == "end":
         return at, recording.end
     if at == "oom":
-        refused = recording.events.places(OOM)
-        if not refused:
+        oom_events = recording.events.places(OOM)
+        if not oom_events:
             problem = f"the recording of device {recording.device} holds no out-of-memory error"
             raise UsageError(problem, value="--at oom", hint="--at peak or --at end; --device chooses another device")
-        return at, refused[0]
+        return at, oom_events[0]
     try:
         event = int(at)
     except ValueError:
@@ -125,52 +125,52 @@ def find_moment(recording: Recording, at: str) -> tuple[str, int]:
 
 def _build_moment(recording: Recording, request: AnalysisRequest) -> analysis.LiveMemory:
     assert request.by in BY
-    what, event = find_moment(recording, request.at)
-    alive = recording.alive(event)
-    groups = group(alive, request.by)
+    kind, event = find_moment(recording, request.at)
+    live_blocks = recording.alive(event)
+    groups = group(live_blocks, request.by)
     return analysis.LiveMemory(
-        what=what,
+        what=kind,
         amounts=_build_amounts(recording, event),
-        pending_bytes=sum(life.size for life in alive if life.freed <= event),
+        pending_bytes=sum(block.size for block in live_blocks if block.freed <= event),
         by=request.by,
         groups=tuple(groups[: request.top]),
-        blocks=_build_largest_blocks(alive, request.top),
+        blocks=_build_largest_blocks(live_blocks, request.top),
         num_groups=len(groups),
-        num_blocks=len(alive),
+        num_blocks=len(live_blocks),
     )
 
 
-def _build_largest_blocks(lives: Sequence[BlockLife], max_blocks: int) -> tuple[analysis.BlockRow, ...]:
-    num_alike = Counter(_make_block_key(life) for life in lives)
-    largest = sorted(lives, key=lambda life: (-life.size, life.born, life.address))
-    return tuple(_build_block(life, num_alike[_make_block_key(life)]) for life in largest[:max_blocks])
+def _build_largest_blocks(blocks: Sequence[BlockLife], max_blocks: int) -> tuple[analysis.BlockRow, ...]:
+    counts = Counter(_make_block_key(block) for block in blocks)
+    largest = sorted(blocks, key=lambda block: (-block.size, block.born, block.address))
+    return tuple(_build_block(block, counts[_make_block_key(block)]) for block in largest[:max_blocks])
 
 
-def _make_block_key(life: BlockLife) -> tuple[object, ...]:
-    return life.size, life.origin.source, life.origin.op, life.category
+def _make_block_key(block: BlockLife) -> tuple[object, ...]:
+    return block.size, block.origin.source, block.origin.op, block.category
 
 
-def _build_block(life: BlockLife, num_alike: int) -> analysis.BlockRow:
-    lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in life.stack if frame.filename.endswith(".py")]
+def _build_block(block: BlockLife, num_alike: int) -> analysis.BlockRow:
+    lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in block.stack if frame.filename.endswith(".py")]
     return analysis.BlockRow(
-        address=life.address,
-        allocated_bytes=life.size,
-        requested_bytes=life.requested,
-        born_event=life.born,
-        freed_event=None if life.freed == NEVER else life.freed,
-        source=life.origin.source,
-        op=life.origin.op,
-        module=life.origin.module,
-        category=life.category.value,
+        address=block.address,
+        allocated_bytes=block.size,
+        requested_bytes=block.requested,
+        born_event=block.born,
+        freed_event=None if block.freed == NEVER else block.freed,
+        source=block.origin.source,
+        op=block.origin.op,
+        module=block.origin.module,
+        category=block.category.value,
         frames=tuple(lines[:MAX_FRAMES]),
         alike=num_alike,
     )
 
 
-def _build_fragmentation(recording: Recording, event: int, top: int) -> analysis.FragmentationRow:
-    found, segments = fragmentation(recording, event)
+def _build_fragmentation(recording: Recording, event: int, max_segments: int) -> analysis.FragmentationRow:
+    summary, segments = fragmentation(recording, event)
     nearly_empty = [_build_pinned_segment(segment) for segment in segments if segment.is_nearly_empty]
-    return analysis.FragmentationRow(**asdict(found), nearly_empty=tuple(nearly_empty[:top]))
+    return analysis.FragmentationRow(**asdict(summary), nearly_empty=tuple(nearly_empty[:max_segments]))
 
 
 def _build_pinned_segment(segment: SegmentUse) -> analysis.PinnedSegment:
@@ -187,44 +187,44 @@ def _build_pinned_segment(segment: SegmentUse) -> analysis.PinnedSegment:
 
 
 def _build_timeline(recording: Recording) -> analysis.TimelineColumns:
-    count = len(recording.events)
-    columns = min(TIMELINE_COLUMNS, count)
-    begins = [count * column // columns for column in range(columns)]
-    ends = [*begins[1:], count][:columns]
+    num_events = len(recording.events)
+    num_columns = min(TIMELINE_COLUMNS, num_events)
+    begins = [num_events * i // num_columns for i in range(num_columns)]
+    ends = [*begins[1:], num_events][:num_columns]
     times = [time for time in recording.events.times if time > 0]
     return analysis.TimelineColumns(
         events=tuple(begins),
-        allocated_bytes=tuple(max(recording.allocated[a:b]) for a, b in zip(begins, ends, strict=True)),
-        reserved_bytes=tuple(max(recording.reserved[a:b]) for a, b in zip(begins, ends, strict=True)),
+        allocated_bytes=tuple(max(recording.allocated[begin:end]) for begin, end in zip(begins, ends, strict=True)),
+        reserved_bytes=tuple(max(recording.reserved[begin:end]) for begin, end in zip(begins, ends, strict=True)),
         seconds=(times[-1] - times[0]) / 1e6 if times and not recording.exact_origins else None,
     )
 
 
-def _find_missing_frames(recording: Recording, peak: int) -> analysis.MissingFrames:
-    """Return number and bytes of the blocks at the peak without a stack, with the reasons."""
+def _find_missing_frames(recording: Recording, peak_event: int) -> analysis.MissingFrames:
+    """Return number and bytes of the blocks live at `peak_event` that have no stack, and why they have none."""
     if recording.exact_origins:
         return analysis.MissingFrames(0, 0, ())
-    lacking = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
-    old = [life for life in lacking if life.born == BEFORE]
+    blocks = [block for block in recording.alive(peak_event) if block.origin.source == NO_FRAMES]
+    old = [block for block in blocks if block.born == BEFORE]
     reasons, events = [], recording.events
     if old:
-        size = f"{format_bytes(sum(life.size for life in old))} in {len(old):,} blocks are older than the recording"
+        size = f"{format_bytes(sum(block.size for block in old))} in {len(old):,} blocks are older than the recording"
         reasons.append(f"{size}: call torch.cuda.memory._record_memory_history() before the model is made")
-    if len(lacking) > len(old):
-        named = any(action == ALLOC and stack for action, stack in zip(events.actions, events.stacks, strict=True))
+    if len(blocks) > len(old):
+        has_stacks = any(action == ALLOC and stack for action, stack in zip(events.actions, events.stacks, strict=True))
         reasons.append(
             "the stacks of some events are empty: they were allocated in a thread without Python and C++ stacks were "
             "not recorded (stacks='all' records them)"
-            if named
+            if has_stacks
             else "no event has a stack: record with context='all' (the default), not with None or 'state'"
         )
-    earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
-    if earlier and events.actions.count(SNAPSHOT) < len(events):
-        before = f"{len(earlier):,} blocks are from before the first event ({len(events):,} are kept)"
-        why = "the ring buffer was full (raise max_entries), or the history was started again"
-        reasons.append(f"{before}: {why}")
+    earlier_blocks = [block for block in recording.lives if block.born == BEFORE and block.stack]
+    if earlier_blocks and events.actions.count(SNAPSHOT) < len(events):
+        count_text = f"{len(earlier_blocks):,} blocks are from before the first event ({len(events):,} are kept)"
+        reason = "the ring buffer was full (raise max_entries), or the history was started again"
+        reasons.append(f"{count_text}: {reason}")
     if recording.unmatched_events:
         reasons.append(
             f"{recording.unmatched_events:,} events do not fit to what went before: parts of the trace are lost"
         )
-    return analysis.MissingFrames(len(lacking), sum(life.size for life in lacking), tuple(reasons))
+    return analysis.MissingFrames(len(blocks), sum(block.size for block in blocks), tuple(reasons))

@@ -20,7 +20,7 @@ _REPORT = FileKind("report", "its path", lambda begin, end: begin.startswith(b"{
 
 
 class DisplayedDocument(JsonValue):
-    """Base of a document with tables; `render` of the module of the same name in terminal/ makes its view."""
+    """Base of a result with tables; the module of the same name in `report/terminal` renders it as text."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class DisplayedDocument(JsonValue):
         return {name: table.to_frame() for name, table in self.tables().items()}
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the rows of each table, by the name of the table."""
+        """Return the tables of the result, by name."""
         raise NotImplementedError
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
@@ -61,5 +61,5 @@ class DisplayedDocument(JsonValue):
 
     def _build_view(self) -> RenderableType:
         module = importlib.import_module(type(self).__module__.replace(".documents.", ".terminal."))
-        shown: RenderableType = module.render(self)
-        return shown
+        view: RenderableType = module.render(self)
+        return view

@@ -18,14 +18,14 @@ from memprof.version import __version__
 from memprof.workload.catalog.models import ModelEntry
 
 
-def _get_fields(row: Any) -> dict[str, Any]:
+def _get_fields(instance: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name; unlike `asdict`, without converting nested values."""
-    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult(JsonValue):
-    """Base of a result: the first fields of every result."""
+    """Base of a command's result as JSON: the fields that all results have."""
 
     schema: int = 2  # Increases when a name changes its meaning.
     memprof_version: str = __version__
@@ -67,10 +67,10 @@ class PresentGpus(CommandResult):
     environment: Environment
 
     @classmethod
-    def from_sample(cls, reading: NvmlSample, names: tuple[str | None, ...], environment: Environment) -> PresentGpus:
-        """Return the result for an NVML sample; `names` are names in the catalog, one per GPU."""
-        gpus = (PresentGpu(**_get_fields(gpu), gpu=name) for gpu, name in zip(reading.gpus, names, strict=True))
-        return cls(**_get_fields(reading) | {"gpus": tuple(gpus)}, environment=environment)
+    def from_sample(cls, sample: NvmlSample, names: tuple[str | None, ...], environment: Environment) -> PresentGpus:
+        """Return the result for an NVML sample; `names` has each GPU's name in memprof's catalog, None if unknown."""
+        gpus = (PresentGpu(**_get_fields(gpu), gpu=name) for gpu, name in zip(sample.gpus, names, strict=True))
+        return cls(**_get_fields(sample) | {"gpus": tuple(gpus)}, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +162,9 @@ class RecipeList(CommandResult):
 class CachedResult:
     """A cached result: its command, its size, and when it was last used (seconds since the epoch)."""
 
-    asked: str
+    asked: str  # The command line.
     num_bytes: int = field(metadata=json_name("bytes"))
-    used: float
+    used: float  # Seconds since the epoch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,13 +40,13 @@ class SettingRow:
     """A setting with different values in the two runs."""
 
     name: str
-    a: Any
-    b: Any
+    a: Any  # Value in run A.
+    b: Any  # Value in run B.
 
 
 @dataclass(frozen=True, slots=True)
 class TotalRow:
-    """A total of the run, such as allocated bytes, in both runs."""
+    """A total, such as allocated bytes at the peak, in both compared runs."""
 
     name: str
     a_bytes: int | None
@@ -97,7 +97,7 @@ class CategoryRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Equal tensors live at the peak of a run."""
+    """A group of equal tensors that are live at the peak of a run."""
 
     num_bytes: int = field(metadata=json_name("bytes"))  # Requested bytes of one tensor.
     count: int
@@ -116,7 +116,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors of the same category and owner that differ between the runs."""
+    """A difference between the tensors of two runs that have the same category and owner."""
 
     status: str  # The difference: only in A, only in B, count, shape, dtype or operator.
     category: str
@@ -191,8 +191,8 @@ class Comparison(DisplayedDocument):
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
 
     def tables(self) -> dict[str, RowTable]:
-        """Return the differences as tables, by name."""
-        kernels = ((run, one) for run, use in (("a", self.kernels_a), ("b", self.kernels_b)) for one in use.tensors)
+        """Return the tables of differences, by name."""
+        kernels = ((run, t) for run, memory in (("a", self.kernels_a), ("b", self.kernels_b)) for t in memory.tensors)
         return {
             "settings": RowTable(self.settings, SettingRow),
             "totals": RowTable(self.totals, TotalRow),

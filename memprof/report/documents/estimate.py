@@ -24,10 +24,10 @@ from memprof.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class EstimateTarget:
-    """The model of an estimate, and the options of its use."""
+    """The model of an estimate, and the options of the run that is estimated."""
 
     model: str
-    given: str
+    given: str  # What names the model: its name, its configuration or a number of parameters.
     num_parameters: int
     dtype: str
     batch_size: int
@@ -41,12 +41,12 @@ class EstimateTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRow(JsonValue):
-    """The estimate of one method in one dtype, for one GPU, or for each of several (`strategy`)."""
+    """The estimated memory of one training or inference method in one dtype: on one GPU, or on each of several."""
 
     method: str
     strategy: str | None = None
     dtype: str
-    moment: str
+    moment: str  # Name of the moment of the peak.
     allocated_bytes: int
     reserved_bytes: int
     device_used_bytes: int
@@ -66,7 +66,7 @@ class EstimateRow(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRow:
-    """A method that was also simulated; `error` is the relative error of the estimate."""
+    """The simulated run of a training or inference method; `error` is the relative error of the estimate."""
 
     method: str
     dtype: str
@@ -98,10 +98,10 @@ _GEOMETRY_FIELDS = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim
 
 
 def build_estimate_document(
-    estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, SimulatedRun] | None = None, *, explain: bool = False
+    estimate: Estimate, gpus: tuple[Gpu, ...], runs: Mapping[str, SimulatedRun] | None = None, *, explain: bool = False
 ) -> EstimateDocument:
-    """Return the document of an estimate; `exact` are simulated runs by method, `explain` adds the formulas."""
-    subject, g = estimate.subject, estimate.subject.geometry
+    """Return an estimate as a JSON document; `runs` has simulated runs by method key, `explain` adds formulas."""
+    subject, geometry = estimate.subject, estimate.subject.geometry
     rows = (
         EstimateRow(
             method=cell.method.key,
@@ -120,7 +120,7 @@ def build_estimate_document(
             subject.origin,
             subject.num_parameters,
             **{name: getattr(estimate, name) for name in _TARGET_FIELDS},
-            geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY_FIELDS},
+            geometry=None if geometry is None else {name: getattr(geometry, name) for name in _GEOMETRY_FIELDS},
             geometry_is_derived=subject.is_derived,
         ),
         bands={kind: read_band(kind) for kind in MEMORY_KINDS},
@@ -131,23 +131,23 @@ def build_estimate_document(
             )
             for cell in estimate.sharded
         ),
-        exact=None if exact is None else tuple(_build_simulated_row(estimate, key, run) for key, run in exact.items()),
+        exact=None if runs is None else tuple(_build_simulated_row(estimate, key, r) for key, r in runs.items()),
         assumptions=(*list_assumptions(estimate), *filter(None, (subject.geometry_error,))),
     )
 
 
 def _build_size_fields(cell: Cell) -> dict[str, Any]:
-    figures = cell.compute_ranges()
-    device, low, high = figures[DEVICE_USED]
+    ranges = cell.compute_ranges()
+    device_bytes, lower_bound, upper_bound = ranges[DEVICE_USED]
     return {
         "moment": cell.peak.name,
         "allocated_bytes": cell.allocated_bytes,
-        "reserved_bytes": figures[RESERVED][0],
-        "device_used_bytes": device,
-        "at_least_bytes": low,
-        "at_most_bytes": high,
-        "ranges": {kind: limits for kind, (_, *limits) in figures.items()},
-        "categories": {name: size for name, size in cell.peak.terms.items() if size},
+        "reserved_bytes": ranges[RESERVED][0],
+        "device_used_bytes": device_bytes,
+        "at_least_bytes": lower_bound,
+        "at_most_bytes": upper_bound,
+        "ranges": {kind: bounds for kind, (_, *bounds) in ranges.items()},
+        "categories": {name: num_bytes for name, num_bytes in cell.peak.terms.items() if num_bytes},
     }
 
 

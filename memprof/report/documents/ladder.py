@@ -41,16 +41,16 @@ class FixCost:
 
     @property
     def compile_note(self) -> str:
-        """Return a clause on how long torch.compile took in the run."""
+        """Return text for a note on how long torch.compile took in the run."""
         if self.compile_seconds is None:
             return "how long that takes is not known"
-        making = f"how long making its {self.compiled_kernels} kernels takes is not known"
-        return f"that took {self.compile_seconds:.1f} s on this machine; {making}"
+        kernel_note = f"how long making its {self.compiled_kernels} kernels takes is not known"
+        return f"that took {self.compile_seconds:.1f} s on this machine; {kernel_note}"
 
 
 @dataclass(frozen=True, slots=True)
 class LadderRow:
-    """One row of the ladder: a run with the fixes of the row."""
+    """One row of the ladder: a simulated run with the fixes `fixes`, its memory and its cost."""
 
     fixes: tuple[str, ...]
     added: str | None  # The last fix; None for the baseline.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LargestSearchRun:
-    """One run of the search: a batch size or context length, and whether the run fits."""
+    """One run of a search for the largest batch or context: the value, and whether the run fits."""
 
     number: int  # Sequences or images of a batch, or tokens of the context.
     needed_bytes: int | None  # Device memory without failed allocations, CUDA context included; None: the run failed.
@@ -18,7 +18,7 @@ class LargestSearchRun:
 
 @dataclass(frozen=True, slots=True)
 class LargestSearch:
-    """The result of `--largest`, with all runs of the search."""
+    """The result of `--largest`: the largest value that fits, and all runs of the search."""
 
     what: str  # Batch-size or context-length.
     largest: int | None  # The largest that fits; None if the smallest does not.

@@ -27,7 +27,7 @@ class GpuRow:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """The peaks of one rank; sizes are bytes of its GPU."""
+    """The peaks of one rank of a distributed run; sizes are bytes of GPU memory."""
 
     rank: int
     # A lower rank with exactly the same events; None: no such rank.

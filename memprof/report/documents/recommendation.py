@@ -42,15 +42,15 @@ class Configuration:
 class LargestFit:
     """The largest batch or context that fits, and the next larger one that was tried."""
 
-    largest: int | None
-    first_too_large: int | None
+    largest: int | None  # None: not even the smallest fits.
+    first_too_large: int | None  # None: no larger one was tried.
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """An alternative if nothing fits the GPU; for several GPUs, the smallest number of GPUs that suffices."""
+    """Something that fits if nothing fits the GPU; with several GPUs, the smallest number of GPUs that suffices."""
 
-    what: str
+    what: str  # The kind of alternative, in words.
     name: str
     needed_bytes: int
     estimate: bool  # An analytical estimate; else from a run.
@@ -58,7 +58,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class LengthRow:
-    """The effect of a data set's sequence lengths on one micro-batch size."""
+    """The effect of a data set's sequence lengths on memory, for one micro-batch size."""
 
     micro_batch: int  # Sequences at a time.
     longest_fitting: int | None  # Tokens; the longest padded batch that fits, None if the shortest does not.
@@ -69,7 +69,7 @@ class LengthRow:
     epoch_odds: float  # Probability that an epoch in random order has one of them.
     first_step_median: int | None  # The step by which it has met one with probability 50%; None if never.
     first_step_90: int | None  # And with 90%.
-    step_sorted_ascending: int | None  # With sequences sorted by length, shortest first.
+    step_sorted_ascending: int | None  # The first such step with sequences sorted by length, shortest first.
     step_sorted_descending: int | None  # Longest first, or grouped as transformers' `group_by_length`.
     packed_fits: bool  # Rows filled up to the context length.
 
@@ -117,7 +117,7 @@ class LargestModel:
     context_length: int | None  # The longest that fits with this model.
     first_too_long: int | None  # The next tried length, which does not fit; None if the model allows no more.
     next_model: str | None  # The next larger catalog model, which does not fit; None if there is none.
-    next_needed_bytes: int | None
+    next_needed_bytes: int | None  # Device memory that `next_model` needs; None: unknown.
     command: str  # `memprof profile` with it.
 
 

@@ -11,14 +11,14 @@ from typing import Any
 from memprof.allocator import Settings
 from memprof.findings import Evidence, Finding
 from memprof.findings.exhaustion import Growth
-from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, batches
-from memprof.ledger.bridge import Bridge, libraries_bytes
-from memprof.ledger.caught_errors import CaughtError, caught_errors
+from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, build_batches
+from memprof.ledger.bridge import Bridge, compute_libraries_bytes
+from memprof.ledger.caught_errors import CaughtError, list_caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.over_time import OverTime
 from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage
-from memprof.ledger.state import ModelState, model_state
-from memprof.ledger.steps import TrainingStep, training_steps
+from memprof.ledger.state import ModelState, compute_model_state
+from memprof.ledger.steps import TrainingStep, list_training_steps
 from memprof.ledger.streams import StreamMemory
 from memprof.ledger.workspaces import Workspaces
 from memprof.report.documents.base import DisplayedDocument
@@ -67,7 +67,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a run: whether the run fits the GPU, its need, and the failed allocation if it does not."""
+    """Whether a run fits the GPU, the memory that it needs, and the failed allocation if it does not fit."""
 
     # None if the run failed, or was stopped, too early to tell. A program that caught out-of-memory errors fits if it
     # goes on without the failed allocations.
@@ -157,9 +157,9 @@ class Report(DisplayedDocument):
     @property
     def on_cpu(self) -> bool:
         """Return whether the run was measured on a CPU, which has no CUDA context and no caching allocator."""
-        is_old = self.model_state is None  # these have no bridge either
-        asked = None if self.target is None else self.target.asked.device
-        return self.source == "measured" and (asked == "cpu" if is_old else self.bridge is None)
+        is_old_report = self.model_state is None  # these have no bridge either
+        device_option = None if self.target is None else self.target.asked.device
+        return self.source == "measured" and (device_option == "cpu" if is_old_report else self.bridge is None)
 
     def plot(self, kind: str = "timeline") -> Any:
         """Return a plotly figure (`memprof[html]`): memory over the run, a treemap of the peak, or the fixes.
@@ -177,7 +177,7 @@ class Report(DisplayedDocument):
     def tables(self) -> dict[str, RowTable]:
         """Return the tables by name: stages, peak, findings and others."""
         batches = self.batches
-        evidence = ((finding.id, one) for finding in self.findings for one in finding.evidence)
+        evidence = ((finding.id, evidence_item) for finding in self.findings for evidence_item in finding.evidence)
         return {
             "stages": RowTable(self.stages, Stage),
             "steps": RowTable(self.steps, TrainingStep),
@@ -195,14 +195,14 @@ class Report(DisplayedDocument):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document as plain JSON values (docs/json.md lists the names)."""
-        plain = super(Report, self).to_json() | {"target": target_to_json(self.target)}
+        values = super(Report, self).to_json() | {"target": target_to_json(self.target)}
         optional = ("gpus", "limit", "rank", "ranks", "streams", "over_time")
-        absent = {name for name in optional if not getattr(self, name)} | ({"gpu"} if not self.gpus else set())
+        omitted = {name for name in optional if not getattr(self, name)} | ({"gpu"} if not self.gpus else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
-            del plain["bridge"]["nccl_group_bytes"]
+            del values["bridge"]["nccl_group_bytes"]
         if self.rank is not None:
-            plain["rank"] = {key: value for key, value in plain["rank"].items() if value or key not in _RANK_OPTIONAL}
-        return {name: plain[name] for name in plain if name not in absent}
+            values["rank"] = {key: value for key, value in values["rank"].items() if value or key not in _RANK_OPTIONAL}
+        return {name: values[name] for name in values if name not in omitted}
 
 
 _RANK_OPTIONAL = ("alike", "without_nccl")  # Left out of JSON if empty.
@@ -216,15 +216,15 @@ def build_report(
     streams: StreamMemory | None = None,
     growth: Growth | None = None,
 ) -> Report:
-    """Return the report on a ledger; `settings` are the allocator's settings in the replay of the ledger's run."""
+    """Return the report on the run of `ledger`; `settings` are the allocator settings with which it was replayed."""
     trace = ledger.trace
     facts = trace.facts
-    context_bytes, host = facts.device.context_bytes, facts.device.host_memory_bytes
-    outside_bytes = context_bytes + (libraries_bytes(trace) or 0)
+    context_bytes, limit = facts.device.context_bytes, facts.device.host_memory_bytes
+    outside_bytes = context_bytes + (compute_libraries_bytes(trace) or 0)
     on_cpu = trace.device == CPU
-    first = Stage("context", 0, 0, device_used_bytes=context_bytes if trace.source == "simulated" else None)
-    peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
-    steps = () if facts.command == "profile" else tuple(training_steps(trace, ledger.allocated))
+    context_stage = Stage("context", 0, 0, device_used_bytes=context_bytes if trace.source == "simulated" else None)
+    peak_stage, reserved_stage = ledger.peak_stage, ledger.peak_reserved_stage
+    steps = () if facts.command == "profile" else tuple(list_training_steps(trace, ledger.allocated))
     return Report(
         schema=SCHEMA,
         memprof_version=facts.memprof_version,
@@ -234,38 +234,38 @@ def build_report(
         program=facts.program,
         device=facts.device,
         allocator=settings.facts,
-        stages=(*(() if on_cpu else (first,)), *ledger.stages),
+        stages=(*(() if on_cpu else (context_stage,)), *ledger.stages),
         peak=Peak(
-            stage=peak.name,
-            step=peak.step,
-            micro_batch=peak.micro_batch,
+            stage=peak_stage.name,
+            step=peak_stage.step,
+            micro_batch=peak_stage.micro_batch,
             allocated_bytes=ledger.peak_bytes,
             reserved_bytes=ledger.peak_reserved_bytes,
-            reserved_stage=reserved.name,
-            reserved_step=reserved.step,
-            reserved_micro_batch=reserved.micro_batch,
+            reserved_stage=reserved_stage.name,
+            reserved_step=reserved_stage.step,
+            reserved_micro_batch=reserved_stage.micro_batch,
             device_used_bytes=ledger.peak_reserved_bytes + outside_bytes,
             host_allocated_bytes=ledger.host[ledger.peak_event],
-            categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
+            categories={category.value: num_bytes for category, num_bytes in ledger.sum_by_category().items()},
             tensors=tuple(ledger.live),
             rows=tuple(ledger.rows),
-            workspaces=Workspaces.of(trace, ledger.allocated, ledger.peak_event, ledger.run.refused),
+            workspaces=Workspaces.from_trace(trace, ledger.allocated, ledger.peak_event, ledger.run.refused),
         ),
         host_peak_bytes=ledger.host_peak_bytes,
         bridge=bridge,
-        model_state=model_state(trace),
+        model_state=compute_model_state(trace),
         findings=tuple(findings),
         ladder=(),
         verdict=_build_verdict(ledger, outside_bytes, growth),
         assumptions=(
             *trace.assumptions,
-            *(() if host is None else (f"The machine has {format_bytes(host)} of host memory (--host-memory).",)),
+            *(() if limit is None else (f"The machine has {format_bytes(limit)} of host memory (--host-memory).",)),
             *(() if on_cpu else _list_gpu_assumptions(ledger, settings, context_bytes)),
-            *((_OUTSIDE_NOTE,) if bridge is not None and bridge.outside_is_unknown else ()),
+            *((_OUTSIDE_NOTE,) if bridge is not None and bridge.is_outside_unknown else ()),
             *(() if ledger.run.bounds is None else (_BORROWED_NOTE,)),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
-        batches=None if trace.failure else batches(ledger.run, ledger.allocated, steps),
+        batches=None if trace.failure else build_batches(ledger.run, ledger.allocated, steps),
         steps=() if len(steps) < 2 else steps,
         rank=facts.rank,
         streams=streams,
@@ -275,7 +275,7 @@ def build_report(
 def _decide_fit(
     trace: Trace, oom: OutOfMemoryMoment | None, host_over_bytes: int, growth: Growth | None
 ) -> bool | None:
-    """Return whether a run fits, with its growth and host memory; None if the run ended too early to tell."""
+    """Return whether a run fits device and host memory; None if the run ended too early to tell."""
     failure = trace.failure
     runs_out = growth is not None and growth.runs_out and failure is None
     if oom or host_over_bytes or runs_out or (failure is not None and failure.kind is FailureKind.OUT_OF_MEMORY):
@@ -284,36 +284,36 @@ def _decide_fit(
 
 
 def _is_stopped_early(trace: Trace) -> bool:
-    """Return whether --timeout ended a script before a training step, or, if it does not train, before a forward."""
+    """Return whether --timeout stopped a script before its first training step, or first forward without training."""
     program = trace.facts.program
     if program is None or program.ended != "timeout":
         return False
     kinds = [phase.kind for phase in trace.phases]
     trains = trace.trains or PhaseKind.BACKWARD in kinds or PhaseKind.EVALUATION in kinds
     # The last phase has not ended.
-    ended = PhaseKind.OPTIMIZER_STEP in kinds[:-1] or any(phase.step > 1 for phase in trace.phases)
-    return not ended and (trains or not trace.forwards)
+    has_finished_pass = PhaseKind.OPTIMIZER_STEP in kinds[:-1] or any(phase.step > 1 for phase in trace.phases)
+    return not has_finished_pass and (trains or not trace.forwards)
 
 
 def _list_gpu_assumptions(ledger: Ledger, settings: Settings, context_bytes: int) -> tuple[str, ...]:
-    seen = ledger.trace.facts.nvml
-    known = seen is not None and seen.process_bytes is not None
-    whence = "as NVML says of this process" if known else "measured on one GPU; it varies by GPU and driver"
-    beyond = "; after the request that the GPU refuses, as on a GPU without limit." if ledger.out_of_memory else "."
+    nvml = ledger.trace.facts.nvml
+    is_measured = nvml is not None and nvml.process_bytes is not None
+    origin = "as NVML says of this process" if is_measured else "measured on one GPU; it varies by GPU and driver"
+    suffix = "; after the request that the GPU refuses, as on a GPU without limit." if ledger.out_of_memory else "."
     return (
-        f"The CUDA context takes {context_bytes >> 20} MiB ({whence}).",
-        f"Reserved memory is that of the caching allocator of {settings}, replayed request by request{beyond}",
+        f"The CUDA context takes {context_bytes >> 20} MiB ({origin}).",
+        f"Reserved memory is that of the caching allocator of {settings}, replayed request by request{suffix}",
     )
 
 
 def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
-    caught = caught_errors(ledger)
+    caught_errors = list_caught_errors(ledger)
     host_limit = trace.facts.device.host_memory_bytes
-    host_over = 0 if host_limit is None else max(ledger.host_peak_bytes - host_limit, 0)
+    host_over_bytes = 0 if host_limit is None else max(ledger.host_peak_bytes - host_limit, 0)
     return Verdict(
-        fits=_decide_fit(trace, oom, host_over, growth),
+        fits=_decide_fit(trace, oom, host_over_bytes, growth),
         oom_stage=oom.stage.name if oom else None,
         oom_step=oom.stage.step if oom else None,
         oom_op=trace.op(storage) if storage else None,
@@ -328,8 +328,8 @@ def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) ->
         free_bytes=oom.free_bytes if oom else None,
         retries=run.retries,
         required_bytes=run.required_reserved_bytes + outside_bytes,
-        out_of_memory_caught=len(caught),
-        first_caught=caught[0] if caught else None,
+        out_of_memory_caught=len(caught_errors),
+        first_caught=caught_errors[0] if caught_errors else None,
         growth=growth,
-        host_over_bytes=host_over,
+        host_over_bytes=host_over_bytes,
     )

@@ -12,7 +12,7 @@ SCHEMA = 2  # 2: names (old_names.py)
 
 
 class _BoundedRow(JsonValue):
-    """Base of a row whose result has an upper bound."""
+    """Base of a row with a measured deviation and its upper bound."""
 
     @property
     def passed(self) -> bool:
@@ -63,7 +63,7 @@ class Precision(_BoundedRow):
 
 @dataclass(frozen=True)
 class OptimizerRow(_BoundedRow):
-    """The deviation of some optimizer steps from AdamW in float64, with the same weights and batches."""
+    """The deviation of an optimizer's steps from AdamW in float64, with the same weights and batches."""
 
     optimizer: str  # "float32 AdamW", "bfloat16 AdamW" (weights and states) or that of a package.
     model: str  # Name of the trained model.
@@ -111,7 +111,7 @@ class Verification(JsonValue):
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
     def merge(self, other: Verification) -> None:
-        """Add the results of another verification; for keys in both, the results of this one stay."""
+        """Add the results of `other`; where both have a reason or operators under the same key, keep this one's."""
         for name in ("deviations", "precisions", "optimizers", "peaks", "notes"):
             getattr(self, name).extend(getattr(other, name))
         self.narrow = {**other.narrow, **self.narrow}
@@ -141,7 +141,7 @@ class Verification(JsonValue):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Verification:
-        """Return a verification from the JSON values of `to_json`."""
-        found = super().from_json(values)
-        found.skipped = {(row["fix"], row["model"]): row["reason"] for row in values["skipped"]}
-        return found
+        """Return the verification whose `to_json` is `values`."""
+        verification = super().from_json(values)
+        verification.skipped = {(row["fix"], row["model"]): row["reason"] for row in values["skipped"]}
+        return verification

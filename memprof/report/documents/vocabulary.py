@@ -23,7 +23,7 @@ class CoveragePoint:
 
 @dataclass(frozen=True, slots=True)
 class TokenCap:
-    """A cap of the vocabulary: the number of tokens kept, and what they cover."""
+    """A limit of the vocabulary size: how many tokens are kept, and the share of the corpus that they cover."""
 
     name: str  # The coverage that was requested, such as 99.9%, or `asked` for a number of tokens.
     tokens: int  # The most frequent ones, which stay.
@@ -34,7 +34,7 @@ class TokenCap:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMemory:
-    """Device memory with one vocabulary: the peak of each part."""
+    """Device memory of a training step with one vocabulary size: the peak of each category."""
 
     name: str  # `before`, or the name of a cap.
     vocab_size: int
@@ -50,7 +50,7 @@ class VocabularyMemory:
 
 @dataclass(frozen=True, slots=True)
 class CapSavings:
-    """Device memory before and with each cap, smallest vocabulary last."""
+    """Device memory with the original vocabulary and with each smaller one, smallest last."""
 
     source: str  # simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone.
     what: str  # The model and the run, in words.
@@ -73,16 +73,16 @@ class Vocabulary(JsonValue):
     num_bytes: int
     tokenizer: str
     tokens: int
-    distinct: int
+    distinct: int  # Different tokens.
     once: int  # Tokens that occur once.
     most_common: tuple[tuple[str, int], ...]
     vocab_size: int | None  # Ids that the tokenizer has.
-    unseen: int | None
-    highest_id: int | None
+    unseen: int | None  # Ids that do not occur in the corpus.
+    highest_id: int | None  # The highest id that occurs.
     unseen_ranges: tuple[tuple[int, int], ...]
     special_unseen: tuple[str, ...]
-    reserved: int
-    curve: tuple[CoveragePoint, ...]
+    reserved: int  # Tokens added to each cap: unknown and special ones.
+    curve: tuple[CoveragePoint, ...]  # Coverage by number of tokens.
     caps: tuple[TokenCap, ...]
     savings: CapSavings | None
     notes: tuple[str, ...]

@@ -13,45 +13,44 @@ from memprof.trace.files import table_form, write_atomically
 if TYPE_CHECKING:
     from memprof.report.documents.base import DisplayedDocument
 
-OPTION = "--csv"
+CSV_FLAG = "--csv"
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_folder(folder: Path) -> None:
-    """Check that tables can be written into `folder`, before the work that produces them. Raises UsageError: `folder`
-    is a file or below one, or must not be written to."""
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    """Raise UsageError if no file can be created in `folder`: it is a file, is below a file, or is not writable."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise UsageError("this is a file, not a folder for tables", value=existing, hint=f"change {OPTION}")
+        raise UsageError("this is a file, not a folder for tables", value=existing, hint=f"change {CSV_FLAG}")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError("this folder may not be written to", value=existing, hint=f"change {OPTION}")
+        raise UsageError("this folder may not be written to", value=existing, hint=f"change {CSV_FLAG}")
 
 
 def write_csv(document: DisplayedDocument, folder: Path, *, force: bool = False) -> None:
     """Write every table of `document` to `folder`/TABLE.csv, each atomically; create the folder.
 
-    A table of that name is replaced, even by one without rows, so that no table of an earlier run stays; other files in
-    the folder are not touched.
+    An existing table of the same name is replaced, even by one without rows, so that no table of an earlier run stays;
+    other files in the folder are not touched.
 
     Raises:
-        UsageError: `folder` is no folder, or has another file of that name, which only `force` replaces.
+        UsageError: `folder` is no folder, or has a file TABLE.csv that is no such table and `force` is False.
         MemprofError: a file cannot be written.
     """
     check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        hint = f"{error.strerror}: change {OPTION}"
+        hint = f"{error.strerror}: change {CSV_FLAG}"
         raise MemprofError("the folder for tables could not be made", value=folder, hint=hint) from error
     for name, frame in document.frames().items():
-        lists = {column: frame[column].map(_format_cell) for column in frame.select_dtypes(["object", "string"])}
-        text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
+        columns = {column: frame[column].map(_format_cell) for column in frame.select_dtypes(["object", "string"])}
+        text: str = frame.assign(**columns).to_csv(index=False, lineterminator="\n")
         header = text.partition("\n")[0].encode()
-        write_atomically(folder / f"{name}.csv", text.encode(), table_form("such table", OPTION, header), force=force)
+        write_atomically(folder / f"{name}.csv", text.encode(), table_form("such table", CSV_FLAG, header), force=force)
 
 
 def _format_cell(value: Any) -> Any:
-    """Return a list as JSON; prefix a string that a spreadsheet would read as a formula with an apostrophe.
+    """Return a cell's value for CSV: lists as JSON, strings that look like formulas with an apostrophe before them.
 
     The characters that begin a formula: https://owasp.org/www-community/attacks/CSV_Injection
     """

@@ -24,19 +24,19 @@ from memprof.trace.snapshot import (
 )
 from memprof.version import __version__
 
-PROTOCOL = 4
-FORM = FileKind("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and EXPORT_KEY.encode() in end)
+PICKLE_PROTOCOL = 4
+SNAPSHOT_FILE = FileKind("snapshot", "--to", lambda begin, end: begin[:1] == b"\x80" and EXPORT_KEY.encode() in end)
 
 
 def write_snapshot(snapshot: Snapshot, path: Path, *, force: bool = False) -> None:
-    """Write `snapshot` to `path` atomically. Raises UsageError: another file is there, which only `force` replaces;
+    """Write `snapshot` to `path` atomically. Raises UsageError: `path` is a file of another kind and `force` is False;
     MemprofError: the file cannot be written."""
     data = convert_snapshot(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
-    write_atomically(path, pickle.dumps(data, protocol=PROTOCOL), FORM, force=force)
+    write_atomically(path, pickle.dumps(data, protocol=PICKLE_PROTOCOL), SNAPSHOT_FILE, force=force)
 
 
 def convert_snapshot(snapshot: Snapshot) -> dict[str, Any]:
-    """Return `snapshot` as torch's dictionary; equal stacks and frames are shared objects, to keep the file small."""
+    """Return `snapshot` in the form of torch's `_snapshot()`; equal stacks are one object, to keep the file small."""
     stacks = _StackConverter()
     return {
         "segments": [_convert_segment(segment, stacks) for segment in snapshot.segments],
@@ -49,25 +49,25 @@ def convert_snapshot(snapshot: Snapshot) -> dict[str, Any]:
 class _StackConverter:
     def __init__(self) -> None:
         self.stacks: dict[int, list[dict[str, Any]]] = {}
-        self._frame = functools.cache(Frame._asdict)
+        self._convert_frame = functools.cache(Frame._asdict)
 
     def convert(self, stack: Stack) -> list[dict[str, Any]]:
-        known = self.stacks.get(id(stack))
-        if known is None:
-            known = self.stacks[id(stack)] = [self._frame(frame) for frame in stack]
-        return known
+        frames = self.stacks.get(id(stack))
+        if frames is None:
+            frames = self.stacks[id(stack)] = [self._convert_frame(frame) for frame in stack]
+        return frames
 
 
 def _convert_segment(segment: SnapshotSegment, stacks: _StackConverter) -> dict[str, Any]:
     blocks = segment.blocks
-    used = [block for block in blocks if block.state is not BlockState.INACTIVE]
+    used_blocks = [block for block in blocks if block.state is not BlockState.INACTIVE]
     return {
         "device": segment.device,
         "address": segment.address,
         "total_size": segment.size,
-        "allocated_size": sum(block.size for block in used if block.state is BlockState.ALLOCATED),
-        "active_size": sum(block.size for block in used),
-        "requested_size": sum(block.size if block.requested is None else block.requested for block in used),
+        "allocated_size": sum(block.size for block in used_blocks if block.state is BlockState.ALLOCATED),
+        "active_size": sum(block.size for block in used_blocks),
+        "requested_size": sum(block.size if block.requested is None else block.requested for block in used_blocks),
         "stream": segment.stream,
         "segment_type": "small" if segment.is_small else "large",
         "segment_pool_id": tuple(segment.pool_id),
@@ -87,13 +87,13 @@ def _convert_segment(segment: SnapshotSegment, stacks: _StackConverter) -> dict[
 
 
 def _convert_event(event: SnapshotEvent, stacks: _StackConverter) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "action": event.action.value,
         "device_free" if event.action is Action.OOM else "addr": event.address,
         "size": event.size,
         "stream": event.stream,
     }
     if event.time_us is not None:
-        found["time_us"] = event.time_us
+        values["time_us"] = event.time_us
     constants = {"compile_context": "N/A", "user_metadata": "", "pool_id": tuple(event.pool_id)}
-    return {**found, **constants, "frames": stacks.convert(event.frames)}
+    return {**values, **constants, "frames": stacks.convert(event.frames)}

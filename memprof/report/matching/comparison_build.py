@@ -27,17 +27,17 @@ from memprof.spec import TargetSpec
 from memprof.units import format_ranges
 from memprof.version import __version__
 
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TargetSpec) if one.default is not dataclasses.MISSING}
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(TargetSpec) if f.default is not dataclasses.MISSING}
 
 _STAGE_AMOUNTS = ("allocated_bytes", "delta_bytes", "peak_allocated_bytes")  # compared in stages of both runs
-_OTHER_KERNELS = "a CPU and a GPU run other kernels"
+_KERNELS_DIFFER = "a CPU and a GPU run other kernels"
 
 
 def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> comparison.Comparison:
     """Return the comparison of two runs."""
     settings, same_settings = _compare_settings(a, b)
     totals = (*(_compare_total(name, a, b, tolerance) for name in TOTALS), *_compare_ranks(a, b, tolerance))
-    matched = match_tensors(
+    match = match_tensors(
         [row for row in a.tensors if row.category != KERNELS],
         [row for row in b.tensors if row.category != KERNELS],
         by_shape=a.has_shapes and b.has_shapes,
@@ -46,8 +46,8 @@ def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> co
         schema=comparison.SCHEMA,
         memprof_version=__version__,
         command="compare",
-        a=a.side,
-        b=b.side,
+        a=a.summary,
+        b=b.summary,
         tolerance=tolerance.text,
         within=all(row.within for row in totals if row.compared),
         settings=settings,
@@ -55,10 +55,10 @@ def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> co
         totals=totals,
         stages=_compare_stages(a, b),
         categories=_compare_categories(a.categories, b.categories),
-        tensors=matched.rows,
-        same_tensors=matched.num_same,
-        same_tensors_bytes=matched.same_bytes,
-        tensors_matched_by=matched.matched_by,
+        tensors=match.rows,
+        same_tensors=match.num_same,
+        same_tensors_bytes=match.same_bytes,
+        tensors_matched_by=match.matched_by,
         kernels_a=_sum_kernels(a),
         kernels_b=_sum_kernels(b),
         reserved=tuple(
@@ -69,8 +69,8 @@ def build_comparison(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> co
         seconds_a=_sum_seconds(a),
         seconds_b=_sum_seconds(b),
         findings=_compare_findings(a.findings, b.findings),
-        assumptions_only_in_a=tuple(one for one in a.assumptions if one not in b.assumptions),
-        assumptions_only_in_b=tuple(one for one in b.assumptions if one not in a.assumptions),
+        assumptions_only_in_a=tuple(assumption for assumption in a.assumptions if assumption not in b.assumptions),
+        assumptions_only_in_b=tuple(assumption for assumption in b.assumptions if assumption not in a.assumptions),
     )
 
 
@@ -79,68 +79,69 @@ def _subtract(a: int | None, b: int | None) -> int | None:
 
 
 def _compare_settings(a: ComparedRun, b: ComparedRun) -> tuple[tuple[comparison.SettingRow, ...], int]:
-    both = dict.fromkeys([*a.settings, *b.settings])
-    names = [name for name in both if all(run.has_all_settings or name in run.settings for run in (a, b))]
+    all_names = dict.fromkeys([*a.settings, *b.settings])
+    names = [name for name in all_names if all(run.has_all_settings or name in run.settings for run in (a, b))]
     # An option that is newer than a report had its default then.
     rows = [
         comparison.SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names
     ]
-    differing = tuple(row for row in rows if _plain_setting(row.a) != _plain_setting(row.b))
-    return differing, len(rows) - len(differing)
+    differing_rows = tuple(row for row in rows if _normalize_setting(row.a) != _normalize_setting(row.b))
+    return differing_rows, len(rows) - len(differing_rows)
 
 
-def _plain_setting(value: Any) -> Any:
-    """Return a setting as in JSON; unset values (False, "", []) become None, as in reports that lack the setting."""
+def _normalize_setting(value: Any) -> Any:
+    """Return a setting's value in the form of JSON, and None for unset values (False, "", [])."""
     if isinstance(value, list | tuple):
-        return [_plain_setting(one) for one in value] or None
+        return [_normalize_setting(item) for item in value] or None
     return None if value is False or value == "" else value
 
 
 def _compare_total(name: str, a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> comparison.TotalRow:
     a_bytes, b_bytes = a.totals[name], b.totals[name]
-    why = ""
+    reason = ""
     if a_bytes is None or b_bytes is None:
-        why = "not known of both"
-    elif name in (ALL_TENSORS, ALLOCATED, RESERVED, DEVICE_USED, HOST) and a.side.on_gpu != b.side.on_gpu:
-        why = _OTHER_KERNELS
-    elif name == DEVICE_USED and a.side.source != b.side.source:
-        why = "other processes are not simulated"
-    return _build_total(name, a_bytes, b_bytes, tolerance, why)
+        reason = "not known of both"
+    elif name in (ALL_TENSORS, ALLOCATED, RESERVED, DEVICE_USED, HOST) and a.summary.on_gpu != b.summary.on_gpu:
+        reason = _KERNELS_DIFFER
+    elif name == DEVICE_USED and a.summary.source != b.summary.source:
+        reason = "other processes are not simulated"
+    return _build_total(name, a_bytes, b_bytes, tolerance, reason)
 
 
 def _build_total(
     name: str, a_bytes: int | None, b_bytes: int | None, tolerance: Tolerance, why_not: str
 ) -> comparison.TotalRow:
-    within = None if why_not else tolerance.allows(a_bytes or 0, b_bytes or 0)
-    return comparison.TotalRow(name, a_bytes, b_bytes, _subtract(a_bytes, b_bytes), not why_not, within, why_not)
+    is_within = None if why_not else tolerance.allows(a_bytes or 0, b_bytes or 0)
+    return comparison.TotalRow(name, a_bytes, b_bytes, _subtract(a_bytes, b_bytes), not why_not, is_within, why_not)
 
 
 def _compare_ranks(a: ComparedRun, b: ComparedRun, tolerance: Tolerance) -> Iterator[comparison.TotalRow]:
-    """Yield the allocated peak of each rank; ranks with the same bytes share a row."""
-    pairs: dict[tuple[int | None, int | None], list[int]] = {}
+    """Yield rows that compare the allocated peaks of ranks; ranks with the same bytes share a row."""
+    ranks_by_bytes: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in sorted(a.ranks.keys() | b.ranks.keys()):
-        pairs.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
-    for (a_bytes, b_bytes), ranks in pairs.items():
-        why = "" if a_bytes is not None and b_bytes is not None else "not run in both"
-        if a.side.on_gpu != b.side.on_gpu:
-            why = _OTHER_KERNELS
+        ranks_by_bytes.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
+    for (a_bytes, b_bytes), ranks in ranks_by_bytes.items():
+        reason = "" if a_bytes is not None and b_bytes is not None else "not run in both"
+        if a.summary.on_gpu != b.summary.on_gpu:
+            reason = _KERNELS_DIFFER
         name = f"{ALLOCATED}, rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
-        yield _build_total(name, a_bytes, b_bytes, tolerance, why)
+        yield _build_total(name, a_bytes, b_bytes, tolerance, reason)
 
 
 def _compare_stages(a: ComparedRun, b: ComparedRun) -> tuple[comparison.StageRow, ...]:
     rows = []
-    for order, key in enumerate(_merge_keys(list(a.stages), list(b.stages))):
+    for position, key in enumerate(_merge_keys(list(a.stages), list(b.stages))):
         a_stage, b_stage = a.stages.get(key), b.stages.get(key)
-        known = b_stage if a_stage is None or (b_stage is not None and b_stage.stack) else a_stage
-        assert known is not None
+        stage = b_stage if a_stage is None or (b_stage is not None and b_stage.stack) else a_stage
+        assert stage is not None
         difference, status = None, comparison.ONLY_IN_B if a_stage is None else comparison.ONLY_IN_A
         if a_stage is not None and b_stage is not None:
             difference = b_stage.peak_allocated_bytes - a_stage.peak_allocated_bytes
-            is_same = all(getattr(a_stage, name) == getattr(b_stage, name) for name in _STAGE_AMOUNTS)
-            status = comparison.SAME if is_same else comparison.DIFFERS
-        where = (order, *key[:2], known.micro_batch, known.stack, known.index)
-        rows.append(comparison.StageRow(*where, status, _build_amounts(a_stage), _build_amounts(b_stage), difference))
+            is_equal = all(getattr(a_stage, name) == getattr(b_stage, name) for name in _STAGE_AMOUNTS)
+            status = comparison.SAME if is_equal else comparison.DIFFERS
+        key_fields = (position, *key[:2], stage.micro_batch, stage.stack, stage.index)
+        amounts = _build_amounts(a_stage), _build_amounts(b_stage)
+        rows.append(comparison.StageRow(*key_fields, status, *amounts, difference))
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
 
 
@@ -150,18 +151,18 @@ def _build_amounts(stage: Stage | None) -> comparison.StageBytes | None:
 
 
 def _merge_keys(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
-    """Return both lists merged, each in its own order; keys only in `b` follow their predecessor in `b`."""
-    known = set(a)
-    following: dict[StageKey | None, list[StageKey]] = defaultdict(list)
-    last: StageKey | None = None
+    """Return the union of two lists of keys: those of `a` in order, the others after their predecessor in `b`."""
+    a_keys = set(a)
+    successors: dict[StageKey | None, list[StageKey]] = defaultdict(list)
+    predecessor: StageKey | None = None
     for key in b:
-        if key in known:
-            last = key
+        if key in a_keys:
+            predecessor = key
         else:
-            following[last].append(key)
-    merged = list(following[None])
+            successors[predecessor].append(key)
+    merged = list(successors[None])
     for key in a:
-        merged += [key, *following[key]]
+        merged += [key, *successors[key]]
     return merged
 
 
@@ -172,17 +173,17 @@ def _compare_categories(a: dict[str, int], b: dict[str, int]) -> tuple[compariso
 
 
 def _sum_kernels(run: ComparedRun) -> comparison.KernelMemory:
-    own = [row for row in run.tensors if row.category == KERNELS]
+    kernels = [row for row in run.tensors if row.category == KERNELS]
     return comparison.KernelMemory(
-        kind="CUDA kernels" if run.side.on_gpu else "CPU kernels",
-        num_bytes=sum(one.total_bytes for one in own),
-        tensors=tuple(sorted(own, key=lambda one: -one.total_bytes)),
+        kind="CUDA kernels" if run.summary.on_gpu else "CPU kernels",
+        num_bytes=sum(tensor.total_bytes for tensor in kernels),
+        tensors=tuple(sorted(kernels, key=lambda tensor: -tensor.total_bytes)),
     )
 
 
 def _sum_seconds(run: ComparedRun) -> float | None:
-    measured = [stage.seconds for stage in run.stages.values() if stage.seconds is not None]
-    return sum(measured) if measured else None
+    seconds = [stage.seconds for stage in run.stages.values() if stage.seconds is not None]
+    return sum(seconds) if seconds else None
 
 
 def _compare_findings(
@@ -193,5 +194,5 @@ def _compare_findings(
     rows = [
         comparison.FindingRow(name, name in a, name in b, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])
     ]
-    differing = [row for row in rows if row.in_a != row.in_b or row.a_bytes != row.b_bytes]
-    return tuple(sorted(differing, key=lambda row: -abs((row.b_bytes or 0) - (row.a_bytes or 0))))
+    differing_rows = [row for row in rows if row.in_a != row.in_b or row.a_bytes != row.b_bytes]
+    return tuple(sorted(differing_rows, key=lambda row: -abs((row.b_bytes or 0) - (row.a_bytes or 0))))

@@ -1,4 +1,4 @@
-"""Conversion of reports and torch snapshots to one form, in which they are compared."""
+"""Conversion of reports and torch snapshots to `ComparedRun`, the form in which two runs are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memprof.findings import Finding
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stage_amounts import Stage
-from memprof.ledger.stages import at_stage
+from memprof.ledger.stages import format_stage
 from memprof.report.documents.comparison import RunDescription, TensorGroup
 from memprof.report.documents.report import Report
 from memprof.snapshots.occupancy import fragmentation, group
@@ -57,18 +57,18 @@ MAX_DRIVER_EVENTS = 8
 # Adafactor steps parameter by parameter on any device; other libraries have one implementation each.
 _FOREACH_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 
-_NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # part of the allocator's facts, or results
+_EXCLUDED_FIELDS = ("asked", "alloc_conf", "sequence_lengths")  # part of the allocator's facts, or results
 
-_STEP = re.compile(r"(.*) \(step (\d+)\)")
+_STEP_TITLE = re.compile(r"(.*) \(step (\d+)\)")
 
 StageKey = tuple[str, int, int]  # Name (a layer's has its number), step, and index among equal names and steps.
 
 
 @dataclass(slots=True)
 class ComparedRun:
-    """A report or recording in the form in which runs are compared."""
+    """A report or torch snapshot, converted for the comparison with another run."""
 
-    side: RunDescription
+    summary: RunDescription
     settings: dict[str, Any]
     has_all_settings: bool  # Whether a missing setting has no value; else it is unknown.
     totals: dict[str, int | None]
@@ -83,10 +83,10 @@ class ComparedRun:
 
 
 def convert_report(document: Report, file: str, format: str) -> ComparedRun:
-    """Return a report of `memprof profile` or `memprof run` in the form for comparisons."""
+    """Return a report of `memprof profile` or `memprof run` as a `ComparedRun`."""
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
-    old = ("written by an earlier memprof: the totals of parameters, gradients and state are not in it",)
+    old_report_notes = ("written by an earlier memprof: the totals of parameters, gradients and state are not in it",)
     on_gpu = not document.on_cpu
     totals = {name: None if state is None else getattr(state, attribute) for name, attribute in STATE_TOTALS.items()}
     totals |= {
@@ -102,11 +102,11 @@ def convert_report(document: Report, file: str, format: str) -> ComparedRun:
         "device memory": None if device.total_bytes is None else format_bytes(device.total_bytes),
         "torch": allocator.torch,
         "alloc_conf": allocator.alloc_conf,
-        **{name: value for name, value in target_to_json(target).items() if name not in _NOT_SETTINGS},
+        **{name: value for name, value in target_to_json(target).items() if name not in _EXCLUDED_FIELDS},
         **_list_effective_defaults(target, on_gpu=on_gpu),
     }
     return ComparedRun(
-        side=RunDescription(
+        summary=RunDescription(
             file=file,
             format=format,
             source=document.source,
@@ -114,8 +114,8 @@ def convert_report(document: Report, file: str, format: str) -> ComparedRun:
             on_gpu=on_gpu,
             fits=document.verdict.fits,
             failure=None if failure is None else f"{failure.error} in {failure.phase}",
-            notes=old if state is None else (),
-            peak_at=at_stage(peak.stage, peak.step, peak.micro_batch),
+            notes=old_report_notes if state is None else (),
+            peak_at=format_stage(peak.stage, peak.step, peak.micro_batch),
             over_time=document.over_time,
         ),
         settings=settings,
@@ -124,10 +124,8 @@ def convert_report(document: Report, file: str, format: str) -> ComparedRun:
         stages=_index_stages(document.stages),
         categories={name: num_bytes for name, num_bytes in peak.categories.items() if name != KERNELS},
         tensors=[
-            TensorGroup(
-                one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _get_owner_name(one)
-            )
-            for one in peak.tensors
+            TensorGroup(t.num_bytes, t.count, t.shape, t.dtype, t.op, t.source, t.category, _get_owner_name(t))
+            for t in peak.tensors
         ],
         has_shapes=True,
         bridge={
@@ -141,81 +139,81 @@ def convert_report(document: Report, file: str, format: str) -> ComparedRun:
 
 
 def _list_effective_defaults(target: Target | None, *, on_gpu: bool) -> dict[str, Any]:
-    """Return torch's defaults for unset options (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
+    """Return what torch chooses for unset options (torch/optim/optimizer.py, _default_to_fused_or_foreach)."""
     if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _FOREACH_OPTIMIZERS:
         return {}
     return {"optimizer_impl": "foreach" if on_gpu else "single"}
 
 
-def _index_stages(rows: Iterable[Stage]) -> dict[StageKey, Stage]:
-    found: dict[StageKey, Stage] = {}
-    seen: Counter[tuple[str, int]] = Counter()
-    for row in rows:
-        key = row.name, row.step
-        found[*key, seen[key]] = row
-        seen[key] += 1
-    return found
+def _index_stages(stage_list: Iterable[Stage]) -> dict[StageKey, Stage]:
+    stages: dict[StageKey, Stage] = {}
+    counts: Counter[tuple[str, int]] = Counter()
+    for stage in stage_list:
+        key = stage.name, stage.step
+        stages[*key, counts[key]] = stage
+        counts[key] += 1
+    return stages
 
 
 def _get_owner_name(tensor: LiveTensor) -> str | None:
-    where = tensor.name or tensor.module
-    return None if where is None else without_numbers(where)
+    owner_name = tensor.name or tensor.module
+    return None if owner_name is None else without_numbers(owner_name)
 
 
-def _sum_finding_bytes(rows: tuple[Finding, ...]) -> dict[str, int | None]:
-    """Return the bytes of each finding, by its id; None for a finding without bytes."""
-    found: dict[str, int | None] = {}
-    for row in rows:
-        known = found.get(row.id)
-        found[row.id] = known if row.num_bytes is None else (known or 0) + row.num_bytes
-    return found
+def _sum_finding_bytes(findings: tuple[Finding, ...]) -> dict[str, int | None]:
+    """Return the total bytes of findings by finding id; None for findings without bytes."""
+    sums: dict[str, int | None] = {}
+    for finding in findings:
+        previous = sums.get(finding.id)
+        sums[finding.id] = previous if finding.num_bytes is None else (previous or 0) + finding.num_bytes
+    return sums
 
 
 def convert_recording(
     recording: Recording, file: str, settings: str, notes: tuple[str, ...], source: str = "measured"
 ) -> ComparedRun:
-    """Return one device of a torch snapshot in the form for comparisons; categories and modules are inferred."""
+    """Return one device of a torch snapshot as a `ComparedRun`; categories and modules are inferred."""
     allocated, event = recording.peak()
     peak_at = next(
-        (at_stage(*_split_title(title)) for title, begin, end in recording.stages if begin <= event < end), None
+        (format_stage(*_split_title(title)) for title, begin, end in recording.stages if begin <= event < end), None
     )
     reserved, reserved_event = recording.peak("reserved")
     if reserved in recording.reserved:  # as in a report: at the allocation that reserved the memory
         reserved_event = recording.reserved.index(reserved)
-        following = recording.events[reserved_event : reserved_event + 1 + MAX_DRIVER_EVENTS]
-        allocation = next((number for number, one in enumerate(following) if one.action is Action.ALLOC), 0)
+        next_events = recording.events[reserved_event : reserved_event + 1 + MAX_DRIVER_EVENTS]
+        allocation = next((i for i, item in enumerate(next_events) if item.action is Action.ALLOC), 0)
         if recording.reserved[reserved_event + allocation] == reserved:
             reserved_event += allocation
-    alive = recording.alive(event)
-    kinds: Counter[tuple[str, str | None, str, int, str | None]] = Counter()
-    for life in alive:
-        origin = life.origin
+    live_blocks = recording.alive(event)
+    tensor_counts: Counter[tuple[str, str | None, str, int, str | None]] = Counter()
+    for block in live_blocks:
+        origin = block.origin
         module = without_numbers(origin.module) if origin.in_module else None
-        kinds[life.category.value, module, origin.op, life.requested, origin.source] += 1
-    at_reserved = recording.at(reserved_event)
-    free, _ = fragmentation(recording, reserved_event)
+        tensor_counts[block.category.value, module, origin.op, block.requested, origin.source] += 1
+    amounts = recording.at(reserved_event)
+    segment_use, _ = fragmentation(recording, reserved_event)
     bridge: dict[str, int | None] = dict.fromkeys(BRIDGE_STEPS)
     bridge |= {
-        "requested by tensors": at_reserved[0],
-        "rounding": free.rounding_bytes,
-        "allocated": at_reserved[1],
-        "free in segments": free.free_bytes,
+        "requested by tensors": amounts[0],
+        "rounding": segment_use.rounding_bytes,
+        "allocated": amounts[1],
+        "free in segments": segment_use.free_bytes,
         "reserved": reserved,
     }
     totals: dict[str, int | None] = dict.fromkeys(TOTALS)
     totals |= {ALLOCATED: allocated, RESERVED: reserved}
     return ComparedRun(
-        side=RunDescription(file, "torch snapshot", source, None, True, None, None, notes, peak_at),
+        summary=RunDescription(file, "torch snapshot", source, None, True, None, None, notes, peak_at),
         settings={"source": source, "alloc_conf": settings or None},
         has_all_settings=False,
         totals=totals,
         stages=_index_stages(_build_stages(recording)),
         categories={
-            one.category.value: one.allocated_bytes for one in group(alive, "category") if one.category.value != KERNELS
+            g.category.value: g.allocated_bytes for g in group(live_blocks, "category") if g.category.value != KERNELS
         },
         tensors=[
             TensorGroup(requested, count, None, None, op, source, category, module)
-            for (category, module, op, requested, source), count in kinds.items()
+            for (category, module, op, requested, source), count in tensor_counts.items()
         ],
         has_shapes=False,
         bridge=bridge,
@@ -223,22 +221,22 @@ def convert_recording(
 
 
 def _split_title(title: str) -> tuple[str, int]:
-    """Return name and step of a recording's stage from its title."""
-    named = _STEP.fullmatch(title)
-    return (named[1], int(named[2])) if named else (title, 0)
+    """Return stage name and step number of a stage title such as `loss (step 2)`; step 0 if the title has none."""
+    match = _STEP_TITLE.fullmatch(title)
+    return (match[1], int(match[2])) if match else (title, 0)
 
 
 def _build_stages(recording: Recording) -> Iterator[Stage]:
     for title, begin, end in recording.stages:
-        if within := recording.allocated[begin:end]:
-            requested, allocated, reserved = recording.at(begin + len(within) - 1)
-            before = recording.at(begin - 1)[1]
+        if allocated_curve := recording.allocated[begin:end]:
+            requested, allocated, reserved = recording.at(begin + len(allocated_curve) - 1)
+            bytes_before = recording.at(begin - 1)[1]
             yield Stage(
                 *_split_title(title),
                 micro_batch=0,
                 allocated_bytes=allocated,
-                delta_bytes=allocated - before,
-                peak_allocated_bytes=max(before, *within),
+                delta_bytes=allocated - bytes_before,
+                peak_allocated_bytes=max(bytes_before, *allocated_curve),
                 requested_bytes=requested,
                 reserved_bytes=reserved,
             )

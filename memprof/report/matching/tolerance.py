@@ -11,7 +11,7 @@ from memprof.units import parse_gib
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """A tolerance in bytes, or as a fraction of the larger value."""
+    """The allowed difference of two values: in bytes, or as a fraction of the larger value."""
 
     text: str = "0"
     bytes: int = 0
@@ -22,17 +22,17 @@ class Tolerance:
         return abs(a - b) <= max(self.bytes, self.share * max(abs(a), abs(b)))
 
 
-def parse_tolerance(text: str) -> Tolerance:
-    """Return the tolerance in a string: "0.1%", "16MiB" or bytes. Raises UsageError: the string is something else."""
-    if percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
-        return Tolerance(text.strip(), share=float(percent[1]) / 100)
-    if plain := re.fullmatch(r"\s*(\d+)\s*", text):
-        return Tolerance(text.strip(), bytes=int(plain[1]))
+def parse_tolerance(value: str) -> Tolerance:
+    """Parse a tolerance: "0.1%", "16MiB" or a number of bytes. Raises UsageError: `value` has none of these forms."""
+    if percent_match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value):
+        return Tolerance(value.strip(), share=float(percent_match[1]) / 100)
+    if bytes_match := re.fullmatch(r"\s*(\d+)\s*", value):
+        return Tolerance(value.strip(), bytes=int(bytes_match[1]))
     try:
-        if not text.strip()[-1:].isalpha():
+        if not value.strip()[-1:].isalpha():
             raise UsageError("without a unit")
-        return Tolerance(text.strip(), bytes=parse_gib(text))
+        return Tolerance(value.strip(), bytes=parse_gib(value))
     except UsageError:
         raise UsageError(
-            "not a tolerance", value=f"--tolerance {text}", hint="a share (0.1%), a size (16MiB) or bytes (4096)"
+            "not a tolerance", value=f"--tolerance {value}", hint="a share (0.1%), a size (16MiB) or bytes (4096)"
         ) from None

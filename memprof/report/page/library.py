@@ -8,7 +8,7 @@ from memprof.fixes.catalog import check_package
 
 
 def read_plotly_script() -> bytes:
-    """Return plotly.js with its licence (4.8 MB). Raises UsageError: plotly is not installed."""
+    """Return the source of plotly.js with its licence (4.8 MB). Raises UsageError: plotly is not installed."""
     check_package("a page with figures", "plotly")
     from plotly.offline import get_plotlyjs
 
@@ -17,7 +17,7 @@ def read_plotly_script() -> bytes:
 
 
 def make_figure(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Any:
-    """Return a plotly figure of traces and a layout in the form of plotly's JSON."""
+    """Return a plotly figure; `traces` and `layout` are dictionaries in the form of plotly's JSON."""
     from plotly.graph_objects import Figure
 
     return Figure({"data": traces, "layout": layout})

@@ -1,4 +1,4 @@
-"""A run as columns of numbers, from which the page computes the live bytes after any event (a moment) of the trace."""
+"""A run as columns of numbers, from which the HTML page computes the live bytes after any event (a moment)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from memprof.allocator.rounding import round_size
 from memprof.findings import Evidence
 from memprof.ledger.ledger import Ledger
-from memprof.ledger.stages import at_stage
+from memprof.ledger.stages import format_stage
 from memprof.trace.events import NONE, EventKind, Storage, without_numbers
 from memprof.trace.json_values import JsonValue, json_name
 
@@ -32,7 +32,7 @@ class StorageKinds:
 
 @dataclass(slots=True)
 class Moments(JsonValue):
-    """The lives of all storages of a run on one GPU, as columns; times are indices of events, sizes are bytes."""
+    """The lifetimes of all storages of a run on one GPU, as columns; times are event indices, sizes are bytes."""
 
     events: int  # Number of events.
     words: list[str]
@@ -54,42 +54,42 @@ class Moments(JsonValue):
 
 
 def build_moments(ledger: Ledger) -> Moments:
-    """Return the columns of a ledger's run. Raises AssertionError: live bytes differ from the allocated bytes."""
+    """Return the storage lifetimes of a run. Raises AssertionError: live bytes differ from the allocated bytes."""
     trace, timeline = ledger.trace, ledger.run.timeline
     table = _KindTable(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
-    blocks, living, kind_of = list[int](), dict[int, int](), dict[int, int]()
-    refused, last = ledger.run.refused, len(trace.events)
-    before = now = 0
+    blocks, open_lives, kind_of = list[int](), dict[int, int](), dict[int, int]()
+    failed_storages, num_events = ledger.run.refused, len(trace.events)
+    bytes_before = live_bytes = 0
     for time, (event_kind, ref) in enumerate(trace.events):
-        after = ledger.allocated[time]
+        allocated_bytes = ledger.allocated[time]
         if event_kind is EventKind.ALLOC:
             storage = trace.storages[ref]
-            if storage.device == trace.device and storage.num_bytes and ref not in refused:
+            if storage.device == trace.device and storage.num_bytes and ref not in failed_storages:
                 kind = kind_of[ref] = table.add_kind(ref, storage)
-                living[ref] = len(begin)
+                open_lives[ref] = len(begin)
                 begin.append(time)
-                end.append(last)
+                end.append(num_events)
                 kinds.append(kind)
-                blocks.append(after - before)
+                blocks.append(allocated_bytes - bytes_before)
                 extras.append(blocks[-1] - table.kinds.rounded[kind])
-                now += blocks[-1]
-        elif event_kind is EventKind.FREE and ref in living:
-            life = living.pop(ref)
+                live_bytes += blocks[-1]
+        elif event_kind is EventKind.FREE and ref in open_lives:
+            life = open_lives.pop(ref)
             end[life] = time
-            now -= blocks[life]
-        if now != after:
+            live_bytes -= blocks[life]
+        if live_bytes != allocated_bytes:
             raise AssertionError(f"the lives do not sum to what is allocated after event {time}")
-        before = after
-    changes = [0, *(time for time in range(1, last) if timeline.reserved[time] != timeline.reserved[time - 1])]
+        bytes_before = allocated_bytes
+    changes = [0, *(time for time in range(1, num_events) if timeline.reserved[time] != timeline.reserved[time - 1])]
     add_word = table.add_word
     fragmentation, oom = add_word("fragmentation"), ledger.out_of_memory
     stages = [
-        (add_word(at_stage(span.name, span.step)), span.begin, span.end, add_word(span.stack or None), span.index)
+        (add_word(format_stage(span.name, span.step)), span.begin, span.end, add_word(span.stack or None), span.index)
         for span in ledger.spans
     ]
     return Moments(
-        events=last,
+        events=num_events,
         words=list(table.words),
         kinds=table.kinds,
         begin=begin,
@@ -109,21 +109,21 @@ def build_moments(ledger: Ledger) -> Moments:
 
 
 class _KindTable:
-    """A builder of `StorageKinds` and of the list of words."""
+    """A builder of `StorageKinds` and of the strings that they refer to."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.kinds = StorageKinds()
         self.words: dict[str, int] = {}  # Word -> index.
         self._ledger = ledger
-        self._places: dict[tuple[object, ...], int] = {}
+        self._kind_indices: dict[tuple[object, ...], int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
 
     def add_word(self, word: str | None) -> int:
-        """Return the index of `word`, adding the word if new; -1 for None."""
+        """Return the index of the string `word`, adding the string if it is new; -1 for None."""
         return NONE if word is None else self.words.setdefault(word, len(self.words))
 
     def add_kind(self, ref: int, storage: Storage) -> int:
-        """Return the index of a storage's kind, adding the kind if new; `ref` is the index of the storage."""
+        """Return the index of a storage's kind, adding the kind if it is new; `ref` is the index of the storage."""
         trace = self._ledger.trace
         owner = trace.owners.get(ref)
         name = None if owner is None else owner.name or None
@@ -133,25 +133,25 @@ class _KindTable:
             trace.phases[storage.phase].kind,
         )  # fmt: skip
         key = (*attributes, module, name)
-        found = self._places.get(key)
-        if found is not None:
-            return found
+        index = self._kind_indices.get(key)
+        if index is not None:
+            return index
         kinds, num_bytes = self.kinds, storage.num_bytes
-        self._places[key] = found = len(kinds.group)
+        self._kind_indices[key] = index = len(kinds.group)
         kinds.requested.append(num_bytes)
         kinds.rounded.append(round_size(num_bytes) if self._ledger.run.rounds else num_bytes)
         category, shape = self._ledger.categories[ref].value, "x".join(map(str, storage.shape))
-        in_words = (category, shape, storage.dtype, module, trace.op(storage), trace.source_line(storage), name)
+        words = (category, shape, storage.dtype, module, trace.op(storage), trace.source_line(storage), name)
         columns = (kinds.category, kinds.shape, kinds.dtype, kinds.module, kinds.op, kinds.source, kinds.name)
-        for column, word in zip(columns, in_words, strict=True):
+        for column, word in zip(columns, words, strict=True):
             column.append(self.add_word(word))
-        in_any_layer = tuple(None if path is None else without_numbers(path) for path in (module, name))
-        kinds.group.append(self._groups.setdefault((*attributes, *in_any_layer), len(self._groups)))
-        return found
+        masked_names = tuple(None if path is None else without_numbers(path) for path in (module, name))
+        kinds.group.append(self._groups.setdefault((*attributes, *masked_names), len(self._groups)))
+        return index
 
 
 def find_kinds(moments: Moments, evidence: Evidence) -> list[int]:
-    """Return the indices of the kinds that match a finding's evidence; [] if it has no source line and no operator."""
+    """Return the indices of storage kinds that match `evidence`; [] if it has neither source line nor operator."""
     if evidence.source is None and evidence.op is None:
         return []
     words, kinds = moments.words, moments.kinds
@@ -162,7 +162,7 @@ def find_kinds(moments: Moments, evidence: Evidence) -> list[int]:
     module = None if evidence.module is None else without_numbers(evidence.module)
     return [
         kind
-        for kind, at in enumerate(kinds.module)
-        if (module is None or (at != NONE and without_numbers(words[at]) == module))
+        for kind, module_index in enumerate(kinds.module)
+        if (module is None or (module_index != NONE and without_numbers(words[module_index]) == module))
         and all(column[kind] != NONE and words[column[kind]] == value for column, value in conditions)
     ]

@@ -86,22 +86,22 @@ def render_page(document: PageDocument) -> str:
 
 
 def build_sections_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
-    """Return the data of a document other than a report for the page's script, as JSON values."""
+    """Return the data of a comparison, analysis or recommendation for the page's script, as JSON values."""
     if isinstance(document, Comparison):
-        lines, good = split_lines(comparison.render_heading(document)), document.within
+        lines, is_good = split_lines(comparison.render_heading(document)), document.within
         verdict = split_lines(comparison.render(document, quiet=True))
         text = to_text(comparison.render(document, top=_MAX_ROWS))
     elif isinstance(document, Analysis):
-        lines, good = [f"memprof analyze: {document.file}, a {document.format}"], not document.ran_out
+        lines, is_good = [f"memprof analyze: {document.file}, a {document.format}"], not document.ran_out
         verdict, text = split_lines(analysis.render(document, quiet=True)), to_text(analysis.render(document))
     else:
-        lines, good = split_lines(recommendation.render_heading(document)), document.has_result
+        lines, is_good = split_lines(recommendation.render_heading(document)), document.has_result
         verdict = recommendation.format_verdict_lines(document)
         text = to_text(recommendation.render(document, explain=True))
     return {
         "heading": lines,
         "verdict": "\n".join(verdict),
-        "good": good,
+        "good": is_good,
         "sections": [section.to_json() for section in build_sections(document)],
         "text": text,
     }
@@ -140,23 +140,23 @@ def build_run_data(document: Report) -> dict[str, Any]:
 
 
 def _build_finding_data(moments: Moments, finding: Finding) -> dict[str, Any]:
-    steps = {name: ALL_FIXES.get(name.partition("=")[0]) for name in finding.fixes}
+    steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.fixes}
     return {
         "severity": finding.severity.value,
         "title": finding.title,
-        "evidence": [{"text": one.text, "kinds": find_kinds(moments, one)} for one in finding.evidence],
+        "evidence": [{"text": evidence.text, "kinds": find_kinds(moments, evidence)} for evidence in finding.evidence],
         "fixes": [{"name": name, "changes": step.changes if step else ""} for name, step in steps.items()],
     }
 
 
 def _make_printable(value: Any) -> Any:
-    """Return JSON values with escaped control characters in strings (U+202E would reverse text in a browser)."""
+    """Return a JSON value with control characters in strings escaped (U+202E would reverse text in a browser)."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {_make_printable(name): _make_printable(part) for name, part in value.items()}
+        return {_make_printable(name): _make_printable(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [part if isinstance(part, int) else _make_printable(part) for part in value]
+        return [item if isinstance(item, int) else _make_printable(item) for item in value]
     return value
 
 

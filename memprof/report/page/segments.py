@@ -1,4 +1,4 @@
-"""The allocator's segments at the peak, as columns for the page: free blocks, and the storage kind of each other."""
+"""The allocator's segments at the peak, as columns for the page: each block's size, and the kind of its storage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from memprof.report.page.moments import Moments
 from memprof.trace.json_values import JsonValue
 
 FREE = -1  # In place of a kind: a free block.
-WAITING = -2  # In place of a kind: a block whose tensor is freed, and that another stream still uses.
+PENDING_FREE = -2  # In place of a kind: a block whose tensor is freed, and that another stream still uses.
 
 
 @dataclass(slots=True)
 class SegmentColumns(JsonValue):
-    """Columns of the allocator's segments, largest first, with their blocks by address; sizes are bytes."""
+    """The allocator's segments as columns, largest first, with their blocks in order of address; sizes are bytes."""
 
     event: int
     size: list[int] = field(default_factory=list)
@@ -28,15 +28,15 @@ class SegmentColumns(JsonValue):
 def build_segments_at_peak(ledger: Ledger, moments: Moments) -> SegmentColumns:
     """Return the segments at the allocated peak, by replaying the run up to the peak."""
     layout, storages = ledger.run.layout_at(ledger.peak_event)
-    found = SegmentColumns(ledger.peak_event)
-    for segment in sorted(layout, key=lambda one: -one.size):
-        found.size.append(segment.size)
-        found.pool.append(pool_name(segment.is_small, segment.pool_id))
-        found.stream.append(segment.stream)
+    columns = SegmentColumns(ledger.peak_event)
+    for segment in sorted(layout, key=lambda s: -s.size):
+        columns.size.append(segment.size)
+        columns.pool.append(pool_name(segment.is_small, segment.pool_id))
+        columns.stream.append(segment.stream)
         blocks: list[int] = []
         for block in segment.blocks:
             storage = storages.get(block.address) if block.state == "active_allocated" else None
-            empty = FREE if block.state == "inactive" else WAITING
-            blocks += (block.size, empty if storage is None else moments.kind_of[storage])
-        found.blocks.append(blocks)
-    return found
+            marker = FREE if block.state == "inactive" else PENDING_FREE
+            blocks += (block.size, marker if storage is None else moments.kind_of[storage])
+        columns.blocks.append(blocks)
+    return columns

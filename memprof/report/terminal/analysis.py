@@ -1,4 +1,4 @@
-"""The document of `memprof analyze` as text for a terminal."""
+"""The result of `memprof analyze` as text for a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MODULE_WIDTH = 28  # Maximum columns of a module path beside a source line.
 def render(
     document: Analysis, *, replay: bool = False, quiet: bool = False, file: Path | None = None
 ) -> RenderableType:
-    """Return the view of an analysis; `replay` adds how far the allocator's replay agrees with the recording.
+    """Return an analysis for a terminal; `replay` adds how many recorded addresses the simulated allocator reproduces.
 
     `file` (the analyzed file) adds the command to try next; `quiet` leaves only the peak of each device.
     """
@@ -63,10 +63,10 @@ def render(
 
 def _render_verdict(device: DeviceReport) -> RenderableType:
     held = device.end if device.state_only else device.peak
-    ended = f"; ran out of memory {len(device.ooms)} times" if len(device.ooms) > 1 else "; ran out of memory"
+    oom_text = f"; ran out of memory {len(device.ooms)} times" if len(device.ooms) > 1 else "; ran out of memory"
     return Text(
         f"device {device.device}: {format_bytes(held.allocated_bytes)} allocated, {format_bytes(held.reserved_bytes)} "
-        f"reserved {'at the end' if device.state_only else 'at the peak'}{ended if device.ooms else ''}"
+        f"reserved {'at the end' if device.state_only else 'at the peak'}{oom_text if device.ooms else ''}"
     )
 
 
@@ -85,8 +85,8 @@ def _render_device(device: DeviceReport, *, replay: bool, has_several: bool) -> 
     if not device.state_only:
         parts.append(_render_leaks(device))
     if (missing := device.missing_frames).reasons:
-        said = f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them"
-        parts += [make_heading("\nFrames missing", said if missing.count else ""), _render_bullets(missing.reasons)]
+        note = f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them"
+        parts += [make_heading("\nFrames missing", note if missing.count else ""), _render_bullets(missing.reasons)]
     if replay:
         parts.append(_render_replay(device.replay))
     if device.what_if is not None:
@@ -108,23 +108,23 @@ def _format_moment(device: DeviceReport, amounts: AllocatorBytes) -> str:
 
 
 def _render_summary(device: DeviceReport) -> RenderableType:
-    made = make_table("", ">requested", ">allocated", ">reserved", "~when", ruled=True)
+    table = make_table("", ">requested", ">allocated", ">reserved", "~when", ruled=True)
     rows = [("start", device.start), ("peak", device.peak), ("end", device.end)]
     for name, amounts in rows[2:] if device.state_only else rows:
         style = "bold" if name == "peak" else ""
         cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
-        made.add_row(name, *map(format_bytes, cells), _format_moment(device, amounts), style=style)
+        table.add_row(name, *map(format_bytes, cells), _format_moment(device, amounts), style=style)
     if device.peak_reserved_bytes > device.peak.reserved_bytes and not device.state_only:
         where = _format_event(device, device.peak_reserved_event)
-        made.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
+        table.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
     if device.state_only:
-        return Group(made, dim("No events were recorded: this is the state when the snapshot was taken."))
-    recorded = f"{device.events:,} events, {device.allocations:,} allocations"
+        return Group(table, dim("No events were recorded: this is the state when the snapshot was taken."))
+    counts_text = f"{device.events:,} events, {device.allocations:,} allocations"
     if device.timeline.seconds is not None:
-        recorded += f", {device.timeline.seconds:,.2f} s"
+        counts_text += f", {device.timeline.seconds:,.2f} s"
     if device.steps is not None:
-        recorded += f"; {device.steps.count} steps, seen from {device.steps.found_by}"
-    return Group(made, dim(recorded + "."))
+        counts_text += f"; {device.steps.count} steps, seen from {device.steps.found_by}"
+    return Group(table, dim(counts_text + "."))
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class _MemoryCurves:
     device: DeviceReport
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = self.device.timeline
-        columns = max(min(options.max_width - _LABEL_WIDTH - _SCALE_WIDTH, len(line.events)), 1)
-        highest = max((*line.reserved_bytes, *line.allocated_bytes, 1))
+        timeline = self.device.timeline
+        columns = max(min(options.max_width - _LABEL_WIDTH - _SCALE_WIDTH, len(timeline.events)), 1)
+        highest = max((*timeline.reserved_bytes, *timeline.allocated_bytes, 1))
         yield Text("")
-        for name, values in (("allocated", line.allocated_bytes), ("reserved", line.reserved_bytes)):
+        for name, values in (("allocated", timeline.allocated_bytes), ("reserved", timeline.reserved_bytes)):
             yield Text(f"{name:<{_LABEL_WIDTH}}{_draw_curve(values, columns, highest)}  {format_bytes(max(values))}")
         yield dim(f"{'':<{_LABEL_WIDTH}}{_draw_marks(self.device, columns)}")
         legend = "^ the peak" + ("; ! out of memory; ‼ both" if self.device.ooms else "")
@@ -149,8 +149,8 @@ def _draw_marks(device: DeviceReport, columns: int) -> str:
     marks = [" "] * columns
     for event, mark in [*((oom.event, "!") for oom in device.ooms), (device.peak.event, "^")]:
         if event >= 0:
-            at = min(event * columns // device.events, columns - 1)
-            marks[at] = mark if marks[at] == " " else "‼"
+            column = min(event * columns // device.events, columns - 1)
+            marks[column] = mark if marks[column] == " " else "‼"
     return "".join(marks).rstrip()
 
 
@@ -163,18 +163,18 @@ def _render_live_memory(device: DeviceReport) -> RenderableType:
     moment = device.moment
     amounts = moment.amounts
     name = "When the snapshot was taken" if device.state_only else _TITLES[moment.what]
-    held = f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}"
+    heading = f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}"
     if moment.pending_bytes:
-        held += f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams"
-    unit = choose_unit(amounts.allocated_bytes, smallest=1)
+        heading += f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams"
+    unit = choose_unit(amounts.allocated_bytes, min_unit_bytes=1)
     headers = [f">{unit.name}", ">share", ">blocks", *(["|category"] if moment.by != "category" else [])]
     shows_module = moment.by in ("frame", "size", "category")
-    beside = "mostly" if moment.by != "frame" else "in module"
-    headers += [f"~{moment.by}", *([f"~{beside}"] * shows_module)]
-    made = make_table(*headers, optional=(beside, "category", "share", "blocks"))
-    total = amounts.allocated_bytes + moment.pending_bytes or 1
+    module_header = "mostly" if moment.by != "frame" else "in module"
+    headers += [f"~{moment.by}", *([f"~{module_header}"] * shows_module)]
+    table = make_table(*headers, optional=(module_header, "category", "share", "blocks"))
+    total_bytes = amounts.allocated_bytes + moment.pending_bytes or 1
     for row in moment.groups:
-        cells = [unit.format(row.allocated_bytes), f"{row.allocated_bytes / total:.1%}", f"{row.count:,}"]
+        cells = [unit.format(row.allocated_bytes), f"{row.allocated_bytes / total_bytes:.1%}", f"{row.count:,}"]
         if moment.by != "category":
             cells.append(row.category)
         key = format_source(row.key) if moment.by == "frame" else row.key
@@ -183,25 +183,25 @@ def _render_live_memory(device: DeviceReport) -> RenderableType:
         cells.append(key)
         if shows_module:
             cells.append("" if row.module == row.key else _shorten_module(row.module))
-        made.add_row(*cells)
+        table.add_row(*cells)
     parts: list[RenderableType] = [
-        make_section(make_heading(f"\n{name} ({_format_moment(device, amounts)}): ", held), made)
+        make_section(make_heading(f"\n{name} ({_format_moment(device, amounts)}): ", heading), table)
     ]
     if moment.num_groups > len(moment.groups):
         rest = amounts.allocated_bytes + moment.pending_bytes - sum(row.allocated_bytes for row in moment.groups)
-        more = moment.num_groups - len(moment.groups)
-        parts.append(dim(f"  and {format_bytes(rest)} in {more:,} more groups (--top)"))
+        num_hidden = moment.num_groups - len(moment.groups)
+        parts.append(dim(f"  and {format_bytes(rest)} in {num_hidden:,} more groups (--top)"))
     return Group(*parts)
 
 
 def _render_blocks(device: DeviceReport) -> RenderableType:
     blocks = device.moment.blocks
-    unit = choose_unit(blocks[0].allocated_bytes, smallest=1)
-    made = make_table(f">{unit.name}", ">x", "|life in events", "~what it is", optional=("life in events", "x"))
+    unit = choose_unit(blocks[0].allocated_bytes, min_unit_bytes=1)
+    table = make_table(f">{unit.name}", ">x", "|life in events", "~what it is", optional=("life in events", "x"))
     for block in _drop_equal_blocks(blocks):
         life = format_block_life(block) if block.alike == 1 else f"{format_block_life(block).split(' ')[0]}, …"
-        made.add_row(unit.format(block.allocated_bytes), f"{block.alike:,}", life, _format_block(block))
-    return make_section("\nLargest blocks", made)
+        table.add_row(unit.format(block.allocated_bytes), f"{block.alike:,}", life, _format_block(block))
+    return make_section("\nLargest blocks", table)
 
 
 def _drop_equal_blocks(blocks: tuple[BlockRow, ...]) -> list[BlockRow]:
@@ -224,25 +224,25 @@ def _render_fragmentation(device: DeviceReport) -> RenderableType:
     at_peak, at_end = device.fragmentation_at_peak, device.fragmentation_at_end
     one_moment = at_peak.event == at_end.event or device.state_only
     moments = [("", at_end)] if one_moment else [("at the peak", at_peak), ("at the end", at_end)]
-    made = make_table("", *(f">{name}" for name, _ in moments))
-    made.show_header = not one_moment
+    table = make_table("", *(f">{name}" for name, _ in moments))
+    table.show_header = not one_moment
     for label, field in _FRAGMENTATION_FIELDS.items():
-        made.add_row(label, *(format_bytes(getattr(one, field)) for _, one in moments))
-    parts: list[RenderableType] = [make_section("\nFragmentation", made)]
-    shown = at_peak if at_peak.nearly_empty else at_end
-    if shown.nearly_empty:
+        table.add_row(label, *(format_bytes(getattr(row, field)) for _, row in moments))
+    parts: list[RenderableType] = [make_section("\nFragmentation", table)]
+    shown_row = at_peak if at_peak.nearly_empty else at_end
+    if shown_row.nearly_empty:
         parts.append(
-            _render_segments(shown, "" if one_moment else " at the peak" if shown is at_peak else " at the end")
+            _render_segments(shown_row, "" if one_moment else " at the peak" if shown_row is at_peak else " at the end")
         )
     return Group(*parts)
 
 
 def _render_segments(row: FragmentationRow, suffix: str) -> RenderableType:
-    alike = Counter(_format_segment(segment) for segment in row.nearly_empty)
-    shown = alike.most_common()[:MAX_PINNED_SEGMENTS]
-    lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in shown]
-    rest = row.nearly_empty_segments - sum(count for _, count in shown)
-    lines += [f"and {rest:,} more"] if rest else []
+    counts = Counter(_format_segment(segment) for segment in row.nearly_empty)
+    most_common = counts.most_common()[:MAX_PINNED_SEGMENTS]
+    lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in most_common]
+    num_hidden = row.nearly_empty_segments - sum(count for _, count in most_common)
+    lines += [f"and {num_hidden:,} more"] if num_hidden else []
     return Group(Text(f"  Nearly empty segments{suffix}, and what keeps them:"), _render_bullets(lines, indent=4))
 
 
@@ -255,14 +255,14 @@ def _render_bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType
 
 
 def _format_segment(segment: PinnedSegment) -> str:
-    shown = _drop_equal_blocks(segment.blocks)[:3]
-    pins = (
+    blocks = _drop_equal_blocks(segment.blocks)[:3]
+    block_texts = (
         f"{format_bytes(block.allocated_bytes)}{f' x{block.alike:,}' * (block.alike > 1)} {format_source(block.source)}"
-        for block in shown
+        for block in blocks
     )
-    named = sum(block.allocated_bytes * block.alike for block in shown)
-    used = f"{format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: "
-    return used + "; ".join(pins) + ("; …" if named < segment.used_bytes else "")
+    named_bytes = sum(block.allocated_bytes * block.alike for block in blocks)
+    text = f"{format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: "
+    return text + "; ".join(block_texts) + ("; …" if named_bytes < segment.used_bytes else "")
 
 
 def _render_leaks(device: DeviceReport) -> RenderableType:
@@ -283,38 +283,38 @@ def _render_replay(replay: ReplayRow) -> RenderableType:
     layout = "identical" if replay.final_layout_identical else "different"
     identical = f"{replay.identical_addresses:,} of {replay.allocations:,} addresses identical"
     title = make_heading("\nReplay: ", f"{identical}, final layout {layout}")
-    first = replay.first_difference
-    if first is None:
+    difference = replay.first_difference
+    if difference is None:
         return title
-    why = first.reason or "nothing in the file explains it"
-    return Group(title, Text(f"  first difference at event {first.event:,}: {first.problem}; {why}"))
+    reason = difference.reason or "nothing in the file explains it"
+    return Group(title, Text(f"  first difference at event {difference.event:,}: {difference.problem}; {reason}"))
 
 
 def _render_what_if(result: WhatIf) -> RenderableType:
-    least_needed = ("segments", "reserved at the end")
-    made = make_table("~settings", ">peak reserved", ">reserved at the end", ">segments", optional=least_needed)
-    for one, note in ((result.before, " (as recorded)"), (result.after, "")):
-        sizes = format_bytes(one.peak_reserved_bytes), format_bytes(one.final_reserved_bytes)
-        made.add_row(one.settings + note, *sizes, f"{one.final_segments:,}")
+    optional = ("segments", "reserved at the end")
+    table = make_table("~settings", ">peak reserved", ">reserved at the end", ">segments", optional=optional)
+    for outcome, note in ((result.before, " (as recorded)"), (result.after, "")):
+        sizes = format_bytes(outcome.peak_reserved_bytes), format_bytes(outcome.final_reserved_bytes)
+        table.add_row(outcome.settings + note, *sizes, f"{outcome.final_segments:,}")
     saved = result.saved_bytes
     change = f"{'saves' if saved > 0 else 'costs'} {format_bytes(abs(saved))}" if saved else "changes nothing"
     notes = [Text(f"  It {change} of the peak.")]
     if result.before.peak_reserved_bytes != result.recorded_peak_reserved_bytes:
-        recorded = f"  Recorded were {format_bytes(result.recorded_peak_reserved_bytes)}: what was cached before the "
-        notes.append(dim(f"{recorded}recording began is not known, so both replays begin with the live blocks alone."))
+        text = f"  Recorded were {format_bytes(result.recorded_peak_reserved_bytes)}: what was cached before the "
+        notes.append(dim(f"{text}recording began is not known, so both replays begin with the live blocks alone."))
     if result.failed_allocations:
         notes.append(dim(f"  Requests that were refused ({result.failed_allocations}) are left out of both."))
-    return Group(make_section("\nWhat if: the same requests", made), *notes)
+    return Group(make_section("\nWhat if: the same requests", table), *notes)
 
 
 def _shorten_module(module: str) -> str:
     """Return the last part of a module path that fits its column, or the last three links of an `a > b` chain."""
     if len(module) > _MODULE_WIDTH and " > " not in module and not module.startswith("("):
-        kept: list[str] = []
+        last_parts: list[str] = []
         for part in reversed(module.split(".")):
-            if kept and len(".".join((part, *kept))) > _MODULE_WIDTH:
+            if last_parts and len(".".join((part, *last_parts))) > _MODULE_WIDTH:
                 break
-            kept.insert(0, part)
-        return "…" + ".".join(kept)
+            last_parts.insert(0, part)
+        return "…" + ".".join(last_parts)
     parts = module.split(" > ")
     return " > ".join(parts if len(parts) <= 3 else ["…", *parts[-3:]])

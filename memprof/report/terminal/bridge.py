@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.ledger.bridge import Bridge, PoolUse
-from memprof.ledger.stages import at_stage
+from memprof.ledger.stages import format_stage
 from memprof.ledger.streams import StreamMemory
 from memprof.report.terminal.cells import Unit, join_first
 from memprof.report.terminal.console import dim, indent, make_heading, make_table
@@ -16,19 +16,19 @@ MAX_PROCESSES = 5
 
 
 def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
-    """Return the bridge as a table: a column for the reserved peak, and one for the allocated peak if different."""
+    """Return the bridge as a table: a column for the reserved peak, and one for the allocated peak if it differs."""
     amounts = ("requested_bytes", "allocated_bytes", "reserved_bytes")
-    first, other = bridge.peak_reserved, bridge.peak_allocated
-    moments = [first, other] if any(getattr(first, name) != getattr(other, name) for name in amounts) else [first]
-    heads = ("most reserved", "most allocated")[: len(moments)]
-    made = make_table("|", *(f">{head}" for head in heads), "~ ", optional=("most allocated", " "))
-    made.show_header = len(moments) > 1
-    made.columns[-1].style = "dim"
+    first, second = bridge.peak_reserved, bridge.peak_allocated
+    moments = [first, second] if any(getattr(first, name) != getattr(second, name) for name in amounts) else [first]
+    titles = ("most reserved", "most allocated")[: len(moments)]
+    table = make_table("|", *(f">{title}" for title in titles), "~ ", optional=("most allocated", " "))
+    table.show_header = len(moments) > 1
+    table.columns[-1].style = "dim"
 
     def add(name: str, attribute: str = "", note: str = "", *, total: bool = False) -> None:
         values = [getattr(moment, attribute) if attribute else None for moment in moments]
         cells = ["not known" if value is None else unit.format(value) for value in values]
-        made.add_row(name, *cells, note, style="bold" if total else "")
+        table.add_row(name, *cells, note, style="bold" if total else "")
 
     add("requested by tensors", "requested_bytes")
     add("+ rounding", "rounding_bytes", "of blocks")
@@ -45,22 +45,22 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     if first.unattributed_bytes is not None:
         add("+ libraries, others", "unattributed_bytes", "libraries and other processes, not told apart")
     if bridge.nccl_group_bytes is not None:
-        least, most = map(format_bytes, bridge.nccl_group_bytes)
-        add("+ NCCL", note=f"{least} to {most} for each group, where others measured it")
+        min_bytes, max_bytes = map(format_bytes, bridge.nccl_group_bytes)
+        add("+ NCCL", note=f"{min_bytes} to {max_bytes} for each group, where others measured it")
     add("= device used", "device_used_bytes", "what nvidia-smi says", total=True)
-    where = (f"{head} in {at_stage(moment.stage, moment.step)}" for head, moment in zip(heads, moments, strict=True))
-    title = make_heading(f"From tensors to device used, {unit.name}, ", ", ".join(where))
-    parts: list[RenderableType] = [title, indent(made)]
-    free = ", ".join(_format_pool(pool) for pool in first.pools if pool.free_bytes)
-    notes = [f"free: {free}"] if first.fragmentation_bytes else []
-    if bridge.outside_is_unknown:
+    places = (f"{title} in {format_stage(m.stage, m.step)}" for title, m in zip(titles, moments, strict=True))
+    title = make_heading(f"From tensors to device used, {unit.name}, ", ", ".join(places))
+    parts: list[RenderableType] = [title, indent(table)]
+    free_text = ", ".join(_format_pool(pool) for pool in first.pools if pool.free_bytes)
+    notes = [f"free: {free_text}"] if first.fragmentation_bytes else []
+    if bridge.is_outside_unknown:
         nccl = "" if bridge.nccl_group_bytes is None else "NCCL, "
         notes.append(f"not known: libraries outside the allocator, {nccl}other processes")
     return Group(*parts, *([indent(dim("; ".join(notes)))] if notes else []), Text(""))
 
 
 def _name_free_bytes(free_bytes: int, cached_bytes: int) -> str:
-    """Return what free bytes in segments are: cached (reusable by the next step), fragmentation, or both."""
+    """Return the words for free bytes in segments: "cached" (reusable by the next step), "fragmentation", or both."""
     if not 0 < cached_bytes < free_bytes:
         return "cached" if cached_bytes else "fragmentation"
     return f"{format_bytes(free_bytes - cached_bytes)} fragmentation, the rest cached"
@@ -68,32 +68,32 @@ def _name_free_bytes(free_bytes: int, cached_bytes: int) -> str:
 
 def _format_pool(pool: PoolUse) -> str:
     segments = f"{pool.segments:,} {pool.pool} segment{'' if pool.segments == 1 else 's'}"
-    back = f" ({format_bytes(pool.releasable_bytes)} of it could be released)" if pool.releasable_bytes else ""
-    return f"{format_bytes(pool.free_bytes)} in {segments}{back}"
+    note = f" ({format_bytes(pool.releasable_bytes)} of it could be released)" if pool.releasable_bytes else ""
+    return f"{format_bytes(pool.free_bytes)} in {segments}{note}"
 
 
 def _format_processes(bridge: Bridge) -> str:
-    largest = sorted(bridge.processes or (), key=lambda one: -(one.used_bytes or 0))
-    used = ("?" if one.used_bytes is None else format_bytes(one.used_bytes) for one in largest)
-    names = [f"{one.name} ({one.pid}) {size}" for one, size in zip(largest, used, strict=True)]
+    largest = sorted(bridge.processes or (), key=lambda process: -(process.used_bytes or 0))
+    sizes = ("?" if process.used_bytes is None else format_bytes(process.used_bytes) for process in largest)
+    names = [f"{process.name} ({process.pid}) {size}" for process, size in zip(largest, sizes, strict=True)]
     return join_first(names, MAX_PROCESSES)
 
 
 def render_streams(memory: StreamMemory, unit: Unit) -> RenderableType:
     """Return the memory of each CUDA stream as a table, and the bounds of the reserved bytes if they differ."""
-    waits = any(share.waiting_bytes for share in memory.streams)
-    made = make_table("|stream", ">reserved", ">allocated", *([">waiting"] * waits), ">free")
+    has_waiting = any(share.waiting_bytes for share in memory.streams)
+    table = make_table("|stream", ">reserved", ">allocated", *([">waiting"] * has_waiting), ">free")
     for share in memory.streams:
-        figures = [share.reserved_bytes, share.allocated_bytes, *([share.waiting_bytes] * waits), share.free_bytes]
-        made.add_row(str(share.stream) if share.stream else "default", *map(unit.format, figures))
+        sizes = [share.reserved_bytes, share.allocated_bytes, *([share.waiting_bytes] * has_waiting), share.free_bytes]
+        table.add_row(str(share.stream) if share.stream else "default", *map(unit.format, sizes))
     notes = [f"On one stream the run would reserve {format_bytes(memory.single_stream_bytes)} at most."]
     if memory.lower_bound_bytes is not None and memory.upper_bound_bytes is not None:
         bounds = memory.lower_bound_bytes, memory.reserved_bytes, memory.upper_bound_bytes
         if len(set(bounds)) > 1:
-            soonest, rule, latest = map(format_bytes, bounds)
+            lower, rule, upper = map(format_bytes, bounds)
             notes.append(
-                f"What streams lend each other decides it: {rule} by memprof's rule, {soonest} if it is free at once, "
-                f"{latest} if only once the host has waited."
+                f"What streams lend each other decides it: {rule} by memprof's rule, {lower} if it is free at once, "
+                f"{upper} if only once the host has waited."
             )
     title = make_heading("By stream, where most is reserved, ", unit.name)
-    return Group(title, indent(made), *(indent(dim(note)) for note in notes), Text(""))
+    return Group(title, indent(table), *(indent(dim(note)) for note in notes), Text(""))

@@ -12,26 +12,26 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import BlockRow
     from memprof.report.documents.comparison import TensorGroup, TotalRow
 
-_BARS = " ▁▂▃▄▅▆▇█"
+_BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
 
 
 class Unit:
-    """The unit of all sizes in one table, such as GiB; `num_bytes` are the bytes of one."""
+    """A unit of memory sizes, such as GiB; `num_bytes` is its size in bytes."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name = name
         self.num_bytes = num_bytes
 
     def format(self, num_bytes: int, *, sign: bool = False) -> str:
-        """Return `num_bytes` with two decimals, never as minus zero."""
+        """Return `num_bytes` in this unit, with two decimals and, if `sign`, with + or -; never -0.00."""
         value = round(num_bytes / self.num_bytes, 2) + 0.0
         return f"{value:+,.2f}" if sign else f"{value:,.2f}"
 
 
-def choose_unit(num_bytes: int, *, smallest: int = MIB) -> Unit:
-    """Return the unit of a table whose largest size is `num_bytes`: the largest unit that is at most this size."""
-    return next(Unit(name, size) for name, size in _UNITS if num_bytes >= size or size <= smallest)
+def choose_unit(num_bytes: int, *, min_unit_bytes: int = MIB) -> Unit:
+    """Return the largest unit (GiB to bytes) that `num_bytes` reaches, but none below `min_unit_bytes`."""
+    return next(Unit(name, size) for name, size in _UNITS if num_bytes >= size or size <= min_unit_bytes)
 
 
 def format_shape(shape: Iterable[int]) -> str:
@@ -45,41 +45,41 @@ def format_seconds(seconds: float, decimals: int = 2) -> str:
 
 
 def join_first(names: list[str], max_names: int) -> str:
-    """Return the first `most` of `names`, separated by commas, and the number of the others."""
-    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(names[:max_names]) + more
+    """Return the first `max_names` of `names`, separated by commas, and how many more there are."""
+    suffix = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + suffix
 
 
 def draw_curve(values: Iterable[int], highest: int) -> str:
     """Return one bar character per value, relative to `highest`; any value above 0 gets a visible bar."""
-    return "".join(_BARS[-(-max(value, 0) * (len(_BARS) - 1) // highest)] for value in values)
+    return "".join(_BAR_CHARACTERS[-(-max(value, 0) * (len(_BAR_CHARACTERS) - 1) // highest)] for value in values)
 
 
 def format_signed_bytes(num_bytes: int) -> str:
-    """Return a difference of bytes with its sign, in the unit that fits the difference."""
+    """Return a difference of bytes as text such as `+1.50 GiB`: with its sign, in a unit that fits its size."""
     return ("+" if num_bytes > 0 else "-" if num_bytes else "") + format_bytes(abs(num_bytes))
 
 
 def format_source(source: str) -> str:
-    """Return `path:line function` with the path shortened to `folder/file.py`; other texts are returned unchanged."""
+    """Return `path:line function` with the path shortened to `folder/file.py`; any other string unchanged."""
     head, _, function = source.rpartition(" ")
     return f"{short_source(source)} {function}" if head and ":" in head else source
 
 
 def format_block_life(block: BlockRow) -> str:
     """Return the indices of the events that allocated and freed a block, such as `12 - 40` or `start - end`."""
-    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
-    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
+    begin = "start" if block.born_event < 0 else f"{block.born_event:,}"
+    return f"{begin} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
 
 
 def describe_total(row: TotalRow) -> str:
-    """Return how a total differs between two runs: equal, within the tolerance, differs, or not compared."""
+    """Return how a total of two runs compares: "equal", "within" (the tolerance), "differs", or "not compared"."""
     if not row.compared:
         return f"not compared: {row.why_not}"
     return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
 
 
-def format_tensors(side: TensorGroup) -> str:
+def format_tensors(group: TensorGroup) -> str:
     """Return count, shape and dtype of equal tensors; if the shape is unknown, count and bytes of one tensor."""
-    what = format_bytes(side.num_bytes) if side.shape is None else f"{format_shape(side.shape)} {side.dtype}"
-    return f"{side.count} x {what}"
+    tensor = format_bytes(group.num_bytes) if group.shape is None else f"{format_shape(group.shape)} {group.dtype}"
+    return f"{group.count} x {tensor}"

@@ -1,4 +1,4 @@
-"""The document of `memprof compare` as text for a terminal."""
+"""The result of `memprof compare` as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memprof.ledger.stages import at_stage
+from memprof.ledger.stages import format_stage
 from memprof.report.documents.comparison import (
     ONLY_IN_A,
     ONLY_IN_B,
@@ -44,7 +44,7 @@ MAX_NAMES = 6  # Named stages that only one run has; named kernels of a run.
 def render(
     document: Comparison, *, top: int = 10, explain: bool = False, quiet: bool = False, files: tuple[Path, ...] = ()
 ) -> RenderableType:
-    """Return the view of a comparison, with `top` rows per table; `explain` adds assumptions that only one run has.
+    """Return the result of a comparison as text, `top` rows per table; `explain` adds assumptions of only one run.
 
     `quiet` leaves only the verdict; `files` (A and B) add the command to try next.
     """
@@ -113,10 +113,10 @@ def _render_stages(document: Comparison, unit: Unit, top: int) -> RenderableType
     # Stages that differ, layers of one stack as one row, largest difference first.
     groups = _group_by_stack(row for row in document.stages if row.a and row.b and row.status != SAME)
     groups.sort(key=lambda rows: -max(abs(row.difference_bytes or 0) for row in rows))
-    lone = {one: _group_by_stack(row for row in document.stages if row.status == one) for one in (ONLY_IN_A, ONLY_IN_B)}
+    only_in_one = {kind: [row for row in document.stages if row.status == kind] for kind in (ONLY_IN_A, ONLY_IN_B)}
     same = sum(row.status == SAME for row in document.stages)
-    names = {status: list(map(_format_stage_name, own)) for status, own in lone.items() if own}
-    notes = [f"{status}: {join_first(own, MAX_NAMES)}" for status, own in names.items()]
+    names = {kind: list(map(_format_stage_name, _group_by_stack(rows))) for kind, rows in only_in_one.items() if rows}
+    notes = [f"{kind}: {join_first(stages, MAX_NAMES)}" for kind, stages in names.items()]
     if groups[top:]:
         notes.append(f"{len(groups[top:])} more that differ (--top)")
     if not groups[:top]:
@@ -126,39 +126,39 @@ def _render_stages(document: Comparison, unit: Unit, top: int) -> RenderableType
     new_table = _make_table(f"peak, {unit.name}", ">change A", ">change B", *([">seconds A", ">B"] if timed else []))
     for group in groups[:top]:
         a, b = ([row.a for row in group], [row.b for row in group])
-        peak_a, peak_b = (max(_list_values(side, lambda one: one.peak_allocated_bytes)) for side in (a, b))
-        changes = [sum(_list_values(side, lambda one: one.delta_bytes)) for side in (a, b)]
-        seconds = [_list_values(side, lambda one: one.seconds) for side in (a, b)] if timed else []
+        peak_a, peak_b = (max(_list_values(side, lambda stage: stage.peak_allocated_bytes)) for side in (a, b))
+        changes = [sum(_list_values(side, lambda stage: stage.delta_bytes)) for side in (a, b)]
+        seconds = [_list_values(side, lambda stage: stage.seconds) for side in (a, b)] if timed else []
         new_table.add_row(
             _format_stage_name(group),
             *_format_sides(unit, peak_a, peak_b, peak_b - peak_a),
-            *(unit.format(one, sign=True) for one in changes),
-            *(f"{sum(known):.3f}" if known else "-" for known in seconds),
+            *(unit.format(size, sign=True) for size in changes),
+            *(f"{sum(values):.3f}" if values else "-" for values in seconds),
         )
     return _make_section("Stages", f"largest differences first; {same} are the same", new_table, notes)
 
 
 def _list_values(side: Iterable[StageBytes | None], value: Callable[[StageBytes], T | None]) -> list[T]:
-    return [known for one in side if one is not None and (known := value(one)) is not None]
+    return [result for stage in side if stage is not None and (result := value(stage)) is not None]
 
 
 def _group_by_stack(rows: Iterable[StageRow]) -> list[list[StageRow]]:
-    """Return stages in the order of the run, grouped by stack of layers; a stage outside stacks is a group."""
-    ordered = sorted(rows, key=lambda row: row.order)
-    stacks = groupby(ordered, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
-    return [list(own) for _, own in stacks]
+    """Return stage rows in the order of the run: the layers of a stack in one group, any other stage in its own."""
+    sorted_rows = sorted(rows, key=lambda row: row.order)
+    stacks = groupby(sorted_rows, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
+    return [list(group) for _, group in stacks]
 
 
 def _format_stage_name(rows: list[StageRow]) -> str:
     first = rows[0]
-    several = f"{first.name.rpartition(' ')[0]}s {first.index}-{rows[-1].index}"
-    name = several if len(rows) > 1 else first.name
-    return at_stage(name, first.step, first.micro_batch)
+    layer_range = f"{first.name.rpartition(' ')[0]}s {first.index}-{rows[-1].index}"
+    name = layer_range if len(rows) > 1 else first.name
+    return format_stage(name, first.step, first.micro_batch)
 
 
 def _render_categories(document: Comparison, unit: Unit, top: int) -> RenderableType:
-    differing = [row for row in document.categories if row.difference_bytes]
-    if not differing:
+    differing_rows = [row for row in document.categories if row.difference_bytes]
+    if not differing_rows:
         return Text("\nCategories at the peak: no difference.")
     new_table = _make_table(unit.name)
     for row in document.categories[:top]:
@@ -171,14 +171,14 @@ def _render_tensors(document: Comparison, top: int) -> RenderableType:
     if not document.tensors:
         return Text(f"\nTensors at the peak: no difference ({same}).")
     new_table = make_table(">difference", "~what", "~A", "~B", optional=("A", "B"))
-    differing = [row for row in document.tensors if row.difference_bytes]
-    for row in differing[:top]:
+    differing_rows = [row for row in document.tensors if row.difference_bytes]
+    for row in differing_rows[:top]:
         sides = (_format_side(row, side) for side in (row.a, row.b))
         new_table.add_row(format_signed_bytes(row.difference_bytes), _format_owner(row), *sides)
-    notes = [f"{len(differing) - top} more (--top; --json has all)"] if len(differing) > top else []
-    if alike := len(document.tensors) - len(differing):
-        notes.append(f"{alike} more with the same bytes, but another operator or shape (--json)")
-    if not differing:
+    notes = [f"{len(differing_rows) - top} more (--top; --json has all)"] if len(differing_rows) > top else []
+    if num_equal_size := len(document.tensors) - len(differing_rows):
+        notes.append(f"{num_equal_size} more with the same bytes, but another operator or shape (--json)")
+    if not differing_rows:
         return Text(f"\nTensors at the peak: no difference in bytes ({same}; {notes[-1]}).")
     return _make_section("Tensors at the peak", f"matched by {document.tensors_matched_by}; {same}", new_table, notes)
 
@@ -187,9 +187,9 @@ def _format_owner(row: TensorRow) -> Text:
     text = Text(row.category)
     if row.where:
         text.append(f" {row.where}")
-    known = row.a or row.b
-    if row.status != "operator" and known is not None:
-        text.append(f" {known.op.removeprefix('aten.')}", style="dim")
+    tensors = row.a or row.b
+    if row.status != "operator" and tensors is not None:
+        text.append(f" {tensors.op.removeprefix('aten.')}", style="dim")
     return text
 
 
@@ -204,26 +204,26 @@ def _format_side(row: TensorRow, side: TensorGroup | None) -> Text:
 
 def _render_kernels(document: Comparison) -> RenderableType:
     lines = [
-        Text(f"  {letter}: {use.kind}, {format_bytes(use.num_bytes)}: {_format_kernels(use)}")
-        for letter, use in (("A", document.kernels_a), ("B", document.kernels_b))
-        if use.num_bytes
+        Text(f"  {letter}: {memory.kind}, {format_bytes(memory.num_bytes)}: {_format_kernels(memory)}")
+        for letter, memory in (("A", document.kernels_a), ("B", document.kernels_b))
+        if memory.num_bytes
     ]
     if not lines:
         return Text("\nKernels' own memory at the peak: none.")
     return Group(make_heading("\nKernels' own memory at the peak", " (in no category and no tensor above)"), *lines)
 
 
-def _format_kernels(use: KernelMemory) -> str:
+def _format_kernels(memory: KernelMemory) -> str:
     sums = Counter[str]()
-    for one in use.tensors:
-        sums[one.op] += one.total_bytes
+    for tensor in memory.tensors:
+        sums[tensor.op] += tensor.total_bytes
     return join_first([f"{op} {format_bytes(num_bytes)}" for op, num_bytes in sums.most_common()], MAX_NAMES)
 
 
 def _render_reserved(document: Comparison, unit: Unit) -> RenderableType:
     if not any(row.difference_bytes for row in document.reserved):
-        known = any(row.difference_bytes is not None for row in document.reserved)
-        text = "no difference" if known else "only one has any" if document.reserved else "not known"
+        is_known = any(row.difference_bytes is not None for row in document.reserved)
+        text = "no difference" if is_known else "only one has any" if document.reserved else "not known"
         return Text(f"\nReserved memory and fragmentation: {text}.")
     new_table = _make_table(unit.name)
     for row in document.reserved:
@@ -238,46 +238,46 @@ def _render_findings(document: Comparison) -> RenderableType:
     lines = []
     for row in document.findings:
         if row.in_a and row.in_b:
-            amounts = ["no bytes" if one is None else format_bytes(one) for one in (row.a_bytes, row.b_bytes)]
+            amounts = ["no bytes" if size is None else format_bytes(size) for size in (row.a_bytes, row.b_bytes)]
             change = f"{amounts[0]} -> {amounts[1]}"
         else:
-            known = row.a_bytes if row.in_a else row.b_bytes
-            about = "" if known is None else f", {format_bytes(known)}"
-            change = f"only in {'A' if row.in_a else 'B'}{about}"
+            num_bytes = row.a_bytes if row.in_a else row.b_bytes
+            size_text = "" if num_bytes is None else f", {format_bytes(num_bytes)}"
+            change = f"only in {'A' if row.in_a else 'B'}{size_text}"
         lines.append(Text(f"  {row.id}: {change}"))
     return Group(make_heading("\nFindings that differ"), *lines)
 
 
 def _render_assumptions(document: Comparison) -> RenderableType:
     sides = (("A", document.assumptions_only_in_a), ("B", document.assumptions_only_in_b))
-    lines = [Text(f"  - {letter}: {sentence}") for letter, own in sides for sentence in own]
+    lines = [Text(f"  - {letter}: {sentence}") for letter, assumptions in sides for sentence in assumptions]
     return Group(make_heading("\nAssumptions of only one"), *lines) if lines else Text("\nAssumptions: no difference.")
 
 
 def _render_verdict(document: Comparison) -> RenderableType:
     compared = [row for row in document.totals if row.compared]
-    beyond = [row.name for row in compared if not row.within]
-    if beyond:
+    outside = [row.name for row in compared if not row.within]
+    if outside:
         by = f" by more than {document.tolerance}" if document.tolerance != "0" else ""
-        return Text(f"\n{len(beyond)} of {len(compared)} totals differ{by}: {', '.join(beyond)}.", style="bold red")
+        return Text(f"\n{len(outside)} of {len(compared)} totals differ{by}: {', '.join(outside)}.", style="bold red")
     if not compared:
         return Text("\nNo total is known of both.", style="bold yellow")
-    equal = all(row.difference_bytes == 0 for row in compared)
-    words = "are equal, to the byte" if equal else f"are within {document.tolerance}"
-    return Text(f"\nAll {len(compared)} totals that are compared {words}.", style="bold green")
+    are_equal = all(row.difference_bytes == 0 for row in compared)
+    result = "are equal, to the byte" if are_equal else f"are within {document.tolerance}"
+    return Text(f"\nAll {len(compared)} totals that are compared {result}.", style="bold green")
 
 
 def _make_table(first: str, *more: str) -> Table:
-    """Return a table with columns for A, B and their difference."""
+    """Return an empty table with columns for the amounts of runs A and B and for their difference."""
     return make_table(f"~{first}", ">A", ">B", ">difference", *more, optional=("change A", "change B", "A", "B"))
 
 
 def _format_sides(unit: Unit, a: int | None, b: int | None, difference: int | None) -> list[str]:
-    shown = ["-" if one is None else unit.format(one) for one in (a, b)]
-    return [*shown, "-" if difference is None else format_signed_bytes(difference)]
+    cells = ["-" if size is None else unit.format(size) for size in (a, b)]
+    return [*cells, "-" if difference is None else format_signed_bytes(difference)]
 
 
-def _make_section(title: str, what: str, new_table: Table, notes: Iterable[str] = ()) -> RenderableType:
+def _make_section(title: str, subtitle: str, new_table: Table, notes: Iterable[str] = ()) -> RenderableType:
     return Group(
-        make_section(make_heading(f"\n{title}", f" ({what})"), new_table), *(dim(f"  {note}") for note in notes)
+        make_section(make_heading(f"\n{title}", f" ({subtitle})"), new_table), *(dim(f"  {note}") for note in notes)
     )

@@ -1,4 +1,4 @@
-"""rich consoles that print views with or without colours, and the common building blocks of views."""
+"""rich consoles that print with or without colours, and common parts of terminal output: headings, tables, bars."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_console(stream: TextIO | None = None) -> Console:
 
 
 def to_text(view: RenderableType, width: int = layout.WIDTH) -> str:
-    """Return `view` as plain text of `width` columns, without trailing blanks."""
+    """Return the rich renderable `view` as plain text of `width` columns, without trailing blanks."""
     file = io.StringIO()
     # Explicit arguments override FORCE_COLOR, which is for terminals.
     console = _LiteralConsole(file=file, width=width, color_system=None, force_terminal=False, legacy_windows=False)
@@ -51,17 +51,17 @@ def to_text(view: RenderableType, width: int = layout.WIDTH) -> str:
 
 
 def to_html(view: RenderableType, width: int = layout.WIDTH) -> str:
-    """Return `view` as an HTML <pre> element of `width` columns, with colours and escaped text."""
+    """Return the rich renderable `view` as an HTML <pre> element of `width` columns, with colours and escaped text."""
     console = _LiteralConsole(file=io.StringIO(), width=width, record=True, force_terminal=True, legacy_windows=False)
     console.print(view)
     style = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
-    shown = console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+    document = console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
     # rich writes text of the default colour as black, which is invisible in a dark notebook.
-    return shown.replace("color: #000000; text-decoration-color: #000000", "")
+    return document.replace("color: #000000; text-decoration-color: #000000", "")
 
 
 def print_view(view: RenderableType) -> None:
-    """Print `view` to stdout, with the width of COLUMNS or the terminal; into a pipe, with `WIDTH` columns."""
+    """Print the rich renderable `view` to stdout, as wide as COLUMNS or the terminal; 110 columns in a pipe."""
     console = open_console()
     if console.is_terminal:
         console.print(view)
@@ -89,17 +89,17 @@ def dim(text: str) -> Text:
 
 
 def indent(*parts: RenderableType, below: int = 0) -> Padding:
-    """Return `parts` below one another, indented by two columns, followed by `below` empty lines."""
+    """Return `parts` as lines indented by two columns, followed by `below` empty lines."""
     return Padding(Group(*parts), (0, 0, below, 2))
 
 
 def make_section(title: Text | str, *parts: RenderableType, below: int = 0) -> Group:
-    """Return a title with `parts` indented below, followed by `below` empty lines; a plain title becomes bold."""
+    """Return a title with `parts` indented below it and `below` empty lines after them; a `str` title becomes bold."""
     return Group(make_heading(title) if isinstance(title, str) else title, indent(*parts, below=below))
 
 
 class _FittedTable(Table):
-    """A table that drops columns, in the order of `optional`, until no word has to be broken."""
+    """A table that drops the columns named in `optional`, in this order, until it fits the console's width."""
 
     optional: tuple[str, ...] = ()
 
@@ -110,41 +110,41 @@ class _FittedTable(Table):
             yield dim(layout.note_dropped_columns(dropped_headers))
 
     def _fit_columns(self, console: Console, options: ConsoleOptions, dropped_headers: list[str]) -> Table:
-        """Return a copy of the table with column widths; append the headers of dropped columns to `dropped_headers`."""
-        made, left = copy.copy(self), [name for name in self.optional if name in {c.header for c in self.columns}]
+        """Return a copy of the table that fits the console; append headers of dropped columns to `dropped_headers`."""
+        table, droppable = copy.copy(self), [name for name in self.optional if name in {c.header for c in self.columns}]
         while True:
-            room = options.max_width - made._extra_width
-            wide = options.update_width(layout.MAX_WIDTH)
-            most = [made._measure_column(console, wide, column) for column in made.columns]
+            available_width = options.max_width - table._extra_width
+            wide_options = options.update_width(layout.MAX_WIDTH)
+            sizes = [table._measure_column(console, wide_options, column) for column in table.columns]
             # Columns of text may wrap. Other columns wrap only once there is no column left to drop.
             needed = [
-                one.minimum if c.overflow == "fold" else one.maximum for one, c in zip(most, made.columns, strict=True)
+                m.minimum if c.overflow == "fold" else m.maximum for m, c in zip(sizes, table.columns, strict=True)
             ]
-            if sum(needed) > room and not left:
-                needed = [m.maximum if c.no_wrap else m.minimum for m, c in zip(most, made.columns, strict=True)]
-            if sum(needed) <= room:
-                widths = _widen_columns(needed, [one.maximum for one in most], room)
-                made.columns = [copy.copy(column) for column in made.columns]
-                for column, width in zip(made.columns, widths, strict=True):
-                    column.width = width - made._get_padding_width(column._index)
-                return made
-            if not left:
-                return made  # a word that is wider than the terminal
-            dropped_headers.append(name := left.pop(0))
-            made.columns = [copy.copy(column) for column in made.columns if column.header != name]
-            for index, column in enumerate(made.columns):
+            if sum(needed) > available_width and not droppable:
+                needed = [m.maximum if c.no_wrap else m.minimum for m, c in zip(sizes, table.columns, strict=True)]
+            if sum(needed) <= available_width:
+                widths = _widen_columns(needed, [m.maximum for m in sizes], available_width)
+                table.columns = [copy.copy(column) for column in table.columns]
+                for column, width in zip(table.columns, widths, strict=True):
+                    column.width = width - table._get_padding_width(column._index)
+                return table
+            if not droppable:
+                return table  # a word that is wider than the terminal
+            dropped_headers.append(name := droppable.pop(0))
+            table.columns = [copy.copy(column) for column in table.columns if column.header != name]
+            for index, column in enumerate(table.columns):
                 column._index = index
 
 
 def _widen_columns(minimums: list[int], maximums: list[int], total_width: int) -> list[int]:
-    """Return column widths between `minimums` and `maximums` with a sum up to `total_width`, the narrowest widened."""
+    """Return column widths between `minimums` and `maximums`, widening the narrowest first, up to `total_width`."""
     widths = list(minimums)
     while (spare := total_width - sum(widths)) > 0:
-        growing = [index for index, most in enumerate(maximums) if widths[index] < most]
+        growing = [index for index, maximum in enumerate(maximums) if widths[index] < maximum]
         if not growing:
             break
-        index = min(growing, key=lambda one: widths[one])
-        next_width = min((widths[one] for one in growing if widths[one] > widths[index]), default=layout.MAX_WIDTH)
+        index = min(growing, key=lambda i: widths[i])
+        next_width = min((widths[i] for i in growing if widths[i] > widths[index]), default=layout.MAX_WIDTH)
         widths[index] += min(spare, maximums[index] - widths[index], max(next_width - widths[index], 1))
     return widths
 
@@ -153,23 +153,23 @@ def make_table(*headers: str, ruled: bool = False, optional: Sequence[str] = ())
     """Return an empty table; `ruled` draws a line below the headers.
 
     The first character of a header sets the style of its column: `>` right-aligned numbers, never wrapped; `|` words,
-    never wrapped; `~` text that may wrap. A narrow terminal drops the columns `optional`, in this order.
+    never wrapped; `~` text that may wrap. On a narrow terminal the columns `optional` are dropped, in this order.
     """
     style = "table.header" if ruled else "dim"
-    made = _FittedTable(box=SIMPLE_HEAD if ruled else None, padding=(0, 1), pad_edge=False, header_style=style)
-    made.optional = tuple(optional)
+    table = _FittedTable(box=SIMPLE_HEAD if ruled else None, padding=(0, 1), pad_edge=False, header_style=style)
+    table.optional = tuple(optional)
     for header in headers:
-        name, figures = header.lstrip(">|~"), header.startswith(">")
-        made.add_column(
-            name, justify="right" if figures else "left", no_wrap=figures or header.startswith("|"),
+        name, is_numeric = header.lstrip(">|~"), header.startswith(">")
+        table.add_column(
+            name, justify="right" if is_numeric else "left", no_wrap=is_numeric or header.startswith("|"),
             overflow="fold" if header.startswith("~") else "ellipsis",
         )  # fmt: skip
-    return made
+    return table
 
 
 @dataclass(frozen=True)
 class AlignedLines:
-    """A table as plain lines of aligned columns, headers first, with the same left edge as `make_table`."""
+    """A table as plain lines of aligned columns, headers first, with the left edge of tables of `make_table`."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -178,14 +178,14 @@ class AlignedLines:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines, dropped_headers = layout.align_columns(self.headers, self.rows, options.max_width, self.optional)
-        for number, line in enumerate(map(Text, lines)):
-            if number:
+        for i, line in enumerate(map(Text, lines)):
+            if i:
                 line.highlight_words([" fits"], style="bold green")
                 line.highlight_words([" OOM", " failed"], style="red")
             else:
                 line.stylize("dim")
             yield line
-            yield from self.below[number - 1] if number and self.below else ()
+            yield from self.below[i - 1] if i and self.below else ()
         if dropped_headers:
             yield dim(layout.note_dropped_columns(dropped_headers))
 

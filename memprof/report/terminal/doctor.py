@@ -1,4 +1,4 @@
-"""The diagnoses of `memprof doctor` as plain strings, without rich, whose import takes longer than the diagnosis."""
+"""The diagnoses of `memprof doctor` as plain text, without rich, whose import takes longer than the diagnosis."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LABELS = {
 
 
 def render_diagnoses(diagnoses: Sequence[Diagnosis], *, quiet: bool = False) -> str:
-    """Return the first diagnosis in full, and one line for each other; `quiet` leaves only the first title."""
+    """Return the first diagnosis in full, and one line for each other one; `quiet` leaves only the first title."""
     if quiet:
         return "\n".join(_wrap([diagnoses[0].title], "")) + "\n"
     lines = _render_diagnosis(diagnoses[0])
     if len(diagnoses) > 1:
         lines += ["", "Also in this log"]
-        lines += _wrap((f"line {other.line}: {other.title}{_format_count(other)}" for other in diagnoses[1:]), "  ")
+        lines += _wrap((f"line {d.line}: {d.title}{_format_count(d)}" for d in diagnoses[1:]), "  ")
     return "\n".join(lines) + "\n"
 
 
@@ -37,15 +37,15 @@ def _format_count(diagnosis: Diagnosis) -> str:
 def _render_diagnosis(diagnosis: Diagnosis) -> list[str]:
     lines = _wrap([f"{diagnosis.title}{_format_count(diagnosis)}"], "")
     lines += _wrap([f"line {diagnosis.line}, {diagnosis.source}: {diagnosis.message}"], "  ")
-    figures = _format_figures(diagnosis.figures)
-    parts = (("Figures", figures), ("Why", diagnosis.explanation), ("Where", diagnosis.where))
-    for title, said in parts:
-        if said:
-            lines += ["", title, *_wrap(said, "  ")]
+    sizes = _format_sizes(diagnosis.figures)
+    parts = (("Figures", sizes), ("Why", diagnosis.explanation), ("Where", diagnosis.where))
+    for title, sentences in parts:
+        if sentences:
+            lines += ["", title, *_wrap(sentences, "  ")]
     if diagnosis.tensors:
-        first, *others = diagnosis.tensors
+        first, *alternatives = diagnosis.tensors
         lines += ["", "Which tensor", *_wrap([_format_tensor(first)], "  ")]
-        lines += _wrap((f"or {_format_tensor(other)}" for other in others[:_MAX_ALTERNATIVES]), "  ")
+        lines += _wrap((f"or {_format_tensor(candidate)}" for candidate in alternatives[:_MAX_ALTERNATIVES]), "  ")
     if diagnosis.steps:
         lines += ["", "Try in order"]
         for number, step in enumerate(diagnosis.steps, start=1):
@@ -55,18 +55,18 @@ def _render_diagnosis(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _format_figures(figures: MessageSizes) -> tuple[str, ...]:
-    parts = [f"{words} {size.text}" for name, words in _LABELS.items() if (size := getattr(figures, name)) is not None]
-    parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in figures.others]
-    where = f" (device {figures.device})" if figures.device is not None else ""
-    return (", ".join(parts) + where,) if parts else ()
+def _format_sizes(sizes: MessageSizes) -> tuple[str, ...]:
+    parts = [f"{label} {size.text}" for name, label in _LABELS.items() if (size := getattr(sizes, name)) is not None]
+    parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in sizes.others]
+    device_note = f" (device {sizes.device})" if sizes.device is not None else ""
+    return (", ".join(parts) + device_note,) if parts else ()
 
 
 def _format_tensor(candidate: Candidate) -> str:
     shape = " x ".join(map(str, candidate.shape))
     model = f" of {candidate.model}" if candidate.model else ""
-    what = f"{candidate.role}{model} ({candidate.why})"
-    return f"{format_bytes(candidate.num_bytes)} = {shape} x {candidate.dtype}: {what}"
+    description = f"{candidate.role}{model} ({candidate.why})"
+    return f"{format_bytes(candidate.num_bytes)} = {shape} x {candidate.dtype}: {description}"
 
 
 def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list[str]:
@@ -74,12 +74,12 @@ def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list
     return [piece for line in lines for piece in wrap_line(line, width, indent, hanging)]
 
 
-def render_installation(checked: Installation, *, quiet: bool = False) -> str:
+def render_installation(installation: Installation, *, quiet: bool = False) -> str:
     """Return facts and problems of an installation; `quiet` leaves only the problems."""
-    lines = [] if quiet else [*(f"{name:<22} {value}" for name, value in checked.facts), ""]
-    if not checked.findings:
+    lines = [] if quiet else [*(f"{name:<22} {value}" for name, value in installation.facts), ""]
+    if not installation.findings:
         lines.append("Nothing wrong was found.")
-    for finding in checked.findings:
+    for finding in installation.findings:
         lines += _wrap([f"{finding.severity}: {finding.problem}"], "")
         if finding.hint:
             lines += _wrap([finding.hint], "  ")

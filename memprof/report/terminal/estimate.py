@@ -1,4 +1,4 @@
-"""The result of `memprof estimate` as plain strings, without rich, whose import takes longer than the estimate."""
+"""The result of `memprof estimate` as plain text, without rich, whose import takes longer than the estimate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memprof.units import MIB, format_bytes, gib
 def render_estimate(
     estimate: Estimate,
     gpus: tuple[Gpu, ...],
-    exact: Mapping[str, SimulatedRun] | None = None,
+    runs: Mapping[str, SimulatedRun] | None = None,
     *,
     explain: bool = False,
     quiet: bool = False,
@@ -36,14 +36,14 @@ def render_estimate(
         lines = [lines[0], *_format_gpus(estimate, gpus)]
     else:
         lines += ["", *_format_sharded(estimate)] if estimate.sharded else []
-        lines += [] if exact is None else ["", *_format_simulated(estimate, exact)]
+        lines += [] if runs is None else ["", *_format_simulated(estimate, runs)]
         lines += ["", *_format_explanation(estimate)] if explain else []
     return "".join(f"{piece}\n" for line in lines for piece in _wrap_line(line, output_width()))
 
 
 def _wrap_line(line: str, width: int) -> list[str]:
-    words = line.lstrip()
-    return [line] if len(line) <= width else wrap_line(words, width, indent=line[: len(line) - len(words)])
+    text = line.lstrip()
+    return [line] if len(line) <= width else wrap_line(text, width, indent=line[: len(line) - len(text)])
 
 
 def _format_heading(estimate: Estimate) -> Iterator[str]:
@@ -51,8 +51,8 @@ def _format_heading(estimate: Estimate) -> Iterator[str]:
     weights = estimate.cells.get(("weights", estimate.dtype))
     name = subject.name if subject.is_derived else f"{subject.name}: {subject.num_parameters:,} parameters"
     size = None if weights is None else weights.allocated_bytes
-    about = "" if size is None else f" in {estimate.dtype}: {format_bytes(size)} of weights ({size / 1e9:,.1f} GB)"
-    yield name + about
+    suffix = "" if size is None else f" in {estimate.dtype}: {format_bytes(size)} of weights ({size / 1e9:,.1f} GB)"
+    yield name + suffix
     tokens = f"context {estimate.context_length:,} tokens, batch size {estimate.batch_size}"
     if estimate.lengths is not None:
         at_most = f"{estimate.context_length:,} at most"
@@ -91,15 +91,15 @@ def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     rows = []
     by_size = sorted(gpus, key=lambda gpu: gpu.total_bytes)
     for cell in estimate.list_column():
-        figures = cell.compute_ranges()
-        device, low, high = (gib(size) for size in figures[DEVICE_USED])
-        row = [cell.title, *(gib(figures[kind][0]) for kind in MEMORY_KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
-        found = {gpu.key: cell.judge_fit(gpu) for gpu in gpus}
+        ranges = cell.compute_ranges()
+        device, low, high = (gib(size) for size in ranges[DEVICE_USED])
+        row = [cell.title, *(gib(ranges[kind][0]) for kind in MEMORY_KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
+        verdicts = {gpu.key: cell.judge_fit(gpu) for gpu in gpus}
         if len(gpus) == 1:
-            rows.append([*row, found[gpus[0].key]])
+            rows.append([*row, verdicts[gpus[0].key]])
             continue
-        fits, borderline, no = (list(found.values()).count(verdict) for verdict in (FITS, BORDERLINE, NO))
-        smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if found[gpu.key] == FITS), "none")
+        fits, borderline, no = (list(verdicts.values()).count(verdict) for verdict in (FITS, BORDERLINE, NO))
+        smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if verdicts[gpu.key] == FITS), "none")
         rows.append([*row, *map(str, (fits, borderline, no)), smallest])
     yield from _format_table(headers, rows, optional=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
     if len(gpus) == 1:
@@ -116,9 +116,9 @@ def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
 
 def _format_sharded(estimate: Estimate) -> Iterator[str]:
     strategies = list(dict.fromkeys(cell.strategy for cell in estimate.sharded))
-    is_side_by_side = any(cell.strategy == "DDP" for cell in estimate.sharded)
-    whose = "each with a micro-batch of its own" if is_side_by_side else "of the rank that needs most"
-    yield f"{estimate.dtype} on each of {estimate.gpus} GPUs, {whose}:"
+    is_data_parallel = any(cell.strategy == "DDP" for cell in estimate.sharded)
+    subject = "each with a micro-batch of its own" if is_data_parallel else "of the rank that needs most"
+    yield f"{estimate.dtype} on each of {estimate.gpus} GPUs, {subject}:"
     rows: dict[str, list[str]] = {}
     for cell in estimate.sharded:
         rows.setdefault(cell.method.key, [cell.title]).append(gib(cell.device_bytes))
@@ -126,15 +126,15 @@ def _format_sharded(estimate: Estimate) -> Iterator[str]:
 
 
 def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> Iterator[str]:
-    lines, gone = align_columns(headers, rows, output_width(), optional)
+    lines, dropped_names = align_columns(headers, rows, output_width(), optional)
     yield from lines
-    if gone:
-        yield note_dropped_columns(gone)
+    if dropped_names:
+        yield note_dropped_columns(dropped_names)
 
 
-def _format_simulated(estimate: Estimate, exact: Mapping[str, SimulatedRun]) -> Iterator[str]:
+def _format_simulated(estimate: Estimate, runs: Mapping[str, SimulatedRun]) -> Iterator[str]:
     yield "Beside the virtual GPU, which ran the model (MiB allocated at the peak):"
-    for key, run in exact.items():
+    for key, run in runs.items():
         cell = estimate.cells.get((key, estimate.dtype))
         title = METHOD_BY_KEY[key].title.strip()
         if key.endswith("checkpointing"):
@@ -145,22 +145,23 @@ def _format_simulated(estimate: Estimate, exact: Mapping[str, SimulatedRun]) -> 
         error = cell.allocated_bytes / run.allocated_bytes - 1
         yield f"{title}: {error:+.2%} ({cell.peak.name}; simulated: {run.stage})"
         yield f"  {'':20}{'closed form':>14}{'simulated':>14}{'difference':>14}"
-        for name, (mine, theirs) in _merge_terms(cell.peak.terms, run.categories).items():
-            yield "  " + f"{name:20}" + "".join(f"{size / MIB:>14,.1f}" for size in (mine, theirs, mine - theirs))
+        for name, (estimated, simulated) in _merge_terms(cell.peak.terms, run.categories).items():
+            sizes = (estimated, simulated, estimated - simulated)
+            yield "  " + f"{name:20}" + "".join(f"{size / MIB:>14,.1f}" for size in sizes)
 
 
-def _merge_terms(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return bytes by term in the estimate and in the simulated run, without terms below 50,000 bytes in both."""
+def _merge_terms(estimated: Mapping[str, int], simulated: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return (estimated, simulated) bytes by category, without those below 50,000 bytes in both, and their totals."""
     # The closed form counts a layer's temporaries as activations, and has no inputs and buffers.
-    common = {"inputs": "activations", "buffers": "activations", "fragmentation": "rounding"}
-    if not mine.get("temporaries"):
-        common["temporaries"] = "activations"
+    aliases = {"inputs": "activations", "buffers": "activations", "fragmentation": "rounding"}
+    if not estimated.get("temporaries"):
+        aliases["temporaries"] = "activations"
     sums: dict[str, list[int]] = {}
-    for index, terms in enumerate((mine, theirs)):
+    for index, terms in enumerate((estimated, simulated)):
         for name, size in terms.items():
-            sums.setdefault(common.get(name, name), [0, 0])[index] += size
+            sums.setdefault(aliases.get(name, name), [0, 0])[index] += size
     rows = {name: (a, b) for name, (a, b) in sums.items() if max(a, b) >= 50_000}
-    return {**rows, "together": (sum(mine.values()), sum(theirs.values()))}
+    return {**rows, "together": (sum(estimated.values()), sum(simulated.values()))}
 
 
 def _format_explanation(estimate: Estimate) -> Iterator[str]:

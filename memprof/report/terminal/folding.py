@@ -31,7 +31,7 @@ _MAXIMUM_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ShownStage(Stage):
-    """One row of the stage table: a stage, or several merged stages."""
+    """One row of the stage table: a stage, or several stages merged."""
 
     num_merged: int = 1  # Merged layers or steps; `delta_bytes` is their sum.
     num_rounds: int = 1  # Repetitions of the row together with others; `delta_bytes` is that of the last one.
@@ -40,16 +40,16 @@ class ShownStage(Stage):
 
 
 def choose_full_step(document: Report) -> int:
-    """Return the number of the step shown in full: the one with the highest peak, the last if several have it."""
+    """Return the number of the step that is shown in full: the last of those with the highest peak."""
     return max(document.stages, key=lambda row: (row.peak_allocated_bytes, row.step)).step
 
 
 def fold_stages(document: Report) -> list[ShownStage]:
-    """Return the rows of the stage table."""
-    full = choose_full_step(document)
+    """Return the rows of a report's stage table, with equal layers and repeated steps merged."""
+    full_step = choose_full_step(document)
     result: list[ShownStage] = []
     for step, rows in groupby(document.stages, key=lambda row: row.step):
-        if step in (0, full):
+        if step in (0, full_step):
             result += _fold_step(list(rows))
         else:
             result.append(_merge_stages(list(rows), name=f"step {step} (total)", is_step=True))
@@ -59,45 +59,45 @@ def fold_stages(document: Report) -> list[ShownStage]:
 
 
 def find_peak_row(document: Report, rows: Sequence[ShownStage]) -> int | None:
-    """Return the index of the row with the run's peak; rows of the peak's stage have priority over equal ones."""
+    """Return the index of the row with the run's peak: of rows with equal peaks, one of the peak's stage."""
     peak = document.peak
-    reached = [place for place, row in enumerate(rows) if row.peak_allocated_bytes == peak.allocated_bytes]
+    indices = [i for i, row in enumerate(rows) if row.peak_allocated_bytes == peak.allocated_bytes]
     stacks = {row.stack for row in document.stages if row.name == peak.stage and row.stack}
-    own = [place for place in reached if rows[place].name == peak.stage or rows[place].stack in stacks]
-    return max(own or reached, default=None)
+    own_indices = [i for i in indices if rows[i].name == peak.stage or rows[i].stack in stacks]
+    return max(own_indices or indices, default=None)
 
 
 def _fold_step(rows: list[Stage]) -> Iterator[ShownStage]:
     peaks = ((row.peak_allocated_bytes, row.micro_batch) for row in rows if row.micro_batch)
-    full = max(peaks, default=(0, 0))[1]
+    full_micro_batch = max(peaks, default=(0, 0))[1]
     # What lies between two micro-batches goes with the first.
     owners = list(accumulate(rows, lambda last, row: last if row.name == "other" else row.micro_batch, initial=0))[1:]
-    steps = [number for number, row in enumerate(rows) if row.name == "optimizer step"]
+    steps = [i for i, row in enumerate(rows) if row.name == "optimizer step"]
     # Where an optimizer steps between them (a GAN's), they are no micro-batches.
-    word = "pass" if steps and any(owners[steps[0] :]) else "micro-batch"
+    prefix = "pass" if steps and any(owners[steps[0] :]) else "micro-batch"
     summaries: list[ShownStage] = []
-    for micro_batch, group in groupby(zip(owners, rows, strict=True), key=lambda owned: owned[0]):
+    for micro_batch, group in groupby(zip(owners, rows, strict=True), key=lambda pair: pair[0]):
         members = [row for _, row in group]
-        if micro_batch in (0, full):
+        if micro_batch in (0, full_micro_batch):
             yield from _fold_summaries(summaries)
             summaries = []
             yield from _fold_layers(members)
         else:
-            summaries.append(_merge_stages(members, name=f"{word} {micro_batch}"))
+            summaries.append(_merge_stages(members, name=f"{prefix} {micro_batch}"))
     yield from _fold_summaries(summaries)
 
 
 def _fold_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
-    """Yield one row for successive micro-batches with the same change of allocated bytes."""
+    """Yield rows of micro-batches; successive ones with the same change of allocated bytes are merged into one row."""
     for _, group in groupby(summaries, key=lambda row: row.delta_bytes):
-        alike = list(group)
-        word, first = alike[0].name.split()
-        name = alike[0].name if len(alike) == 1 else f"{word}es {first}-{alike[-1].name.split()[1]}"
-        yield _merge_stages(alike, name=name)
+        equal_rows = list(group)
+        prefix, first = equal_rows[0].name.split()
+        name = equal_rows[0].name if len(equal_rows) == 1 else f"{prefix}es {first}-{equal_rows[-1].name.split()[1]}"
+        yield _merge_stages(equal_rows, name=name)
 
 
 def _fold_repetitions(rows: list[ShownStage], tolerance_bytes: int, max_rows: int) -> Iterator[ShownStage]:
-    """Yield rows with repetitions of up to `max_rows` rows merged if their bytes differ by up to `tolerance_bytes`."""
+    """Yield `rows`, merging repeated groups of up to `max_rows` rows whose bytes differ by up to `tolerance_bytes`."""
 
     def have_same_name(first: ShownStage, second: ShownStage) -> bool:
         return first.name == second.name or (first.is_step and second.is_step)
@@ -115,16 +115,16 @@ def _fold_repetitions(rows: list[ShownStage], tolerance_bytes: int, max_rows: in
         if len(groups) > MAX_GROUPS_OF_ROUNDS:
             groups = [[[members] for members in rounds]]
         for group in groups:
-            yield from _fold_rounds([[row for members in turn for row in members] for turn in group])
+            yield from _fold_rounds([[row for members in repetition for row in members] for repetition in group])
 
 
 def _peak_above_start(row: ShownStage) -> int:
-    """Return the peak of a row minus the bytes allocated before the row."""
+    """Return the peak bytes of a row minus the bytes that are allocated when its first stage begins."""
     return row.peak_allocated_bytes - (row.allocated_bytes - row.delta_bytes)
 
 
 def _find_rounds(items: Sequence[T], is_same: Callable[[T, T], bool], max_rows: int) -> Iterator[list[list[T]]]:
-    """Yield groups of equal successive rounds of up to `max_rows` items; an item that does not repeat is one round."""
+    """Yield groups of successive equal sublists of up to `max_rows` items; an item that does not repeat is alone."""
     begin = 0
     while begin < len(items):
         period, count = 1, 1
@@ -132,25 +132,25 @@ def _find_rounds(items: Sequence[T], is_same: Callable[[T, T], bool], max_rows: 
             end = begin + length
             while end < len(items) and is_same(items[begin + (end - begin) % length], items[end]):
                 end += 1
-            times = (end - begin) // length
-            if times > 1 and times * length > count * period:
-                period, count = length, times
+            num_times = (end - begin) // length
+            if num_times > 1 and num_times * length > count * period:
+                period, count = length, num_times
         end = begin + period * count
         yield [list(items[first : first + period]) for first in range(begin, end, period)]
         begin = end
 
 
 def _fold_rounds(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
-    """Yield the rows of one round, each merged with the rows at the same position of the other rounds."""
-    alone = len(rounds[0]) == 1
+    """Yield the rows of one repetition, each merged with the rows at its position in the other repetitions."""
+    is_single_row = len(rounds[0]) == 1
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]
-        several = first.is_step and len(rows) > 1
-        begin, end = (re.findall(r"\d+", row.name) if several else [] for row in (first, last))
-        name = f"steps {begin[0]}-{end[-1]} (total)" if several else first.name
-        turns = {"delta_bytes": last.delta_bytes, "num_rounds": sum(row.num_rounds for row in rows)}
+        is_step_range = first.is_step and len(rows) > 1
+        first_numbers, last_numbers = (re.findall(r"\d+", row.name) if is_step_range else [] for row in (first, last))
+        name = f"steps {first_numbers[0]}-{last_numbers[-1]} (total)" if is_step_range else first.name
+        round_changes = {"delta_bytes": last.delta_bytes, "num_rounds": sum(row.num_rounds for row in rows)}
         yield _merge_stages(
-            rows, name=name, **({"num_merged": sum(row.num_merged for row in rows)} if alone else turns)
+            rows, name=name, **({"num_merged": sum(row.num_merged for row in rows)} if is_single_row else round_changes)
         )
 
 
@@ -170,12 +170,12 @@ def _fold_layers(rows: list[Stage]) -> Iterator[ShownStage]:
 
 
 def _requested_by_layer(row: Stage) -> tuple[int, int]:
-    """Return the bytes that a layer requests; allocated bytes would also depend on the free blocks at that time."""
+    """Return the change and the peak of a layer's requested bytes (allocated bytes also depend on free blocks)."""
     return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 
 def _merge_stages(rows: Sequence[Stage], **changes: Any) -> ShownStage:
-    """Return successive stages as one row: values of the last stage, except for sums, maximums and `changes`."""
+    """Return stages as one row: summed deltas and seconds, maximum peaks, else the last stage's values or `changes`."""
     amounts = {field.name: getattr(rows[-1], field.name) for field in fields(rows[-1])}
     for name in _MAXIMUM_FIELDS:
         amounts[name] = max((getattr(row, name) for row in rows if getattr(row, name) is not None), default=None)
@@ -183,7 +183,7 @@ def _merge_stages(rows: Sequence[Stage], **changes: Any) -> ShownStage:
     amounts["seconds"] = sum(seconds) if seconds else None
     deltas = [row.delta_bytes for row in rows]
     amounts["delta_bytes"] = sum(deltas)
-    alike = 50 * (max(deltas) - min(deltas)) <= abs(sum(deltas)) / len(deltas)
-    amounts["has_equal_deltas"] = alike and all(row.has_equal_deltas for row in rows if isinstance(row, ShownStage))
+    are_equal = 50 * (max(deltas) - min(deltas)) <= abs(sum(deltas)) / len(deltas)
+    amounts["has_equal_deltas"] = are_equal and all(row.has_equal_deltas for row in rows if isinstance(row, ShownStage))
     amounts["oom"] = any(row.oom for row in rows)
     return ShownStage(**amounts | changes)

@@ -1,4 +1,4 @@
-"""The ladder of fixes as text for a terminal: two lines per row, the second with the next bottleneck."""
+"""The ladder (runs, each with one more fix) as text for a terminal; below each run, what then limits its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memprof.report.terminal.console import AlignedLines, dim, make_section
 from memprof.units import GIB, format_bytes
 
 _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
-_NUMERICS = {"exact": "exact", "approximate": "approx.", "different": "another"}
+_NUMERICS_LABELS = {"exact": "exact", "approximate": "approx.", "different": "another"}
 _CPU_SHARE = 0.1  # Share of the peak from which on the host memory traffic of a CPU optimizer is shown.
 _BUS_SHARE = 0.01  # Share of a step's time below which the bus has no column beside a column of other GPUs.
 _HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">GPUs", ">step", ">numbers")
@@ -21,37 +21,37 @@ MIN_HOST_BYTES = 16 * GIB  # Host memory below this is not shown: any machine wi
 
 
 def render_ladder(document: Report) -> RenderableType:
-    """Return the view of a report's ladder: rows, the reason for their choice, costs, and left-out fixes."""
+    """Return the ladder of a report as a table, with the costs of its fixes and the fixes that were left out."""
     ladder = document.ladder
     unit = choose_unit(ladder[0].peak_allocated_bytes)
-    added = [_format_fixes(row, ladder[number - 1] if number else None) for number, row in enumerate(ladder)]
+    fix_lines = [_format_fixes(row, ladder[i - 1] if i else None) for i, row in enumerate(ladder)]
     rows = [_format_row(row, unit, is_baseline=row is ladder[0]) for row in ladder]
-    cells = [(names[0], *row) for names, row in zip(added, rows, strict=True)]
-    first = max(len(name) for names in added for name in names)
-    columns = list(zip((" " * first, *_HEADERS), *cells, strict=True))
-    spread = any(row.cost.link_bytes for row in ladder)
+    cells = [(names[0], *row) for names, row in zip(fix_lines, rows, strict=True)]
+    name_width = max(len(name) for names in fix_lines for name in names)
+    columns = list(zip((" " * name_width, *_HEADERS), *cells, strict=True))
+    uses_links = any(row.cost.link_bytes for row in ladder)
     costs_of_rows = [row.cost for row in ladder]
     uses_bus = any((cost.extra_bus_seconds or 0.0) > _BUS_SHARE * (cost.step_seconds or 0.0) for cost in costs_of_rows)
-    left_out = "gpus" if not spread else "reserved" if uses_bus else "bus"  # there is not room for all on a line
-    columns = [column for column in columns if column[0] != f">{left_out}"]
-    priced = [name for name in ("compute", "bus", "gpus") if name != left_out]
+    omitted = "gpus" if not uses_links else "reserved" if uses_bus else "bus"  # there is not room for all on a line
+    columns = [column for column in columns if column[0] != f">{omitted}"]
+    cost_columns = [name for name in ("compute", "bus", "gpus") if name != omitted]
     header, *rows = zip(*columns, strict=True)
-    below = []
-    for names, row in zip(added, ladder, strict=True):
+    notes_below = []
+    for names, row in zip(fix_lines, ladder, strict=True):
         host = f"; {format_bytes(row.host_peak_bytes)} in host memory" if row.host_peak_bytes > MIN_HOST_BYTES else ""
         if (row.cost.host_bytes or 0) > row.peak_allocated_bytes * _CPU_SHARE:
             host += f"; the CPU reads and writes {format_bytes(row.cost.host_bytes or 0)} in a step"
-        below.append([*map(Text, names[1:]), dim(f"    then: {row.next_bottleneck.text}{host}")])
-    least_needed = [name for name in ("bus", "gpus", "compute", "saved", "reserved") if f">{name}" in header]
-    shared = len({row.parallel for row in ladder}) > 1
+        notes_below.append([*map(Text, names[1:]), dim(f"    then: {row.next_bottleneck.text}{host}")])
+    optional = [name for name in ("bus", "gpus", "compute", "saved", "reserved") if f">{name}" in header]
+    is_parallel = len({row.parallel for row in ladder}) > 1
     legend = (
-        f"{unit.name}. saved: device memory, against the row above. {', '.join(priced)}: more than the baseline. "
-        f"{'GPUs: sent to other GPUs. ' * spread}step: the least time that it takes at this GPU's published rates, "
+        f"{unit.name}. saved: device memory, against the row above. {', '.join(cost_columns)}: more than the baseline. "
+        f"{'GPUs: sent to other GPUs. ' * uses_links}step: the least time that it takes at this GPU's published rates, "
         "compute and transfers one after the other."
-        f"{' Where GPUs share sequences, a step has as many as in the first row, one after another.' * shared}"
+        f"{' Where GPUs share sequences, a step has as many as in the first row, one after another.' * is_parallel}"
     )
-    made = AlignedLines(header, rows, below, optional=least_needed)
-    parts: list[RenderableType] = [make_section("The ladder: each row adds to those above", made, dim(legend), below=1)]
+    view = AlignedLines(header, rows, notes_below, optional=optional)
+    parts: list[RenderableType] = [make_section("The ladder: each row adds to those above", view, dim(legend), below=1)]
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
     costs: dict[str, str] = {}
@@ -66,11 +66,11 @@ def render_ladder(document: Report) -> RenderableType:
 
 
 def _format_fixes(row: LadderRow, previous: LadderRow | None) -> list[str]:
-    """Return the lines of a row's first cell: the fixes that the row adds to the previous one."""
+    """Return the fixes that a row adds to the `previous` row, one per line; for the first row, "baseline"."""
     if previous is None:
         return [f"baseline ({row.parallel})" if row.parallel else "baseline"]
-    added = [name for name in row.fixes if name not in previous.fixes]
-    return ["+ " + added[0], *(f"  and {name}" for name in added[1:])]
+    new_fixes = [name for name in row.fixes if name not in previous.fixes]
+    return ["+ " + new_fixes[0], *(f"  and {name}" for name in new_fixes[1:])]
 
 
 def _format_row(row: LadderRow, unit: Unit, *, is_baseline: bool) -> tuple[str, ...]:
@@ -81,18 +81,18 @@ def _format_row(row: LadderRow, unit: Unit, *, is_baseline: bool) -> tuple[str, 
 
 
 def _format_cost(cost: FixCost, *, is_baseline: bool) -> tuple[str, ...]:
-    """Return operations, bytes over the bus and to other GPUs, time of a step, and the effect on numerics."""
+    """Return table cells: operations, bytes over the bus and to other GPUs, seconds of a step, effect on numerics."""
     if cost.operations is None or cost.extra_operations is None or cost.step_seconds is None:
-        return "?", "?", "?", "?", _NUMERICS[cost.numerics]
+        return "?", "?", "?", "?", _NUMERICS_LABELS[cost.numerics]
     step = format_seconds(cost.step_seconds, 1)
     if is_baseline:
-        amounts = (format_bytes(number or 0) for number in (cost.bus_bytes, cost.link_bytes))
+        amounts = (format_bytes(size or 0) for size in (cost.bus_bytes, cost.link_bytes))
         return _format_operations(cost.operations), *amounts, step, ""
     previous = cost.operations - cost.extra_operations
     share = cost.extra_operations / previous if previous else 0.0
-    more = (cost.extra_bus_bytes, cost.extra_link_bytes)
-    moved = (f"{'+' if size > 0 else ''}{format_bytes(size)}" if size else "-" for size in more)
-    return f"{share:+.1%}", *moved, step, _NUMERICS[cost.numerics]
+    extra_bytes = (cost.extra_bus_bytes, cost.extra_link_bytes)
+    transfers = (f"{'+' if size > 0 else ''}{format_bytes(size)}" if size else "-" for size in extra_bytes)
+    return f"{share:+.1%}", *transfers, step, _NUMERICS_LABELS[cost.numerics]
 
 
 def _format_operations(count: int) -> str:

@@ -16,9 +16,9 @@ NO_COLOR: ContextVar[bool] = ContextVar("colourless", default=False)  # Whether 
 
 def output_width() -> int:
     """Return the width of output to stdout: COLUMNS, else the columns of the terminal, else `WIDTH`."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isdecimal() and int(said):
-        return min(max(int(said), MIN_WIDTH), MAX_WIDTH)
+    columns_variable = os.environ.get("COLUMNS", "")
+    if columns_variable.isdecimal() and int(columns_variable):
+        return min(max(int(columns_variable), MIN_WIDTH), MAX_WIDTH)
     try:
         return min(max(os.get_terminal_size(sys.stdout.fileno()).columns, MIN_WIDTH), MAX_WIDTH)
     except (OSError, ValueError):
@@ -26,7 +26,7 @@ def output_width() -> int:
 
 
 def wrap_line(line: str, width: int, indent: str = "", hanging_indent: str | None = None) -> list[str]:
-    """Return `line` wrapped between words to `width` columns; `hanging_indent` is for all lines but the first."""
+    """Return `line` wrapped between words to `width` columns; `hanging_indent` indents all lines but the first."""
     return textwrap.wrap(
         line, max(width, 40), initial_indent=indent,
         subsequent_indent=indent + "  " if hanging_indent is None else hanging_indent,
@@ -49,27 +49,27 @@ def align_columns(
     """
     names = [header.removeprefix(">") for header in headers]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    indices, dropped_names, running = list(range(len(names))), list[str](), widths[-1]
+    indices, dropped_names, last_width = list(range(len(names))), list[str](), widths[-1]
     if not headers[-1].startswith(">"):
-        longest = max(len(word) for cells in (names, *rows) for word in cells[-1].split() or [""])
-        running = min(running, max(longest, _MIN_TEXT_WIDTH))
+        longest_word = max(len(word) for cells in (names, *rows) for word in cells[-1].split() or [""])
+        last_width = min(last_width, max(longest_word, _MIN_TEXT_WIDTH))
     for name in optional:
-        if sum(widths[place] + 2 for place in indices[:-1]) + running <= width:
+        if sum(widths[i] + 2 for i in indices[:-1]) + last_width <= width:
             break
-        if found := [place for place in indices if names[place] == name]:
-            indices.remove(found[-1])
+        if matches := [i for i in indices if names[i] == name]:
+            indices.remove(matches[-1])
             dropped_names.append(name)
-    before = sum(widths[place] + 2 for place in indices[:-1])
+    indent_width = sum(widths[i] + 2 for i in indices[:-1])
     lines = []
     for line in (names, *rows):
-        cells = [f"{line[one]:{'>' if headers[one].startswith('>') else '<'}{widths[one]}}" for one in indices]
-        if before + len(line[-1]) > width and running <= width - before:
-            words = textwrap.wrap(line[-1], width - before, break_on_hyphens=False, break_long_words=False)
-            cells[-1] = f"\n{' ' * before}".join(words)
+        cells = [f"{line[i]:{'>' if headers[i].startswith('>') else '<'}{widths[i]}}" for i in indices]
+        if indent_width + len(line[-1]) > width and last_width <= width - indent_width:
+            words = textwrap.wrap(line[-1], width - indent_width, break_on_hyphens=False, break_long_words=False)
+            cells[-1] = f"\n{' ' * indent_width}".join(words)
         lines.append("  ".join(cells).rstrip())
     return lines, dropped_names
 
 
 def note_dropped_columns(names: Sequence[str]) -> str:
-    """Return a sentence that lists the headers of dropped columns."""
+    """Return a sentence that lists `names`, the headers of dropped columns."""
     return f"No room for: {', '.join(' '.join(name.split()) for name in dict.fromkeys(names) if name.strip())}."

@@ -11,21 +11,21 @@ from memprof.report.documents.limit import LargestSearch, LargestSearchRun
 from memprof.report.terminal.console import ShellCommand, dim, make_section
 from memprof.units import format_bytes
 
-_NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
+_SEARCH_NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
 
 
 def format_limit(limit: LargestSearch) -> str:
-    """Return the largest value that fits, in one line."""
-    found = limit.largest
-    return f"No {limit.what} fits" if found is None else f"The {_NAMES[limit.what]} that fits: {found:,}"
+    """Return the largest batch or context that fits, as one line of text."""
+    largest = limit.largest
+    return f"No {limit.what} fits" if largest is None else f"The {_SEARCH_NAMES[limit.what]} that fits: {largest:,}"
 
 
 def render_limit(limit: LargestSearch, total_bytes: int) -> RenderableType:
-    """Return the view of a search: the largest value that fits, the next larger one, and the commands of both runs."""
+    """Return the result of a search: the largest value that fits, the next larger one, and commands of both runs."""
     runs_by_number = {run.number: run for run in limit.runs}
-    shown = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
+    values = [limit.runs[0].number] if limit.largest is None else [limit.largest, limit.first_too_large]
     lines: list[RenderableType] = []
-    for run in (runs_by_number[number] for number in shown if number is not None):
+    for run in (runs_by_number[value] for value in values if value is not None):
         lines += [Text(_describe_run(run, total_bytes)), ShellCommand(run.command)]
     lines += [] if limit.largest is None else map(dim, _format_notes(limit, limit.largest, runs_by_number))
     return make_section(f"\n{format_limit(limit)}", *lines, below=1)
@@ -43,9 +43,9 @@ def _describe_run(run: LargestSearchRun, total_bytes: int) -> str:
 
 
 def _format_notes(limit: LargestSearch, largest: int, runs_by_number: dict[int, LargestSearchRun]) -> Iterator[str]:
-    after = [f"{number:,}" for number in runs_by_number if number > (limit.first_too_large or largest)]
-    beyond = f"; of those beyond, {', '.join(after)} do not fit either" if after else ""
-    yield f"{len(runs_by_number)} runs were made, at {', '.join(f'{number:,}' for number in runs_by_number)}{beyond}."
+    larger_values = [f"{n:,}" for n in runs_by_number if n > (limit.first_too_large or largest)]
+    suffix = f"; of those beyond, {', '.join(larger_values)} do not fit either" if larger_values else ""
+    yield f"{len(runs_by_number)} runs were made, at {', '.join(f'{n:,}' for n in runs_by_number)}{suffix}."
     fitting = [run for run in limit.runs if run.fits]
     if limit.first_too_large is None:
         yield "The search ends there: a larger one was not tried."

@@ -1,4 +1,4 @@
-"""The views of `memprof monitor`: a live table of GPUs, a footer below a command's output, plain lines, or JSON.
+"""Output of `memprof monitor`: a live table of GPUs, a footer below a command's output, plain lines, or JSON.
 
 The footer uses a scroll region of the terminal: the command's output scrolls in the rows above.
 """
@@ -32,42 +32,42 @@ _MIN_ROWS = 12  # A terminal with fewer rows gets no footer.
 def make_view(stream: TextIO, *, has_command: bool, as_json: bool = False, quiet: bool = False) -> View:
     """Return the view for `stream`: a live table or footer on a terminal, lines in a file or a pipe."""
     if as_json:
-        return JsonView(stream, is_needed=not has_command)
+        return JsonView(stream, raises_errors=not has_command)
     if quiet:
-        return QuietView(stream, is_needed=not has_command)
+        return QuietView(stream, raises_errors=not has_command)
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return PlainView(stream, is_needed=not has_command)
+        return PlainView(stream, raises_errors=not has_command)
     return FooterView(stream) if has_command else LiveView(stream)
 
 
 class _LineWriter:
-    """A writer of lines; `is_needed` raises errors of writing, which are otherwise ignored."""
+    """A writer of lines to `stream`; write errors are raised if `raises_errors`, else ignored."""
 
-    def __init__(self, stream: TextIO, *, is_needed: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, raises_errors: bool = False) -> None:
         self._stream = stream
-        self._is_needed = is_needed
+        self._raises_errors = raises_errors
         self._written_notes: set[str] = set()
 
     def write(self, text: str) -> None:
-        """Write `text` and a line feed at once."""
+        """Write `text` and a line feed, and flush the stream."""
         self.write_raw(printable(text) + "\n")
 
     def write_raw(self, text: str) -> None:
-        """Write `text` at once."""
+        """Write `text`, and flush the stream."""
         encoding = self._stream.encoding or "utf-8"
         try:
             # The stream's encoding may lack the characters of curves.
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
         except OSError:
-            if self._is_needed:
+            if self._raises_errors:
                 raise
 
     def pause(self) -> None:
-        """Do nothing: lines need no cleanup."""
+        """Do nothing: a view of plain lines has nothing to clear on the terminal."""
 
-    def say_once(self, notes: Iterable[str]) -> None:
-        """Write the notes that were not written before; notes that differ only in a number count as the same."""
+    def write_new_notes(self, notes: Iterable[str]) -> None:
+        """Write each note, unless a note that is equal up to its first semicolon was written before."""
         for note in notes:
             kind = note.partition(";")[0]  # without what it counts ("; 3 lines are missing")
             if kind not in self._written_notes:
@@ -87,7 +87,7 @@ class JsonView(_LineWriter):
         self.write(json.dumps(MonitorLine.from_sample(sample, peaks).to_json()))
 
     def close(self, outcome: MonitorOutcome) -> None:
-        """Write the outcome as JSON."""
+        """Write the outcome of a watched command as JSON."""
         if outcome.command:
             from memprof.report.documents.command_results import MonitorEnd
 
@@ -98,12 +98,12 @@ class QuietView(_LineWriter):
     """A view that writes only notes on missing measurements, and at the end the outcome of the command."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """Write the notes of a sample."""
-        self.say_once(sample.notes)
+        """Write the notes of a sample that were not written before."""
+        self.write_new_notes(sample.notes)
 
     def close(self, outcome: MonitorOutcome) -> None:
         """Write the outcome of the command: how it ended, and its peaks."""
-        self.say_once(outcome.notes)
+        self.write_new_notes(outcome.notes)
         if outcome.command:
             self.write(f"memprof: {format_outcome(outcome)}")
 
@@ -127,7 +127,7 @@ class LiveView:
         self._history = SampleHistory()
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
-        """Redraw the table with a sample."""
+        """Redraw the table with the values of `sample`."""
         if not sample.gpus:
             for note in sample.notes:
                 self._console.print(f"memprof: {note}", soft_wrap=True)
@@ -151,7 +151,7 @@ class LiveView:
 
 
 class FooterView(QuietView):
-    """A view in the last rows of the terminal, below the output of a command."""
+    """A view of samples in the last rows of the terminal, below the output of the watched command."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -176,19 +176,19 @@ class FooterView(QuietView):
             self.pause()
             self._size, self._num_rows = (columns, rows), self._needed_rows
             # Line feeds scroll the output up by the footer's height.
-            room = "\n" * self._num_rows + f"\x1b[{self._num_rows}A"
-            self.write_raw(f"{room}\x1b7\x1b[1;{rows - self._num_rows}r\x1b8")
-        drawn = [dim("─" * columns), *lines]
-        drawn += [Text("")] * (self._num_rows - len(drawn))
-        first = rows - self._num_rows + 1
-        cells = [f"\x1b[{first + number};1H\x1b[2K{to_ansi(line, columns)}" for number, line in enumerate(drawn)]
+            scroll = "\n" * self._num_rows + f"\x1b[{self._num_rows}A"
+            self.write_raw(f"{scroll}\x1b7\x1b[1;{rows - self._num_rows}r\x1b8")
+        footer = [dim("─" * columns), *lines]
+        footer += [Text("")] * (self._num_rows - len(footer))
+        first_row = rows - self._num_rows + 1
+        cells = [f"\x1b[{first_row + i};1H\x1b[2K{to_ansi(line, columns)}" for i, line in enumerate(footer)]
         self.write_raw("\x1b7" + "".join(cells) + "\x1b8")
 
     def pause(self) -> None:
         """Clear the footer, and reset the scroll region."""
         if self._num_rows:
-            first = self._size[1] - self._num_rows + 1
-            self.write_raw(f"\x1b7\x1b[r\x1b[{first};1H\x1b[J\x1b8")
+            first_row = self._size[1] - self._num_rows + 1
+            self.write_raw(f"\x1b7\x1b[r\x1b[{first_row};1H\x1b[J\x1b8")
             self._num_rows = 0
 
     def close(self, outcome: MonitorOutcome) -> None:

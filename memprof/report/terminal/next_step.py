@@ -21,23 +21,23 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.comparison import Comparison
 
 MORE_STEPS = 20  # Steps to run for a script stopped earlier: enough to show whether memory grows.
-_FINDINGS = ("what each finding means", "memprof help findings")
-_FIXES = ("what each fix does and costs", "memprof help fixes")
+_FINDINGS_HELP = ("what each finding means", "memprof help findings")
+_FIXES_HELP = ("what each fix does and costs", "memprof help fixes")
 _MAX_ROWS = 1000  # Value of --top: more rows than a comparison has.
 
 
 def render_next_step(suggestion: tuple[str, str] | None) -> list[RenderableType]:
-    """Return the view of a suggested command (purpose, command line); an empty list for None."""
+    """Return a suggested command (its purpose and command line) for a terminal; an empty list for None."""
     if suggestion is None:
         return []
-    what, command = suggestion
-    return [make_section(dim(f"Next, {what}:"), ShellCommand(command))]
+    purpose, command = suggestion
+    return [make_section(dim(f"Next, {purpose}:"), ShellCommand(command))]
 
 
 def choose_next_step(document: Report) -> tuple[str, str] | None:
-    """Return purpose and command line of the next step after a run; None if there is nothing to suggest."""
+    """Return purpose and command line of a command to try after a run; None if there is nothing to suggest."""
     if document.source != "simulated":
-        return _FINDINGS if document.findings else None
+        return _FINDINGS_HELP if document.findings else None
     if document.program is not None:
         return _choose_step_after_run(document, document.program)
     if document.command == "profile" and document.target is not None:
@@ -46,23 +46,23 @@ def choose_next_step(document: Report) -> tuple[str, str] | None:
 
 
 def choose_step_after_analyze(document: Analysis, file: Path) -> tuple[str, str]:
-    """Return purpose and command line of the next step after the analysis of `file`."""
-    words = ["memprof", "analyze", str(file)]
+    """Return purpose and command line of a command to try after the analysis of `file`."""
+    command = ["memprof", "analyze", str(file)]
     if any(device.what_if is not None for device in document.devices):
-        return "the sizes of the blocks", shlex.join([*words, "--by", "size"])
+        return "the sizes of the blocks", shlex.join([*command, "--by", "size"])
     if document.ran_out:
         moment = next(device.moment.what for device in document.devices if device.ooms)
         if moment != "oom":
-            return "what was live when memory ran out", shlex.join([*words, "--at", "oom"])
-    held = max(device.fragmentation_at_peak.free_bytes for device in document.devices)
-    if held and not any(device.state_only for device in document.devices):
-        what = "whether expandable segments would reserve less"
-        return what, shlex.join([*words, "--alloc-conf", EXPANDABLE_SEGMENTS])
-    return "which modules hold it", shlex.join([*words, "--by", "module"])
+            return "what was live when memory ran out", shlex.join([*command, "--at", "oom"])
+    free_bytes = max(device.fragmentation_at_peak.free_bytes for device in document.devices)
+    if free_bytes and not any(device.state_only for device in document.devices):
+        purpose = "whether expandable segments would reserve less"
+        return purpose, shlex.join([*command, "--alloc-conf", EXPANDABLE_SEGMENTS])
+    return "which modules hold it", shlex.join([*command, "--by", "module"])
 
 
 def choose_step_after_compare(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
-    """Return purpose and command line of the next step after a comparison; None if the files agree or are unknown."""
+    """Return purpose and command line of a command to try after a comparison; None if `files` agree or are unknown."""
     if document.within or not files:
         return None
     return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_MAX_ROWS)])
@@ -73,7 +73,7 @@ def _choose_step_after_profile(document: Report, target: Target) -> tuple[str, s
     if document.failure is not None:
         return "what cannot be simulated", "memprof help limitations"
     if document.verdict.fits is False:
-        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.fixes]:
+        if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
             return _suggest_recommend(spec)
@@ -100,20 +100,20 @@ _SEARCHED_FIELDS = (
 
 
 def _suggest_recommend(spec: TargetSpec) -> tuple[str, str]:
-    """Return `memprof recommend` for the model, goal and GPUs of a run; if its options do not cover the run, a help
-    page."""
-    asked = TargetSpec(**{name: getattr(spec, name) for name in _RECOMMEND_FIELDS})
-    if asked != spec.edit(**{name: getattr(asked, name) for name in _SEARCHED_FIELDS}):
-        return _FIXES
-    what = "what would fit this GPU, or how many of them it takes"
-    return what, shlex.join(["memprof", "recommend", *format_options(asked)])
+    """Return purpose and command line of `memprof recommend` for the model, mode and GPUs of a run, or of a help page
+    if `memprof recommend` lacks other options of the run."""
+    covered_spec = TargetSpec(**{name: getattr(spec, name) for name in _RECOMMEND_FIELDS})
+    if covered_spec != spec.edit(**{name: getattr(covered_spec, name) for name in _SEARCHED_FIELDS}):
+        return _FIXES_HELP
+    purpose = "what would fit this GPU, or how many of them it takes"
+    return purpose, shlex.join(["memprof", "recommend", *format_options(covered_spec)])
 
 
 def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
-    alone = document.rank is None and not document.gpus
+    is_single = document.rank is None and not document.gpus
     spec = program.asked
     if spec is None:
-        return _FINDINGS if document.findings else None
+        return _FINDINGS_HELP if document.findings else None
 
     def run(*more: str, **changes: object) -> str:
         return make_run_command(spec.edit(**changes), program.command, *more)
@@ -122,18 +122,18 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         if document.failure.kind in (FailureKind.REFUSED, *NOT_SIMULATED):
             return "what cannot be simulated", "memprof help limitations"
         return "how a script is run, and what may stop it", "memprof help run"
-    if document.verdict.fits is None and alone:
+    if document.verdict.fits is None and is_single:
         return "the whole script", run(until_exit=True, steps=None, timeout=None)
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)
-    if document.verdict.fits is False and alone:
-        if fitting := [rung.command for rung in document.ladder if rung.fits and rung.fixes]:
+    if document.verdict.fits is False and is_single:
+        if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
             return "the fixes that make it fit at the least cost", run("--fix", "auto")
     if document.verdict.fits is False:
-        return _FIXES
-    if alone and program.ended == "steps" and program.steps < MORE_STEPS:
+        return _FIXES_HELP
+    if is_single and program.ended == "steps" and program.steps < MORE_STEPS:
         return "whether later steps take more", run(steps=MORE_STEPS)
-    return _FINDINGS if document.findings else None
+    return _FINDINGS_HELP if document.findings else None

@@ -25,7 +25,7 @@ from memprof.units import format_bytes, format_count, gib
 
 _MAX_ROWS = 10  # Rows of the table that are shown without --explain.
 
-_ONE_PROCESS = "device-map"  # A plan without groups of processes (workload/plan.py).
+_SINGLE_PROCESS_PLAN = "device-map"  # A plan without groups of processes (workload/plan.py).
 
 
 def print_recommendation(result: recommendation.Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
@@ -40,7 +40,7 @@ def print_recommendation(result: recommendation.Recommendation, *, explain: bool
 
 def _format_snippets(result: recommendation.Recommendation) -> str:
     return "".join(
-        f"{_TITLES[name]} (memprof recommend ... --snippet {name})\n"
+        f"{_SNIPPET_TITLES[name]} (memprof recommend ... --snippet {name})\n"
         + (f"for: {result.written_for[name]}\n" if name in result.written_for else "")
         + (f"start with: {result.launch[name]}\n" if name in result.launch else "")
         + f"\n{script}\n"
@@ -48,7 +48,7 @@ def _format_snippets(result: recommendation.Recommendation) -> str:
     )
 
 
-_TITLES = {
+_SNIPPET_TITLES = {
     "pytorch": "Plain PyTorch",
     "transformers": "Hugging Face Trainer",
     "fully-shard": "Plain PyTorch: train.py",
@@ -61,7 +61,7 @@ _TITLES = {
 
 
 def render(result: recommendation.Recommendation, *, explain: bool = False) -> RenderableType:
-    """Return the view of a recommendation without the snippets; `explain` adds assumptions and all runs."""
+    """Return a recommendation without its snippets, for a terminal; `explain` adds assumptions and all runs."""
     note = [dim(f"The GPU: {result.gpu_note}.")] if result.gpu_note else []
     parts: list[RenderableType] = [render_heading(result), *note, Text("")]
     parts += (_render_largest if result.largest else _render_configuration)(result, explain=explain)
@@ -81,8 +81,8 @@ def format_verdict_lines(result: recommendation.Recommendation) -> list[str]:
         return models or ["Nothing fits"]
     if result.chosen is None:
         return ["Nothing fits", result.reason]
-    use = f"Use {result.chosen.name}; {_format_batches(result.chosen, result)}"
-    return [use, _format_need(result, result.chosen), *_format_limits(result.chosen, result)]
+    first_line = f"Use {result.chosen.name}; {_format_batches(result.chosen, result)}"
+    return [first_line, _format_need(result, result.chosen), *_format_limits(result.chosen, result)]
 
 
 def render_heading(result: recommendation.Recommendation) -> Text:
@@ -94,21 +94,21 @@ def render_heading(result: recommendation.Recommendation) -> Text:
         return make_heading(f"What fits {gpu}")
     goal = "inference" if result.goal == "infer" else f"training ({result.goal})"
     # What takes no tokens, such as images, has no length.
-    many = ("sequence" if result.context_length else "sample") + ("" if result.effective_batch == 1 else "s")
+    unit = ("sequence" if result.context_length else "sample") + ("" if result.effective_batch == 1 else "s")
     length = f", {result.context_length:,} tokens" if result.context_length else ""
-    batch = f"{many} at a time" if result.goal == "infer" else f"{many} a step"
+    batch = f"{unit} at a time" if result.goal == "infer" else f"{unit} a step"
     size = format_count(result.num_parameters or 0)
-    asked = f"{result.model} ({size} parameters), {goal}{length}"
-    return make_heading(f"{asked}, {result.effective_batch} {batch}, on {gpu}")
+    description = f"{result.model} ({size} parameters), {goal}{length}"
+    return make_heading(f"{description}, {result.effective_batch} {batch}, on {gpu}")
 
 
 def _render_configuration(result: recommendation.Recommendation, *, explain: bool) -> list[RenderableType]:
     parts: list[RenderableType] = []
     chosen = result.chosen
     if chosen is not None:
-        use = (chosen.name, _format_batches(chosen, result), _format_need(result, chosen))
+        lines = (chosen.name, _format_batches(chosen, result), _format_need(result, chosen))
         parts += [
-            make_section("Use", *map(Text, (*use, *_format_limits(chosen, result))), below=1),
+            make_section("Use", *map(Text, (*lines, *_format_limits(chosen, result))), below=1),
             Text(f"Why: {result.reason}."),
             Text("Check", style="bold"),
             indent(ShellCommand(chosen.command), below=1),
@@ -116,11 +116,11 @@ def _render_configuration(result: recommendation.Recommendation, *, explain: boo
     else:
         parts.append(make_section(Text("Nothing fits", style="bold red"), Text(result.reason), below=1))
     if result.alternatives:
-        lines = [
-            Text(f"{one.what}: {one.name}; {gib(one.needed_bytes)} GiB{' (an estimate)' if one.estimate else ''}")
-            for one in result.alternatives
+        alternatives = [
+            Text(f"{row.what}: {row.name}; {gib(row.needed_bytes)} GiB{' (an estimate)' if row.estimate else ''}")
+            for row in result.alternatives
         ]
-        parts.append(make_section("How few GPUs do" if chosen is not None else "What would do", *lines, below=1))
+        parts.append(make_section("How few GPUs do" if chosen is not None else "What would do", *alternatives, below=1))
     parts += _render_choices(result, explain=explain)
     return parts
 
@@ -135,29 +135,29 @@ def _format_batches(chosen: recommendation.Configuration, result: recommendation
 
 def _format_need(result: recommendation.Recommendation, chosen: recommendation.Configuration) -> str:
     need = f"needs {gib(chosen.needed_bytes)} GiB"
-    left = f"{need} of the GPU: {gib(chosen.headroom_bytes)} GiB are left"
-    only_just = (
+    headroom_text = f"{need} of the GPU: {gib(chosen.headroom_bytes)} GiB are left"
+    retries_text = (
         f"fits, with allocator retries: without releasing its cache it {need}, {gib(-chosen.headroom_bytes)} more than "
         "the GPU has; the allocator "
         "releases what it holds and does not use, which takes time"
     )
-    said = left if chosen.headroom_bytes >= 0 else only_just
-    if result.gpus == 1 or chosen.parallel == _ONE_PROCESS:
-        return said
-    least, most = map(format_bytes, NCCL_GROUP_BYTES)
-    beside = ", of which NCCL takes" if chosen.headroom_bytes >= NCCL_GROUP_BYTES[1] else "; beside it NCCL takes"
-    return f"{said}{beside} {least} to {most} a group where others measured it"
+    text = headroom_text if chosen.headroom_bytes >= 0 else retries_text
+    if result.gpus == 1 or chosen.parallel == _SINGLE_PROCESS_PLAN:
+        return text
+    min_nccl, max_nccl = map(format_bytes, NCCL_GROUP_BYTES)
+    nccl_text = ", of which NCCL takes" if chosen.headroom_bytes >= NCCL_GROUP_BYTES[1] else "; beside it NCCL takes"
+    return f"{text}{nccl_text} {min_nccl} to {max_nccl} a group where others measured it"
 
 
 def _format_limits(chosen: recommendation.Configuration, result: recommendation.Recommendation) -> Iterator[str]:
     if chosen.host_bytes > 0.1 * chosen.needed_bytes:
-        each = " of each process" if result.gpus > 1 else ""
-        yield f"{gib(chosen.host_bytes)} GiB in host memory at the most{each}"
-    moved = (chosen.link_seconds, "between GPUs") if result.gpus > 1 else (chosen.bus_seconds, "transfers")
-    yield f"step at least {_format_seconds(chosen.step_seconds)}, {_format_seconds(moved[0])} of it {moved[1]}"
+        suffix = " of each process" if result.gpus > 1 else ""
+        yield f"{gib(chosen.host_bytes)} GiB in host memory at the most{suffix}"
+    transfers = (chosen.link_seconds, "between GPUs") if result.gpus > 1 else (chosen.bus_seconds, "transfers")
+    yield f"step at least {_format_seconds(chosen.step_seconds)}, {_format_seconds(transfers[0])} of it {transfers[1]}"
     if result.batch:
-        on = ", on gradients of others" if chosen.accumulation > 1 else ""
-        yield f"the largest {_name_batch(result)} that fits{on}: {_format_bound(result.batch)}"
+        note = ", on gradients of others" if chosen.accumulation > 1 else ""
+        yield f"the largest {_name_batch(result)} that fits{note}: {_format_bound(result.batch)}"
     if result.context:
         yield f"the longest context that fits: {_format_context(result.context, result.max_positions)}"
 
@@ -166,27 +166,27 @@ def _name_batch(result: recommendation.Recommendation) -> str:
     return "batch" if result.goal == "infer" else "micro-batch"
 
 
-def _format_bound(bound: recommendation.LargestFit) -> str:
-    if bound.largest is None:
+def _format_bound(fit: recommendation.LargestFit) -> str:
+    if fit.largest is None:
         return "none"
-    if bound.first_too_large is None:
-        return f"{bound.largest:,} or more"
-    return f"{bound.largest:,} ({bound.first_too_large:,} does not)"
+    if fit.first_too_large is None:
+        return f"{fit.largest:,} or more"
+    return f"{fit.largest:,} ({fit.first_too_large:,} does not)"
 
 
-def _format_context(bound: recommendation.LargestFit, max_positions: int | None) -> str:
-    if max_positions is None or bound.largest is None:
-        return _format_bound(bound)
-    if bound.largest > max_positions:
-        return f"{_format_bound(bound)}; the model was made for {max_positions:,}"
-    return f"{bound.largest:,}, all that the model allows" if bound.first_too_large is None else _format_bound(bound)
+def _format_context(fit: recommendation.LargestFit, max_positions: int | None) -> str:
+    if max_positions is None or fit.largest is None:
+        return _format_bound(fit)
+    if fit.largest > max_positions:
+        return f"{_format_bound(fit)}; the model was made for {max_positions:,}"
+    return f"{fit.largest:,}, all that the model allows" if fit.first_too_large is None else _format_bound(fit)
 
 
 def _render_choices(result: recommendation.Recommendation, *, explain: bool) -> list[RenderableType]:
     rows = list(result.choices)
     if not explain:
-        front = [row for row in rows if row.pareto or row is rows[0]]
-        rows = front if len(front) > 2 else rows[:_MAX_ROWS]
+        pareto_rows = [row for row in rows if row.pareto or row is rows[0]]
+        rows = pareto_rows if len(pareto_rows) > 2 else rows[:_MAX_ROWS]
     cells: list[tuple[str, ...]] = [
         (
             ">" if row is result.chosen else "", str(row.micro_batch), gib(row.needed_bytes), gib(row.headroom_bytes),
@@ -197,21 +197,21 @@ def _render_choices(result: recommendation.Recommendation, *, explain: bool) -> 
     ]  # fmt: skip
     moved = "of it links" if result.gpus > 1 else "of it bus"
     headers = ("", f">{_name_batch(result)}", ">needs", ">margin", ">step", f">{moved}", ">verdict", "configuration")
-    left_out = len(result.choices) - len(rows)
-    more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
-    what = "Memory against time" if not explain else "All that were run"
+    num_left_out = len(result.choices) - len(rows)
+    left_out_note = f" {num_left_out} that another beats in both are left out (--explain)." if num_left_out else ""
+    title = "Memory against time" if not explain else "All that were run"
     host = format_bytes(result.device.host_memory_bytes or 0)
     verdicts = {
         "retries": "Retries: it fits once the allocator has released its cache. ",
         "host": f"Host: more than the {host} of host memory (--host-memory). ",
     }
-    said = "".join(text for verdict, text in verdicts.items() if verdict in map(_format_verdict, rows))
-    made = "1 run was made." if result.runs == 1 else f"{result.runs} runs were made."
-    legend = f"GiB; step: the least time at the GPU's published rates.{more} {said}{made}"
-    failed = [] if explain else _render_failed_runs(result)
+    verdict_note = "".join(text for verdict, text in verdicts.items() if verdict in map(_format_verdict, rows))
+    runs_note = "1 run was made." if result.runs == 1 else f"{result.runs} runs were made."
+    legend = f"GiB; step: the least time at the GPU's published rates.{left_out_note} {verdict_note}{runs_note}"
+    failed_runs = [] if explain else _render_failed_runs(result)
     return [
-        make_section(what, AlignedLines(headers, cells, optional=(moved, "margin", "step")), below=1),
-        indent(dim(legend), *failed, below=1),
+        make_section(title, AlignedLines(headers, cells, optional=(moved, "margin", "step")), below=1),
+        indent(dim(legend), *failed_runs, below=1),
     ]
 
 
@@ -249,11 +249,11 @@ def _render_largest(result: recommendation.Recommendation, *, explain: bool) -> 
 
 
 def _format_largest(row: recommendation.LargestModel) -> tuple[str, ...]:
-    after = row.next_model or "-", "more" if row.next_needed_bytes is None else gib(row.next_needed_bytes)
+    next_larger = row.next_model or "-", "more" if row.next_needed_bytes is None else gib(row.next_needed_bytes)
     if row.model is None:
-        return row.task, "none", "-", "-", "-", *after
+        return row.task, "none", "-", "-", "-", *next_larger
     context = f"{row.context_length or 0:,}" + ("" if row.first_too_long is not None else " (all)")
-    return row.task, row.model, format_count(row.num_parameters), gib(row.needed_bytes), context, *after
+    return row.task, row.model, format_count(row.num_parameters), gib(row.needed_bytes), context, *next_larger
 
 
 def _render_lengths(lengths: recommendation.LengthRisk) -> list[RenderableType]:
@@ -265,8 +265,8 @@ def _render_lengths(lengths: recommendation.LengthRisk) -> list[RenderableType]:
     if lengths.truncated:
         lines.append(Text(f"{lengths.truncated:,} longer ones are cut to {lengths.context_length:,} tokens"))
     if lengths.empty or lengths.bad:
-        named = f": {'; '.join(lengths.bad_examples)}" if lengths.bad_examples else ""
-        lines.append(Text(f"left out: {lengths.empty:,} empty, {lengths.bad:,} no length{named}", style="yellow"))
+        examples = f": {'; '.join(lengths.bad_examples)}" if lengths.bad_examples else ""
+        lines.append(Text(f"left out: {lengths.empty:,} empty, {lengths.bad:,} no length{examples}", style="yellow"))
     headers = (
         ">micro-batch", ">fits up to", ">too long", ">of a batch", ">of an epoch", ">random: 50%", ">90%",
         ">ascending", ">descending", ">packed",
@@ -290,16 +290,16 @@ def _render_stream(stream: recommendation.DataLoaderRun) -> RenderableType:
     if stream.alloc_conf:
         verdict += f", with {stream.alloc_conf}"
     cells = [(row.how, gib(row.mean_bytes), gib(row.p99_bytes), gib(row.peak_bytes)) for row in stream.reserved]
-    made = AlignedLines(("reserved in a step, GiB", ">mean", ">p99", ">peak"), cells)
-    return make_section(f"Over {stream.batches:,} batches of these lengths, it {verdict}", made, below=1)
+    table = AlignedLines(("reserved in a step, GiB", ">mean", ">p99", ">peak"), cells)
+    return make_section(f"Over {stream.batches:,} batches of these lengths, it {verdict}", table, below=1)
 
 
 def _format_length_row(row: recommendation.LengthRow) -> tuple[str, ...]:
     longest = "none" if row.longest_fitting is None else f"{row.longest_fitting:,}"
     odds = (_format_probability(row.batch_odds), _format_probability(row.epoch_odds))
     steps = (row.first_step_median, row.first_step_90, row.step_sorted_ascending, row.step_sorted_descending)
-    reached = ("never" if step is None else f"step {step:,}" for step in steps)
-    return str(row.micro_batch), longest, f"{row.too_long:,}", *odds, *reached, "fits" if row.packed_fits else "OOM"
+    step_texts = ("never" if step is None else f"step {step:,}" for step in steps)
+    return str(row.micro_batch), longest, f"{row.too_long:,}", *odds, *step_texts, "fits" if row.packed_fits else "OOM"
 
 
 def _format_probability(odds: float) -> str:

@@ -1,4 +1,4 @@
-"""The report as text for a terminal: stages, verdict, categories at the peak, largest tensors, findings."""
+"""The report on a run as text for a terminal: stages, verdict, categories at the peak, largest tensors, findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memprof.findings import Evidence, Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.fixes.catalog import FIXES
 from memprof.ledger.caught_errors import CaughtError
-from memprof.ledger.stages import at_stage
+from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report, Verdict
 from memprof.report.terminal.bridge import render_bridge, render_streams
 from memprof.report.terminal.cells import Unit, choose_unit, format_shape
@@ -54,12 +54,12 @@ _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Sever
 
 
 def render(document: Report, *, explain: bool = False, quiet: bool = False) -> RenderableType:
-    """Return the view of a report; `explain` adds the assumptions, `quiet` leaves only the verdict."""
+    """Return a report for a terminal; `explain` adds the assumptions, `quiet` leaves only the verdict."""
     if quiet:
         return _render_verdict(document) if document.limit is None else Text(format_limit(document.limit))
     parts = [render_heading(document), _render_stages(document), _render_verdict(document)]
     parts += _render_certain_errors(document)
-    parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(NO_STUBS_HINT) and not explain]
+    parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT) and not explain]
     unit = _choose_unit(document)
     parts += [render_ranks(document.ranks, unit, on_cpu=document.on_cpu)] if document.ranks else []
     parts += [render_gpus(document.gpus, unit)] if document.gpus else []
@@ -68,7 +68,7 @@ def render(document: Report, *, explain: bool = False, quiet: bool = False) -> R
     parts += [] if document.limit is None else [render_limit(document.limit, document.device.total_bytes or 0)]
     parts.append(_render_categories(document))
     if document.over_time is not None:
-        parts.append(CategoryTimeline(document.over_time, unit, at_stage(document.peak.stage, document.peak.step)))
+        parts.append(CategoryTimeline(document.over_time, unit, format_stage(document.peak.stage, document.peak.step)))
     parts += [] if document.bridge is None else [render_bridge(document.bridge, unit)]
     parts += [] if document.streams is None else [render_streams(document.streams, unit)]
     parts += [_render_tensors(document), _render_findings(document)]
@@ -88,15 +88,15 @@ def render_heading(document: Report) -> RenderableType:
     """Return the heading of a report: command, GPU, and a description of the run."""
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
-    size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
-    lines = [make_heading("memprof", f" {document.command}: {kind} {device.name}{size}")]
+    memory = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
+    lines = [make_heading("memprof", f" {document.command}: {kind} {device.name}{memory}")]
     if document.rank is not None:
-        rank, world = document.rank.rank, document.rank.world_size
-        ran = format_ranges(row.rank for row in document.ranks)
-        together = f"ranks {ran} of {world}, together; in full, rank {rank}:"
+        rank, size = document.rank.rank, document.rank.world_size
+        ranks = format_ranges(row.rank for row in document.ranks)
+        text = f"ranks {ranks} of {size}, together; in full, rank {rank}:"
         if document.rank.alike:
-            together = f"{world} ranks, one of each kind run alone; in full, rank {rank}:"
-        lines.append(Text(together if ran else f"rank {rank} of {world}, alone: the others are taken to be like it"))
+            text = f"{size} ranks, one of each kind run alone; in full, rank {rank}:"
+        lines.append(Text(text if ranks else f"rank {rank} of {size}, alone: the others are taken to be like it"))
     if document.gpus:
         lines.append(Text(f"{len(document.gpus)} such GPUs in one process; in full, {document.gpu}:"))
     if target:
@@ -119,111 +119,111 @@ _TEXT_BY_ENDING = {
 
 
 def _describe_program(program: ProgramFacts) -> str:
-    number = program.steps
-    steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
+    num_steps = program.steps
+    steps = "1 training step" if num_steps == 1 else f"{num_steps or 'no'} training steps"
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
     own_code = f"ended by itself with exit code {program.exit_code}, {{steps}}"
-    how = own_code if _has_own_exit_code(program) else _TEXT_BY_ENDING[program.ended]
-    begun = f"after {steps} had begun" if number else "before any training step"
+    ending = own_code if _has_own_exit_code(program) else _TEXT_BY_ENDING[program.ended]
+    begun = f"after {steps} had begun" if num_steps else "before any training step"
     unseen = "" if program.evaluated else ", before any evaluation"
-    return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps, begun=begun, unseen=unseen)}"
+    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, begun=begun, unseen=unseen)}"
 
 
 def _has_own_exit_code(program: ProgramFacts) -> bool:
-    """Return whether the script itself set its exit code: memprof returns that code, though the verdict may differ."""
+    """Return whether the script itself exited with a nonzero code, which memprof returns whatever its verdict."""
     return program.ended == "exit" and bool(program.exit_code)
 
 
 def _describe_target(target: Target) -> str:
-    asked, parts = target.asked, [target.model]
+    spec, parts = target.asked, [target.model]
     if target.num_parameters:  # a run that failed early lacks the number
         parts[0] += f", {format_count(target.num_parameters)} parameters ({target.num_parameters:,})"
     if target.task == "image-classification":
-        parts.append(f"batch {asked.batch_size} image{'s' if asked.batch_size > 1 else ''}")
+        parts.append(f"batch {spec.batch_size} image{'s' if spec.batch_size > 1 else ''}")
     elif target.context_length is not None:
         up_to = "up to " if target.sequence_lengths else ""
-        parts.append(f"batch {asked.batch_size} x {up_to}{target.context_length:,} tokens")
+        parts.append(f"batch {spec.batch_size} x {up_to}{target.context_length:,} tokens")
     elif target.num_parameters:
-        parts.append(f"batch {asked.batch_size}")
-    amp = f" with {asked.amp} autocast" if asked.amp else ""
+        parts.append(f"batch {spec.batch_size}")
+    amp = f" with {spec.amp} autocast" if spec.amp else ""
     if target.dtype is not None:
         parts.append(f"{target.dtype}{amp}")
     parts.append(_describe_trained_part(target))
-    if asked.mode is Mode.TRAIN:
-        impl = f" ({asked.optimizer_impl})" if asked.optimizer_impl else ""
+    if spec.mode is Mode.TRAIN:
+        impl = f" ({spec.optimizer_impl})" if spec.optimizer_impl else ""
         parts += [
-            "no optimizer" if asked.optimizer == "none" else f"{asked.optimizer}{impl}",
-            "activation checkpointing" * asked.activation_checkpointing,
-            f"{asked.gradient_accumulation} micro-batches" * (asked.gradient_accumulation > 1),
-            "gradients zeroed, not freed" * (asked.zero_grad == "zero"),
-            "evaluation after each step" * asked.evaluate,
+            "no optimizer" if spec.optimizer == "none" else f"{spec.optimizer}{impl}",
+            "activation checkpointing" * spec.activation_checkpointing,
+            f"{spec.gradient_accumulation} micro-batches" * (spec.gradient_accumulation > 1),
+            "gradients zeroed, not freed" * (spec.zero_grad == "zero"),
+            "evaluation after each step" * spec.evaluate,
         ]
     else:
-        parts.append(f"inference, {asked.new_tokens:,} new tokens" if asked.new_tokens else "inference")
-    parts += [f"{asked.attention} attention" if asked.attention else "", "compiled" * asked.compile, *asked.fixes]
+        parts.append(f"inference, {spec.new_tokens:,} new tokens" if spec.new_tokens else "inference")
+    parts += [f"{spec.attention} attention" if spec.attention else "", "compiled" * spec.compile, *spec.fixes]
     parts.append(f"allocator {target.alloc_conf}" if target.alloc_conf else "")
     return ", ".join(part for part in parts if part)
 
 
 def _describe_trained_part(target: Target) -> str:
-    """Return the adapter, the NPT components or the number of trained parameters; "" if all parameters train."""
-    asked, trainable = target.asked, target.num_trainable_parameters
-    if asked.adapter:
-        name = f"{asked.adapter.upper().replace('LORA', 'LoRA')} of rank {asked.lora_rank}"
-    elif asked.npt:
-        sums = f"{asked.npt_num_ranks} rank-1 updates, " if asked.npt_num_ranks else ""
-        name = f"NPT {asked.npt}, {sums}rank {asked.npt_rank}"
+    """Return what is trained: the adapter, the NPT components or a number of parameters; "" if all parameters are."""
+    spec, trainable = target.asked, target.num_trainable_parameters
+    if spec.adapter:
+        name = f"{spec.adapter.upper().replace('LORA', 'LoRA')} of rank {spec.lora_rank}"
+    elif spec.npt:
+        sums = f"{spec.npt_num_ranks} rank-1 updates, " if spec.npt_num_ranks else ""
+        name = f"NPT {spec.npt}, {sums}rank {spec.npt_rank}"
     else:
         is_part = trainable is not None and trainable < (target.num_parameters or 0)
-        return f"{trainable:,} trained" if asked.mode is Mode.TRAIN and is_part else ""
-    return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
+        return f"{trainable:,} trained" if spec.mode is Mode.TRAIN and is_part else ""
+    return name if spec.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
 
 
 def _render_stages(document: Report) -> RenderableType:
-    usable, amount, step = document.device.usable_bytes, _choose_unit(document).format, choose_full_step(document)
-    on_cpu, measured, beside = document.on_cpu, document.source == "measured", find_gpu_columns(document)
+    usable, format_size, step = document.device.usable_bytes, _choose_unit(document).format, choose_full_step(document)
+    on_cpu, is_measured, gpu_columns = document.on_cpu, document.source == "measured", find_gpu_columns(document)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
-    headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *beside]
-    headers += ["seconds" if measured else "on this GPU", *(["host peak"] * shows_host)]
-    first = f"stage (step {step})" if step else "stage"
-    made = make_table(first, *(f">{header}" for header in headers), ruled=True, optional=_OPTIONAL_COLUMNS)
+    headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *gpu_columns]
+    headers += ["seconds" if is_measured else "on this GPU", *(["host peak"] * shows_host)]
+    title = f"stage (step {step})" if step else "stage"
+    table = make_table(title, *(f">{header}" for header in headers), ruled=True, optional=_OPTIONAL_COLUMNS)
     rows = fold_stages(document)
-    peak = find_peak_row(document, rows)
-    for position, row in enumerate(rows):
+    peak_index = find_peak_row(document, rows)
+    for i, row in enumerate(rows):
         fits = usable is None or (row.peak_allocated_bytes <= usable and not row.oom)
         if usable is not None and row.peak_allocated_bytes > usable:
-            verdict = Text(f"{amount(row.peak_allocated_bytes - usable)} over", style="red")
+            verdict = Text(f"{format_size(row.peak_allocated_bytes - usable)} over", style="red")
         else:
             verdict = Text("out of memory", style="red") if row.oom else Text("fits")
         name = Text(row.name)
         if row.num_merged > 1:
-            each = "each" if row.has_equal_deltas else "on average"
-            name.append(f" x{row.num_merged}, {amount(row.delta_bytes // row.num_merged)} {each}", style="dim")
+            suffix = "each" if row.has_equal_deltas else "on average"
+            name.append(f" x{row.num_merged}, {format_size(row.delta_bytes // row.num_merged)} {suffix}", style="dim")
         if row.num_rounds > 1:
             name.append(f" (x{row.num_rounds})", style="dim")
-        if position == peak:
+        if i == peak_index:
             name.append("  <- peak", style="bold red" if not fits else "bold")
-        fourth = row.resident_bytes if on_cpu else row.peak_reserved_bytes
-        read = (fourth, *(getattr(row, attribute) for attribute in beside.values()))
-        made.add_row(
+        held_bytes = row.resident_bytes if on_cpu else row.peak_reserved_bytes
+        sizes = (held_bytes, *(getattr(row, attribute) for attribute in gpu_columns.values()))
+        table.add_row(
             name,
-            amount(row.allocated_bytes),
-            amount(row.delta_bytes, sign=True),
-            amount(row.peak_allocated_bytes),
-            *("" if one is None else amount(one) for one in read),
-            verdict if not measured else "" if row.seconds is None else f"{row.seconds:,.3f}",
-            *([amount(row.peak_host_bytes)] * shows_host),
+            format_size(row.allocated_bytes),
+            format_size(row.delta_bytes, sign=True),
+            format_size(row.peak_allocated_bytes),
+            *("" if size is None else format_size(size) for size in sizes),
+            verdict if not is_measured else "" if row.seconds is None else f"{row.seconds:,.3f}",
+            *([format_size(row.peak_host_bytes)] * shows_host),
         )
-    turns = ""
+    rounds_note = ""
     if any(row.num_rounds > 1 for row in rows):
-        turns = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
+        rounds_note = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
     if on_cpu:
-        what = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
-        return Group(made, dim(f"{_choose_unit(document).name}. {what}.{turns}"))
+        legend = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
+        return Group(table, dim(f"{_choose_unit(document).name}. {legend}.{rounds_note}"))
     note = f"{_choose_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage"
-    beside_it = f"the CUDA context{' and other processes' * measured}"
-    note += f"; {format_bytes(usable or 0)} usable beside {beside_it}.{turns}"
-    return Group(made, dim(note), *describe_gpu_differences(document))
+    excluded = f"the CUDA context{' and other processes' * is_measured}"
+    note += f"; {format_bytes(usable or 0)} usable beside {excluded}.{rounds_note}"
+    return Group(table, dim(note), *describe_gpu_differences(document))
 
 
 def _render_verdict(document: Report) -> RenderableType:
@@ -239,59 +239,59 @@ def _render_memory_verdict(document: Report) -> RenderableType:
     if document.on_cpu:
         resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
         process = "" if resident is None else f"; the process had up to {format_bytes(resident)} resident"
-        most = format_bytes(document.peak.allocated_bytes)
-        took = f"tensors took up to {most} of host memory{process}."
+        peak = format_bytes(document.peak.allocated_bytes)
+        usage = f"tensors took up to {peak} of host memory{process}."
         if document.failure is None:
-            return Text(f"\nMeasured: {took}")
-        stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
-        return _label("Failed", "bold red", stopped)
-    on = next((f" on {gpu.device}" for gpu in document.gpus if gpu.decides), "")
-    on = next((f" on rank {row.rank}" for row in document.ranks if row.decides), on)
-    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{on}"
+            return Text(f"\nMeasured: {usage}")
+        reason = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {usage}"
+        return _label("Failed", "bold red", reason)
+    suffix = next((f" on {gpu.device}" for gpu in document.gpus if gpu.decides), "")
+    suffix = next((f" on rank {row.rank}" for row in document.ranks if row.decides), suffix)
+    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{suffix}"
     if document.failure is not None:
         failure = document.failure
-        over, rest = "." if verdict.fits is None else ", which does not fit.", "The rest is not known."
+        fit_note, rest = "." if verdict.fits is None else ", which does not fit.", "The rest is not known."
         if failure.kind == FailureKind.REFUSED:
-            label, seen = "Refused", f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
+            label, reason = "Refused", f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
         elif failure.kind == FailureKind.OTHER_RANK:
-            label, seen = "Stopped", f"{failure.message}. It needed {need} until then"
+            label, reason = "Stopped", f"{failure.message}. It needed {need} until then"
         elif failure.kind in NOT_SIMULATED:
-            what = failure.error if failure.op is None else f"{failure.op} ({failure.error})"
-            stopped = f"the run stopped in {failure.phase}, at {what}"
-            label, seen = "Not simulated", f"{stopped}. It needed {need} until then"
+            cause = failure.error if failure.op is None else f"{failure.op} ({failure.error})"
+            reason = f"the run stopped in {failure.phase}, at {cause}"
+            label, reason = "Not simulated", f"{reason}. It needed {need} until then"
         else:
-            stopped = f"the run stopped in {failure.phase} with {failure.error}"
-            label, seen = "Failed", f"{stopped}; it needed {need} until then"
+            reason = f"the run stopped in {failure.phase} with {failure.error}"
+            label, reason = "Failed", f"{reason}; it needed {need} until then"
             rest = "What is above and below is the run up to there."
-        return _label(label, "bold red", f"{seen}{over} {rest}")
+        return _label(label, "bold red", f"{reason}{fit_note} {rest}")
     if verdict.fits is None:
-        seen = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
-        return _label("Not known", "bold yellow", f"{seen} Give it more time.")
-    beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
-    usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
-    spare = usable - (verdict.required_bytes - beside)
+        text = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
+        return _label("Not known", "bold yellow", f"{text} Give it more time.")
+    context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
+    usable_bytes = (device.total_bytes or 0) - context_bytes if device.usable_bytes is None else device.usable_bytes
+    spare_bytes = usable_bytes - (verdict.required_bytes - context_bytes)
     if verdict.growth is not None and verdict.growth.runs_out and not verdict.host_over_bytes:
         return _render_exhaustion(verdict.growth, document.findings, need)
     if verdict.fits and verdict.first_caught is not None:
-        return _render_fit_after_errors(verdict, verdict.first_caught, need, spare)
-    if verdict.fits and not verdict.retries and spare >= 0:
-        return _render_fit(document, need, spare).append(_format_growth(verdict.growth))
+        return _render_fit_after_errors(verdict, verdict.first_caught, need, spare_bytes)
+    if verdict.fits and not verdict.retries and spare_bytes >= 0:
+        return _render_fit(document, need, spare_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
-        sentence = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would reserve {need}."
-        return _label("Fits, with allocator retries", "bold yellow", sentence).append(_format_growth(verdict.growth))
+        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would reserve {need}."
+        return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
-        over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
-        held = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {over}"
-        return _label("Does not fit", "bold red", f"{held}. Of the GPU it needs {need}.")
-    where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
-    ended = document.program is not None and document.program.ended == "refused"
-    whole = "The script ended there; with that allocation it needs" if ended else "The whole run needs"
+        fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
+        usage = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {fit_note}"
+        return _label("Does not fit", "bold red", f"{usage}. Of the GPU it needs {need}.")
+    where = format_stage(verdict.oom_stage or "", verdict.oom_step or 0)
+    was_refused = document.program is not None and document.program.ended == "refused"
+    need_intro = "The script ended there; with that allocation it needs" if was_refused else "The whole run needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
-    number = verdict.out_of_memory_caught
-    before = f" Before that {_describe_errors(number)}, and the script went on without what it had requested."
+    num_caught = verdict.out_of_memory_caught
+    caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
     text = (
         f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used} in use. "
-        f"{whole} {need}.{before if number else ''} torch {'said' if ended else 'would say'}:"
+        f"{need_intro} {need}.{caught_note if num_caught else ''} torch {'said' if was_refused else 'would say'}:"
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
     return make_section(_label("Does not fit", "bold red", text), dim(message[0] + (" ..." if message[1] else "")))
@@ -299,12 +299,12 @@ def _render_memory_verdict(document: Report) -> RenderableType:
 
 def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
     """Return the verdict on a run whose memory grows until the GPU is full, with the step at which that happens."""
-    seen = f"the {growth.steps_seen} steps that were run need {need}"
-    planned = growth.program_steps
-    end = "no end of its steps was seen" if planned is None else f"the script makes about {planned:,}"
-    cause = next((f" {one.title.partition(': ')[2]}." for one in findings if one.id == "memory-growth"), "")
-    grows = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
-    sentence = f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}"
+    steps_text = f"the {growth.steps_seen} steps that were run need {need}"
+    num_steps = growth.program_steps
+    end_text = "no end of its steps was seen" if num_steps is None else f"the script makes about {num_steps:,}"
+    cause = next((f" {f.title.partition(': ')[2]}." for f in findings if f.id == "memory-growth"), "")
+    growth_text = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
+    sentence = f"runs out of memory at about step {growth.runs_out_step:,}; {steps_text}, and {end_text}. {growth_text}"
     return _label("Does not fit", "bold red", sentence.rstrip())
 
 
@@ -312,10 +312,10 @@ def _format_growth(growth: Growth | None) -> str:
     """Return how much memory grows per step, and the step up to which the run fits; "" without growth."""
     if growth is None:
         return ""
-    last = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
+    until = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
     about = "" if growth.program_steps == growth.steps_seen else "about "
-    ends = "" if growth.program_steps is None else f"; the script ends after {about}step {growth.program_steps:,}"
-    return f" It grows by {format_bytes(growth.bytes_per_step)} a step{last and ', and fits'}{last}{ends}."
+    end = "" if growth.program_steps is None else f"; the script ends after {about}step {growth.program_steps:,}"
+    return f" It grows by {format_bytes(growth.bytes_per_step)} a step{until and ', and fits'}{until}{end}."
 
 
 def _label(label: str, style: str, sentence: str) -> Text:
@@ -324,20 +324,20 @@ def _label(label: str, style: str, sentence: str) -> Text:
 
 def _render_certain_errors(document: Report) -> list[RenderableType]:
     """Return the findings that end the run on a real GPU even with enough memory; they are shown at the verdict."""
-    known = ("does-not-fit", "run-failed", "memory-growth")  # findings that repeat the verdict
-    errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
-    return [Text("Fails on a real GPU: ", style="bold red").append(one.title, style="default") for one in errors]
+    repeated_ids = ("does-not-fit", "run-failed", "memory-growth")  # findings that repeat the verdict
+    errors = [f for f in document.findings if f.severity is Severity.ERROR and f.id not in repeated_ids]
+    return [Text("Fails on a real GPU: ", style="bold red").append(f.title, style="default") for f in errors]
 
 
 def _describe_retries(retries: int) -> str:
-    times = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
-    back = "the allocator releases what it holds and does not use, which takes time"
-    return f"the GPU is full {times}, and the run goes on because {back}"
+    frequency = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
+    reason = "the allocator releases what it holds and does not use, which takes time"
+    return f"the GPU is full {frequency}, and the run goes on because {reason}"
 
 
-def _describe_errors(number: int) -> str:
-    raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
-    return f"{raised} raised and caught"
+def _describe_errors(count: int) -> str:
+    subject = "an out-of-memory error was" if count == 1 else f"{count} out-of-memory errors were"
+    return f"{subject} raised and caught"
 
 
 def _render_fit(document: Report, need: str, spare: int) -> Text:
@@ -345,70 +345,70 @@ def _render_fit(document: Report, need: str, spare: int) -> Text:
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None:
         return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
-    least, most = nccl
-    range_text = f"{format_bytes(least)} to {format_bytes(most)}"
-    if spare >= most:
-        left = f"{format_bytes(spare)} to spare, of which NCCL takes {range_text} a group where others measured it."
-        return _label("Fits", "bold green", f"needs {need}, {left}")
-    left = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
-    return _label("Fits without headroom for NCCL", "bold yellow", f"needs {need}, {left}")
+    min_bytes, max_bytes = nccl
+    range_text = f"{format_bytes(min_bytes)} to {format_bytes(max_bytes)}"
+    if spare >= max_bytes:
+        rest = f"{format_bytes(spare)} to spare, of which NCCL takes {range_text} a group where others measured it."
+        return _label("Fits", "bold green", f"needs {need}, {rest}")
+    rest = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
+    return _label("Fits without headroom for NCCL", "bold yellow", f"needs {need}, {rest}")
 
 
-def _render_fit_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
+def _render_fit_after_errors(verdict: Verdict, first: CaughtError, need: str, spare_bytes: int) -> Text:
     """Return the verdict on a program that caught out-of-memory errors, and fits without the failed allocations."""
-    number = verdict.out_of_memory_caught
-    which = "" if number == 1 else ", the first"
-    stage = at_stage(first.stage, first.step)
+    num_caught = verdict.out_of_memory_caught
+    first_note = "" if num_caught == 1 else ", the first"
+    stage = format_stage(first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
-    asked = f"{format_bytes(first.num_bytes)} were requested with {format_bytes(first.in_use_bytes)} in use"
-    only_just = f"and fits, with allocator retries: {_describe_retries(verdict.retries)}"
-    then = only_just if verdict.retries or spare < 0 else f"{format_bytes(spare)} to spare"
-    went_on = f"{_describe_errors(number)}{which} in {stage}{where}, where {asked}; the script went on without it."
-    sentence = f"{went_on} What it did instead needs {need}, {then}."
+    request = f"{format_bytes(first.num_bytes)} were requested with {format_bytes(first.in_use_bytes)} in use"
+    retries_text = f"and fits, with allocator retries: {_describe_retries(verdict.retries)}"
+    need_note = retries_text if verdict.retries or spare_bytes < 0 else f"{format_bytes(spare_bytes)} to spare"
+    errors_text = f"{_describe_errors(num_caught)}{first_note} in {stage}{where}, where {request}"
+    sentence = f"{errors_text}; the script went on without it. What it did instead needs {need}, {need_note}."
     return _label("Fits only without what was refused", "bold yellow", sentence)
 
 
 def _render_categories(document: Report) -> RenderableType:
-    total = document.peak.allocated_bytes
-    amount = _choose_unit(document).format
-    made = make_table("", ">", ">", "|bar", optional=("bar",))
-    made.show_header = False
+    total_bytes = document.peak.allocated_bytes
+    format_size = _choose_unit(document).format
+    table = make_table("", ">", ">", "|bar", optional=("bar",))
+    table.show_header = False
     for category, num_bytes in document.peak.categories.items():
-        share = num_bytes / total
-        made.add_row(category, amount(num_bytes), f"{share:.1%}", draw_bar(share, _BAR_WIDTH))
-    where = at_stage(document.peak.stage, document.peak.step)
+        share = num_bytes / total_bytes
+        table.add_row(category, format_size(num_bytes), f"{share:.1%}", draw_bar(share, _BAR_WIDTH))
+    where = format_stage(document.peak.stage, document.peak.step)
     return make_section(
-        f"\nAt the peak, {format_bytes(total)} in {where}", made, *_render_workspaces(document), below=1
+        f"\nAt the peak, {format_bytes(total_bytes)} in {where}", table, *_render_workspaces(document), below=1
     )
 
 
 def _render_workspaces(document: Report) -> list[RenderableType]:
-    """Return notes on cuDNN's convolution workspaces: how far the peak depends on their unknown sizes."""
-    found, total = document.peak.workspaces, document.peak.allocated_bytes
-    if found is None:
+    """Return notes on how much the peak depends on the unknown sizes of cuDNN's convolution workspaces."""
+    workspaces, total_bytes = document.peak.workspaces, document.peak.allocated_bytes
+    if workspaces is None:
         return []
-    without = [dim(_REFUSED_WORKSPACES.format(found.refused))] if found.refused else []
-    if found.max_peak_bytes - found.min_peak_bytes < _MIN_UNCERTAIN_SHARE * total:
-        return [*without]
-    rule = f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"
-    least, most = format_bytes(found.min_peak_bytes), format_bytes(found.max_peak_bytes)
-    return [dim(f"{rule}; the peak is {least} without any, {most} by their bound."), *without]
+    refused_notes = [dim(_REFUSED_WORKSPACES.format(workspaces.refused))] if workspaces.refused else []
+    if workspaces.max_peak_bytes - workspaces.min_peak_bytes < _MIN_UNCERTAIN_SHARE * total_bytes:
+        return [*refused_notes]
+    rule_text = f"{format_bytes(workspaces.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"
+    min_peak, max_peak = format_bytes(workspaces.min_peak_bytes), format_bytes(workspaces.max_peak_bytes)
+    return [dim(f"{rule_text}; the peak is {min_peak} without any, {max_peak} by their bound."), *refused_notes]
 
 
 def _render_tensors(document: Report) -> RenderableType:
     unit = _choose_unit(document)
-    made = make_table(f">{unit.name}", ">x", "|shape", "~what it is", optional=("shape", "x"))
+    table = make_table(f">{unit.name}", ">x", "|shape", "~what it is", optional=("shape", "x"))
     for tensor in merge_equal_tensors(document.peak.tensors)[:MAX_TENSORS]:
         shape = f"{format_shape(tensor.shape)} {tensor.dtype}"
-        made.add_row(unit.format(tensor.num_bytes), str(tensor.count), shape, render_origin(tensor))
-    return make_section("Largest tensors live at the peak", made, below=1)
+        table.add_row(unit.format(tensor.num_bytes), str(tensor.count), shape, render_origin(tensor))
+    return make_section("Largest tensors live at the peak", table, below=1)
 
 
 def _render_findings(document: Report) -> RenderableType:
     if not document.findings:
         return Text("No findings.\n")
-    found = (indent(_render_finding(number, finding), below=1) for number, finding in enumerate(document.findings, 1))
-    return Group(make_heading("Findings, most expensive first"), *found)
+    views = (indent(_render_finding(number, finding), below=1) for number, finding in enumerate(document.findings, 1))
+    return Group(make_heading("Findings, most expensive first"), *views)
 
 
 def _render_finding(number: int, finding: Finding) -> RenderableType:

@@ -1,9 +1,9 @@
-"""A report in a few lines, for the message of a failed test."""
+"""A summary of a report in a few lines, for the message of a failed test."""
 
 from __future__ import annotations
 
 from memprof.ledger.ledger import LiveTensor
-from memprof.ledger.stages import at_stage
+from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape
 from memprof.report.terminal.tensors import merge_equal_tensors
@@ -18,14 +18,14 @@ def format_summary(document: Report) -> str:
     peak, verdict = document.peak, document.verdict
     lines = [
         _format_verdict(document),
-        f"  peak: {format_bytes(peak.allocated_bytes)} allocated in {at_stage(peak.stage, peak.step)}; "
-        f"{format_bytes(peak.reserved_bytes)} reserved in {at_stage(peak.reserved_stage, peak.reserved_step)}",
+        f"  peak: {format_bytes(peak.allocated_bytes)} allocated in {format_stage(peak.stage, peak.step)}; "
+        f"{format_bytes(peak.reserved_bytes)} reserved in {format_stage(peak.reserved_stage, peak.reserved_step)}",
     ]
     if verdict.oom_stage is not None:
         where = f" at {short_source(verdict.oom_source)}" if verdict.oom_source else ""
-        asked, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
-        stage = at_stage(verdict.oom_stage, verdict.oom_step or 0)
-        lines.append(f"  full: in {stage}{where}, requested {asked} with {used} in use")
+        tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
+        stage = format_stage(verdict.oom_stage, verdict.oom_step or 0)
+        lines.append(f"  full: in {stage}{where}, requested {tried} with {used} in use")
     lines.append("  largest at the peak:")
     lines += [f"    {_format_tensor(tensor)}" for tensor in merge_equal_tensors(peak.tensors)[:MAX_TENSORS]]
     findings = [finding for finding in document.findings if finding.id != "does-not-fit"]
@@ -39,25 +39,25 @@ def _format_verdict(document: Report) -> str:
     need = format_bytes(document.verdict.required_bytes)
     need += " of host memory" if document.on_cpu else " with the CUDA context"
     name, size = document.device.name, format_bytes(document.device.total_bytes or 0)
-    have = name if size in name else f"{name}, {size}"
+    gpu = name if size in name else f"{name}, {size}"
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:
-        when = f"runs out of memory at about step {growth.runs_out_step:,}"
-        return f"does not fit: {when}; {growth.steps_seen} steps took {need} ({have})"
+        problem = f"runs out of memory at about step {growth.runs_out_step:,}"
+        return f"does not fit: {problem}; {growth.steps_seen} steps took {need} ({gpu})"
     if document.verdict.fits is False:
-        return f"does not fit: it takes {need} ({have})"
+        return f"does not fit: it takes {need} ({gpu})"
     if document.failure is not None and document.failure.kind in (FailureKind.REFUSED, FailureKind.OTHER_RANK):
         is_refused = document.failure.kind == FailureKind.REFUSED
-        took = f"what was simulated takes {need}" if is_refused else f"until then it took {need}"
-        return f"no verdict: {document.failure.message}; {took} ({have})"
+        usage = f"what was simulated takes {need}" if is_refused else f"until then it took {need}"
+        return f"no verdict: {document.failure.message}; {usage} ({gpu})"
     if document.verdict.fits is None:
-        return f"stopped early: it took {need} until then ({have})"
-    return f"fits: it takes {need} ({have})"
+        return f"stopped early: it took {need} until then ({gpu})"
+    return f"fits: it takes {need} ({gpu})"
 
 
 def _format_tensor(tensor: LiveTensor) -> str:
     count = f"{tensor.count} x " if tensor.count > 1 else ""
-    what = tensor.name or tensor.module or ""
+    owner = tensor.name or tensor.module or ""
     where = f" at {short_source(tensor.source)}" if tensor.source and not tensor.name else ""
     size = format_bytes(tensor.num_bytes)
-    return f"{count}{size} [{format_shape(tensor.shape)}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where
+    return f"{count}{size} [{format_shape(tensor.shape)}] {tensor.dtype}: {tensor.category} {owner}".rstrip() + where

@@ -17,7 +17,7 @@ _MIN_COLUMNS = 10
 
 @dataclass(frozen=True)
 class CategoryTimeline:
-    """A curve per category and its maximum in `unit`, with marks at the peak, in `peak_stage`, and at a failure."""
+    """A curve of bytes over the run for each category, with marks at the peak and at the failed allocation."""
 
     over_time: OverTime
     unit: Unit
@@ -27,53 +27,53 @@ class CategoryTimeline:
         over_time = self.over_time
         names = list(over_time.categories)[:MAX_LINES]
         highest = max(over_time.most_bytes.values(), default=1)
-        label, figures = max(map(len, (*names, "step"))), len(self.unit.format(highest))
-        columns = options.max_width - 2 - label - 2 - 2 - figures
+        label_width, size_width = max(map(len, (*names, "step"))), len(self.unit.format(highest))
+        columns = options.max_width - 2 - label_width - 2 - 2 - size_width
         if columns < _MIN_COLUMNS:
             return
         columns = min(columns, over_time.num_events)
-        shown = self._choose_moments(columns)
+        moments = self._choose_moments(columns)
         lines = [
             Text(
-                f"{name:<{label}}  {draw_curve((over_time.categories[name][at] for at in shown), highest)}  "
-                f"{self.unit.format(over_time.most_bytes[name]):>{figures}}"
+                f"{name:<{label_width}}  {draw_curve((over_time.categories[name][i] for i in moments), highest)}  "
+                f"{self.unit.format(over_time.most_bytes[name]):>{size_width}}"
             )
             for name in names
         ]
         marks = [" "] * columns
-        marks[shown.index(over_time.events.index(over_time.peak_event))] = "^"
+        marks[moments.index(over_time.events.index(over_time.peak_event))] = "^"
         legend = f"^ the peak, in {self.peak_stage}"
         if over_time.failed_event is not None:
-            place = min(over_time.failed_event * columns // over_time.num_events, columns - 1)
-            both = marks[place] == "^"
-            marks[place] = "‼" if both else "!"
-            legend = f"‼ {legend[2:]}, and the" if both else f"{legend}; ! the"
+            column = min(over_time.failed_event * columns // over_time.num_events, columns - 1)
+            is_same = marks[column] == "^"
+            marks[column] = "‼" if is_same else "!"
+            legend = f"‼ {legend[2:]}, and the" if is_same else f"{legend}; ! the"
             legend += " request that the GPU refuses"
-        lines.append(dim(f"{'':<{label}}  {''.join(marks).rstrip()}"))
+        lines.append(dim(f"{'':<{label_width}}  {''.join(marks).rstrip()}"))
         if steps := self._format_steps(columns):
-            lines.append(dim(f"{'step':<{label}}  {steps}"))
+            lines.append(dim(f"{'step':<{label_width}}  {steps}"))
         yield make_heading(
             "Over the run, ", f"{self.unit.name}, event by event; behind each line the most that it reaches"
         )
         yield indent(*lines, dim(legend), below=1)
 
     def _choose_moments(self, columns: int) -> list[int]:
-        """Return the index of the moment shown in each column: the one with the most allocated bytes in the column."""
-        over_time, moments = self.over_time, len(self.over_time.events)
-        if columns >= moments:
-            return [column * moments // columns for column in range(columns)]
+        """Return the index of the moment shown in each of `columns` columns: that with the most allocated bytes."""
+        over_time, num_moments = self.over_time, len(self.over_time.events)
+        if columns >= num_moments:
+            return [column * num_moments // columns for column in range(columns)]
         peak = over_time.events.index(over_time.peak_event)
-        shown = []
+        indices = []
         for column in range(columns):
-            within = range(moments * column // columns, moments * (column + 1) // columns)
-            shown.append(peak if peak in within else max(within, key=over_time.allocated_bytes.__getitem__))
-        return shown
+            moments = range(num_moments * column // columns, num_moments * (column + 1) // columns)
+            indices.append(peak if peak in moments else max(moments, key=over_time.allocated_bytes.__getitem__))
+        return indices
 
     def _format_steps(self, columns: int) -> str:
         """Return a line with step numbers at the columns where the steps begin; numbers that overlap are left out."""
         line = ""
         for step, begin in self.over_time.steps:
-            place = min(begin * columns // self.over_time.num_events, columns - 1)
-            if place >= len(line) + bool(line) and place + len(str(step)) <= columns:
-                line = f"{line:<{place}}{step}"
+            column = min(begin * columns // self.over_time.num_events, columns - 1)
+            if column >= len(line) + bool(line) and column + len(str(step)) <= columns:
+                line = f"{line:<{column}}{step}"
         return line

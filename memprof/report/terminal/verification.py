@@ -15,7 +15,7 @@ _MIB = Unit("MiB", MIB)
 
 
 def render(document: Verification, *, quiet: bool = False) -> RenderableType:
-    """Return the view of a verification: its tables and the verdict; `quiet` leaves only the verdict."""
+    """Return the result of `memprof verify` for a terminal: tables and verdict; `quiet` leaves only the verdict."""
     verdict = Text("passed" if document.passed else "FAILED", style="bold green" if document.passed else "bold red")
     if quiet:
         return verdict
@@ -41,11 +41,11 @@ def render(document: Verification, *, quiet: bool = False) -> RenderableType:
 
 
 def _make_table(title: str, *headers: str) -> Table:
-    made = make_table(*headers, ruled=True)
-    made.title, made.title_justify, made.title_style = title, "left", "bold"
-    for column in made.columns:  # there are many of them: long headers may break
+    table = make_table(*headers, ruled=True)
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
+    for column in table.columns:  # there are many of them: long headers may break
         column.no_wrap = False
-    return made
+    return table
 
 
 def _render_verdict(passed: bool) -> Text:
@@ -54,62 +54,62 @@ def _render_verdict(passed: bool) -> Text:
 
 def _render_deviations(document: Verification) -> Table:
     title = "Largest deviation from float64, at the worst of all seeds and cases"
-    made = _make_table(title, "fix", "model", "of the", ">original", ">fixed", ">bound", "")
-    last = ("", "")
+    table = _make_table(title, "fix", "model", "of the", ">original", ">fixed", ">bound", "")
+    previous = ("", "")
     for row in document.deviations:
-        names = (row.fix if row.fix != last[0] else "", row.model if (row.fix, row.model) != last else "")
-        last = (row.fix, row.model)
+        names = (row.fix if row.fix != previous[0] else "", row.model if (row.fix, row.model) != previous else "")
+        previous = (row.fix, row.model)
         numbers = (f"{value:.1e}" for value in (row.original, row.fixed, row.bound))
-        made.add_row(*names, row.quantity, *numbers, _render_verdict(row.passed))
-    return made
+        table.add_row(*names, row.quantity, *numbers, _render_verdict(row.passed))
+    return table
 
 
 def _render_precisions(document: Verification) -> Table:
     title = "Precision against accuracy: deviation from float64, relative"
-    made = _make_table(title, "precision", "model", ">logits, largest", ">logits, rms", ">bound", ">same argmax", "")
+    table = _make_table(title, "precision", "model", ">logits, largest", ">logits, rms", ">bound", ">same argmax", "")
     for row in document.precisions:
         numbers = (f"{row.logits_max:.1e}", f"{row.logits_rms:.1e}", f"{row.bound:.1e}")
-        made.add_row(row.precision, row.model, *numbers, f"{row.argmax_agreement:.1%}", _render_verdict(row.passed))
-    return made
+        table.add_row(row.precision, row.model, *numbers, f"{row.argmax_agreement:.1%}", _render_verdict(row.passed))
+    return table
 
 
 _MAX_LAYERS = 8
 
 
 def _render_layers(document: Verification) -> Table:
-    """Return a table of deviations by layer; of a deep model, evenly spaced layers with the first and the last."""
+    """Return a table of deviations by layer: of at most 8 layers, evenly spaced, with the first and the last."""
     columns = min(_MAX_LAYERS, max(len(row.layers_rms) for row in document.precisions))
-    made = _make_table("Deviation of each layer's output, rms, relative", "precision", "model", *[">layer"] * columns)
+    table = _make_table("Deviation of each layer's output, rms, relative", "precision", "model", *[">layer"] * columns)
     for row in document.precisions:
-        count = len(row.layers_rms)
-        shown = min(count, _MAX_LAYERS)
-        places = [index * (count - 1) // max(shown - 1, 1) for index in range(shown)]
-        made.add_row(row.precision, row.model, *(f"{place}: {row.layers_rms[place]:.1e}" for place in places))
-    return made
+        num_layers = len(row.layers_rms)
+        num_shown = min(num_layers, _MAX_LAYERS)
+        indices = [index * (num_layers - 1) // max(num_shown - 1, 1) for index in range(num_shown)]
+        table.add_row(row.precision, row.model, *(f"{i}: {row.layers_rms[i]:.1e}" for i in indices))
+    return table
 
 
 def _render_optimizers(document: Verification) -> Table:
     first = document.optimizers[0]
     title = f"Optimizers: {first.steps} steps of {first.model}, deviation from float64 AdamW"
-    figures = (">of the way, rms", ">largest, learning rates", ">loss", ">bound", ">states, MiB")
-    made = _make_table(title, "optimizer", *figures, "")
+    headers = (">of the way, rms", ">largest, learning rates", ">loss", ">bound", ">states, MiB")
+    table = _make_table(title, "optimizer", *headers, "")
     for row in document.optimizers:
         bound = "-" if row.bound is None else f"{row.bound:.1e}"
         numbers = (f"{row.update_rms:.1e}", f"{row.largest:.1e}", f"{row.loss:.1e}", bound)
-        made.add_row(row.optimizer, *numbers, _MIB.format(row.state_bytes), _render_verdict(row.passed))
-    return made
+        table.add_row(row.optimizer, *numbers, _MIB.format(row.state_bytes), _render_verdict(row.passed))
+    return table
 
 
 def _render_peaks(document: Verification) -> Table:
     first = document.peaks[0]
-    where = "the CPU" if first.measured_on == "cpu" else "CUDA"
-    figures = (">simulated: original", ">fixed", ">saved", f">measured on {where}: original", ">fixed", ">saved")
-    made = _make_table(f"Peak of a training step, MiB: {first.workload}", "fix", *figures)
+    device = "the CPU" if first.measured_on == "cpu" else "CUDA"
+    headers = (">simulated: original", ">fixed", ">saved", f">measured on {device}: original", ">fixed", ">saved")
+    table = _make_table(f"Peak of a training step, MiB: {first.workload}", "fix", *headers)
     for row in document.peaks:
-        other = "" if row.workload == first.workload else f" ({row.workload})"
-        simulated = _format_peaks(row.original_bytes, row.fixed_bytes)
-        made.add_row(row.fix + other, *simulated, *_format_peaks(row.measured_original_bytes, row.measured_fixed_bytes))
-    return made
+        suffix = "" if row.workload == first.workload else f" ({row.workload})"
+        measured = _format_peaks(row.measured_original_bytes, row.measured_fixed_bytes)
+        table.add_row(row.fix + suffix, *_format_peaks(row.original_bytes, row.fixed_bytes), *measured)
+    return table
 
 
 def _format_peaks(original: int | None, fixed: int | None) -> list[str]:

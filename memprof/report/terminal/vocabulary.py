@@ -1,4 +1,4 @@
-"""The document of `memprof vocab` as text for a terminal."""
+"""The result of `memprof vocab` as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from memprof.units import KIB, format_bytes
 
 _BAR_WIDTH = 40
 _MAX_RANGES = 6
-_FIELDS = {
+_SIZE_FIELDS = {
     "parameters": "parameters_bytes", "gradients": "gradients_bytes", "optimizer state": "optimizer_state_bytes",
     "logits and loss": "logits_bytes", "peak allocated": "peak_bytes", "needs of the GPU": "required_bytes",
 }  # fmt: skip
 
 
 def render(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
-    """Return the view of a vocabulary; `quiet` leaves only the savings, or without savings the caps."""
+    """Return the result of `memprof vocab` for a terminal; `quiet` leaves only the savings, or else the caps."""
     if quiet:
         return _render_caps(document) if document.savings is None else _render_savings(document.savings)
     savings = [] if document.savings is None else [_render_savings(document.savings)]
@@ -44,8 +44,8 @@ def _render_heading(document: Vocabulary) -> RenderableType:
             names = ", ".join(document.special_unseen[:_MAX_RANGES])
             more = len(document.special_unseen) - _MAX_RANGES
             lines.append(Text(f"Special tokens among these, which stay: {names}" + (f", {more:,} more" * (more > 0))))
-    most = ", ".join(f"{text!r} {count:,}" for text, count in document.most_common)
-    lines.append(dim(f"Most frequent: {most}"))
+    most_common = ", ".join(f"{text!r} {count:,}" for text, count in document.most_common)
+    lines.append(dim(f"Most frequent: {most_common}"))
     return Group(*lines)
 
 
@@ -56,11 +56,11 @@ def _format_unseen_ids(document: Vocabulary) -> str:
 
 
 def _render_coverage(document: Vocabulary) -> RenderableType:
-    made = make_table(">tokens kept", ">of the text", "|")
+    table = make_table(">tokens kept", ">of the text", "|")
     for point in document.curve:
         share = _format_share(point.coverage, point.tokens >= document.distinct)
-        made.add_row(f"{point.tokens:,}", share, draw_bar(point.coverage, _BAR_WIDTH))
-    return make_section("\nCoverage of the most frequent tokens", made, below=1)
+        table.add_row(f"{point.tokens:,}", share, draw_bar(point.coverage, _BAR_WIDTH))
+    return make_section("\nCoverage of the most frequent tokens", table, below=1)
 
 
 def _format_share(share: float, is_complete: bool) -> str:
@@ -80,30 +80,30 @@ def _render_caps(document: Vocabulary) -> RenderableType:
 
 def _render_savings(savings: CapSavings) -> RenderableType:
     memories = (savings.before, *savings.capped)
-    most = max(getattr(memory, name) or 0 for memory in memories for name in _FIELDS.values())
-    unit = choose_unit(most, smallest=KIB)
-    made = make_table(f"|{unit.name}", *(f">{memory.name}" for memory in memories))
-    made.add_row("vocabulary, tokens", *(f"{memory.vocab_size:,}" for memory in memories))
+    max_bytes = max(getattr(memory, name) or 0 for memory in memories for name in _SIZE_FIELDS.values())
+    unit = choose_unit(max_bytes, min_unit_bytes=KIB)
+    table = make_table(f"|{unit.name}", *(f">{memory.name}" for memory in memories))
+    table.add_row("vocabulary, tokens", *(f"{memory.vocab_size:,}" for memory in memories))
     if savings.before.num_parameters is not None:
-        made.add_row("parameters, numbers", *(f"{memory.num_parameters or 0:,}" for memory in memories))
-    for label, name in _FIELDS.items():
-        amounts = [getattr(memory, name) for memory in memories]
+        table.add_row("parameters, numbers", *(f"{memory.num_parameters or 0:,}" for memory in memories))
+    for label, name in _SIZE_FIELDS.items():
+        amounts = [getattr(m, name) for m in memories]
         if any(amount is not None for amount in amounts):
             label = "logits, one copy" if name == "logits_bytes" and savings.source != SIMULATED else label
-            made.add_row(label, *("-" if amount is None else unit.format(amount) for amount in amounts))
+            table.add_row(label, *("-" if amount is None else unit.format(amount) for amount in amounts))
     if savings.capped:
-        made.add_row("saved", "", *(format_bytes(sum_saved_bytes(savings.before, memory)) for memory in savings.capped))
+        table.add_row("saved", "", *(format_bytes(sum_saved_bytes(savings.before, m)) for m in savings.capped))
     if savings.before.fits is not None:
-        made.add_row("fits", *("yes" if memory.fits else "no" for memory in memories))
+        table.add_row("fits", *("yes" if memory.fits else "no" for memory in memories))
     title, legend = "by arithmetic alone, nothing was run", "saved: the sum of the rows above."
     if savings.source == SIMULATED:
         title, legend = f"simulated on a virtual {savings.gpu}", "saved: of what the GPU must have."
     notes = (dim(note) for note in (legend, *savings.assumptions))
-    return make_section(make_heading("What a cap saves", f": {title}"), Text(savings.what), made, *notes, below=1)
+    return make_section(make_heading("What a cap saves", f": {title}"), Text(savings.what), table, *notes, below=1)
 
 
 def sum_saved_bytes(before: VocabularyMemory, after: VocabularyMemory) -> int:
-    """Return the saved bytes of device memory; without simulated runs, the sum of savings of the known parts."""
+    """Return the device memory that `after` saves, in bytes; without simulated runs, the sum over known categories."""
     if before.required_bytes is not None and after.required_bytes is not None:
         return before.required_bytes - after.required_bytes
-    return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for name in _FIELDS.values())
+    return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for name in _SIZE_FIELDS.values())

@@ -25,7 +25,7 @@ def script(first: int = 600, second: int = 500) -> StreamScript:
 def context(made: StreamScript, usable_bytes: int | None = None) -> Context:
     gpu = None if usable_bytes is None else GpuMemory(usable_bytes, 0)
     ledger = build_ledger(made.trace, replay_on_gpu(made.trace, gpu))
-    return Context(ledger=ledger, usable_bytes=usable_bytes, streams=StreamMemory.of(ledger))
+    return Context(ledger=ledger, usable_bytes=usable_bytes, streams=StreamMemory.from_ledger(ledger))
 
 
 def test_what_several_streams_cost() -> None:
@@ -54,7 +54,7 @@ def test_nothing_of_a_run_on_one_stream() -> None:
     made = Script()
     made.free(made.new(600 * MIB))
     made.new(650 * MIB)
-    assert StreamMemory.of(build_ledger(made.trace)) is None
+    assert StreamMemory.from_ledger(build_ledger(made.trace)) is None
 
 
 def test_the_table_has_both_bounds() -> None:

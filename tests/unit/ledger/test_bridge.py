@@ -13,7 +13,7 @@ from memprof.allocator import GpuMemory, TraceReplay, parse_config, replay_in_ho
 from memprof.flows.account import analyze
 from memprof.ledger.bridge import NCCL_GROUP_BYTES, build_bridge
 from memprof.ledger.ledger import build_ledger
-from memprof.ledger.state import model_state
+from memprof.ledger.state import compute_model_state
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.cells import choose_unit
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
@@ -159,7 +159,7 @@ def test_samples_of_a_measured_run_have_libraries_and_others_in_one():
     bridge = bridge_of(trace)
     moment = bridge.peak_reserved
     assert moment.unattributed_bytes == (1900 - 240 - 426) * MIB and moment.libraries_bytes is None
-    assert moment.device_used_bytes == 1900 * MIB and not bridge.outside_is_unknown
+    assert moment.device_used_bytes == 1900 * MIB and not bridge.is_outside_unknown
     console = Console(width=100, file=io.StringIO())
     console.print(render_bridge(bridge, choose_unit(MIB)))
     assert "not told apart" in console.file.getvalue() and "not known" not in console.file.getvalue()
@@ -188,7 +188,7 @@ def test_model_state_is_of_roles_and_without_kernels_own():
     trace.owners = {index: Owner(role, "x") for index, role in roles.items()}
     script.free(gradient)
     trace.owners[script.new(800)] = Owner(Role.GRADIENT, "x")
-    state = model_state(trace)
+    state = compute_model_state(trace)
     assert (state.parameters_bytes, state.gradients_bytes, state.optimizer_state_bytes) == (1000, 900, 30)
     assert state.tensors_bytes == 1000 + 900 + 30
 

@@ -241,7 +241,7 @@ def test_peak_and_what_was_alive(build: TraceBuilder) -> None:
     assert sorted(i for tensor in ledger.live for i in tensor.storages) == sorted(alive)
     assert ledger.peak_bytes == (32 + 2 + 8 + 2 + 96) * KIB + 512
     assert ledger.peak_stage.name == "backward"
-    assert ledger.by_category() == {
+    assert ledger.sum_by_category() == {
         Category.LOGITS_AND_LOSS: 96 * KIB,
         Category.PARAMETERS: 32 * KIB,
         Category.ACTIVATIONS: 12 * KIB,
@@ -399,7 +399,7 @@ def test_unsplit_rests_are_a_line_of_their_own(build: TraceBuilder) -> None:
     build.alloc(45 * MIB + 7)  # a segment of 46 MiB, of which 1,048,064 bytes are too few to split off
     ledger = build_ledger(build.trace)
     assert ledger.peak_bytes == 46 * MIB == ledger.peak_reserved_bytes
-    assert ledger.by_category()[Category.FRAGMENTATION] == 1_048_064
+    assert ledger.sum_by_category()[Category.FRAGMENTATION] == 1_048_064
     assert ledger.stages[0].allocated_bytes == 46 * MIB and ledger.stages[0].requested_bytes == 45 * MIB + 7
 
 

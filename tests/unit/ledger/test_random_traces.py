@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
-from memprof.ledger.ledger import build_ledger, live_storages_at
-from memprof.ledger.stages import spans
+from memprof.ledger.ledger import build_ledger, find_live_storages
+from memprof.ledger.stages import list_spans
 from memprof.trace.events import (
     HOST,
     NONE,
@@ -110,13 +110,13 @@ def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
     assert list(ledger.allocated) == totals
     assert ledger.peak_bytes == max(totals) == totals[ledger.peak_event]
     assert sum(row.allocated_bytes for row in ledger.rows) == ledger.peak_bytes
-    rest = ledger.by_category().get(Category.FRAGMENTATION, 0)
+    rest = ledger.sum_by_category().get(Category.FRAGMENTATION, 0)
     assert sum(tensor.allocated_bytes for tensor in ledger.live) + rest == ledger.peak_bytes
-    assert sum(ledger.by_category().values()) == ledger.peak_bytes
+    assert sum(ledger.sum_by_category().values()) == ledger.peak_bytes
     assert max(stage.peak_reserved_bytes for stage in ledger.stages) == ledger.peak_reserved_bytes >= ledger.peak_bytes
     live = [index for tensor in ledger.live for index in tensor.storages]
     assert len(live) == len(set(live)) and set(live) == alive[ledger.peak_event] == set(
-        live_storages_at(trace, ledger.peak_event, ledger.run.refused)
+        find_live_storages(trace, ledger.peak_event, ledger.run.refused)
     )
     assert all(tensor.count == len(tensor.storages) for tensor in ledger.live)
     assert len(ledger.categories) == len(trace.storages)
@@ -126,7 +126,7 @@ def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
 @given(traces())
 def test_stages_cover_every_birth_and_death_once(trace: Trace) -> None:
     moves = [t for t, event in enumerate(trace.events) if event.kind in (EventKind.ALLOC, EventKind.FREE)]
-    found = spans(trace)
+    found = list_spans(trace)
     covered = [t for span in found for t in range(span.begin, span.end)]
     assert len(covered) == len(set(covered)) and covered == sorted(covered)
     assert set(moves) <= set(covered)

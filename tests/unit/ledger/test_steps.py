@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.ledger.steps import training_steps
+from memprof.ledger.steps import list_training_steps
 from memprof.trace.events import PhaseKind
 from tests.unit.traces import TraceBuilder
 
@@ -27,7 +27,7 @@ def run(*steps: int, keeps: int = 0) -> TraceBuilder:
 
 def steps_of(b: TraceBuilder) -> list[tuple[int, int, int, int]]:
     ledger = b.context().ledger
-    steps = training_steps(b.trace, ledger.allocated)
+    steps = list_training_steps(b.trace, ledger.allocated)
     return [(s.step, s.peak_bytes // BLOCK, s.end_bytes // BLOCK, s.growth_bytes // BLOCK) for s in steps]
 
 

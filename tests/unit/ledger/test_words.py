@@ -2,7 +2,7 @@
 
 import pytest
 
-from memprof.ledger.stages import vocabulary_size
+from memprof.ledger.stages import find_vocabulary_size
 from memprof.trace.events import ModuleRole
 from tests.unit.traces import TraceBuilder
 
@@ -16,7 +16,7 @@ def test_a_table_with_as_many_rows_as_the_model_is_wide_has_none(weights: int, w
         b.leave()
     for number in range(weights):
         b.parameter(f"blocks.{number}.weight", 2048, 512)
-    assert vocabulary_size(b.trace) == words
+    assert find_vocabulary_size(b.trace) == words
 
 
 @pytest.mark.parametrize(("weights", "words"), [(1, 256), (2, 10)])
@@ -27,4 +27,4 @@ def test_a_loss_over_as_many_as_the_model_is_wide_tells_none(weights: int, words
     b.inputs(1, 64)
     for classes in (10, 256):
         b.new(64, classes, op="aten._log_softmax")
-    assert vocabulary_size(b.trace) == words
+    assert find_vocabulary_size(b.trace) == words

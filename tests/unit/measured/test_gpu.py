@@ -12,7 +12,7 @@ from memprof.flows import profile as flow
 from memprof.flows.gpus import measured_device_facts
 from memprof.flows.local_gpu import make_gpu_options
 from memprof.ledger.categories import Category, categorize
-from memprof.ledger.stages import spans
+from memprof.ledger.stages import list_spans
 from memprof.measured import MeasuredDevice, cuda
 from memprof.measured.operators import sort_by_sequence
 from memprof.report.terminal.console import to_text
@@ -212,7 +212,7 @@ def test_data_beside_the_model_is_input_as_in_a_simulation(tmp_path):
     )
     trace, _ = capture_script(Program(str(script), ()), MeasuredDevice("cpu"), StopRule(2))
     (data,) = [index for index, storage in enumerate(trace.storages) if storage.shape == (5000,)]
-    assert categorize(trace, spans(trace))[data] is Category.INPUTS
+    assert categorize(trace, list_spans(trace))[data] is Category.INPUTS
 
 
 def test_a_script_that_starts_a_profiler_itself_is_told_so(tmp_path):

@@ -255,10 +255,10 @@ def test_peaks_of_different_moments_are_said():
     low, high = training(), training()
     run_a, run_b = run_of(low), run_of(high)
     assert not build_comparison(run_a, run_b, EXACT).has_different_peaks
-    run_b.side = replace(run_b.side, peak_at="optimizer step of step 1")
+    run_b.summary = replace(run_b.summary, peak_at="optimizer step of step 1")
     found = build_comparison(run_a, run_b, EXACT)
     assert found.has_different_peaks
-    assert f"A's is in {run_a.side.peak_at}, B's in optimizer step of step 1" in to_text(render(found))
+    assert f"A's is in {run_a.summary.peak_at}, B's in optimizer step of step 1" in to_text(render(found))
 
 
 def test_what_torch_chooses_is_compared_as_if_it_was_asked_for():

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 
 from memprof.findings import Evidence
-from memprof.ledger.ledger import build_ledger, live_storages_at
+from memprof.ledger.ledger import build_ledger, find_live_storages
 from memprof.report.page.moments import Moments, build_moments, find_kinds
 from memprof.trace.events import PhaseKind
 from tests.lanes import examples
@@ -32,14 +32,14 @@ def test_they_sum_to_the_ledger_at_its_peak_and_to_what_is_allocated_everywhere(
     ledger = build_ledger(trace)
     moments = build_moments(ledger)
     assert +categories_at(moments, ledger.peak_event) == +Counter(
-        {category.value: num_bytes for category, num_bytes in ledger.by_category().items()}
+        {category.value: num_bytes for category, num_bytes in ledger.sum_by_category().items()}
     )
     for event in range(0, len(trace.events), 5):
         assert categories_at(moments, event).total() == ledger.allocated[event]
         living = [kind for begin, end, kind in zip(moments.begin, moments.end, moments.kind, strict=True)
                   if begin <= event < end]  # fmt: skip
         assert len(living) == sum(
-            trace.storages[index].num_bytes > 0 for index in live_storages_at(trace, event, frozenset())
+            trace.storages[index].num_bytes > 0 for index in find_live_storages(trace, event, frozenset())
         )
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from memprof.device.catalog import find_gpu
 from memprof.flows.account import analyze
 from memprof.ledger.categories import categorize
-from memprof.ledger.stages import spans
+from memprof.ledger.stages import list_spans
 from memprof.trace.events import EventKind, Trace
 from memprof.virtual import VirtualGpu
 
@@ -193,7 +193,7 @@ def test_a_whole_models_forward_is_one_stage_that_has_its_logits(gpu: VirtualGpu
     names = [stage.name for stage in report.stages]
     assert "forward" in names and not {"embedding", "layer 0"} & set(names)
     logits = next(i for i, s in enumerate(gpu.trace.storages) if s.num_bytes == 4 * 1000 * 1000 and s.module != -1)
-    assert categorize(gpu.trace, spans(gpu.trace))[logits].value == "logits and loss"
+    assert categorize(gpu.trace, list_spans(gpu.trace))[logits].value == "logits and loss"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:barrier:UserWarning")
@@ -205,7 +205,9 @@ def test_a_head_that_is_cast_is_no_logits(gpu: VirtualGpu) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         compiled(ids).float().sum().backward()
     trace = gpu.trace
-    kept = [c for c, s in zip(categorize(trace, spans(trace)), trace.storages, strict=True) if s.shape == (WIDTH, 1000)]
+    kept = [
+        c for c, s in zip(categorize(trace, list_spans(trace)), trace.storages, strict=True) if s.shape == (WIDTH, 1000)
+    ]
     assert kept and "logits and loss" not in {category.value for category in kept}
 
 

@@ -249,11 +249,11 @@ def test_the_peak_has_bounds(gpu):
     allocated = [2 * data.nbytes + weight, 4 * data.nbytes + 2 * weight, 0]
     trace = gpu.trace
     (call,) = trace.workspaces
-    assert Workspaces.of(trace, [0] * (call.event - 1) + allocated, call.event) == Workspaces(
+    assert Workspaces.from_trace(trace, [0] * (call.event - 1) + allocated, call.event) == Workspaces(
         call.num_bytes, 2 * data.nbytes + weight, 2 * data.nbytes + weight + -(-call.most_bytes // 512) * 512
     )
     trace.workspaces.clear()
-    assert Workspaces.of(trace, [1], 0) is None
+    assert Workspaces.from_trace(trace, [1], 0) is None
 
 
 def test_another_gpu_has_its_own():
@@ -262,4 +262,4 @@ def test_another_gpu_has_its_own():
         layer(torch.randn(2, 8, 64, 64, device="cuda:1", dtype=HALF))
     (call,) = gpu.trace.workspaces
     assert call.device == gpu.trace.storages[gpu.trace.events[call.event].ref].device == "cuda:1"
-    assert Workspaces.of(gpu.trace, [0] * len(gpu.trace.events), 0) is None
+    assert Workspaces.from_trace(gpu.trace, [0] * len(gpu.trace.events), 0) is None
