@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memprof.stubs.apex.casts import cast_state, install_casts, suspend_casts
+from memprof.stubs.apex.casts import get_cast_state, install_casts, suspend_casts
 from memprof.stubs.apex.multi_tensor import multi_tensor_step
 from memprof.stubs.fused_optimizers import CHUNK_SIZE
 from memprof.stubs.registry import register_in
@@ -49,7 +49,7 @@ class _AmpState(NamedTuple):
     scalers: list[_Scaler]
 
 
-def _states() -> list[_AmpState]:
+def _get_states() -> list[_AmpState]:
     """Return a list with the state that the last call of `initialize` in this run set; empty before that call."""
     return keep_for_run("apex.amp", list)
 
@@ -66,7 +66,7 @@ def initialize(
 ):  # fmt: skip
     """Cast models, give optimizers float32 master weights, cast functions at O1, and allocate overflow flags."""
     if not enabled:
-        _states()[:] = [_AmpState(False, False, [])]
+        _get_states()[:] = [_AmpState(False, False, [])]
         return models if optimizers is None else (models, optimizers)
     check_on_gpu("apex.amp.initialize")
     if opt_level not in _LEVELS:
@@ -92,7 +92,7 @@ def initialize(
         call_at_end(install_casts().undo)
         for optimizer in _as_list(optimizers):
             optimizer.step = types.MethodType(suspend_casts(optimizer.step), optimizer)
-    _states()[:] = [_AmpState(True, bool(master_weights), scalers)]
+    _get_states()[:] = [_AmpState(True, bool(master_weights), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 
@@ -138,13 +138,13 @@ def _cast_nested(dtype: torch.dtype, value):
     if hasattr(value, "to"):
         return value.to(dtype)
     if isinstance(value, Mapping):
-        return {_cast_nested(dtype, name): _cast_nested(dtype, one) for name, one in value.items()}
+        return {_cast_nested(dtype, name): _cast_nested(dtype, item) for name, item in value.items()}
     if isinstance(value, Iterable):
-        return type(value)(_cast_nested(dtype, one) for one in value)  # type: ignore[call-arg]
+        return type(value)(_cast_nested(dtype, item) for item in value)  # type: ignore[call-arg]
     return value
 
 
-class _Stash:
+class _OptimizerStash:
     """The parameters of an optimizer: those in half precision with their master copies, and the others."""
 
     def __init__(self, has_master_weights: bool) -> None:
@@ -162,13 +162,13 @@ class _Stash:
             return
         self.is_ready = True
         for group in optimizer.param_groups:
-            for number, parameter in enumerate(group["params"]):
+            for i, parameter in enumerate(group["params"]):
                 if not self.has_master_weights or parameter.dtype != torch.float16:
                     self.other_parameters.append(parameter)
                 elif parameter.requires_grad:
                     master = parameter.detach().clone().float()
                     master.requires_grad = True
-                    group["params"][number] = master
+                    group["params"][i] = master
                     self.half_parameters.append(parameter)
                     self.master_parameters.append(master)
                     if parameter in optimizer.state:
@@ -206,7 +206,7 @@ class _Stash:
 def _add_master_weights(optimizer, has_master_weights: bool) -> None:
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
-    stash = optimizer._amp_stash = _Stash(has_master_weights)
+    stash = optimizer._amp_stash = _OptimizerStash(has_master_weights)
     if not has_master_weights:
         return
     step = optimizer.step
@@ -238,9 +238,9 @@ def _add_master_weights(optimizer, has_master_weights: bool) -> None:
 @contextlib.contextmanager
 def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False):
     """Context manager: yield the loss in float32, scaled; unscale its gradients afterwards."""
-    if not _states():
+    if not _get_states():
         raise RuntimeError("Invoked 'with amp.scale_loss`, but amp.initialize has not been called.")
-    state = _states()[0]
+    state = _get_states()[0]
     if not state.is_enabled:
         yield loss
         return
@@ -257,7 +257,7 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
         for optimizer in _as_list(optimizers):
             optimizer._amp_stash.unscale_gradients(scaler)
         scaler.num_steps += 1
-    cast_state().half_by_parameter.clear()
+    get_cast_state().half_by_parameter.clear()
 
 
 @_register("_amp_state")
@@ -271,22 +271,22 @@ def master_params(optimizer):
 @contextlib.contextmanager
 def disable_casts():
     """Context manager: disable the casts of O1."""
-    cast_state().is_active = False
+    get_cast_state().is_active = False
     yield
-    cast_state().is_active = True
+    get_cast_state().is_active = True
 
 
 @_register("frontend")
 def state_dict(destination=None):
     """Return the scales of the losses; nothing is allocated."""
-    made = OrderedDict() if destination is None else destination
-    for number, scaler in enumerate(_states()[0].scalers if _states() else ()):
-        made[f"loss_scaler{number}"] = {"loss_scale": scaler.scale, "unskipped": scaler.num_steps}
-    return made
+    result = OrderedDict() if destination is None else destination
+    for i, scaler in enumerate(_get_states()[0].scalers if _get_states() else ()):
+        result[f"loss_scaler{i}"] = {"loss_scale": scaler.scale, "unskipped": scaler.num_steps}
+    return result
 
 
 @_register("frontend")
 def load_state_dict(state_dict):
     """Load the scales of the losses from a checkpoint; nothing is allocated."""
-    for scaler, state in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):
+    for scaler, state in zip(_get_states()[0].scalers if _get_states() else (), state_dict.values(), strict=False):
         scaler.scale, scaler.num_steps = state["loss_scale"], state["unskipped"]

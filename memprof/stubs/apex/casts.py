@@ -21,19 +21,19 @@ from memprof.stubs.tools import keep_for_run
 from memprof.torch_private import kernels
 
 
-def _split(names: str) -> list[str]:
+def _split_names(names: str) -> list[str]:
     return names.split()
 
 
-_CONVOLUTIONS = _split("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc")
-_HALF_FUNCTIONS = [*_CONVOLUTIONS, *_split("prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm")]
-_FLOAT_FUNCTIONS = _split(
+_CONVOLUTIONS = _split_names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc")
+_HALF_FUNCTIONS = [*_CONVOLUTIONS, *_split_names("prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm")]
+_FLOAT_FUNCTIONS = _split_names(
     "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std "
     "sum var renorm"
 )
-_PROMOTED_FUNCTIONS = _split("addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne")
+_PROMOTED_FUNCTIONS = _split_names("addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne")
 _SEQUENCE_FUNCTIONS = ["cat", "stack"]
-_FLOAT_NN_FUNCTIONS = _split(
+_FLOAT_NN_FUNCTIONS = _split_names(
     "interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm "
     "normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div "
     "l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss "
@@ -47,7 +47,7 @@ _BINARY_CROSS_ENTROPY_ERROR = (
     "amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` It requires that the output "
     "of the previous function be already a FloatTensor."
 )
-_LAYERS = ("rnn_relu", "rnn_tanh", "gru", "lstm")
+_RNN_LAYERS = ("rnn_relu", "rnn_tanh", "gru", "lstm")
 _Decorator = Callable[[Any], Any]
 
 
@@ -62,7 +62,7 @@ class CastState:
         self.registered_functions: list[tuple[Any, str, _Decorator]] = []
 
 
-def cast_state() -> CastState:
+def get_cast_state() -> CastState:
     """Return the state of this run's casts."""
     return keep_for_run("apex.amp.casts", CastState)
 
@@ -76,8 +76,8 @@ def _iter_floats(value) -> Iterator[torch.Tensor]:
 
 def _iter_leaves(value) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _iter_leaves(each)
+        for item in value:
+            yield from _iter_leaves(item)
     else:
         yield value
 
@@ -87,7 +87,7 @@ def _cast(dtype: torch.dtype, value):
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.is_cuda else value
     if isinstance(value, (tuple, list)) and any(True for _ in _iter_floats(value)):
-        return type(value)([_cast(dtype, each) for each in value])
+        return type(value)([_cast(dtype, item) for item in value])
     return value
 
 
@@ -95,11 +95,11 @@ def _cast_parameter(value):
     """Return the cached float16 cast of a float32 parameter; the cast and the parameter agree in requires_grad."""
     if not isinstance(value, torch.nn.Parameter) or value.dtype != torch.float32 or not value.is_cuda:
         return value
-    cache = cast_state().half_by_parameter
-    found = cache.get(value)
-    if found is None or (torch.is_grad_enabled() and value.requires_grad != found.requires_grad):
-        found = cache[value] = value.half()
-    return found
+    cache = get_cast_state().half_by_parameter
+    half = cache.get(value)
+    if half is None or (torch.is_grad_enabled() and value.requires_grad != half.requires_grad):
+        half = cache[value] = value.half()
+    return half
 
 
 def _is_called_by_memprof() -> bool:
@@ -112,7 +112,7 @@ def _wrap(function, convert: Callable[[tuple[Any, ...], dict[str, Any]], Any], *
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if (is_always_on or cast_state().is_active) and not _is_called_by_memprof():
+        if (is_always_on or get_cast_state().is_active) and not _is_called_by_memprof():
             args, kwargs = convert(args, kwargs)
         return function(*args, **kwargs)
 
@@ -131,12 +131,12 @@ def _wrap_with_cast(fn: Callable[[Any], Any], function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if not cast_state().is_active or _is_called_by_memprof():
+        if not get_cast_state().is_active or _is_called_by_memprof():
             return function(*args, **kwargs)
         if fn is _to_half:
             args, kwargs = _map_args(_cast_parameter, args, kwargs)
-        cast, named = _map_args(fn, args, kwargs)
-        return function(*cast, **named)
+        cast_args, cast_kwargs = _map_args(fn, args, kwargs)
+        return function(*cast_args, **cast_kwargs)
 
     return call
 
@@ -147,11 +147,11 @@ _cast_to_float = functools.partial(_wrap_with_cast, _to_float)
 
 def _cast_to_widest(function):
     def convert(args, kwargs):
-        found = {tensor.dtype for value in (*args, *kwargs.values()) for tensor in _iter_floats(value)}
-        if len(found) <= 1:
+        dtypes = {tensor.dtype for value in (*args, *kwargs.values()) for tensor in _iter_floats(value)}
+        if len(dtypes) <= 1:
             return args, kwargs
-        if found != {torch.float16, torch.float32}:
-            raise NotImplementedError(f"Do not know how to handle these types to promote: {found}")
+        if dtypes != {torch.float16, torch.float32}:
+            raise NotImplementedError(f"Do not know how to handle these types to promote: {dtypes}")
         return _map_args(_to_float, args, kwargs)
 
     return _wrap(function, convert)
@@ -159,10 +159,10 @@ def _cast_to_widest(function):
 
 def _cast_sequence_to_widest(function):
     def convert(args, kwargs):
-        seq, *others = args
+        seq, *rest = args
         if {x.dtype for x in seq} == {torch.float16, torch.float32}:
             seq = [_to_float(x) for x in seq]
-        return (seq, *others), kwargs
+        return (seq, *rest), kwargs
 
     return _wrap(function, convert)
 
@@ -170,8 +170,8 @@ def _cast_sequence_to_widest(function):
 def _cast_like_first(function):
     def convert(args, kwargs):
         fn = {torch.float16: _to_half, torch.float32: _to_float}.get(args[0].dtype)
-        others, kwargs = _map_args(fn, args[1:], kwargs) if fn is not None else (args[1:], kwargs)
-        return (args[0], *others), kwargs
+        rest, kwargs = _map_args(fn, args[1:], kwargs) if fn is not None else (args[1:], kwargs)
+        return (args[0], *rest), kwargs
 
     return _wrap(function, convert)
 
@@ -180,11 +180,11 @@ def _refuse_half(function, message: str, *, is_method: bool):
     """Return `function` with an error for float16; in a method, only `self` is checked, and the others are cast."""
 
     def convert(args, kwargs):
-        checked = args[:1] if is_method else (*args, *kwargs.values())
-        if any(x.is_cuda and x.dtype == torch.float16 for value in checked for x in _iter_floats(value)):
+        checked_args = args[:1] if is_method else (*args, *kwargs.values())
+        if any(x.is_cuda and x.dtype == torch.float16 for value in checked_args for x in _iter_floats(value)):
             raise NotImplementedError(message)
-        others, named = _map_args(_to_float, args[1:], kwargs) if is_method else (args[1:], kwargs)
-        return (*args[:1], *others), named
+        rest, cast_kwargs = _map_args(_to_float, args[1:], kwargs) if is_method else (args[1:], kwargs)
+        return (*args[:1], *rest), cast_kwargs
 
     return _wrap(function, convert, is_always_on=True)
 
@@ -194,7 +194,7 @@ class _RecurrentFunctions:
 
     def __init__(self, original) -> None:
         self._original = original
-        for name in _LAYERS:
+        for name in _RNN_LAYERS:
             setattr(self, f"{name}_cell", _cast_to_half(getattr(original, f"{name}_cell")))
             setattr(self, name, _cast_recurrent_layer(getattr(original, name)))
 
@@ -207,17 +207,17 @@ def _cast_recurrent_layer(function):
 
     @functools.wraps(function)
     def call(*args):
-        if not cast_state().is_active:
+        if not get_cast_state().is_active:
             return function(*args)
         position = 2 if isinstance(args[6], bool) else 3  # the other signature has a packed sequence
         weights, offset = args[position], 0
-        flat = args[0].new_empty((sum(weight.numel() for weight in weights),), dtype=torch.half)
+        buffer = args[0].new_empty((sum(weight.numel() for weight in weights),), dtype=torch.half)
         copies = []
         for weight in weights:
-            copy = weight.new_empty(0, dtype=torch.half).set_(flat.untyped_storage(), offset, weight.shape)
+            copy = weight.new_empty(0, dtype=torch.half).set_(buffer.untyped_storage(), offset, weight.shape)
             copies.append(copy.copy_(weight))
             offset += weight.numel()
-        return function(*(copies if at == position else _to_half(arg) for at, arg in enumerate(args)))
+        return function(*(copies if i == position else _to_half(arg) for i, arg in enumerate(args)))
 
     return call
 
@@ -231,9 +231,9 @@ def install_casts() -> PatchSet:
             if hasattr(owner, name):
                 patches.set(owner, name, wrap(getattr(owner, name)))
 
-    for module, name, wrap in cast_state().registered_functions:
+    for module, name, wrap in get_cast_state().registered_functions:
         wrap_each(module, [name], wrap)
-    cast_state().registered_functions.clear()
+    get_cast_state().registered_functions.clear()
     wrap_each(functional, [*_CONVOLUTIONS, "linear"], _cast_to_half)
     wrap_each(functional, _FLOAT_NN_FUNCTIONS, _cast_to_float)
     wrap_each(torch, _HALF_FUNCTIONS, _cast_to_half)
@@ -255,8 +255,8 @@ def install_casts() -> PatchSet:
     patches.set(*kernels.rnn_impls.patch(layers))
     refuse = functools.partial(_refuse_half, message=_BINARY_CROSS_ENTROPY_ERROR, is_method=False)
     wrap_each(functional, ["binary_cross_entropy"], refuse)
-    cast_state().is_active = True
-    cast_state().overflow_flag = torch.tensor([0], dtype=torch.int, device="cuda")
+    get_cast_state().is_active = True
+    get_cast_state().overflow_flag = torch.tensor([0], dtype=torch.int, device="cuda")
     return patches
 
 
@@ -264,15 +264,15 @@ def suspend_casts(step):
     """Return an optimizer's step in which nothing is cast."""
 
     def call(self, *args, **kwargs):
-        cast_state().is_active = False
+        get_cast_state().is_active = False
         result = step(*args, **kwargs)
-        cast_state().is_active = True
+        get_cast_state().is_active = True
         return result
 
     return call
 
 
-_public = register_in("apex.amp.amp", "apex.amp", source="NVIDIA/apex@25.05:apex/amp/amp.py")
+_register = register_in("apex.amp.amp", "apex.amp", source="NVIDIA/apex@25.05:apex/amp/amp.py")
 
 
 def _register_decorators(name: str, wrap: _Decorator, description: str) -> None:
@@ -284,12 +284,12 @@ def _register_decorators(name: str, wrap: _Decorator, description: str) -> None:
     def register(module, name):
         if not hasattr(module, name):
             raise ValueError(f"No function named {name} in module {module}.")
-        cast_state().registered_functions.append((module, name, wrap))
+        get_cast_state().registered_functions.append((module, name, wrap))
 
     decorate.__name__, register.__name__ = f"{name}_function", f"register_{name}_function"
     decorate.__doc__ = f"Return a function whose arguments are cast to {description}."
     register.__doc__ = f"Register `module.name` as {name}_function does, once amp is initialized at O1."
-    _public(decorate), _public(register)
+    _register(decorate), _register(register)
 
 
 _register_decorators("half", _cast_to_half, "float16, parameters once")

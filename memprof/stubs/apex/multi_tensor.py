@@ -17,7 +17,7 @@ from memprof.stubs import fused_optimizers
 from memprof.stubs.registry import stub
 from memprof.stubs.tools import check_on_gpu, mark_written
 
-_ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
+_ADAM_OPTIONS = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"
 _NUM_PARTIAL_SUMS = 320  # partial sums of thread blocks, in float32 (multi_tensor_l2norm_cuda)
 
 
@@ -32,7 +32,7 @@ def _register_kernel(name: str, file: str, options: str) -> Callable[[Any], Any]
             return kernel(*args)
 
         positional = inspect.Parameter.POSITIONAL_ONLY
-        call.__signature__ = inspect.Signature([inspect.Parameter(each, positional) for each in names])  # type: ignore[attr-defined]
+        call.__signature__ = inspect.Signature([inspect.Parameter(arg, positional) for arg in names])  # type: ignore[attr-defined]
         call.__doc__, call.__name__ = kernel.__doc__, name
         stub(f"amp_C.{name}", source=f"NVIDIA/apex@25.05:csrc/{file}")(call)
         return kernel
@@ -96,9 +96,9 @@ def multi_tensor_axpby(chunk_size, noop_flag, tensor_lists, *options) -> None:
     mark_written(*tensor_lists[2])
 
 
-@_register_kernel("multi_tensor_adam", "multi_tensor_adam.cu", _ADAM)
-@_register_kernel("multi_tensor_adam_capturable", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
-@_register_kernel("multi_tensor_adam_capturable_master", "multi_tensor_adam.cu", f"{_ADAM} inv_scale")
+@_register_kernel("multi_tensor_adam", "multi_tensor_adam.cu", _ADAM_OPTIONS)
+@_register_kernel("multi_tensor_adam_capturable", "multi_tensor_adam.cu", f"{_ADAM_OPTIONS} inv_scale")
+@_register_kernel("multi_tensor_adam_capturable_master", "multi_tensor_adam.cu", f"{_ADAM_OPTIONS} inv_scale")
 @_register_kernel(
     "multi_tensor_sgd", "multi_tensor_sgd_kernel.cu",
     "wd momentum dampening lr nesterov first_run wd_after_momentum scale",

@@ -24,7 +24,7 @@ _register_public = register_in(_MODULE, "apex.normalization", source=_SOURCE)
 
 
 def _norm(
-    input: torch.Tensor, shape, weight, bias, *, is_rms: bool, memory_efficient: bool, mixed: bool = False
+    input: torch.Tensor, shape, weight, bias, *, is_rms: bool, memory_efficient: bool, is_mixed: bool = False
 ) -> torch.Tensor:
     """Run one of the eight norms: with or without a weight, layer norm or RMS norm.
 
@@ -39,29 +39,29 @@ def _norm(
 
     def forward(x: torch.Tensor, weight, bias):
         x = x.contiguous()
-        weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
+        weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
         rows = x.shape[: x.dim() - len(shape)].numel()
-        output = torch.empty_like(x, dtype=weight.dtype if mixed else None)
+        output = torch.empty_like(x, dtype=weight.dtype if is_mixed else None)
         dtype = torch.float32 if x.dtype in HALF else x.dtype
         statistics = [x.new_empty(rows, dtype=dtype) for _ in range(1 if is_rms else 2)]
         saved_rows = output if memory_efficient else x
         saved = (saved_rows, weight, bias, *([statistics[-1]] if memory_efficient else statistics))
-        return (output if mixed else (output, *statistics)), saved
+        return (output if is_mixed else (output, *statistics)), saved
 
     def backward(saved, gradient: torch.Tensor, *statistics_gradients):
         rows, weight, bias = saved[:3]
         gradient = gradient.contiguous()
-        gradients = [None if one is None else torch.empty_like(one) for one in (rows, weight, bias)]
+        gradients = [None if t is None else torch.empty_like(t) for t in (rows, weight, bias)]
         sums, dtype = (_NUM_PARTS, torch.Size(shape).numel()), torch.float32 if rows.dtype in HALF else rows.dtype
-        parts = [None if one is None else rows.new_empty(sums, dtype=dtype) for one in gradients[1:]]
+        parts = [None if t is None else rows.new_empty(sums, dtype=dtype) for t in gradients[1:]]
         del parts
         return tuple(gradients)
 
     # To autocast's dtype, where it is on (apex/_autocast_utils.py).
-    given = [None if one is None else one.to(autocast_dtype(one.dtype)) for one in (input, weight, bias)]
+    inputs = [None if t is None else t.to(autocast_dtype(t.dtype)) for t in (input, weight, bias)]
     with torch.amp.autocast("cuda", enabled=False):
-        output = kernel(forward, backward, *given)
-    return output if mixed else output[0]
+        output = kernel(forward, backward, *inputs)
+    return output if is_mixed else output[0]
 
 
 @_register
@@ -79,7 +79,7 @@ def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
 @_register
 def mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
     """Normalize as fused_layer_norm_affine, with an output in the dtype of the weight."""
-    return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient, mixed=True)
+    return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient, is_mixed=True)
 
 
 @_register
@@ -97,7 +97,7 @@ def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
 @_register
 def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
     """Normalize as fused_rms_norm_affine, with an output in the dtype of the weight."""
-    return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient, mixed=True)
+    return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient, is_mixed=True)
 
 
 @_register
@@ -144,14 +144,14 @@ class _ApexNorm(nn.Module):
 
     def forward(self, input):
         """Run the kernel on a GPU, unless the code is compiled."""
-        traced = torch.jit.is_tracing() or torch.jit.is_scripting()  # type: ignore[attr-defined]
-        if traced or not input.is_cuda or (torch.compiler.is_compiling() and not self.mixed):
+        is_traced = torch.jit.is_tracing() or torch.jit.is_scripting()  # type: ignore[attr-defined]
+        if is_traced or not input.is_cuda or (torch.compiler.is_compiling() and not self.mixed):
             if self.is_rms:
                 return manual_rms_norm(input, self.normalized_shape, self.weight, self.eps)
             return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return _norm(
             input, self.normalized_shape, self.weight, None if self.is_rms else self.bias, is_rms=self.is_rms,
-            memory_efficient=self.memory_efficient, mixed=self.mixed,
+            memory_efficient=self.memory_efficient, is_mixed=self.mixed,
         )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ class FusedRMSNorm(_ApexNorm):
     is_rms = True
 
 
-class _Mixed(_ApexNorm):
+class _MixedNorm(_ApexNorm):
     mixed = True
 
     def __init__(self, normalized_shape, eps=1e-5, *, memory_efficient=False, **kwargs) -> None:
@@ -177,10 +177,10 @@ class _Mixed(_ApexNorm):
 
 
 @_register_public
-class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """A FusedLayerNorm with an output in the dtype of its weight."""
 
 
 @_register_public
-class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """A FusedRMSNorm with an output in the dtype of its weight."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from memprof.stubs.flashinfer.layers import public
+from memprof.stubs.flashinfer.layers import register
 from memprof.stubs.tools import check_on_gpu, mark_written
 
 LAYOUTS = ("NHD", "HND")
@@ -34,13 +34,13 @@ def unpack_cache(cache, kv_layout: str) -> tuple[torch.Tensor, ...]:
     return (cache.unsqueeze(dim) if cache.ndim == 4 else cache).unbind(dim=1)
 
 
-@public("page", "get_seq_lens")
+@register("page", "get_seq_lens")
 def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
     """Return the number of tokens of each sequence, by torch's functions."""
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
 
 
-@public("page", "get_batch_indices_positions")
+@register("page", "get_batch_indices_positions")
 def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
     """Return two integers for each new token: its sequence, and its position in the sequence."""
     check_on_gpu("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
@@ -54,7 +54,7 @@ def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None
     return tuple(outputs)
 
 
-@public("page", "append_paged_kv_cache")
+@register("page", "append_paged_kv_cache")
 def append_paged_kv_cache(
     append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
     kv_layout="NHD",
@@ -66,7 +66,7 @@ def append_paged_kv_cache(
               kv_indptr, kv_last_page_len)  # fmt: skip
 
 
-@public("page", "append_paged_mla_kv_cache")
+@register("page", "append_paged_mla_kv_cache")
 def append_paged_mla_kv_cache(
     append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
 ):
@@ -85,7 +85,7 @@ def _append(name: str, caches, new_tokens: tuple[torch.Tensor, ...], *indices: t
     del copies
 
 
-@public("cascade", "merge_state")
+@register("cascade", "merge_state")
 def merge_state(v_a, s_a, v_b, s_b):
     """Return two partial results merged, and the logarithms of their sums in float32."""
     check_on_gpu("flashinfer.merge_state", v_a, s_a, v_b, s_b)
@@ -93,7 +93,7 @@ def merge_state(v_a, s_a, v_b, s_b):
     return torch.empty_like(v_a), torch.empty_like(s_a)
 
 
-@public("cascade", "merge_state_in_place")
+@register("cascade", "merge_state_in_place")
 def merge_state_in_place(v, s, v_other, s_other, mask=None):
     """Merge two partial results into the first; logarithms of sums are copied where they are not float32."""
     check_on_gpu("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
@@ -101,7 +101,7 @@ def merge_state_in_place(v, s, v_other, s_other, mask=None):
     mark_written(v, s)
 
 
-@public("cascade", "merge_states")
+@register("cascade", "merge_states")
 def merge_states(v, s):
     """Return any number of partial results merged, and the logarithms of their sums in float32."""
     check_on_gpu("flashinfer.merge_states", v, s)

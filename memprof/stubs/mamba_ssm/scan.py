@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from memprof.stubs import causal_conv1d
 from memprof.stubs.registry import stub
-from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, last_contiguous, refuse, refuse_given, require
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, maybe_contiguous, refuse_any, refuse_if, require
 
 _SOURCE = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
 _SCAN = "mamba_ssm.ops.selective_scan_interface"
@@ -37,9 +37,9 @@ def _scan_backward(u, delta, a, b, c, d, z, bias, d_z, recomputes_gated: bool, o
         d_z = torch.empty_like(z)
     gated = torch.empty_like(out) if recomputes_gated else None
     d_u, d_delta, d_a = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(a)
-    sums = [torch.zeros_like(one, dtype=torch.float32 if one.dim() > 2 else None) for one in (b, c)]
-    d_d, d_bias = (None if one is None else torch.zeros_like(one) for one in (d, bias))
-    d_b, d_c = (total.to(one.dtype) for total, one in zip(sums, (b, c), strict=True))
+    sums = [torch.zeros_like(t, dtype=torch.float32 if t.dim() > 2 else None) for t in (b, c)]
+    d_d, d_bias = (None if t is None else torch.zeros_like(t) for t in (d, bias))
+    d_b, d_c = (total.to(t.dtype) for total, t in zip(sums, (b, c), strict=True))
     return d_u, d_delta, d_a, d_b, d_c, d_d, d_bias, d_z, gated
 
 
@@ -50,26 +50,26 @@ def selective_scan_fn(
     """Scan [batch, channels, time]; saves the inputs, a state per chunk of time, and with a gate the output."""
     name = "mamba_ssm.selective_scan_fn"
     check_on_gpu(name, u, delta, A)
-    refuse(name, {"complex numbers": A.is_complex()})
+    refuse_if(name, {"complex numbers": A.is_complex()})
     require(u.dim() == 3 and delta.shape == u.shape, name, "u and delta of [batch, channels, time]")
     require(A.dim() == 2 and A.shape[0] == u.shape[1], name, "A of [channels, states]")
     require(z is None or z.shape == u.shape, name, "z as u is")
-    flat = B.dim() == 3, C.dim() == 3
+    are_3d = B.dim() == 3, C.dim() == 3
 
     def forward(x, steps, a, b, c, d, gate, bias):
-        x, steps, b, c, gate = map(last_contiguous, (x, steps, b, c, gate))
+        x, steps, b, c, gate = map(maybe_contiguous, (x, steps, b, c, gate))
         d = None if d is None else d.contiguous()
-        b, c = (one.unsqueeze(1) if is_flat else one for one, is_flat in zip((b, c), flat, strict=True))
+        b, c = (t.unsqueeze(1) if is_flat else t for t, is_flat in zip((b, c), are_3d, strict=True))
         out, states, *gated = _scan(x, steps, a, gate)
         result = gated[0] if gated else out
         saved = (x, steps, a, b, c, d, gate, bias, states, out if gated else None)
         return ((result, states[:, :, -1, 1::2]) if return_last_state else result), saved
 
     def backward(saved, gradient, *state_gradient):
-        gradient = last_contiguous(gradient)
+        gradient = maybe_contiguous(gradient)
         x, steps, a, b, c, d, gate, bias, _, out = saved
         gradients = _scan_backward(x, steps, a, b, c, d, gate, bias, None, False, out)
-        d_b, d_c = (one.squeeze(1) if is_flat else one for one, is_flat in zip(gradients[3:5], flat, strict=True))
+        d_b, d_c = (t.squeeze(1) if is_flat else t for t, is_flat in zip(gradients[3:5], are_3d, strict=True))
         return *gradients[:3], d_b, d_c, gradients[5], gradients[7], gradients[6]
 
     return kernel(forward, backward, u, delta, A, B, C, D, z, delta_bias)
@@ -90,32 +90,32 @@ def mamba_inner_fn(
     sizes again (checkpoint_lvl=1)."""
     name = "mamba_ssm.mamba_inner_fn"
     check_on_gpu(name, xz, A)
-    refuse_given(
+    refuse_any(
         name, B=B, C=C, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias, b_rms_weight=b_rms_weight,
         c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight,
     )  # fmt: skip
-    refuse(name, {"complex numbers": A.is_complex(), f"checkpoint_lvl={checkpoint_lvl}": checkpoint_lvl != 1})
+    refuse_if(name, {"complex numbers": A.is_complex(), f"checkpoint_lvl={checkpoint_lvl}": checkpoint_lvl != 1})
     rank, states, time = delta_proj_weight.shape[1], A.shape[-1], xz.shape[-1]
 
     def forward(packed, kernel_weight, kernel_bias, x_weight, step_weight, out_weight, out_bias, a, d, bias):
         weights = (x_weight, step_weight, out_weight)
-        x_weight, step_weight, out_weight = (one.to(autocast_dtype(one.dtype)) for one in weights)
+        x_weight, step_weight, out_weight = (t.to(autocast_dtype(t.dtype)) for t in weights)
         out_bias = None if out_bias is None else out_bias.to(autocast_dtype(out_bias.dtype))
-        packed = last_contiguous(packed)
+        packed = maybe_contiguous(packed)
         x, gate = packed.chunk(2, dim=1)
         kernel_weight = kernel_weight.squeeze(1)
-        mixed = torch.empty_like(x)
-        projected = functional.linear(mixed.transpose(1, 2).reshape(-1, mixed.shape[1]), x_weight)
+        conv_out = torch.empty_like(x)
+        projected = functional.linear(conv_out.transpose(1, 2).reshape(-1, conv_out.shape[1]), x_weight)
         steps = _rearrange_by_channel(step_weight @ projected[:, :rank].t(), time)
         b, c = (
             part.unflatten(0, (-1, time)).transpose(1, 2).unsqueeze(1).contiguous()
             for part in (projected[:, rank : rank + states], projected[:, -states:])
         )
         d = None if d is None else d.contiguous()
-        out, kept, gated = _scan(mixed, steps, a, gate)
+        out, scan_states, gated = _scan(conv_out, steps, a, gate)
         saved = (
-            packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias, kept,
-            out,
+            packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias,
+            scan_states, out,
         )  # fmt: skip
         return functional.linear(gated.transpose(1, 2), out_weight, out_bias), saved
 
@@ -124,16 +124,16 @@ def mamba_inner_fn(
             saved
         )
         x, gate = packed.chunk(2, dim=1)
-        gradient = last_contiguous(gradient)
-        mixed = torch.empty_like(x)
+        gradient = maybe_contiguous(gradient)
+        conv_out = torch.empty_like(x)
         steps = _rearrange_by_channel(step_weight @ projected[:, :rank].t(), time)
         d_packed = torch.empty_like(packed)
         d_x, d_gate = d_packed.chunk(2, dim=1)
         rows = gradient.flatten(0, 1).t()
         d_out = _rearrange_by_channel(out_weight.t() @ rows, time)
-        found = _scan_backward(mixed, steps, a, b, c, d, gate, bias, d_gate, True, out)
-        d_mixed, d_steps, d_a, d_b, d_c, d_d, d_bias, _, gated = found
-        del found
+        gradients = _scan_backward(conv_out, steps, a, b, c, d, gate, bias, d_gate, True, out)
+        d_mixed, d_steps, d_a, d_b, d_c, d_d, d_bias, _, gated = gradients
+        del gradients
         d_out_weight = torch.einsum("eB,dB->ed", rows, gated.transpose(0, 1).reshape(gated.shape[1], -1))
         d_out_bias = None if out_proj_bias is None else gradient.flatten(0, 1).sum(0)
         d_projected = torch.empty_like(projected)
@@ -147,7 +147,7 @@ def mamba_inner_fn(
         d_step_weight = torch.einsum("dB,Br->dr", d_steps, projected[:, :rank])
         d_projected[:, :rank] = torch.einsum("dB,dr->Br", d_steps, step_weight)
         d_mixed = d_mixed.transpose(0, 1).reshape(d_mixed.shape[1], -1)
-        d_x_weight = torch.einsum("Br,Bd->rd", d_projected, mixed.transpose(1, 2).reshape(-1, mixed.shape[1]))
+        d_x_weight = torch.einsum("Br,Bd->rd", d_projected, conv_out.transpose(1, 2).reshape(-1, conv_out.shape[1]))
         torch.addmm(d_mixed, x_weight.t(), d_projected.t(), out=d_mixed)
         _, d_kernel, d_kernel_bias = causal_conv1d.run_backward(x, kernel_weight, kernel_bias, d_x)
         del d_out
@@ -194,8 +194,8 @@ class Mamba(nn.Module):
 
     def forward(self, hidden_states, inference_params=None):
         """Run the layer on [batch, time, channels]."""
-        others = {"use_fast_path=False": not self.use_fast_path, "inference_params": inference_params is not None}
-        refuse("mamba_ssm.Mamba", others)
+        conditions = {"use_fast_path=False": not self.use_fast_path, "inference_params": inference_params is not None}
+        refuse_if("mamba_ssm.Mamba", conditions)
         time = hidden_states.shape[1]
         xz = _rearrange_by_channel(self.in_proj.weight @ hidden_states.flatten(0, 1).t(), time)
         if self.in_proj.bias is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import HALF, check_on_gpu, keep_for_run, kernel, refuse
+from memprof.stubs.tools import HALF, check_on_gpu, keep_for_run, kernel, refuse_if
 from memprof.stubs.transformer_engine.linear import LayerNormLinear, Linear
 from memprof.stubs.transformer_engine.precision import register
 
@@ -78,7 +78,7 @@ class DotProductAttention(nn.Module):
         return_max_logit=False, name=None,
     ):  # fmt: skip
         super().__init__()
-        refuse(_NAME, {
+        refuse_if(_NAME, {
             f"tp_size={tp_size}": tp_size != 1, "cp_group": cp_group is not None,
             f"softmax_type={softmax_type!r}": softmax_type != "vanilla", "return_max_logit": return_max_logit,
         })  # fmt: skip
@@ -100,7 +100,7 @@ class DotProductAttention(nn.Module):
         uses_flash = "flash_attn" in sys.modules and os.environ.get("NVTE_FLASH_ATTN", "1") != "0"
         capability = torch.cuda.get_device_capability()
         dtype, head = query_layer.dtype, query_layer.shape[-1]
-        refuse(_NAME, {
+        refuse_if(_NAME, {
             f"qkv_format={layout!r}": layout not in ("sbhd", "bshd"), f"attn_mask_type={mask!r}": mask not in _MASKS,
             "checkpoint_core_attention": checkpoint_core_attention, "inference_params": inference_params is not None,
             f"core_attention_bias_type={core_attention_bias_type!r}": core_attention_bias_type != "no_bias",
@@ -127,15 +127,15 @@ class DotProductAttention(nn.Module):
         def forward_kernel(*tensors: torch.Tensor):
             out = query.new_empty((*query.shape[:-1], value.shape[-1]))
             state = torch.empty(2, dtype=torch.int64, device=query.device)
-            sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if has_grad else None
-            return out, (*tensors, out, sums, state)
+            row_sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if has_grad else None
+            return out, (*tensors, out, row_sums, state)
 
         def backward_kernel(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous()
             gradients = _allocate_gradients(saved[:3], num_interleaved, dim)
             size = batch * heads * tokens * (saved[0].shape[-1] + 1)
-            accumulated = saved[0].new_empty(size, dtype=torch.float32)
-            del accumulated
+            accumulator = saved[0].new_empty(size, dtype=torch.float32)
+            del accumulator
             return gradients
 
         out = kernel(forward_kernel, backward_kernel, *inputs)
@@ -154,13 +154,13 @@ class _Split(torch.autograd.Function):
     def backward(ctx, *gradients: torch.Tensor):
         first = gradients[0]
         dim = ctx.dim % first.dim()
-        after = first.shape[dim + 1 :].numel()
+        inner_size = first.shape[dim + 1 :].numel()
         offset = 0
         for gradient, size in zip(gradients, ctx.sizes, strict=True):
             has_same_storage = gradient.untyped_storage()._cdata == first.untyped_storage()._cdata
             if not has_same_storage or gradient.stride() != first.stride() or gradient.storage_offset() != offset:
                 return torch.cat(gradients, dim=dim), None, None
-            offset += size * after
+            offset += size * inner_size
         shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
         return first.as_strided(shape, first.stride()), None, None
 
@@ -184,15 +184,15 @@ class RotaryPositionEmbedding(nn.Module):
         """Return the angles [positions, 1, 1, size]."""
         frequencies: Any = self.inv_freq
         with torch.autocast("cuda", enabled=False):
-            places = torch.arange(max_seq_len, device=frequencies.device, dtype=frequencies.dtype) + offset
+            positions = torch.arange(max_seq_len, device=frequencies.device, dtype=frequencies.dtype) + offset
             if None not in self._factors:
-                places *= 1 / self._factors[0]
-            angles = torch.einsum("i,j->ij", places, frequencies)
+                positions *= 1 / self._factors[0]
+            angles = torch.einsum("i,j->ij", positions, frequencies)
         if self.interleaved:
-            both = torch.stack((angles.view(-1, 1), angles.view(-1, 1)), dim=-1).view(angles.shape[0], -1)
+            doubled = torch.stack((angles.view(-1, 1), angles.view(-1, 1)), dim=-1).view(angles.shape[0], -1)
         else:
-            both = torch.cat((angles, angles), dim=-1)
-        return both.reshape(both.size(0), 1, 1, both.size(1))
+            doubled = torch.cat((angles, angles), dim=-1)
+        return doubled.reshape(doubled.size(0), 1, 1, doubled.size(1))
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ class MultiheadAttention(nn.Module):
         qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla",
     ):  # fmt: skip
         super().__init__()
-        refuse("transformer_engine.pytorch.MultiheadAttention", {
+        refuse_if("transformer_engine.pytorch.MultiheadAttention", {
             f"attention_type={attention_type!r}": attention_type != "self",
             f"qk_norm_type={qk_norm_type!r}": qk_norm_type is not None, "tensor parallelism": tp_group or tp_size != 1,
             f"qkv_format={qkv_format!r}": qkv_format not in ("sbhd", "bshd"),

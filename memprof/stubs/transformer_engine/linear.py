@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse, reserve_workspace
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse_if, reserve_workspace
 from memprof.stubs.transformer_engine import norms, precision
 from memprof.stubs.transformer_engine.precision import Quantized, Recipe, quantize, register, transpose
 
@@ -24,10 +24,10 @@ _PARTS_ROWS = {True: 128, False: 256}
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def multiply(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+def allocate_product(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Return the result of a matrix product (general_gemm); its workspace is allocated once and kept."""
-    hopper = torch.cuda.get_device_capability() >= (9, 0)
-    reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
+    is_hopper = torch.cuda.get_device_capability() >= (9, 0)
+    reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if is_hopper else _WORKSPACE)
     return torch.empty((*rows, columns), dtype=dtype, device=like.device)
 
 
@@ -36,7 +36,7 @@ def cast(tensor, dtype: torch.dtype):
     return None if tensor is None else tensor.to(dtype)
 
 
-def free(*tensors: torch.Tensor | None) -> None:
+def free_data(*tensors: torch.Tensor | None) -> None:
     """Free the tensors' memory before the function ends, as clear_tensor_data does."""
     for tensor in tensors:
         if tensor is not None:
@@ -55,29 +55,29 @@ def quantize_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: b
     return result, bias_gradient
 
 
-class Base(nn.Module):
+class BaseLayer(nn.Module):
     """The base of layers (TransformerEngineBaseModule): compute dtype, scales of its tensors, and float8 weights."""
 
     num_gemms = 1
     is_rms: bool
     normalization: str
 
-    def _begin(self, name: str | None, tp_size: int, tp_group, **refused_options: Any) -> None:
+    def _initialize(self, name: str | None, tp_size: int, tp_group, **refused_options: Any) -> None:
         super().__init__()
         self.name = name
         self._scales: Any = None
         self._weights: dict[str, Quantized] = {}
         options = {f"{option}={value}": value for option, value in refused_options.items()}
-        refuse(self._real_name, {"tensor parallelism": tp_size != 1 or tp_group is not None, **options})
+        refuse_if(self._public_name, {"tensor parallelism": tp_size != 1 or tp_group is not None, **options})
 
     @property
-    def _real_name(self) -> str:
+    def _public_name(self) -> str:
         return f"transformer_engine.pytorch.{type(self).__name__}"
 
     def _prepare(self, x: torch.Tensor, **refused_options: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
         """Return the input, the dtype of products, and the float8 recipe, as prepare_forward does."""
-        refuse(self._real_name, refused_options)
-        check_on_gpu(self._real_name, x)
+        refuse_if(self._public_name, refused_options)
+        check_on_gpu(self._public_name, x)
         dtype = autocast_dtype(x.dtype)
         if not torch.is_autocast_enabled():
             for name, parameter in self.named_parameters():
@@ -100,18 +100,18 @@ class Base(nn.Module):
         return x.contiguous(), dtype, recipe
 
     def _quantize_weight(
-        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, first, transposes: bool
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, is_first, transposes: bool
     ) -> Quantized:
         """Return a weight as products need it (quantize_weight): cast in each forward, or once for all micro-batches if
         the program names the first."""
-        if recipe is None or first is None:
+        if recipe is None or is_first is None:
             return quantize(weight, recipe, transposes=transposes, dtype=dtype)
         if name not in self._weights:
             self._weights[name] = quantize(weight, recipe, transposes=transposes)
         return self._weights[name]
 
 
-def join(tensors: list[torch.Tensor]) -> torch.Tensor:
+def join_adjacent(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return one tensor for adjacent parts, else a copy of them, as noop_cat does."""
     if len(tensors) == 1:
         return tensors[0]
@@ -132,7 +132,7 @@ def join(tensors: list[torch.Tensor]) -> torch.Tensor:
     return kernel(forward, backward, *tensors)
 
 
-class _Weights(Base):
+class _WeightedLayer(BaseLayer):
     """The base of layers with one weight, or with several adjacent weights in one buffer."""
 
     out_features: int
@@ -165,8 +165,8 @@ class _Weights(Base):
 
     def _join_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight and the bias, if any, each in one tensor."""
-        weight = join([getattr(self, name) for name in self.weight_names])
-        return weight, join([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
+        weight = join_adjacent([getattr(self, name) for name in self.weight_names])
+        return weight, join_adjacent([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
 
 def initialize_normal(weight: torch.Tensor):
@@ -175,7 +175,7 @@ def initialize_normal(weight: torch.Tensor):
 
 
 @register("module.linear", "module")
-class Linear(_Weights):
+class Linear(_WeightedLayer):
     """A linear layer: saves its input (in float8 transposed) and both forms of the weight."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Linear(_Weights):
         ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
         delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None,
     ):  # fmt: skip
-        self._begin(
+        self._initialize(
             name, tp_size, tp_group, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute, save_original_input=save_original_input,
         )  # fmt: skip
@@ -207,18 +207,18 @@ class Linear(_Weights):
             x = quantize(x, recipe, transposes=has_grad and needs_d_weight, dtype=dtype)
             w = self._quantize_weight("weight", w, dtype, recipe, is_first_microbatch, has_grad and needs_d_input)
             b = cast(b, dtype)
-            out = multiply(shape[:-1], rows, dtype, inp)
+            out = allocate_product(shape[:-1], rows, dtype, inp)
             return out, (*(x.select_for_backward() if needs_d_weight else Quantized()), *w, b)
 
         def backward_kernel(saved, gradient: torch.Tensor):
             x = Quantized(*saved[:3])
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             d_out, d_bias = quantize_gradient(gradient, recipe, adds_bias, dtype)
-            d_input = multiply(shape[:-1], shape[-1], dtype, gradient) if needs_d_input else None
+            d_input = allocate_product(shape[:-1], shape[-1], dtype, gradient) if needs_d_input else None
             if not needs_d_weight:
                 return d_input, None, d_bias
             x, d_out = transpose(recipe, x, d_out)
-            d_weight = multiply((rows,), columns, dtype, gradient)
+            d_weight = allocate_product((rows,), columns, dtype, gradient)
             if adds_bias and d_bias is None:
                 d_bias = gradient.new_empty(rows, dtype=dtype)
             return d_input, d_weight, d_bias
@@ -230,7 +230,7 @@ class Linear(_Weights):
 
 
 @register("module.layernorm_linear", "module")
-class LayerNormLinear(_Weights):
+class LayerNormLinear(_WeightedLayer):
     """A norm and a linear layer: saves the input, the norm's statistics and its output."""
 
     def __init__(
@@ -241,7 +241,7 @@ class LayerNormLinear(_Weights):
         ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
         ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None,
     ):  # fmt: skip
-        self._begin(
+        self._initialize(
             name, tp_size, tp_group, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute, return_layernorm_output_gathered=return_layernorm_output_gathered,
         )  # fmt: skip
@@ -263,31 +263,31 @@ class LayerNormLinear(_Weights):
 
         def forward_kernel(x: torch.Tensor, w, b, *norm_parameters: torch.Tensor):
             x = cast(x.view(-1, x.shape[-1]), dtype)
-            norm_weight, *_norm_bias = [cast(one, dtype) for one in norm_parameters]
+            norm_weight, *_norm_bias = [cast(t, dtype) for t in norm_parameters]
             transposes = has_grad and needs_d_weight
             norm_recipe = None if returns_normed else recipe
             normed, statistics = norms.run_forward(x, is_rms, norm_recipe, transposes=transposes)
-            given = quantize(normed, recipe, transposes=transposes) if norm_recipe is None else normed
+            product_input = quantize(normed, recipe, transposes=transposes) if norm_recipe is None else normed
             w = self._quantize_weight("weight", w, dtype, recipe, is_first_microbatch, has_grad)
             b = cast(b, dtype)
-            out = multiply(shape[:-1], rows, dtype, x)
-            saved = given.select_for_backward() if needs_d_weight else Quantized()
+            out = allocate_product(shape[:-1], rows, dtype, x)
+            saved = product_input.select_for_backward() if needs_d_weight else Quantized()
             outputs = (out, normed.view(shape)) if returns_normed else out
             return outputs, (x, *saved, *w, *statistics, b, norm_weight)
 
         def backward_kernel(saved, gradient: torch.Tensor, *normed_gradient: torch.Tensor):
-            x, given, norm_weight = saved[0], Quantized(*saved[1:4]), saved[-1]
+            x, product_input, norm_weight = saved[0], Quantized(*saved[1:4]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             d_out, d_bias = quantize_gradient(gradient, recipe, adds_bias, dtype)
-            d_normed = multiply(x.shape[:-1], x.shape[-1], dtype, gradient)
+            d_normed = allocate_product(x.shape[:-1], x.shape[-1], dtype, gradient)
             d_weight = None
             if needs_d_weight:
-                given, d_out = transpose(recipe, given, d_out)
-                d_weight = multiply((rows,), columns, dtype, gradient)
+                product_input, d_out = transpose(recipe, product_input, d_out)
+                d_weight = allocate_product((rows,), columns, dtype, gradient)
                 if adds_bias and d_bias is None:
                     d_bias = gradient.new_empty(rows, dtype=dtype)
                 if not returns_normed:
-                    free(given.data if given.transposed is None else given.transposed)
+                    free_data(product_input.data if product_input.transposed is None else product_input.transposed)
             if normed_gradient:
                 d_normed = d_normed + normed_gradient[0].view_as(d_normed)
             d_x, *norm_gradients = norms.run_backward(x, norm_weight, is_rms)
@@ -318,4 +318,4 @@ def create_norm_parameters(
 
 def get_norm_parameters(module) -> list[torch.Tensor]:
     """Return the norm's weight, and its bias if it has one."""
-    return [one for one in (module.layer_norm_weight, module.layer_norm_bias) if one is not None]
+    return [parameter for parameter in (module.layer_norm_weight, module.layer_norm_bias) if parameter is not None]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, num_multiprocessors
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, count_multiprocessors, kernel
 from memprof.stubs.transformer_engine.precision import Recipe, quantize_output, register
 
 
@@ -31,7 +31,7 @@ def run_forward(
 def run_backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the input, the weight and the bias (layernorm_bwd, rmsnorm_bwd)."""
     gradients = (torch.empty_like(x), *(torch.empty_like(weight) for _ in range(1 if is_rms else 2)))
-    blocks = min(num_multiprocessors(), x[..., 0].numel())
+    blocks = min(count_multiprocessors(), x[..., 0].numel())
     parts = x.new_empty((len(gradients) - 1, blocks, x.shape[-1]), dtype=torch.float32)
     del parts
     return gradients
@@ -85,7 +85,7 @@ class _Norm(nn.Module):
             gradient = gradient.contiguous().to(dtype)
             x, weight = saved[0], saved[-1]
             d_x, *parameter_gradients = run_backward(x, weight.to(dtype).view(-1), is_rms)
-            return (d_x.view(shape), *(one.view(weight.shape) for one in parameter_gradients))
+            return (d_x.view(shape), *(grad.view(weight.shape) for grad in parameter_gradients))
 
         return kernel(forward_kernel, backward_kernel, input, *self.parameters())
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.stubs.registry import register_in
-from memprof.stubs.tools import refuse
+from memprof.stubs.tools import refuse_if
 
 _SOURCE = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
 
@@ -102,8 +102,8 @@ class Quantized(NamedTuple):
 
 def supports_any_layout() -> bool:
     """Return whether float8 products on this GPU need no transposed copies."""
-    arch = torch.cuda.get_device_capability()
-    return 100 <= 10 * arch[0] + arch[1] < 120
+    capability = torch.cuda.get_device_capability()
+    return 100 <= 10 * capability[0] + capability[1] < 120
 
 
 def quantize(x: torch.Tensor, recipe: Recipe | None, *, transposes: bool, dtype: Any = None) -> Quantized:
@@ -156,10 +156,10 @@ class autocast:  # noqa: N801
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         name = "transformer_engine.pytorch.autocast"
         recipe = DelayedScaling() if recipe is None else recipe
-        known = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
-        unknown = not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
+        is_known = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
+        is_unsupported = not is_known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
         if enabled:
-            refuse(name, {"calibrating=True": calibrating, f"the recipe {recipe}": unknown})
+            refuse_if(name, {"calibrating=True": calibrating, f"the recipe {recipe}": is_unsupported})
         self._recipe, self._outer_recipe = recipe if enabled else None, _active_recipe
 
     def __enter__(self):
@@ -195,8 +195,8 @@ def is_bf16_available(return_reason=False):
 
 def _check_availability(name: str, minimum: tuple[int, int], return_reason):
     is_available = torch.cuda.get_device_capability() >= minimum
-    needed = "{}.{}".format(*minimum)
-    reason = "" if is_available else f"Device compute capability {needed} or higher required for {name} execution."
+    required = "{}.{}".format(*minimum)
+    reason = "" if is_available else f"Device compute capability {required} or higher required for {name} execution."
     return (is_available, reason) if return_reason else is_available
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse_if
 from memprof.stubs.transformer_engine.attention import MultiheadAttention
 from memprof.stubs.transformer_engine.mlp import LayerNormMLP
 from memprof.stubs.transformer_engine.norms import LayerNorm, RMSNorm
@@ -54,7 +54,7 @@ class TransformerLayer(nn.Module):
         qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type="vanilla",
     ):  # fmt: skip
         super().__init__()
-        refuse(_NAME, {
+        refuse_if(_NAME, {
             f"layer_type={layer_type!r}": layer_type != "encoder", "parallel_attention_mlp": parallel_attention_mlp,
             "apply_residual_connection_post_layernorm": apply_residual_connection_post_layernorm,
             f"drop_path_rate={drop_path_rate}": drop_path_rate > 0.0, "ub_tp_comm_overlap": ub_tp_comm_overlap,
@@ -102,7 +102,7 @@ class TransformerLayer(nn.Module):
         hidden_states = hidden_states.contiguous()
         hidden_states = hidden_states.to(autocast_dtype(hidden_states.dtype))
         dropout = self.hidden_dropout if self.training else 0.0
-        attended, bias = self.self_attention(
+        attention_out, bias = self.self_attention(
             hidden_states, attention_mask=attention_mask,
             attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
             window_size=window_size or self.window_size, is_first_microbatch=is_first_microbatch,
@@ -110,7 +110,7 @@ class TransformerLayer(nn.Module):
             rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
-        hidden_states = add_residual(attended, bias, hidden_states, dropout)
+        hidden_states = add_residual(attention_out, bias, hidden_states, dropout)
         mlp_out, bias = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         out = add_residual(mlp_out, bias, hidden_states, dropout)
         return out if self.layernorm is None else self.layernorm(out)

@@ -13,7 +13,7 @@ from memprof.stubs.tools import check_on_gpu, kernel, mark_written, require
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/indexing.py"
 
 
-class _Add(torch.autograd.Function):
+class _IndexAdd(torch.autograd.Function):
     """The in-place addition; saves index, scaling and source."""
 
     @staticmethod
@@ -37,7 +37,7 @@ def scaled_index_add(input, index, source, scaling=None, alpha=1.0):
     name = "xformers.ops.scaled_index_add"
     check_on_gpu(name, input, index, source, scaling)
     require(input.shape[1:] == source.shape[1:], name, "rows of one shape")
-    return _Add.apply(input, index, source, scaling)  # type: ignore[no-any-return]
+    return _IndexAdd.apply(input, index, source, scaling)  # type: ignore[no-any-return]
 
 
 @stub("xformers.ops.indexing.index_select_cat", "xformers.ops.index_select_cat", source=_SOURCE)
