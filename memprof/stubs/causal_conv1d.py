@@ -21,7 +21,7 @@ def _make_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_backward(x: torch.Tensor, weight: torch.Tensor, bias, d_x: torch.Tensor | None = None):
-    """Return the gradients of `x` (written to `d_x` if given), `weight` and `bias`; the last two are summed in float32."""
+    """Return the gradients of `x` (in `d_x` if given), `weight` and `bias`; the last two are summed in float32."""
     if torch.are_deterministic_algorithms_enabled():
         raise unsupported_error(_NAME, "deterministic algorithms")
     d_x = torch.empty_like(x) if d_x is None else d_x

@@ -249,7 +249,7 @@ def flash_attn_func(
     q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    """Attention, with q, k, v [batch, tokens, heads, size]: output, log-sum-exp; float32 accumulators in the backward."""
+    """Attention, with q, k, v [batch, tokens, heads, size]: output, log-sum-exp; accumulators in the backward."""
     options = HopperOptions(causal, window_size, softcap, num_splits, deterministic)
     return _attend("flash_attn_func", attention_chunk, (q, k, v), options)
 

@@ -34,7 +34,7 @@ _INITIAL_SCALE = 2.0**16
 
 
 class _Scaler:
-    """The scaler of one loss, whose overflow flag is on the GPU."""
+    """The scale of one loss, with an overflow flag on the GPU."""
 
     def __init__(self, scale, max_scale: float) -> None:
         self.is_dynamic = scale == "dynamic"
@@ -50,7 +50,7 @@ class _AmpState(NamedTuple):
 
 
 def _get_states() -> list[_AmpState]:
-    """Return a list with the state that the last call of `initialize` in this run set; empty before that call."""
+    """Return a list with the state that this run's last call of `initialize` stored; empty before the first call."""
     return keep_for_run("apex.amp", list)
 
 
@@ -64,7 +64,7 @@ def initialize(
     keep_batchnorm_fp32=None, master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, verbosity=1,
     min_loss_scale=None, max_loss_scale=2.0**24,
 ):  # fmt: skip
-    """Cast models, give optimizers float32 master weights, cast functions at O1, and allocate overflow flags."""
+    """Cast models, add float32 master weights to optimizers, patch functions with casts (O1); returns both."""
     if not enabled:
         _get_states()[:] = [_AmpState(False, False, [])]
         return models if optimizers is None else (models, optimizers)
@@ -101,7 +101,7 @@ def _as_list(value) -> list[Any]:
 
 
 def _cast_model(model: nn.Module, dtype, keeps_batch_norms: bool, output_dtype) -> None:
-    """Cast a model to `dtype`, if any, and wrap its forward, whose inputs and outputs are cast."""
+    """Cast a model to `dtype` unless it is None, and wrap its forward to cast inputs to it and outputs."""
     if dtype:
         if keeps_batch_norms:
             _cast_without_batch_norms(model, dtype)
@@ -121,7 +121,7 @@ def _cast_model(model: nn.Module, dtype, keeps_batch_norms: bool, output_dtype) 
 
 
 def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast each tensor of the model, except those of batch norms (convert_network)."""
+    """Cast the parameters and buffers of `model` except those of batch norms (apex's convert_network)."""
     for module in model.modules():
         if isinstance(module, tensors.BatchNorm) and module.affine:
             continue
@@ -145,7 +145,7 @@ def _cast_nested(dtype: torch.dtype, value):
 
 
 class _OptimizerStash:
-    """The parameters of an optimizer: those in half precision with their master copies, and the others."""
+    """An optimizer's parameters: those in half precision, their float32 master copies, and all other ones."""
 
     def __init__(self, has_master_weights: bool) -> None:
         self.has_master_weights = has_master_weights
@@ -157,7 +157,7 @@ class _OptimizerStash:
         self.other_gradients: list[Any] = []
 
     def replace_parameters(self, optimizer) -> None:
-        """Replace the parameters in the optimizer by master copies, at the first step."""
+        """Replace half-precision parameters in `optimizer` by float32 master copies, at the first call."""
         if self.is_ready:
             return
         self.is_ready = True
@@ -177,14 +177,14 @@ class _OptimizerStash:
             optimizer.load_state_dict(optimizer.state_dict())
 
     def clear_gradients(self, optimizer) -> None:
-        """Set gradients to None before a backward, so that autograd need not add to them."""
+        """Set gradients to None before a backward; keep those of parameters without a master copy."""
         self.replace_parameters(optimizer)
         self.other_gradients = [parameter.grad for parameter in self.other_parameters]
         for parameter in (*self.half_parameters, *self.other_parameters):
             parameter.grad = None
 
     def unscale_gradients(self, scaler: _Scaler) -> None:
-        """Unscale the half-precision gradients into those of the master copies; other gradients stay in place."""
+        """Unscale half-precision gradients into the master copies' gradients, and other gradients in place."""
         all_pairs = zip(self.half_parameters, self.master_parameters, strict=True)
         pairs = [pair for pair in all_pairs if pair[0].grad is not None]
         for _, master in pairs:
@@ -237,7 +237,7 @@ def _add_master_weights(optimizer, has_master_weights: bool) -> None:
 @_register("handle")
 @contextlib.contextmanager
 def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False):
-    """Context manager: yield the loss in float32, scaled; unscale its gradients afterwards."""
+    """Context manager: yield the scaled loss in float32; on exit, unscale the gradients."""
     if not _get_states():
         raise RuntimeError("Invoked 'with amp.scale_loss`, but amp.initialize has not been called.")
     state = _get_states()[0]
@@ -262,7 +262,7 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
 
 @_register("_amp_state")
 def master_params(optimizer):
-    """Yield the parameters that the optimizer steps; nothing is allocated."""
+    """Yield the parameters in the optimizer's groups, master copies included; nothing is allocated."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -270,7 +270,7 @@ def master_params(optimizer):
 @_register("handle")
 @contextlib.contextmanager
 def disable_casts():
-    """Context manager: disable the casts of O1."""
+    """Context manager: functions that O1 patches do not cast their arguments."""
     get_cast_state().is_active = False
     yield
     get_cast_state().is_active = True
@@ -278,7 +278,7 @@ def disable_casts():
 
 @_register("frontend")
 def state_dict(destination=None):
-    """Return the scales of the losses; nothing is allocated."""
+    """Return the scales of the losses and their numbers of steps; nothing is allocated."""
     result = OrderedDict() if destination is None else destination
     for i, scaler in enumerate(_get_states()[0].scalers if _get_states() else ()):
         result[f"loss_scaler{i}"] = {"loss_scale": scaler.scale, "unskipped": scaler.num_steps}

@@ -1,4 +1,4 @@
-"""apex.amp at O1: casts around PyTorch's functions and methods, by Apex's own lists, until the run ends.
+"""apex.amp at O1: patches that cast the arguments of PyTorch's functions and methods in Apex's lists.
 
 Sources: apex/amp/amp.py (init, and the functions that a program registers), wrap.py, utils.py, rnn_compat.py and lists/
 of NVIDIA/apex@25.05. A float32 parameter that goes into a half-precision function is cast once until `scale_loss` ends.
@@ -52,7 +52,7 @@ _Decorator = Callable[[Any], Any]
 
 
 class CastState:
-    """Apex's handle: whether casts are on, and the parameters that are cast already."""
+    """The state of O1's casts: whether they are active, and the cached float16 casts of parameters."""
 
     def __init__(self) -> None:
         self.is_active = False
@@ -68,7 +68,7 @@ def get_cast_state() -> CastState:
 
 
 def _iter_floats(value) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors in an argument that has no other values."""
+    """Yield the tensors in a nested argument if all its values are floating-point tensors, else nothing."""
     leaves = list(_iter_leaves(value))
     if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
         yield from leaves
@@ -83,7 +83,7 @@ def _iter_leaves(value) -> Iterator[Any]:
 
 
 def _cast(dtype: torch.dtype, value):
-    """Return an argument cast to `dtype` if it has only floating-point tensors, on the GPU."""
+    """Return `value`, a tensor or nested sequence, cast to `dtype` if it has only floating-point tensors on a GPU."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.is_cuda else value
     if isinstance(value, (tuple, list)) and any(True for _ in _iter_floats(value)):
@@ -92,7 +92,7 @@ def _cast(dtype: torch.dtype, value):
 
 
 def _cast_parameter(value):
-    """Return the cached float16 cast of a float32 parameter; the cast and the parameter agree in requires_grad."""
+    """Return the cached float16 cast of `value` if it is a float32 parameter on a GPU, else `value`."""
     if not isinstance(value, torch.nn.Parameter) or value.dtype != torch.float32 or not value.is_cuda:
         return value
     cache = get_cast_state().half_by_parameter
@@ -103,12 +103,12 @@ def _cast_parameter(value):
 
 
 def _is_called_by_memprof() -> bool:
-    """Return whether memprof itself calls a patched function, as a kernel, in which nothing is cast."""
+    """Return whether memprof's own code calls a patched function, whose arguments are then not cast."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("memprof.")
 
 
 def _wrap(function, convert: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, is_always_on: bool = False):
-    """Return `function` with its arguments converted by `convert` while casts are on."""
+    """Return a wrapper of `function` that converts its arguments by `convert` while casts are active."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -127,7 +127,7 @@ _to_half, _to_float = functools.partial(_cast, torch.float16), functools.partial
 
 
 def _wrap_with_cast(fn: Callable[[Any], Any], function):
-    """Return `function` with its arguments cast by `fn`; the original arguments live until it returns."""
+    """Return a wrapper of `function` that casts its arguments by `fn`; the original arguments live until it returns."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -177,7 +177,7 @@ def _cast_like_first(function):
 
 
 def _refuse_half(function, message: str, *, is_method: bool):
-    """Return `function` with an error for float16; in a method, only `self` is checked, and the others are cast."""
+    """Return a wrapper of `function` that raises an error for float16; of a method, only `self` is checked."""
 
     def convert(args, kwargs):
         checked_args = args[:1] if is_method else (*args, *kwargs.values())
@@ -190,7 +190,7 @@ def _refuse_half(function, message: str, *, is_method: bool):
 
 
 class _RecurrentFunctions:
-    """torch.nn.modules.rnn's `_VF`, with casts: cells as other functions; layers get weights in one new tensor."""
+    """A replacement of torch.nn.modules.rnn's `_VF`, whose cells and layers cast their arguments to float16."""
 
     def __init__(self, original) -> None:
         self._original = original
@@ -203,7 +203,7 @@ class _RecurrentFunctions:
 
 
 def _cast_recurrent_layer(function):
-    """Return a recurrent layer whose weights are copied, in half precision, into one tensor at each call."""
+    """Return a wrapper of a recurrent layer that copies its weights, in half precision, into one tensor per call."""
 
     @functools.wraps(function)
     def call(*args):
@@ -223,7 +223,7 @@ def _cast_recurrent_layer(function):
 
 
 def install_casts() -> PatchSet:
-    """Install all casts; the returned patches undo them."""
+    """Patch PyTorch's functions and methods with O1's casts; return the patches, whose `undo` removes them."""
     patches = PatchSet()
 
     def wrap_each(owner, names: Iterable[str], wrap: _Decorator) -> None:
@@ -261,7 +261,7 @@ def install_casts() -> PatchSet:
 
 
 def suspend_casts(step):
-    """Return an optimizer's step in which nothing is cast."""
+    """Return a wrapper of the optimizer method `step` during which no arguments are cast."""
 
     def call(self, *args, **kwargs):
         get_cast_state().is_active = False
@@ -276,7 +276,7 @@ _register = register_in("apex.amp.amp", "apex.amp", source="NVIDIA/apex@25.05:ap
 
 
 def _register_decorators(name: str, wrap: _Decorator, description: str) -> None:
-    """Register apex's decorator `NAME_function`, and `register_NAME_function`."""
+    """Register the stubs of apex.amp's decorators NAME_function and register_NAME_function."""
 
     def decorate(fn):
         return wrap(fn)

@@ -26,9 +26,9 @@ _register_public = register_in(_MODULE, "apex.normalization", source=_SOURCE)
 def _norm(
     input: torch.Tensor, shape, weight, bias, *, is_rms: bool, memory_efficient: bool, is_mixed: bool = False
 ) -> torch.Tensor:
-    """Run one of the eight norms: with or without a weight, layer norm or RMS norm.
+    """Run a layer norm or RMS norm, with or without weight and bias.
 
-    Saved are the input (with `memory_efficient` the output), the parameters, and one or two statistics a row.
+    Saves the input (the output if `memory_efficient`), the parameters, and one or two statistics per row.
     """
     check_on_gpu("apex.fused_layer_norm", input)
     if tuple(input.shape[input.dim() - len(shape) :]) != tuple(shape):
@@ -66,7 +66,7 @@ def _norm(
 
 @_register
 def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Return the layer norm; saves mean and variance of each row in float32; weight and bias gradients in 16 parts."""
+    """Return the layer norm; saves mean and variance of each row in float32; 16 partial gradients of each parameter."""
     return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient)
 
 
@@ -78,31 +78,31 @@ def fused_layer_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
 
 @_register
 def mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Normalize as fused_layer_norm_affine, with an output in the dtype of the weight."""
+    """Return the layer norm in the dtype of the weight; allocates as fused_layer_norm_affine does."""
     return _norm(input, normalized_shape, weight, bias, is_rms=False, memory_efficient=memory_efficient, is_mixed=True)
 
 
 @_register
 def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Return the RMS norm; saves a statistic of each row in float32; the weight's gradient in 16 parts."""
+    """Return the RMS norm; saves one float32 statistic per row; 16 partial gradients of the weight."""
     return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient)
 
 
 @_register
 def fused_rms_norm(input, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Return the RMS norm; saves a statistic of each row in float32."""
+    """Return the RMS norm; saves one float32 statistic per row."""
     return _norm(input, normalized_shape, None, None, is_rms=True, memory_efficient=memory_efficient)
 
 
 @_register
 def mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
-    """Normalize as fused_rms_norm_affine, with an output in the dtype of the weight."""
+    """Return the RMS norm in the dtype of the weight; allocates as fused_rms_norm_affine does."""
     return _norm(input, normalized_shape, weight, None, is_rms=True, memory_efficient=memory_efficient, is_mixed=True)
 
 
 @_register
 def manual_rms_norm(input, normalized_shape, weight, eps):
-    """Normalize by PyTorch's own operators, for host tensors and compiled code."""
+    """Return the RMS norm by PyTorch's own operators, as apex does for host tensors and in compiled code."""
     dims = tuple(range(-len(normalized_shape), 0))
     variance = input.to(torch.float32).pow(2).mean(dims, keepdim=True)
     input = input * torch.rsqrt(variance + eps)
@@ -114,7 +114,7 @@ def manual_rms_norm(input, normalized_shape, weight, eps):
 
 
 class _ApexNorm(nn.Module):
-    """The base of the four norms: layer norm or RMS norm; the mixed ones return the weight's dtype."""
+    """The base of Apex's norm layers: layer norm or RMS norm, with the output in the input's or weight's dtype."""
 
     is_rms = False
     mixed = False
@@ -143,7 +143,7 @@ class _ApexNorm(nn.Module):
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
     def forward(self, input):
-        """Run the kernel on a GPU, unless the code is compiled."""
+        """Return the norm of `input`: by the kernel on a GPU, else (or in compiled code) by PyTorch's operators."""
         is_traced = torch.jit.is_tracing() or torch.jit.is_scripting()  # type: ignore[attr-defined]
         if is_traced or not input.is_cuda or (torch.compiler.is_compiling() and not self.mixed):
             if self.is_rms:
@@ -157,12 +157,12 @@ class _ApexNorm(nn.Module):
 
 @_register_public
 class FusedLayerNorm(_ApexNorm):
-    """A layer norm that saves mean and variance in float32; `memory_efficient` saves the output, not the input."""
+    """A layer norm that saves its input (its output if `memory_efficient`), and mean and variance in float32."""
 
 
 @_register_public
 class FusedRMSNorm(_ApexNorm):
-    """An RMS norm that saves its statistic in float32; `memory_efficient` saves the output, not the input."""
+    """An RMS norm that saves its input (its output if `memory_efficient`), and one float32 statistic per row."""
 
     is_rms = True
 
@@ -178,9 +178,9 @@ class _MixedNorm(_ApexNorm):
 
 @_register_public
 class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
-    """A FusedLayerNorm with an output in the dtype of its weight."""
+    """A FusedLayerNorm whose output has the dtype of its weight."""
 
 
 @_register_public
 class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
-    """A FusedRMSNorm with an output in the dtype of its weight."""
+    """A FusedRMSNorm whose output has the dtype of its weight."""

@@ -80,7 +80,7 @@ class FusedAdam(FusedOptimizer):
         return loss
 
     def _make_scales(self, scaler, device):
-        """Return the scale of a gradient scaler, and its inverse."""
+        """Return the scale of a gradient scaler and its inverse, as tensors; ones without a scaler."""
         has_overflow = torch.zeros(1, device=device) if scaler is None else scaler._check_inf_per_device(self)[device]
         self._dummy_overflow_buf.copy_(has_overflow)
         if scaler is None:
@@ -91,7 +91,7 @@ class FusedAdam(FusedOptimizer):
 
 @_register("fused_lamb")
 class FusedLAMB(FusedOptimizer):
-    """LAMB with two moments in the parameter's dtype; norms of all gradients, and of each parameter and its update."""
+    """LAMB with two moments in the parameter's dtype; scratch: norms of gradients, parameters and updates."""
 
     def __init__(
         self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
@@ -135,7 +135,7 @@ class FusedLAMB(FusedOptimizer):
 
 @_register("fused_sgd")
 class FusedSGD(FusedOptimizer):
-    """SGD with a momentum buffer in the dtype of each parameter, also where the momentum is 0."""
+    """SGD with a momentum buffer in the dtype of each parameter, even if the momentum is 0."""
 
     def __init__(
         self, params, lr=required, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False,

@@ -105,7 +105,7 @@ def _choose_num_splits(blocks: int, sms: int, key_blocks: int) -> int:
 def _allocate_splits(
     query: torch.Tensor, batch: int, heads: int, head: int, queries: int, keys: int, splits: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return log-sum-exp and output of each part of split keys (set_params_splitkv); `splits` < 1: choose the number."""
+    """Return log-sum-exp and output of each part of split keys (set_params_splitkv); chooses `splits` if below 1."""
     if splits < 1:
         block = 256 if head <= 64 else 128 if head <= 128 else 64
         splits = _choose_num_splits(batch * heads * -(-queries // 64), 2 * count_multiprocessors(), -(-keys // block))

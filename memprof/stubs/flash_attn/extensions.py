@@ -62,7 +62,7 @@ def dropout_add_ln_fwd(
     x0, residual_, gamma, beta_, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, epsilon, rowscale_const,
     z_numrows, gen_, residual_in_fp32=False, is_rms_norm=False,
 ):  # fmt: skip
-    """Return norm, sum of input and residual, dropout mask (uint8; both if needed), mean and rstd of each row."""
+    """Return norm, sum of input and residual, uint8 dropout mask (None if not needed), mean and rstd of each row."""
     name = "dropout_layer_norm.dropout_add_ln_fwd"
     check_on_gpu(name, x0, residual_, gamma, beta_)
     _check_norm(name, x0, gamma)

@@ -55,7 +55,7 @@ def apply_rotary(
     source=_SOURCE + "layers/rotary.py",
 )  # fmt: skip
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
-    """Return `x` rotated, [batch, tokens, heads, size] or with `cu_seqlens` [tokens, heads, size]; saves cos and sin."""
+    """Return `x` rotated, [batch, tokens, heads, size] or with cu_seqlens [tokens, heads, size]; saves cos, sin."""
 
     def forward(x, cos, sin):
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
@@ -204,7 +204,7 @@ def layer_norm_fn(
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, return_dropout_mask=False,
     out_dtype=None, out=None, residual_out=None,
 ):  # fmt: skip
-    """Return the layer or RMS norm of `x` (plus `residual`); saves row statistics; partial gradients in the backward."""
+    """Return the layer or RMS norm of `x` + `residual`; saves row statistics; partial gradients in the backward."""
     refuse_any(
         f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale, out=out,
         residual_out=residual_out, return_dropout_mask=return_dropout_mask or None,
@@ -221,7 +221,7 @@ def rms_norm_fn(
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, return_dropout_mask=False, out_dtype=None,
     out=None, residual_out=None,
 ):  # fmt: skip
-    """Return the RMS norm of `x` (plus `residual`); allocates as layer_norm_fn does."""
+    """Return the RMS norm of `x` + `residual`; allocates as layer_norm_fn does."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
         zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,

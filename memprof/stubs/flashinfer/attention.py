@@ -1,4 +1,4 @@
-"""flashinfer's attention: one sequence with 32 MiB of scratch, or a batch with the workspaces of its wrapper.
+"""flashinfer's attention: of one sequence, with 32 MiB of scratch, or of a batch, with a wrapper's workspaces.
 
 Sources: flashinfer/decode.py, prefill.py and utils.py of flashinfer-ai/flashinfer@v0.6.17. A batch's kernels allocate
 nothing: their scratch is in the program's workspace. A workspace that is too small is not reported.
@@ -48,7 +48,7 @@ def _check_supported(name: str, backend: str = "auto", dtypes: tuple[torch.dtype
 
 
 def _make_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """Return the ALiBi slopes, as get_alibi_slopes does."""
+    """Return the ALiBi slope of each head in float32, as flashinfer's get_alibi_slopes does."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = torch.pow(2.0 ** (-8.0 / power), torch.arange(1, 1 + power, device=device))
     if power < heads:
@@ -67,7 +67,7 @@ def single_decode_with_kv_cache(
     v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     return_lse=False,
 ):  # fmt: skip
-    """Attend with the query of one token: allocates the output, and 32 MiB of scratch."""
+    """Return attention for the query of one token; scratch: 32 MiB."""
     name = "single_decode_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v)
     _check_position_mode(pos_encoding_mode)
@@ -83,7 +83,7 @@ def single_prefill_with_kv_cache(
     logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto", return_lse=False, kv_cache_sf=None,
     k_scale=None, v_scale=None,
 ):  # fmt: skip
-    """Attend with the queries of one sequence: allocates the output, and 32 MiB of scratch."""
+    """Return attention for the queries of one sequence; scratch: 32 MiB."""
     name = "single_prefill_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
     _check_position_mode(pos_encoding_mode)
@@ -98,7 +98,7 @@ def single_prefill_with_kv_cache(
 
 
 def _attend_single(q: torch.Tensor, make: Callable[[], torch.Tensor], pos_mode: str, return_lse: bool, v_scale):
-    """Attend with queries [..., heads, size]: allocates the output, and 32 MiB of scratch."""
+    """Return attention of one sequence, in a tensor from `make`, and log-sum-exp if `return_lse`; scratch: 32 MiB."""
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     out = make()
@@ -122,7 +122,7 @@ def _check_shapes(name: str, q: torch.Tensor, dimensions: int, k: torch.Tensor, 
 
 
 class _AttentionWrapper:
-    """The base of all wrappers: the program's workspace, 8 MiB for indices, and their copy in pinned host memory."""
+    """The base of the wrappers for batches: the program's workspace, and 8 MiB for indices on GPU and pinned host."""
 
     _name = ""
 
@@ -146,7 +146,7 @@ class _AttentionWrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Return whether index tensors are copied into the program's buffers."""
+        """Return whether the wrapper is used with CUDA graphs: indices are copied into the program's buffers."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -156,10 +156,10 @@ class _AttentionWrapper:
         )
 
     def end_forward(self) -> None:
-        """Do nothing."""
+        """Do nothing, as in the real package."""
 
     def _move_indices(self, non_blocking: bool, **indices: torch.Tensor) -> None:
-        """Move index tensors to the GPU; with CUDA graphs, into the program's buffers, whose size suffices."""
+        """Move index tensors to the GPU, with CUDA graphs into the program's buffers of the same names."""
         for name, tensor in indices.items():
             if not self._use_cuda_graph:
                 self._index_tensors[name] = tensor.to(self.device, non_blocking=non_blocking)
@@ -227,7 +227,7 @@ def _check_output(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) ->
 
 @register("decode", "BatchDecodeWithPagedKVCacheWrapper")
 class BatchDecodeWithPagedKVCacheWrapper(_AttentionWrapper):
-    """Attention of one token per sequence: allocates the output; 8 MiB, index tensors and ALiBi slopes are kept."""
+    """Attention for one token per sequence: allocates the output; keeps 8 MiB, index tensors and ALiBi slopes."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
@@ -307,8 +307,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_AttentionWrapper):
 
 @register("prefill", "BatchPrefillWithPagedKVCacheWrapper")
 class BatchPrefillWithPagedKVCacheWrapper(_AttentionWrapper):
-    """Attention of any number of tokens per sequence with paged keys and values: allocates an output of zeros; 8 MiB,
-    lengths of 32,768 sequences, index tensors and ALiBi slopes are kept."""
+    """Attention for several tokens per sequence with paged keys and values: allocates an output of zeros; keeps 8 MiB,
+    lengths of 32,768 sequences, index tensors and ALiBi slopes."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
@@ -363,8 +363,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_AttentionWrapper):
 
 @register("prefill", "BatchPrefillWithRaggedKVCacheWrapper")
 class BatchPrefillWithRaggedKVCacheWrapper(_AttentionWrapper):
-    """Attention of any number of tokens per sequence with ragged keys and values: allocates the output; 8 MiB, index
-    tensors and ALiBi slopes are kept."""
+    """Attention for several tokens per sequence with ragged keys and values: allocates the output; keeps 8 MiB, index
+    tensors and ALiBi slopes."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
@@ -396,7 +396,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_AttentionWrapper):
         self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
         return_lse=False, enable_pdl=None, kv_cache_sf=None,
     ):  # fmt: skip
-        """Return the output in the dtype of the queries, and with `return_lse` the logarithms of sums."""
+        """Return the output in the dtype of the queries, and if `return_lse` the log-sum-exp in float32."""
         _refuse_options(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         self._check_run(q, k, v, *args)
         return self._make_outputs(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)

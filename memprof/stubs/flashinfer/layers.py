@@ -17,13 +17,13 @@ _SOURCE = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
 
 
 def register(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
-    """Register a function that `flashinfer.module` and the package itself have."""
+    """Return a decorator that registers a stub as `flashinfer.name` and `flashinfer.module.name`."""
     return stub(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_SOURCE}{file or module + '.py'}")
 
 
 def _make_gate(name: str) -> Callable[..., Any]:
     def gate(input, out=None, enable_pdl=None):
-        """Return a tensor of half the last dimension."""
+        """Return the activation of one half of the last dimension times the other half; writes `out` if given."""
         check_on_gpu(f"flashinfer.{name}", input, out)
         if input.shape[-1] * input.dtype.itemsize % 16:
             raise ValueError("The pointers must be multiple of 16 bytes.")
@@ -56,16 +56,16 @@ def _normalize(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.
 
 
 def _register_rms_norms(prefix: str) -> None:
-    """Register RMS norms, with or without a residual, of Llama or of Gemma, whose weights are offset by one."""
+    """Register flashinfer's rmsnorm and fused_add_rmsnorm under names with `prefix`."""
 
     @register("norm", f"{prefix}rmsnorm", _NORM)
     def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
-        """Return a tensor like the input."""
+        """Return the RMS norm of `input`; writes `out` if given."""
         return _normalize(f"{prefix}rmsnorm", input, weight, out)
 
     @register("norm", f"{prefix}fused_add_rmsnorm", _NORM)
     def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
-        """Write the sum into the residual, and its norm into the input; nothing is allocated."""
+        """Write the sum of both into `residual`, and its norm into `input`; nothing is allocated."""
         for tensor in (input, residual):
             _normalize(f"{prefix}fused_add_rmsnorm", tensor, weight, tensor)
 
@@ -76,24 +76,24 @@ _register_rms_norms("gemma_")
 
 @register("norm", "layernorm", _NORM)
 def layernorm(input, gemma, beta, eps=1e-6):
-    """Return a tensor like the input."""
+    """Return the layer norm of `input`."""
     return _normalize("layernorm", input, gemma, None)
 
 
 def _rotate(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors like queries and keys."""
+    """Return rotated copies of queries and keys."""
     check_on_gpu(f"flashinfer.{name}", *tensors)
     return tuple(map(torch.empty_like, tensors))
 
 
 def _rotate_in_place(name: str, *tensors: torch.Tensor) -> None:
-    """Write queries and keys in place."""
+    """Rotate queries and keys in place; nothing is allocated."""
     check_on_gpu(f"flashinfer.{name}", *tensors)
     mark_written(*tensors)
 
 
 def _register_rotations(suffix: str, rotate: Callable[..., Any]) -> None:
-    """Register the four rotations, each with the results of `rotate`."""
+    """Register flashinfer's four rotary functions under names with `suffix`; `rotate` makes their results."""
 
     def rotation(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__doc__ = rotate.__doc__

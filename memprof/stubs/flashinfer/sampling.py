@@ -19,7 +19,7 @@ _BLACKWELL = 10
 
 
 def _keep_buffer(name: str, device: torch.device) -> None:
-    """Allocate the buffer that the package allocates once for a GPU, and keeps."""
+    """Allocate a buffer of 1 MiB at the first call with `name` and `device`; it lives until the run ends."""
     keep_for_run(("flashinfer", name, device), lambda: torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device=device))
 
 
@@ -32,7 +32,7 @@ def _check(name: str, rows: torch.Tensor, check_nan: bool) -> None:
 
 
 def _sample(name: str, rows: torch.Tensor, indices, *thresholds, check_nan: bool, return_valid: bool | None = False):
-    """Return the tokens, and whether each is valid; with `return_valid` None the latter is not allocated."""
+    """Return a token for each row, and if `return_valid` whether it is valid (None: validity is not allocated)."""
     _check(name, rows, check_nan)
     rows = rows.float()
     float_thresholds = [threshold.float() for threshold in thresholds if isinstance(threshold, torch.Tensor)]
@@ -47,7 +47,7 @@ def _sample(name: str, rows: torch.Tensor, indices, *thresholds, check_nan: bool
 
 @register("sampling", "softmax")
 def softmax(logits, temperature=None, enable_pdl=None):
-    """Return probabilities in float32; a buffer of 1 MiB is kept."""
+    """Return probabilities in float32; keeps a buffer of 1 MiB."""
     _check("softmax", logits, False)
     _keep_buffer("softmax_workspace", logits.device)
     logits = logits.float()
@@ -61,7 +61,7 @@ def softmax(logits, temperature=None, enable_pdl=None):
 def sampling_from_logits(
     logits, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None
 ):
-    """Return a token for each row; logits that are not float32 are cast."""
+    """Return a token for each row; casts logits to float32."""
     return _sample("sampling_from_logits", logits, indices, check_nan=check_nan, return_valid=None)
 
 
@@ -69,7 +69,7 @@ def sampling_from_logits(
 def sampling_from_probs(
     probs, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None, return_valid=False
 ):
-    """Return a token for each row, and whether it is valid; probabilities that are not float32 are cast."""
+    """Return a token for each row, and if `return_valid` whether it is valid; casts probabilities to float32."""
     return _sample("sampling_from_probs", probs, indices, check_nan=check_nan, return_valid=return_valid)
 
 
@@ -78,7 +78,7 @@ def top_p_sampling_from_probs(
     probs, top_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    """Return a token for each row by top-p sampling; allocates as sampling_from_probs does."""
     return _sample("top_p_sampling_from_probs", probs, indices, top_p, check_nan=check_nan, return_valid=return_valid)
 
 
@@ -87,7 +87,7 @@ def top_k_sampling_from_probs(
     probs, top_k, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    """Return a token for each row by top-k sampling; allocates as sampling_from_probs does."""
     return _sample("top_k_sampling_from_probs", probs, indices, top_k, check_nan=check_nan, return_valid=return_valid)
 
 
@@ -96,7 +96,7 @@ def min_p_sampling_from_probs(
     probs, min_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    """Return a token for each row by min-p sampling; allocates as sampling_from_probs does."""
     return _sample("min_p_sampling_from_probs", probs, indices, min_p, check_nan=check_nan, return_valid=return_valid)
 
 
@@ -105,7 +105,7 @@ def top_k_top_p_sampling_from_logits(
     logits, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
     check_nan=False, seed=None, offset=None,
 ):  # fmt: skip
-    """Return tokens from masked logits' probabilities; with up to 256 of a large vocabulary, from these alone."""
+    """Return a token for each row by top-k and top-p; allocates masked logits, or only the top k if k <= 256."""
     return _sample_top_k_top_p(
         True, logits, top_k, top_p, indices, filter_apply_order, deterministic, check_nan, return_valid=False
     )
@@ -116,7 +116,7 @@ def top_k_top_p_sampling_from_probs(
     probs, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
     check_nan=False, seed=None, offset=None, return_valid=False,
 ):  # fmt: skip
-    """Return tokens from renormalized probabilities; with up to 256 of a large vocabulary, from these alone."""
+    """Return a token for each row by top-k and top-p; allocates new probabilities, or only the top k if k <= 256."""
     return _sample_top_k_top_p(
         False, probs, top_k, top_p, indices, filter_apply_order, deterministic, check_nan, return_valid=return_valid
     )
@@ -162,7 +162,7 @@ def _sample_top_k_first(name: str, from_logits: bool, rows: torch.Tensor, top_k:
 
 @register("sampling", "top_p_renorm_probs")
 def top_p_renorm_probs(probs, top_p, is_deterministic=False):
-    """Return probabilities in float32; scratch for each row: counters, histograms and two lists of candidates."""
+    """Return renormalized probabilities in float32; scratch per row: counters, histograms, two lists of candidates."""
     _check("top_p_renorm_probs", probs, False)
     batch, vocabulary = probs.shape
     candidates = max(round_up(vocabulary // 32, 256), 256)
@@ -188,11 +188,11 @@ def _filter_top_k(name: str, rows: torch.Tensor, top_k) -> torch.Tensor:
 
 @register("sampling", "top_k_renorm_probs")
 def top_k_renorm_probs(probs, top_k):
-    """Return probabilities in their dtype; a buffer of 1 MiB is kept."""
+    """Return renormalized probabilities in their dtype; keeps a buffer of 1 MiB."""
     return _filter_top_k("top_k_renorm_probs", probs, top_k)
 
 
 @register("sampling", "top_k_mask_logits")
 def top_k_mask_logits(logits, top_k):
-    """Return logits in their dtype; a buffer of 1 MiB is kept."""
+    """Return masked logits in their dtype; keeps a buffer of 1 MiB."""
     return _filter_top_k("top_k_mask_logits", logits, top_k)

@@ -40,7 +40,7 @@ def layer_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, is_rms_norm=False, return_dropout_mask=False,
 ):  # fmt: skip
-    """Return the layer or RMS norm of x or of its sum with a residual; saves row statistics; gradients in parts."""
+    """Return the layer or RMS norm of `x` + `residual`; saves row statistics; partial gradients in the backward."""
     refuse_any(
         f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
         return_dropout_mask=return_dropout_mask or None,
@@ -55,7 +55,7 @@ def rms_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, return_dropout_mask=False,
 ):  # fmt: skip
-    """Return the RMS norm of x or of its sum with a residual, as layer_norm_fn does."""
+    """Return the RMS norm of `x` + `residual`; allocates as layer_norm_fn does."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, True,
         return_dropout_mask,
@@ -64,7 +64,7 @@ def rms_norm_fn(
 
 @_register(f"{_NORMS}.RMSNorm")
 class RMSNorm(layers.RMSNorm):
-    """An RMS norm by rms_norm_fn, with its own weight."""
+    """An RMS norm that calls rms_norm_fn."""
 
     norm = staticmethod(rms_norm_fn)
 
@@ -74,7 +74,7 @@ class RMSNorm(layers.RMSNorm):
 
 @_register("mamba_ssm.modules.mlp.GatedMLP")
 class GatedMLP(nn.Module):
-    """A gated MLP: one linear layer for two products, a gate, and one more linear layer."""
+    """A gated MLP: a linear layer for values and gate, their product, and a second linear layer."""
 
     def __init__(
         self, in_features, hidden_features=None, out_features=None, activation=F.silu, bias=False, multiple_of=128,
@@ -97,7 +97,7 @@ class GatedMLP(nn.Module):
 
 @_register("mamba_ssm.modules.block.Block")
 class Block(nn.Module):
-    """A block: sum with the residual and norm, in one kernel or by operators, and a layer; optionally also an MLP."""
+    """A block: norm of the sum with the residual (one kernel if `fused_add_norm`), mixer, and optionally an MLP."""
 
     def __init__(self, dim, mixer_cls, mlp_cls, norm_cls=nn.LayerNorm, fused_add_norm=False, residual_in_fp32=False):
         super().__init__()
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 def _normalize_sum(module: Block | MixerModel, norm, x, residual, *, prenorm: bool):
-    """Return the norm of the sum with a residual, by one kernel or by operators, and with `prenorm` the sum."""
+    """Return the norm of `x` + `residual`, by one kernel if `module.fused_add_norm`; if `prenorm`, also the sum."""
     if module.fused_add_norm:
         return layer_norm_fn(
             x, norm.weight, norm.bias, residual=residual, prenorm=prenorm, residual_in_fp32=module.residual_in_fp32,
@@ -133,7 +133,7 @@ def _normalize_sum(module: Block | MixerModel, norm, x, residual, *, prenorm: bo
 @_register("mamba_ssm.models.config_mamba.MambaConfig")
 @dataclass
 class MambaConfig:
-    """The configuration of a model, which allocates nothing."""
+    """The configuration of MambaLMHeadModel; nothing is allocated."""
 
     d_model: int = 2560
     d_intermediate: int = 0
@@ -154,7 +154,7 @@ def create_block(
     d_model, d_intermediate, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None, norm_epsilon=1e-5, rms_norm=False,
     residual_in_fp32=False, fused_add_norm=False, layer_idx=None, device=None, dtype=None,
 ):  # fmt: skip
-    """Return a block with a layer of the first Mamba and a norm, and an MLP if requested."""
+    """Return a block with a Mamba layer and a norm, and an MLP unless `d_intermediate` is 0."""
     if layer_idx in (attn_layer_idx or ()):
         raise missing_stub_error("mamba_ssm.modules.mha.MHA")
     options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -187,7 +187,7 @@ def _initialize(module: nn.Module, n_layer: int, num_residuals: int = 1) -> None
 
 @_register(f"{_MODEL}.MixerModel")
 class MixerModel(nn.Module):
-    """The model without its head: an embedding, blocks, a norm."""
+    """The Mamba model without its head: embedding, blocks and final norm."""
 
     def __init__(
         self, d_model, n_layer, d_intermediate, vocab_size, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None,
@@ -218,7 +218,7 @@ class MixerModel(nn.Module):
 
 @_register(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
 class MambaLMHeadModel(nn.Module):
-    """A MixerModel with a head, whose weight is the embedding's unless the configuration unties them."""
+    """A MixerModel with a language-model head, whose weight is tied to the embedding if the configuration says so."""
 
     def __init__(self, config, initializer_cfg=None, device=None, dtype=None):
         super().__init__()

@@ -23,7 +23,7 @@ _CHUNK = 2048  # time steps between two saved states (n_chunks in selective_scan
 
 
 def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[torch.Tensor, ...]:
-    """Return the output laid out as `delta`, a state per chunk, and with a gate its product (selective_scan_fwd)."""
+    """Return output, states of each chunk, and with a gate `z` the gated output (selective_scan_fwd)."""
     gated = [torch.empty_like(z)] if z is not None else []
     out = torch.empty_like(delta)
     chunks = -(-u.shape[-1] // _CHUNK)
@@ -32,7 +32,7 @@ def _scan(u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, z) -> tuple[tor
 
 
 def _scan_backward(u, delta, a, b, c, d, z, bias, d_z, recomputes_gated: bool, out) -> tuple[Any, ...]:
-    """Return the gradients of all inputs; those of B and C are summed in float32 (selective_scan_bwd)."""
+    """Return the gradients of all inputs, and the gated output if it is recomputed (selective_scan_bwd)."""
     if z is not None and d_z is None:
         d_z = torch.empty_like(z)
     gated = torch.empty_like(out) if recomputes_gated else None
@@ -47,7 +47,7 @@ def _scan_backward(u, delta, a, b, c, d, z, bias, d_z, recomputes_gated: bool, o
 def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
 ):
-    """Scan [batch, channels, time]; saves the inputs, a state per chunk of time, and with a gate the output."""
+    """Selective scan of `u` [batch, channels, time]; saves inputs, a state per 2,048 steps, and with `z` the output."""
     name = "mamba_ssm.selective_scan_fn"
     check_on_gpu(name, u, delta, A)
     refuse_if(name, {"complex numbers": A.is_complex()})
@@ -86,8 +86,7 @@ def mamba_inner_fn(
     D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
     b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6,
 ):  # fmt: skip
-    """Run convolution, projections, scan and output projection. The backward computes the convolution and the step
-    sizes again (checkpoint_lvl=1)."""
+    """Convolution, projections, scan and output projection; the backward recomputes convolution and step sizes."""
     name = "mamba_ssm.mamba_inner_fn"
     check_on_gpu(name, xz, A)
     refuse_any(
@@ -164,7 +163,7 @@ def mamba_inner_fn(
 
 @stub("mamba_ssm.modules.mamba_simple.Mamba", "mamba_ssm.Mamba", source=_SOURCE + "modules/mamba_simple.py")
 class Mamba(nn.Module):
-    """A Mamba layer for training on whole sequences: a product, mamba_inner_fn, A and its exponential in float32."""
+    """A Mamba layer for training: input projection, mamba_inner_fn, and a float32 copy of A."""
 
     def __init__(
         self, d_model, d_state=16, d_conv=4, expand=2, dt_rank="auto", dt_min=0.001, dt_max=0.1, dt_init="random",

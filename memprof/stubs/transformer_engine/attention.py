@@ -25,7 +25,7 @@ _MAX_HEAD = 256
 
 
 def _find_interleaving_dim(tensors: tuple[torch.Tensor, ...]) -> int | None:
-    """Return the dimension that interleaves the tensors in one (-3: all heads of each, -2: head by head)."""
+    """Return the dimension along which the tensors are slices of one tensor (-3 or -2); None: they are not."""
     first = tensors[0]
     if not all(_has_same_layout(tensor, first) for tensor in tensors):
         return None
@@ -36,13 +36,13 @@ def _find_interleaving_dim(tensors: tuple[torch.Tensor, ...]) -> int | None:
 
 
 def _has_same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both tensors have one storage, one shape and the same strides."""
+    """Return whether two tensors share a storage and have the same shape and strides."""
     has_same_storage = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     return has_same_storage and tensor.shape == other.shape and tensor.stride() == other.stride()
 
 
 def _get_qkv_layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], int, int | None]:
-    """Return the tensors, the number of interleaved ones, and the dimension (get_qkv_layout)."""
+    """Return the tensors, contiguous if needed, how many are slices of one tensor, and its dimension for them."""
     _, key, value = tensors
     if (dim := _find_interleaving_dim(tensors)) is not None:
         return tensors, 3, dim
@@ -57,7 +57,7 @@ def _get_qkv_layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tens
 def _allocate_gradients(
     saved: tuple[torch.Tensor, ...], num_interleaved: int, dim: int | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of fused_attn_bwd: interleaved tensors get one gradient tensor."""
+    """Return the gradients of `saved`; those of interleaved tensors are slices of one tensor (fused_attn_bwd)."""
     if dim is None:
         return tuple(tensor.new_empty(tensor.shape) for tensor in saved)
     shape = list(saved[-1].shape)
@@ -68,7 +68,7 @@ def _allocate_gradients(
 
 @register("attention.dot_product_attention.dot_product_attention", "attention")
 class DotProductAttention(nn.Module):
-    """cuDNN's attention: saves queries, keys, values, the output, a sum for each row and the random state."""
+    """cuDNN's attention: saves queries, keys, values, output, a float32 value per row, and the RNG state."""
 
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
@@ -93,7 +93,7 @@ class DotProductAttention(nn.Module):
         inference_params=None, pad_between_seqs=None, fp8_output=False, num_splits=1, score_mod=None,
         score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None,
     ):  # fmt: skip
-        """Attend: saves queries, keys and values, the output, a sum for each row and the random state."""
+        """Return the attention output; saves queries, keys, values, output, a float32 value per row, and RNG state."""
         check_on_gpu(_NAME, query_layer, key_layer, value_layer)
         layout = qkv_format or self.qkv_format
         mask = (attn_mask_type or self.attn_mask_type).replace(",", "_")
@@ -143,7 +143,7 @@ class DotProductAttention(nn.Module):
 
 
 class _Split(torch.autograd.Function):
-    """SplitAlongDim: gradients that are interleaved in one tensor as the parts are need no copy."""
+    """torch.split with a backward that joins the gradients without a copy if they are adjacent in one tensor."""
 
     @staticmethod
     def forward(ctx, mixed: torch.Tensor, dim: int, sizes: tuple[int, ...]):
@@ -167,7 +167,7 @@ class _Split(torch.autograd.Function):
 
 @register("attention.rope", "attention")
 class RotaryPositionEmbedding(nn.Module):
-    """Rotary angles for each position, in float32."""
+    """A module that returns the rotary angles of each position, in float32."""
 
     def __init__(
         self, dim, rotary_percent=1.0, seq_len_interpolation_factor=None, pretrained_max_position_embeddings=None,
@@ -181,7 +181,7 @@ class RotaryPositionEmbedding(nn.Module):
         self._factors = (seq_len_interpolation_factor, pretrained_max_position_embeddings)
 
     def forward(self, max_seq_len, offset=0):
-        """Return the angles [positions, 1, 1, size]."""
+        """Return the angles [max_seq_len, 1, 1, dim] of positions from `offset` on."""
         frequencies: Any = self.inv_freq
         with torch.autocast("cuda", enabled=False):
             positions = torch.arange(max_seq_len, device=frequencies.device, dtype=frequencies.dtype) + offset
@@ -196,7 +196,7 @@ class RotaryPositionEmbedding(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return a rotated copy of `x`; saves the angles (FusedRoPEFunc)."""
+    """Return a rotated copy of `x`; saves `angles` in float32 (FusedRoPEFunc)."""
 
     def forward_kernel(x: torch.Tensor):
         return x.new_empty(x.shape), (angles.float(),)
@@ -206,7 +206,7 @@ def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 @register("attention.multi_head_attention", "attention")
 class MultiheadAttention(nn.Module):
-    """Multi-head attention: a product for queries, keys and values, attention, a product of its output."""
+    """Multi-head attention: a projection to queries, keys and values, attention, and an output projection."""
 
     def __init__(
         self, hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, layernorm_epsilon=1e-5,
@@ -266,7 +266,7 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
         max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
-        """Return the output [tokens, batch, channels], with the layout "sbhd"."""
+        """Return the output, with the shape of `hidden_states`; with return_bias or norm output, a tuple."""
         normed = None
         if self.input_layernorm:
             mixed = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)

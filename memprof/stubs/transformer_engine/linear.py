@@ -25,26 +25,26 @@ _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 def allocate_product(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Return the result of a matrix product (general_gemm); its workspace is allocated once and kept."""
+    """Return the result [*rows, columns] of a matrix product (general_gemm); its workspace is kept for the run."""
     is_hopper = torch.cuda.get_device_capability() >= (9, 0)
     reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if is_hopper else _WORKSPACE)
     return torch.empty((*rows, columns), dtype=dtype, device=like.device)
 
 
 def cast(tensor, dtype: torch.dtype):
-    """Return `tensor` in `dtype`, as cast_if_needed does."""
+    """Return `tensor` cast to `dtype` if needed; None for None."""
     return None if tensor is None else tensor.to(dtype)
 
 
 def free_data(*tensors: torch.Tensor | None) -> None:
-    """Free the tensors' memory before the function ends, as clear_tensor_data does."""
+    """Free the storages of `tensors` now, although references to them exist (clear_tensor_data)."""
     for tensor in tensors:
         if tensor is not None:
             tensor.untyped_storage().resize_(0)
 
 
 def quantize_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype):
-    """Return the output's gradient, in float8 with a recipe, and then the bias gradient (grad_output_preprocess)."""
+    """Return `gradient`, in float8 if there is a recipe, and then also the bias gradient (grad_output_preprocess)."""
     has_bias = has_bias and recipe is not None
     bias_gradient = gradient.new_empty(gradient.shape[-1], dtype=dtype) if has_bias else None
     result = quantize(gradient, recipe, transposes=True)
@@ -56,7 +56,7 @@ def quantize_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: b
 
 
 class BaseLayer(nn.Module):
-    """The base of layers (TransformerEngineBaseModule): compute dtype, scales of its tensors, and float8 weights."""
+    """The base of layers (TransformerEngineBaseModule), with dtype of products, float8 scales and cached weights."""
 
     num_gemms = 1
     is_rms: bool
@@ -75,7 +75,7 @@ class BaseLayer(nn.Module):
         return f"transformer_engine.pytorch.{type(self).__name__}"
 
     def _prepare(self, x: torch.Tensor, **refused_options: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
-        """Return the input, the dtype of products, and the float8 recipe, as prepare_forward does."""
+        """Check a call; return the contiguous input, the dtype of products and the float8 recipe (prepare_forward)."""
         refuse_if(self._public_name, refused_options)
         check_on_gpu(self._public_name, x)
         dtype = autocast_dtype(x.dtype)
@@ -102,8 +102,8 @@ class BaseLayer(nn.Module):
     def _quantize_weight(
         self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, is_first, transposes: bool
     ) -> Quantized:
-        """Return a weight as products need it (quantize_weight): cast in each forward, or once for all micro-batches if
-        the program names the first."""
+        """Return a weight as products need it: cast in each forward, or once for all micro-batches if the program says
+        which is the first (quantize_weight)."""
         if recipe is None or is_first is None:
             return quantize(weight, recipe, transposes=transposes, dtype=dtype)
         if name not in self._weights:
@@ -112,7 +112,7 @@ class BaseLayer(nn.Module):
 
 
 def join_adjacent(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor for adjacent parts, else a copy of them, as noop_cat does."""
+    """Return one tensor with the rows of all `tensors`: a view if they are adjacent in memory, else a copy."""
     if len(tensors) == 1:
         return tensors[0]
     sizes = [tensor.shape[0] for tensor in tensors]
@@ -133,7 +133,7 @@ def join_adjacent(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _WeightedLayer(BaseLayer):
-    """The base of layers with one weight, or with several adjacent weights in one buffer."""
+    """The base of linear layers, whose weight may be split into several parameters of one buffer."""
 
     out_features: int
     in_features: int
@@ -164,19 +164,19 @@ class _WeightedLayer(BaseLayer):
             nn.init.zeros_(getattr(self, name))
 
     def _join_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and the bias, if any, each in one tensor."""
+        """Return all weights in one tensor, and all biases in one tensor (None without bias)."""
         weight = join_adjacent([getattr(self, name) for name in self.weight_names])
         return weight, join_adjacent([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
 
 def initialize_normal(weight: torch.Tensor):
-    """Fill a weight from the default distribution."""
+    """Fill `weight` from Transformer Engine's default normal distribution."""
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 @register("module.linear", "module")
 class Linear(_WeightedLayer):
-    """A linear layer: saves its input (in float8 transposed) and both forms of the weight."""
+    """A linear layer: saves input and weight in the dtype of products; in float8 with transposed copies."""
 
     def __init__(
         self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
@@ -194,7 +194,7 @@ class Linear(_WeightedLayer):
         self._make_weights(bias, parameters_split, params_dtype or torch.get_default_dtype(), device, init_method)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Run the layer: saves the input (in float8 transposed) and the weight in the dtype of products."""
+        """Return the layer's output; saves input and weight in the dtype of products, or in float8."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._join_weights()
         if inp.shape[-1] != weight.shape[1]:
@@ -231,7 +231,7 @@ class Linear(_WeightedLayer):
 
 @register("module.layernorm_linear", "module")
 class LayerNormLinear(_WeightedLayer):
-    """A norm and a linear layer: saves the input, the norm's statistics and its output."""
+    """A norm and a linear layer: saves the input, the norm's statistics and output, and the weight."""
 
     def __init__(
         self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
@@ -253,7 +253,7 @@ class LayerNormLinear(_WeightedLayer):
         self._make_weights(bias, parameters_split, dtype, device, init_method)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Run the layer: saves the input, the norm's output (in float8 transposed) and statistics, and the weight."""
+        """Return the layer's output; saves input, norm's statistics and output, and weight (maybe in float8)."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._join_weights()
         adds_bias = bias is not None and not self.return_bias
@@ -303,7 +303,7 @@ class LayerNormLinear(_WeightedLayer):
 def create_norm_parameters(
     module, size: int, normalization: str, is_zero_centered: bool, dtype: torch.dtype, device
 ) -> None:
-    """Create the parameters of the norm at the beginning of a layer."""
+    """Create the parameters of a layer's norm, layer_norm_weight and layer_norm_bias, as attributes of `module`."""
     assert normalization in _NORMALIZATIONS, "Unsupported normalization type!"
     module.normalization, module.is_rms = normalization, normalization == "RMSNorm"
     module.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -317,5 +317,5 @@ def create_norm_parameters(
 
 
 def get_norm_parameters(module) -> list[torch.Tensor]:
-    """Return the norm's weight, and its bias if it has one."""
+    """Return the weight of the norm of `module`, and its bias if it has one."""
     return [parameter for parameter in (module.layer_norm_weight, module.layer_norm_bias) if parameter is not None]

@@ -32,7 +32,7 @@ _GATED_ACTIVATIONS = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "cl
 
 @register("module.layernorm_mlp", "module")
 class LayerNormMLP(BaseLayer):
-    """An MLP with a norm: saves the input, the outputs of the norm, first product and activation, and both weights."""
+    """A norm and an MLP: saves the input, outputs of norm, first product and activation, and both weights."""
 
     num_gemms = 2
 

@@ -1,4 +1,4 @@
-"""transformer_engine's norms.
+"""transformer_engine's LayerNorm and RMSNorm.
 
 Sources: pytorch/ops/basic/layer_norm.py and rmsnorm.py, pytorch/csrc/extensions/normalization.cpp,
 common/normalization/. The backward sums the gradients of weight and bias in parts, one for each concurrent block of
@@ -38,7 +38,7 @@ def run_backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[t
 
 
 class _Norm(nn.Module):
-    """The base of both norms."""
+    """The base of LayerNorm and RMSNorm."""
 
     is_rms = False
     weight: nn.Parameter
@@ -71,7 +71,7 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input):
-        """Normalize the last dimensions; saves the input, in autocast's dtype, and the statistics of the rows."""
+        """Return the norm over the last dimensions; saves the input in autocast's dtype, and row statistics."""
         check_on_gpu(f"transformer_engine.pytorch.{type(self).__name__}", input)
         dtype = autocast_dtype(self.weight.dtype)
         is_rms, shape = self.is_rms, input.shape
@@ -92,11 +92,11 @@ class _Norm(nn.Module):
 
 @register("module.layernorm", "module")
 class LayerNorm(_Norm):
-    """Layer norm: saves mean and variance; parameter gradients are summed per multiprocessor."""
+    """A layer norm: saves input, mean and variance; partial parameter gradients per multiprocessor."""
 
 
 @register("module.rmsnorm", "module")
 class RMSNorm(_Norm):
-    """RMS norm: saves the root of the mean square; the weight's gradient is summed per multiprocessor."""
+    """An RMS norm: saves input and root mean square; partial weight gradients per multiprocessor."""
 
     is_rms = True

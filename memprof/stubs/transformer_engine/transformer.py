@@ -21,7 +21,7 @@ _NAME = "transformer_engine.pytorch.TransformerLayer"
 
 
 def add_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Return the residual plus the dropout of `x` and bias, as _bias_dropout_add does."""
+    """Return residual + dropout(x + bias), as _bias_dropout_add does; saves the dropout mask."""
     if bias is None:
         return residual + nn.functional.dropout(x, p=dropout, training=dropout > 0)
 
@@ -37,7 +37,7 @@ def add_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Ten
 
 @register("transformer")
 class TransformerLayer(nn.Module):
-    """A transformer layer: attention and a feed-forward network, each with a norm before and a residual."""
+    """A pre-norm transformer layer: attention and MLP, each with a residual."""
 
     def __init__(
         self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
@@ -97,7 +97,7 @@ class TransformerLayer(nn.Module):
         core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
         cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
-        """Return the layer's output [tokens, batch, channels], with the layout "sbhd"."""
+        """Return the layer's output, with the shape of `hidden_states`."""
         check_on_gpu(_NAME, hidden_states)
         hidden_states = hidden_states.contiguous()
         hidden_states = hidden_states.to(autocast_dtype(hidden_states.dtype))

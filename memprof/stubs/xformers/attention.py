@@ -45,7 +45,7 @@ _NON_CUTLASS_BACKWARD_MASKS = (
 
 
 class _Bounds(NamedTuple):
-    """The bounds of concatenated sequences; all None for a batch."""
+    """The cu_seqlens and maximum lengths of queries and keys; cu_seqlens are None for a batch of equal lengths."""
 
     queries: torch.Tensor | None
     keys: torch.Tensor | None
@@ -77,7 +77,7 @@ def _get_window_size(bias) -> int | None:
 
 
 def _check(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias, op) -> None:
-    """Raise the errors of the real package (Inputs.validate_inputs), and refuse unsupported arguments by name."""
+    """Raise the errors of Inputs.validate_inputs, and MemprofError for arguments that the stub does not support."""
     check_on_gpu(name, query, key, value)
     inputs = (query, key, value)
     if any(tensor.dim() != query.dim() for tensor in inputs):
@@ -112,7 +112,7 @@ def _get_bias_tensor(bias) -> torch.Tensor | None:
 
 
 class _Operators(NamedTuple):
-    """The chosen operators: 3 and 2 for the versions of FlashAttention, 0 for CUTLASS."""
+    """The operators of forward and backward: 3 and 2 are FlashAttention's versions, 0 is CUTLASS."""
 
     forward: int
     backward: int
@@ -121,8 +121,8 @@ class _Operators(NamedTuple):
 def _choose_operators(
     name: str, query: torch.Tensor, key: torch.Tensor, bias, p: float, needs_grad: bool
 ) -> _Operators:
-    """Return the first supported operator of the list (dispatch.py); the forward also chooses the backward's. Raises
-    NotImplementedError: no operator is supported."""
+    """Return the operators that xformers' dispatch chooses (dispatch.py).
+    Raises NotImplementedError: no operator supports the arguments."""
     capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
     if isinstance(bias, (*_BLOCK_MASKS, *_PADDED_MASKS)):
         has_equal_lengths = bias.q_seqinfo.seqstart_py == bias.k_seqinfo.seqstart_py
@@ -163,7 +163,7 @@ _LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float p, float softmax_sca
 
 
 def _define_operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that defines an operator of torch.ops: programs name it to choose what a checkpoint keeps."""
+    """Return a decorator that defines the operator torch.ops.`name`, which selective checkpointing can name."""
 
     def define(body: Callable[..., Any]):
         operator = torch.library.custom_op(name, body, mutates_args=(), schema=f"(Tensor query, Tensor key, {schema}")
@@ -191,7 +191,7 @@ def _run_flash_2(
     query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q: int, max_seqlen_k: int, p: float,
     softmax_scale: float, is_causal: bool, window_left: int, window_right: int, return_softmax: bool, block_tables,
 ):  # fmt: skip
-    """Return output, log of the sums, and random state (fmha/flash.py, _flash_fwd)."""
+    """Return output, log-sum-exp and RNG state of FlashAttention 2 (fmha/flash.py, _flash_fwd)."""
     _refuse_arguments("xformers_flash.flash_fwd", block_tables)
     lengths = _make_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = fa2.AttentionOptions(p, (window_left, window_right), None, False, False, lengths)
@@ -210,7 +210,7 @@ def _run_flash_3(
     softmax_scale: float, is_causal: bool, descale_q=None, descale_k=None, descale_v=None, block_table=None,
     use_kvsplit: bool = False, window_left: int = -1, window_right: int = -1,
 ):  # fmt: skip
-    """Return output and log of the sums (fmha/flash3.py, mha_fwd)."""
+    """Return output and log-sum-exp of FlashAttention 3 (fmha/flash3.py, mha_fwd)."""
     _refuse_arguments("xformers_flash3.flash_fwd", leftpad_k, block_table, use_kvsplit or None)
     options = fa3.HopperOptions(
         causal=is_causal, window_size=(window_left, window_right), cu_seqlens_q=cu_seqlens_q,
@@ -220,7 +220,7 @@ def _run_flash_3(
 
 
 class _OperatorClass(type):
-    """The metaclass of classes that programs name only to choose an operator."""
+    """The metaclass of xformers' operator classes (FwOp), which programs pass by name; other uses raise an error."""
 
     def __getattr__(cls, name: str):
         if name.startswith("_"):
@@ -240,8 +240,8 @@ for _module in ("flash", "flash3"):
     source=f"{_SOURCE}/__init__.py",
 )  # fmt: skip
 def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
-    """Attend, with [batch, tokens, heads, size] or without heads, by flash-attn 2 or 3, or CUTLASS's kernel. The log of
-    the sums is an output too: its gradient is zeros."""
+    """Attention over [batch, tokens, heads, size] or [batch, tokens, size], by FlashAttention 2 or 3 or CUTLASS. The
+    log-sum-exp is an output of the autograd node too: its gradient is zeros."""
     name = "xformers.ops.memory_efficient_attention"
     _check(name, query, key, value, attn_bias, op)
     if output_dtype not in (None, query.dtype):
@@ -274,7 +274,7 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
 
 
 class _AttentionOperator(NamedTuple):
-    """An operator: its forward (q, k, v, bias, whether sums are needed) and its backward."""
+    """An attention operator: forward(q, k, v, bias, needs_lse), and backward."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -283,7 +283,7 @@ class _AttentionOperator(NamedTuple):
 def _make_flash_operator(
     operators: _Operators, bias, bounds: _Bounds, p: float, scale: float, is_packed: bool
 ) -> _AttentionOperator:
-    """Return FlashAttention, with [tokens, heads, size] for concatenated sequences (_convert_input_format)."""
+    """Return the operator of FlashAttention, which gets concatenated sequences as [tokens, heads, size]."""
     causal, window = _is_causal(bias), _get_window(bias)
     lengths = (bounds.max_queries, bounds.max_keys)
 
@@ -323,7 +323,7 @@ def _make_flash_operator(
 
 
 def _make_cutlass_operator(bias, bounds: _Bounds, p: float, scale: float) -> _AttentionOperator:
-    """Return PyTorch's own operator (cutlass.py)."""
+    """Return the operator of CUTLASS, PyTorch's own memory-efficient attention (cutlass.py)."""
     mask = 1 if isinstance(bias, _TOP_LEFT_MASKS) else 2 if _is_causal(bias) else 0
     offsets = (bounds.queries, bounds.keys)
     lengths = (bounds.max_queries, bounds.max_keys) if bounds.queries is not None else (-1, -1)

@@ -1,4 +1,4 @@
-"""xformers.ops.fmha.attn_bias: masks by a rule, and the lengths of concatenated sequences.
+"""xformers.ops.fmha.attn_bias: causal and local masks, and block-diagonal masks of concatenated sequences.
 
 Source: xformers/ops/fmha/attn_bias.py of facebookresearch/xformers@v0.0.32.post2. Masks of keys with gaps and of pages
 are not supported.
@@ -25,7 +25,7 @@ _register_in_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", sou
 
 @_register_in_ops
 class AttentionBias:
-    """The base of all biases, which allocates nothing unless a subclass does."""
+    """The base of attention biases; nothing is allocated."""
 
     def to(self, device):
         return self
@@ -101,7 +101,7 @@ def _to_device(numbers: Iterable[int], device) -> torch.Tensor:
 @_register
 @dataclass
 class _SeqLenInfo:
-    """The start of each sequence, in int32 on the GPU and in a list."""
+    """The start offsets of concatenated sequences: an int32 tensor on the GPU, and a list."""
 
     seqstart: torch.Tensor
     max_seqlen: int
@@ -125,7 +125,7 @@ class _SeqLenInfo:
         return cls(_to_device(starts, device or "cuda"), max_length, min_length, starts)
 
     def split(self, x, batch_sizes=None):
-        """Return a view for each batch of a tensor [1, tokens, *]."""
+        """Return views [batch, tokens, *] of the sequences in `x` [1, tokens, *], grouped by `batch_sizes`."""
         if self.seqstart_py[-1] != x.shape[1] or x.shape[0] != 1:
             raise ValueError(f"Invalid `torch.Tensor` of shape {x.shape}, expected (1, {self.seqstart_py[-1]}, *)")
         sizes, begin, lengths = batch_sizes or [1] * (len(self.seqstart_py) - 1), 0, []
@@ -139,7 +139,7 @@ class _SeqLenInfo:
 @_register
 @dataclass
 class _PaddedSeqLenInfo(_SeqLenInfo):
-    """The start of each sequence in padded spaces of equal size, whose first `seqlen` keys are used."""
+    """The start offsets of sequences that are padded to one length; of each, the first `seqlen` keys are used."""
 
     seqlen: torch.Tensor
     seqlen_py: list[int]
@@ -151,7 +151,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 
     @classmethod
     def from_seqlens_padded(cls, seqlens, padding, *, device=None):
-        """Return the bias of sequences with `seqlens` keys each, in spaces of `padding` keys."""
+        """Return the offsets of sequences with `seqlens` keys, each padded to `padding` keys."""
         assert all(length <= padding for length in seqlens), f"Seqlens {seqlens} Padding {padding}"
         device, starts = device or "cuda", list(range(0, len(seqlens) * padding + 1, padding))
         lengths = _to_device(seqlens, device)
@@ -161,7 +161,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 @register_in(_MODULE, "xformers.ops.fmha", source=_SOURCE)
 @dataclass
 class BlockDiagonalMask(AttentionBias):
-    """A mask of sequences that do not attend to each other; keeps their starts in int32."""
+    """A mask of concatenated sequences that do not attend to each other; allocates their int32 start offsets."""
 
     q_seqinfo: Any
     k_seqinfo: Any
@@ -180,7 +180,7 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_list(cls, tensors):
-        """Return the bias of the tensors' rows, and all tensors in one [1, tokens, *], a copy."""
+        """Return the mask of the sequences in `tensors`, and a copy of all as one tensor [1, tokens, *]."""
         mask = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
         mask._batch_sizes = [x.shape[0] for x in tensors]
         return mask, _concat(tensors)
@@ -194,7 +194,7 @@ class BlockDiagonalMask(AttentionBias):
         return mask, _concat(tensors_q), _concat(tensors_k), None if tensors_v is None else _concat(tensors_v)
 
     def split_queries(self, tensor):
-        """Return a view for each batch of a tensor [1, tokens, *]."""
+        """Return views of the query sequences in `tensor` [1, tokens, *], grouped as the mask was created."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
     def split_kv(self, tensor):
@@ -227,13 +227,13 @@ def _concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 @_register
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """A mask of separate sequences, each causal from its first key."""
+    """A block-diagonal mask, causal within each sequence from its first key on."""
 
 
 @_register
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
-    """A mask of separate sequences, each causal from its last key."""
+    """A block-diagonal mask, causal within each sequence and aligned to its last key."""
 
     def __post_init__(self):
         spans = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=False)
@@ -248,7 +248,7 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 @_register
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
-    """A mask of separate sequences, each causal in a window."""
+    """A block-diagonal mask, causal and windowed within each sequence."""
 
     _window_size: int = 0
 
@@ -259,7 +259,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 @_register
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
-    """A mask of separate sequences, each causal in a window from its last key."""
+    """A block-diagonal mask, causal and windowed within each sequence and aligned to its last key."""
 
     _window_size: int = 0
 
@@ -271,7 +271,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 @_register
 @dataclass
 class BlockDiagonalPaddedKeysMask(AttentionBias):
-    """A mask of separate sequences with padded keys, as in a cache: starts and lengths in int32; no backward."""
+    """A block-diagonal mask with padded keys, as in a KV cache: allocates int32 offsets and lengths; no backward."""
 
     q_seqinfo: Any
     k_seqinfo: Any
@@ -289,6 +289,6 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
 @_register
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """A mask of separate sequences with padded keys, each causal from its last key; no backward."""
+    """A block-diagonal mask with padded keys, causal and aligned to the last key of each sequence; no backward."""
 
     causal_diagonal: Any = None

@@ -14,7 +14,7 @@ _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/indexing.py"
 
 
 class _IndexAdd(torch.autograd.Function):
-    """The in-place addition; saves index, scaling and source."""
+    """The autograd function of scaled_index_add, which writes `x` in place; saves index, scaling and source."""
 
     @staticmethod
     def forward(ctx, x, index, source, scaling):
@@ -33,7 +33,7 @@ class _IndexAdd(torch.autograd.Function):
 
 @stub("xformers.ops.indexing.scaled_index_add", "xformers.ops.scaled_index_add", source=_SOURCE)
 def scaled_index_add(input, index, source, scaling=None, alpha=1.0):
-    """Add into `input` in place; the gradient of `scaling` has one number for each element of `source`."""
+    """Add scaled rows of `source` to `input` in place; the gradient of `scaling` has the shape of `source`."""
     name = "xformers.ops.scaled_index_add"
     check_on_gpu(name, input, index, source, scaling)
     require(input.shape[1:] == source.shape[1:], name, "rows of one shape")
@@ -42,7 +42,7 @@ def scaled_index_add(input, index, source, scaling=None, alpha=1.0):
 
 @stub("xformers.ops.indexing.index_select_cat", "xformers.ops.index_select_cat", source=_SOURCE)
 def index_select_cat(sources, indices):
-    """Return the rows of all sources in one vector; gradients are zeros that are filled."""
+    """Return the rows of all `sources` at `indices` in one vector; gradients are allocated as zeros."""
     shapes = [source.shape for source in sources]
 
     def forward(*tensors: torch.Tensor):

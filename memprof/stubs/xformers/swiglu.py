@@ -1,4 +1,4 @@
-"""xformers.ops: SwiGLU, and unbind, which splits the one tensor of its two weights.
+"""xformers.ops: SwiGLU, and unbind, which splits the packed tensor of two of its weights.
 
 Sources: xformers/ops/swiglu_op.py, ops/unbind.py and csrc/swiglu of facebookresearch/xformers@v0.0.32.post2.
 """
@@ -16,7 +16,7 @@ _SWIGLU = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/swiglu_op.py, xf
 
 
 class _Unbind(torch.autograd.Function):
-    """unbind with a backward that stacks the gradients, unless they already lie in one tensor in this order."""
+    """torch.unbind with a backward that stacks the gradients, without a copy if they are slices of one tensor."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, dim: int):
@@ -49,15 +49,15 @@ def _as_one_tensor(tensors, dim: int) -> torch.Tensor | None:
 
 @stub("xformers.ops.unbind", source="facebookresearch/xformers@v0.0.32.post2:xformers/ops/unbind.py")
 def unbind(x, dim):
-    """Return torch.unbind's tensors; gradients that lie in one tensor are not copied."""
+    """Return torch.unbind's views; the backward does not copy gradients that are slices of one tensor."""
     return _Unbind.apply(x, dim)
 
 
 class _FusedSwiGLU(torch.autograd.Function):
-    """`_SwiGLUFusedFunc`; for weights in one tensor `SwiGLUPackedWeights` of csrc/swiglu/swiglu_packedw.cpp.
+    """xformers' fused SwiGLU: `_SwiGLUFusedFunc`, or for packed weights `SwiGLUPackedWeights` (swiglu_packedw.cpp).
 
-    One kernel with two products makes both gates and the third product's input, which the backward makes again. Under
-    autocast each weight is cast at its use: in the forward autocast caches the copies, as for other weights.
+    One kernel computes both gates and the third product's input, which the backward recomputes. Under autocast each
+    weight is cast at its use; in the forward autocast caches the copies.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class _FusedSwiGLU(torch.autograd.Function):
 
 
 class _CastPackedWeights(torch.autograd.Function):
-    """A cast of two weights that are one tensor: one cast for the weights, one for their gradients."""
+    """A cast of two packed weights by one operator, as also of their gradients in the backward."""
 
     @staticmethod
     def forward(ctx, w1, w2, dtype):
@@ -119,7 +119,7 @@ class _CastPackedWeights(torch.autograd.Function):
 
 
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weight's gradient, and the bias gradient of the same kernel (gemm_fused_operand_sum.cu)."""
+    """Return the gradients of weight and bias, by one kernel (gemm_fused_operand_sum.cu); None without `bias`."""
     if not bias:
         return gradient.transpose(-2, -1) @ x, None
     sums = gradient.new_empty(gradient.shape[1])
@@ -128,7 +128,7 @@ def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tup
 
 @stub("xformers.ops.swiglu_op.swiglu", "xformers.ops.swiglu", source=_SWIGLU)
 def swiglu(x, w1, b1, w2, b2, w3, b3, *, op=None):
-    """Run SwiGLU, fused for half precision from compute capability 8 on, else as three linear layers."""
+    """SwiGLU: fused in half precision on compute capability 8.0 or higher, else by three linear layers."""
     name = "xformers.ops.swiglu"
     check_on_gpu(name, x, w1, w2, w3)
     refuse_if(name, {"op": op is not None})
@@ -146,7 +146,7 @@ def swiglu(x, w1, b1, w2, b2, w3, b3, *, op=None):
 
 @stub("xformers.ops.swiglu_op.SwiGLU", "xformers.ops.SwiGLU", source=_SWIGLU)
 class SwiGLU(torch.nn.Module):
-    """A SwiGLU layer: three linear layers, two of which share one tensor unless they are not packed."""
+    """A SwiGLU layer: three linear layers, of which the first two share a packed weight if `_pack_weights`."""
 
     def __init__(self, in_features, hidden_features, out_features=None, bias=True, *, _pack_weights=True):
         super().__init__()
