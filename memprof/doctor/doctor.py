@@ -75,10 +75,10 @@ def _is_same_message(earlier: Signature, later: Signature) -> bool:
 
 
 def _match_error(passage: Passage) -> _Error | None:
-    raw_line = passage.after.split("\n", 1)[0]
+    raw_line = passage.text_after.split("\n", 1)[0]
     first_line = clean_line(raw_line)
-    joined_text = join_lines(passage.after, 40)[:6000]
-    first_line_length = len(join_lines(passage.after, 1))
+    joined_text = join_lines(passage.text_after, 40)[:6000]
+    first_line_length = len(join_lines(passage.text_after, 1))
     for signature in SIGNATURES:
         if not any(word in raw_line for word in signature.words):
             continue
@@ -121,7 +121,7 @@ def _explain(error: _Error, head: str, options: advice.ReportedRun, model: Dimen
         details = mismatch.read_mismatch(error.message)
         steps = tuple(mismatch.list_advice(details, relevant_frames))
         return replace(result, title=mismatch.format_title(details), devices=details.devices, steps=steps)
-    log_text = head + passage.before[-8192:]
+    log_text = head + passage.text_before[-8192:]
     if model is None and (model_name := find_model_name(log_text)) is not None:
         model = get_dimensions(find_model(model_name))
     candidates: tuple[Candidate, ...] = ()

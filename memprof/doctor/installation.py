@@ -76,7 +76,7 @@ def read_host_limits() -> HostLimits:
 class PrivateNames:
     """The private names of torch that memprof uses, and those that the installed torch lacks."""
 
-    number: int = 0  # All private names for a build of torch like the installed one.
+    count: int = 0  # All private names for a build of torch like the installed one.
     # Missing name -> what memprof does without it; "": memprof refuses this torch.
     missing: Mapping[str, str] = field(default_factory=dict)
     error: str = ""  # Error of importing torch.
@@ -168,8 +168,8 @@ def _list_facts(
     platform = platform or (environment.torch_hip and f"ROCm {environment.torch_hip}") or "the CPU alone"
     torch = f"{environment.torch_version}, for {platform}" if environment.torch_version else "not installed"
     facts = [("torch", torch), ("driver", environment.driver_version or "none")]
-    if names is not None and names.number:
-        facts.append(("private names of torch", f"{names.number - len(names.missing)} of {names.number} are there"))
+    if names is not None and names.count:
+        facts.append(("private names of torch", f"{names.count - len(names.missing)} of {names.count} are there"))
     facts += [("newest CUDA it runs", environment.driver_cuda)] if environment.driver_cuda else []
     for gpu in gpus.gpus:
         used = "" if gpu.used_bytes is None else f", {format_bytes(gpu.used_bytes)} used"

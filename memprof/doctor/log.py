@@ -56,8 +56,8 @@ _WORDS_BY_ANCHOR = {
 class Passage:
     """A part of the log around a possible error: the text before its line, the text from its line on, and its line."""
 
-    before: str
-    after: str
+    text_before: str
+    text_after: str
     line: int
 
 
@@ -102,13 +102,13 @@ class LogReader:
             buffer_start += keep_start
             buffer = buffer[keep_start:]
 
-    def _find_words(self, buffer: bytes, low: int, high: int) -> list[int]:
-        """Return the sorted offsets in `buffer`, from `low` to `high`, at which an error message may begin."""
+    def _find_words(self, buffer: bytes, begin: int, end: int) -> list[int]:
+        """Return the sorted offsets in `buffer`, from `begin` to `end`, at which an error message may begin."""
         offsets: list[int] = []
         for anchor, num_left in self._num_left.items():
             words = _WORDS_BY_ANCHOR[anchor]
-            offset = buffer.find(anchor, max(0, low)) if num_left else -1
-            while 0 <= offset < high and num_left:
+            offset = buffer.find(anchor, max(0, begin)) if num_left else -1
+            while 0 <= offset < end and num_left:
                 line_end = buffer.find(b"\n", offset)
                 line_end = len(buffer) if line_end < 0 else line_end
                 line = buffer[max(buffer.rfind(b"\n", 0, offset) + 1, offset - 2048) : min(line_end, offset + 2048)]

@@ -111,13 +111,13 @@ def read_mps(message: str) -> MessageSizes:
 
     The message's "other allocations" are this process's memory outside torch's pools, and count as its own.
     """
-    found = _read_sizes(
+    sizes = _read_sizes(
         message, "Tried to allocate AMOUNT", total="max allowed: AMOUNT", allocated="MPS allocated: AMOUNT"
     )
     others = _find_size("other allocations: AMOUNT", message)
-    if others is None or found.allocated is None:
-        return found
-    return replace(found, process=_add_sizes(found.allocated, others))
+    if others is None or sizes.allocated is None:
+        return sizes
+    return replace(sizes, process=_add_sizes(sizes.allocated, others))
 
 
 # Reads a message on a buffer larger than Metal supports.

@@ -267,7 +267,7 @@ def _iter_weight_tensors(query: TensorQuery, model: Dimensions) -> Iterator[tupl
 
 
 def _measure_roundness(number: int, span: float) -> float:
-    """Return, in bits, how unlikely `span` consecutive integers contain one as divisible by two as `number`."""
+    """Return how unlikely it is, in bits, that `span` integers include one with as many trailing zeros as `number`."""
     num_zeros = (number & -number).bit_length() - 1
     return num_zeros - math.log2(max(span, 2**-12))
 

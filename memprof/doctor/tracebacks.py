@@ -49,8 +49,8 @@ class TracebackFrame:
 
 def read_frames(passage: Passage) -> list[TracebackFrame]:
     """Return the frames of the last traceback before the error, outermost first; [] without a traceback."""
-    lines = passage.before.split("\n")
-    rank = _RANK_PREFIX.search(passage.after.split("\n", 1)[0])
+    lines = passage.text_before.split("\n")
+    rank = _RANK_PREFIX.search(passage.text_after.split("\n", 1)[0])
     if rank is not None:  # processes write at once
         lines = [line for line in lines if rank[0] in line]
     clean_lines = [clean_line(line) for line in lines]

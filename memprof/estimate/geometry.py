@@ -183,7 +183,7 @@ def build_from_model(name: str) -> EstimatedModel:
 
 
 def build_from_size(size: str) -> EstimatedModel:
-    """Return the catalog's model for a `size` such as "4B", or else a Llama of it. Raises UsageError: not a size."""
+    """Return the catalog's model of `size`, such as "4B", or a Llama of this size. Raises UsageError: not a size."""
     return _build_from_entry(resolve_size(size))
 
 

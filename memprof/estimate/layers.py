@@ -193,9 +193,9 @@ class DecoderLayer(Projections):
         if self._has_strided_heads():
             name = "attention output, heads side by side"
             output = tape.record([output], output.width, output.itemsize, name=name, drops=[output])
-        projected = self.record_linear(output, "o", "attention projection")
+        result = self.record_linear(output, "o", "attention projection")
         tape.drop(output)
-        return projected
+        return result
 
     def _has_strided_heads(self) -> bool:
         """Return whether attention's output must be copied because a token's heads are not contiguous.
@@ -253,8 +253,8 @@ class DecoderLayer(Projections):
         x_cast = tape.cast(x, itemsize, "input of GELU, float32")
         cube = tape.record([x_cast], x.width, itemsize, saves=[x_cast], drops=[x_cast])
         cubic = tape.record([cube], x.width, itemsize, drops=[cube])
-        inner = tape.add(x, cubic, drops=[cubic])
-        scaled = tape.record([inner], x.width, itemsize, drops=[inner])
+        tanh_in = tape.add(x, cubic, drops=[cubic])
+        scaled = tape.record([tanh_in], x.width, itemsize, drops=[tanh_in])
         tanh = tape.record([scaled], x.width, itemsize, saves_output=True, name="tanh of GELU", drops=[scaled])
         gate = tape.record([tanh], x.width, itemsize, name="1 + tanh of GELU", drops=[tanh])
         return tape.record([half, gate], x.width, itemsize, saves=[half, gate], name="activated", drops=[half, gate])

@@ -135,8 +135,8 @@ class Projections:
         itemsize = output.itemsize
         lora_itemsize = 2 if self.setting.amp else FLOAT32
         x_cast = tape.cast(x, lora_itemsize, f"{x.name}, cast for LoRA")
-        low = tape.record([x_cast], rank, lora_itemsize, saves=[x_cast], trains=True, name="LoRA", drops=[x_cast])
-        up = tape.record([low], columns, lora_itemsize, saves=[low], trains=True, drops=[low])
+        down = tape.record([x_cast], rank, lora_itemsize, saves=[x_cast], trains=True, name="LoRA", drops=[x_cast])
+        up = tape.record([down], columns, lora_itemsize, saves=[down], trains=True, drops=[down])
         scaled = tape.record([up], columns, lora_itemsize, drops=[up])
         if self.setting.quantize and not self.setting.amp:
             # peft/tuners/lora/bnb.py casts before it adds.

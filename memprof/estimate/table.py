@@ -116,11 +116,11 @@ class Cell:
         return self.reserved_bytes + CONTEXT_BYTES
 
     def compute_ranges(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
-        """Return estimate, minimum and maximum in bytes, by MEMORY_KINDS; `gpu` determines context and workspace."""
-        more, workspace = 0, self.peak.terms.get("library workspace", 0)
+        """Return estimate, minimum and maximum in bytes for each of MEMORY_KINDS, with the CUDA context of `gpu`."""
+        hopper_extra, workspace = 0, self.peak.terms.get("library workspace", 0)
         if gpu is not None and gpu.compute_capability[0] == 9:
-            more = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
-        allocated, reserved = self.allocated_bytes + more, self.reserved_bytes + more
+            hopper_extra = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
+        allocated, reserved = self.allocated_bytes + hopper_extra, self.reserved_bytes + hopper_extra
         ranges = {}
         for kind in MEMORY_KINDS:
             size = allocated if kind == ALLOCATED else reserved
@@ -129,8 +129,8 @@ class Cell:
                 band = Band(0.0, 0.0 if kind == ALLOCATED else _read_bands()["cached"]["inference"])
             # With an emptied cache, as on a full GPU, only the allocated bytes are reserved.
             limits = (min(round(size * (1 + band.low)), allocated), round(size * (1 + band.high)))
-            usual = CONTEXT_BYTES if gpu is None else gpu.context_bytes
-            context = (usual, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
+            gpu_context = CONTEXT_BYTES if gpu is None else gpu.context_bytes
+            context = (gpu_context, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
             low, high = (limit + context_bytes for limit, context_bytes in zip(limits, context[1:], strict=True))
             ranges[kind] = (size + context[0], low, high)
         return ranges

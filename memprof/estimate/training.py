@@ -148,7 +148,7 @@ class TrainingMoments:
         else:
             # The backward of the first micro-batch begins without gradients, later ones with gradients; by then one
             # micro-batch fewer waits, unless another forward has run in between.
-            batch_bytes = self._sum_micro_batch()
+            batch_bytes = self._sum_micro_batch_bytes()
             num_others = rank.in_flight - (rank.in_flight == rank.microbatches)
             yield from self._iter_backward_moments(other_bytes + (rank.in_flight - 1) * batch_bytes, 0)
             other_bytes += max(num_others - 1, 0) * batch_bytes
@@ -168,7 +168,7 @@ class TrainingMoments:
         if self.trains_weights and rank.is_first:
             yield from self._iter_embedding_moments(other_bytes, head_grad)
 
-    def _sum_micro_batch(self) -> int:
+    def _sum_micro_batch_bytes(self) -> int:
         """Return the bytes that a micro-batch saves in this pipeline stage, without autocast's casts of weights."""
         num_bytes = sum(self.saved_bytes) + 16 * self.tokens
         if not self.plan.method.checkpointing:
@@ -191,12 +191,12 @@ class TrainingMoments:
         copy = loss if self.logits_itemsize < FLOAT32 else 0
         cast_bytes = self._sum_cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
         head_logits = self.logits_bytes + self._sum_head_copy() * self.trains_weights
-        for name, comm, extra, unreduced, logits in (
+        for name, comm, extra_bytes, unreduced, logits in (
             ("loss, forward", self._get_comm_terms(all_layers), cast_bytes + 2 * self.hidden_bytes, 0, copy + loss),
             ("loss, backward", comm_fetch, 0, 0, 3 * loss),
             ("head, backward", comm_fetch, self.hidden_bytes, head_grad, head_logits),
         ):
-            live_bytes, logits = activations + extra, self._sum_logits() + logits
+            live_bytes, logits = activations + extra_bytes, self._sum_logits() + logits
             yield self._build_moment(
                 name, comm, activations=live_bytes, gradients=prior_grads, unreduced=unreduced, logits=logits
             )
@@ -206,8 +206,8 @@ class TrainingMoments:
     ) -> Iterator[PeakMoment]:
         """Yield the moments at which a chunk's logits are replaced by their gradient, and the head's gradient is cast.
 
-        fixes/head_loss.py: a chunk's size allows for the logits, their float32 copy and a float32 temporary,
-        at most two of which exist at once. With several chunks, the head's gradients are summed in float32.
+        A chunk is sized for its logits, their float32 copy and a float32 temporary, of which at most two exist at once
+        (fixes/head_loss.py). With several chunks, the head's gradients are summed in float32.
         """
         num_weights = self.g.vocab * self.g.hidden // self.rank.tensor
         upcast = FLOAT32 * (self.logits_itemsize < FLOAT32)
@@ -240,7 +240,7 @@ class TrainingMoments:
         forward_peak = tape.peak
         tape.peak = tape.live
         grads = tape.run_backward(output)
-        extra = max(tape.peak, forward_peak if recomputed else 0) - saved_bytes
+        temp_bytes = max(tape.peak, forward_peak if recomputed else 0) - saved_bytes
         # A reduction may make the gradients float32.
         layer_grads = grads * self.reduced_itemsize // self.full_itemsize if self.trains_weights else 0
         layers = self.elements.num_layers
@@ -255,7 +255,7 @@ class TrainingMoments:
                 layers - done, num_gathered=1, num_fetched=done < layers - 1, num_reduced=done > 0
             )
             yield self._build_moment(
-                name, comm, activations=sum(self.saved_bytes[: layers - done]) + other_bytes + recomputed + extra,
+                name, comm, activations=sum(self.saved_bytes[: layers - done]) + other_bytes + recomputed + temp_bytes,
                 gradients=prior_grads or done * layer_grads, unreduced=0 if prior_grads else head_grad,
                 logits=self._held_logits,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""causal_conv1d: a short convolution over time for each channel, with SiLU.
+"""causal_conv1d: a depthwise causal convolution over time, with SiLU.
 
 Sources: causal_conv1d/causal_conv1d_interface.py, cpp_functions.py and csrc/causal_conv1d.cpp of
 Dao-AILab/causal-conv1d@v1.6.1.post4. It has workspaces only under torch.use_deterministic_algorithms.

@@ -1,9 +1,9 @@
-"""The finder of stubs: the last on `sys.meta_path`, so that real packages come first, during a run.
+"""The import finder of stubs, which during a run is the last on `sys.meta_path`, so that real packages come first.
 
-The importing module decides. The program's own code finds stubs, also in try/except: it is written for a machine with
-the package. A library that checks for a package (T5 of transformers 4 checks for apex) finds none, and does without;
-once the program has chosen a package, by an import of its own or by an argument that names it
-(`attn_implementation="flash_attention_2"`), every module finds it.
+Whether an import finds a stub depends on the importing code. The program's own code does, also in try/except: it is
+written for a machine with the package. A library that checks for a package (T5 of transformers 4 checks for apex) does
+not, until the program has chosen the package, by an import of its own or by an argument that names it
+(`attn_implementation="flash_attention_2"`).
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_
 
 @_register("knn")
 def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
-    """Return the edges between neighbors in `x`; without `loop`, k + 1 neighbors are found and loops removed."""
+    """Return the edges between neighbors in `x`; unless `loop`, k + 1 neighbors are found and self-loops removed."""
     check_on_gpu("torch_cluster.knn_graph", x, batch)
     edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
     return _remove_loops(edges, loop, flow)
@@ -81,7 +81,7 @@ def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_worker
 def radius_graph(
     x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
 ):
-    """Return the edges between points of `x` within a radius; without `loop`, loops are removed."""
+    """Return the edges between points of `x` within a radius; self-loops are removed unless `loop`."""
     check_on_gpu("torch_cluster.radius_graph", x, batch)
     max_neighbors = max_num_neighbors if loop else max_num_neighbors + 1
     return _remove_loops(radius(x, x, r, batch, batch, max_neighbors, num_workers, batch_size), loop, flow)

@@ -117,7 +117,7 @@ class _ApexNorm(nn.Module):
     """The base of Apex's norm layers: layer norm or RMS norm, with the output in the input's or weight's dtype."""
 
     is_rms = False
-    mixed = False
+    is_mixed = False
     weight: Any
     bias: Any
 
@@ -145,13 +145,13 @@ class _ApexNorm(nn.Module):
     def forward(self, input):
         """Return the norm of `input`: by the kernel on a GPU, else (or in compiled code) by PyTorch's operators."""
         is_traced = torch.jit.is_tracing() or torch.jit.is_scripting()  # type: ignore[attr-defined]
-        if is_traced or not input.is_cuda or (torch.compiler.is_compiling() and not self.mixed):
+        if is_traced or not input.is_cuda or (torch.compiler.is_compiling() and not self.is_mixed):
             if self.is_rms:
                 return manual_rms_norm(input, self.normalized_shape, self.weight, self.eps)
             return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return _norm(
             input, self.normalized_shape, self.weight, None if self.is_rms else self.bias, is_rms=self.is_rms,
-            memory_efficient=self.memory_efficient, is_mixed=self.mixed,
+            memory_efficient=self.memory_efficient, is_mixed=self.is_mixed,
         )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ class FusedRMSNorm(_ApexNorm):
 
 
 class _MixedNorm(_ApexNorm):
-    mixed = True
+    is_mixed = True
 
     def __init__(self, normalized_shape, eps=1e-5, *, memory_efficient=False, **kwargs) -> None:
         if not kwargs.pop("elementwise_affine", True):

@@ -189,7 +189,7 @@ def _attend(name: str, inputs: tuple[torch.Tensor, ...], *arguments):
         require(inputs[-1].dim() == rows + is_packed, name, f"keys of {rows + is_packed} dimensions")
         require(inputs[0].shape[0] == inputs[-1].shape[0], name, "queries and keys of one batch size")
     else:
-        require(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
+        require(all(t.dtype == torch.int32 for t in lengths[:2]), name, "cu_seqlens of dtype int32")
 
     def forward(*tensors: torch.Tensor):
         query, key, value = map(_pad_head, _unpack(tensors))

@@ -71,9 +71,9 @@ def _get_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return functions.get(name, functional.relu)
 
 
-def _can_fuse(x, *others) -> bool:
+def _can_fuse(x, *parameters) -> bool:
     is_half = x.dtype in HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
-    return is_half and all(tensor is None or tensor.is_cuda for tensor in (x, *others))
+    return is_half and all(tensor is None or tensor.is_cuda for tensor in (x, *parameters))
 
 
 def _cast_for_autocast(*tensors) -> tuple[Any, ...]:

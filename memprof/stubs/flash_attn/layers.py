@@ -188,10 +188,11 @@ def norm(
         is_separate = has_residual and (dtype != x_sum.dtype or dropout_p > 0)
         d_residual = torch.empty_like(x_sum) if is_separate else d_x
         parts_shape = (count_multiprocessors() * num_parts, shape[-1])
-        parts = [None if one is None else x_sum.new_empty(parts_shape, dtype=torch.float32) for one in parameters]
+        parts = [None if t is None else x_sum.new_empty(parts_shape, dtype=torch.float32) for t in parameters]
         record_autotuning(f"{name} backward", key)
         d_weight, d_bias = (
-            None if part is None else part.sum(0).to(one.dtype) for part, one in zip(parts, parameters, strict=True)
+            None if partial is None else partial.sum(0).to(t.dtype)
+            for partial, t in zip(parts, parameters, strict=True)
         )
         return d_x.reshape(shape), d_weight, d_bias, d_residual.reshape(shape) if has_residual else None
 

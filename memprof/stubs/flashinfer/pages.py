@@ -107,5 +107,5 @@ def merge_states(v, s):
     check_on_gpu("flashinfer.merge_states", v, s)
     s = s.float()
     length, _, heads, size = v.size()
-    merged = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)
-    return merged, torch.empty(length, heads, dtype=torch.float32, device=v.device)
+    output = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)
+    return output, torch.empty(length, heads, dtype=torch.float32, device=v.device)

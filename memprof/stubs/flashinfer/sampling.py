@@ -138,8 +138,8 @@ def _sample_top_k_top_p(
     is_large = rows.size(-1) >= _MIN_VOCABULARY
     if indices is None and isinstance(top_k, int) and is_large and 0 < top_k <= min(_MAX_TOP_K, rows.size(-1) - 1):
         return _sample_top_k_first(name, from_logits, rows, top_k, top_p, options)
-    filtered = top_k_mask_logits(rows, top_k) if from_logits else top_k_renorm_probs(rows, top_k)
-    probs = torch.softmax(filtered, dim=-1) if from_logits else filtered
+    top_k_rows = top_k_mask_logits(rows, top_k) if from_logits else top_k_renorm_probs(rows, top_k)
+    probs = torch.softmax(top_k_rows, dim=-1) if from_logits else top_k_rows
     return top_p_sampling_from_probs(probs, top_p, indices, **options)
 
 

@@ -104,28 +104,26 @@ def mamba_inner_fn(
         x, gate = packed.chunk(2, dim=1)
         kernel_weight = kernel_weight.squeeze(1)
         conv_out = torch.empty_like(x)
-        projected = functional.linear(conv_out.transpose(1, 2).reshape(-1, conv_out.shape[1]), x_weight)
-        steps = _rearrange_by_channel(step_weight @ projected[:, :rank].t(), time)
+        x_proj = functional.linear(conv_out.transpose(1, 2).reshape(-1, conv_out.shape[1]), x_weight)
+        steps = _rearrange_by_channel(step_weight @ x_proj[:, :rank].t(), time)
         b, c = (
             part.unflatten(0, (-1, time)).transpose(1, 2).unsqueeze(1).contiguous()
-            for part in (projected[:, rank : rank + states], projected[:, -states:])
+            for part in (x_proj[:, rank : rank + states], x_proj[:, -states:])
         )
         d = None if d is None else d.contiguous()
         out, scan_states, gated = _scan(conv_out, steps, a, gate)
         saved = (
-            packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias,
+            packed, kernel_weight, kernel_bias, x_proj, x_weight, step_weight, out_weight, a, b, c, d, bias,
             scan_states, out,
         )  # fmt: skip
         return functional.linear(gated.transpose(1, 2), out_weight, out_bias), saved
 
     def backward(saved, gradient: torch.Tensor):
-        packed, kernel_weight, kernel_bias, projected, x_weight, step_weight, out_weight, a, b, c, d, bias, _, out = (
-            saved
-        )
+        packed, kernel_weight, kernel_bias, x_proj, x_weight, step_weight, out_weight, a, b, c, d, bias, _, out = saved
         x, gate = packed.chunk(2, dim=1)
         gradient = maybe_contiguous(gradient)
         conv_out = torch.empty_like(x)
-        steps = _rearrange_by_channel(step_weight @ projected[:, :rank].t(), time)
+        steps = _rearrange_by_channel(step_weight @ x_proj[:, :rank].t(), time)
         d_packed = torch.empty_like(packed)
         d_x, d_gate = d_packed.chunk(2, dim=1)
         rows = gradient.flatten(0, 1).t()
@@ -135,7 +133,7 @@ def mamba_inner_fn(
         del gradients
         d_out_weight = torch.einsum("eB,dB->ed", rows, gated.transpose(0, 1).reshape(gated.shape[1], -1))
         d_out_bias = None if out_proj_bias is None else gradient.flatten(0, 1).sum(0)
-        d_projected = torch.empty_like(projected)
+        d_projected = torch.empty_like(x_proj)
         d_b = d_b.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
         d_projected[:, rank : rank + states] = d_b
         del d_b
@@ -143,7 +141,7 @@ def mamba_inner_fn(
         d_projected[:, -states:] = d_c
         del d_c
         d_steps = d_steps.transpose(0, 1).reshape(d_steps.shape[1], -1)
-        d_step_weight = torch.einsum("dB,Br->dr", d_steps, projected[:, :rank])
+        d_step_weight = torch.einsum("dB,Br->dr", d_steps, x_proj[:, :rank])
         d_projected[:, :rank] = torch.einsum("dB,dr->Br", d_steps, step_weight)
         d_mixed = d_mixed.transpose(0, 1).reshape(d_mixed.shape[1], -1)
         d_x_weight = torch.einsum("Br,Bd->rd", d_projected, conv_out.transpose(1, 2).reshape(-1, conv_out.shape[1]))

@@ -146,9 +146,9 @@ class _Split(torch.autograd.Function):
     """torch.split with a backward that joins the gradients without a copy if they are adjacent in one tensor."""
 
     @staticmethod
-    def forward(ctx, mixed: torch.Tensor, dim: int, sizes: tuple[int, ...]):
+    def forward(ctx, x: torch.Tensor, dim: int, sizes: tuple[int, ...]):
         ctx.dim, ctx.sizes = dim, sizes
-        return torch.split(mixed, list(sizes), dim=dim)
+        return torch.split(x, list(sizes), dim=dim)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
@@ -233,8 +233,8 @@ class MultiheadAttention(nn.Module):
         self.group_size = num_attention_heads // self.groups
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         query, key = self.size * num_attention_heads, self.size * self.groups
-        split = None if fuse_qkv_params else {"query": query, "key": key, "value": key}
-        shared: dict[str, Any] = {
+        split_sizes = None if fuse_qkv_params else {"query": query, "key": key, "value": key}
+        options: dict[str, Any] = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype, "device": device,
             "bias": bias,
         }  # fmt: skip
@@ -242,13 +242,13 @@ class MultiheadAttention(nn.Module):
         if input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
                 hidden_size, query + 2 * key, eps=layernorm_epsilon, init_method=init_method, parallel_mode=mode,
-                return_layernorm_output=return_layernorm_output, parameters_split=split,
-                zero_centered_gamma=zero_centered_gamma, normalization=normalization, **shared,
+                return_layernorm_output=return_layernorm_output, parameters_split=split_sizes,
+                zero_centered_gamma=zero_centered_gamma, normalization=normalization, **options,
             )  # fmt: skip
         else:
             self.qkv = Linear(
-                hidden_size, query + 2 * key, init_method=init_method, parallel_mode=mode, parameters_split=split,
-                **shared,
+                hidden_size, query + 2 * key, init_method=init_method, parallel_mode=mode, parameters_split=split_sizes,
+                **options,
             )  # fmt: skip
         self.core_attention = DotProductAttention(
             num_attention_heads, self.size, num_gqa_groups=self.groups, attention_dropout=attention_dropout,
@@ -256,7 +256,7 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
         self.proj = Linear(
             query, hidden_size, init_method=output_layer_init_method, return_bias=return_bias,
-            parallel_mode="row" if set_parallel_mode else None, **shared,
+            parallel_mode="row" if set_parallel_mode else None, **options,
         )  # fmt: skip
 
     def forward(
@@ -269,15 +269,15 @@ class MultiheadAttention(nn.Module):
         """Return the output, with the shape of `hidden_states`; with return_bias or norm output, a tuple."""
         normed = None
         if self.input_layernorm:
-            mixed = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
+            qkv = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
             if self.return_layernorm_output:
-                mixed, normed = mixed
+                qkv, normed = qkv
         else:
-            mixed = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
-        inner = (self.groups, self.group_size + 2) if self.interleaved else (self.group_size + 2, self.groups)
-        mixed = mixed.view(*mixed.shape[:-1], *inner, self.size)
-        parts = _Split.apply(mixed, -2 if self.interleaved else -3, (self.group_size, 1, 1))
-        query, key, value = (part.reshape(*part.shape[:2], -1, self.size) for part in parts)
+            qkv = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
+        head_shape = (self.groups, self.group_size + 2) if self.interleaved else (self.group_size + 2, self.groups)
+        qkv = qkv.view(*qkv.shape[:-1], *head_shape, self.size)
+        groups = _Split.apply(qkv, -2 if self.interleaved else -3, (self.group_size, 1, 1))
+        query, key, value = (t.reshape(*t.shape[:2], -1, self.size) for t in groups)
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             query, key = apply_rotary(query, angles[0]), apply_rotary(key, angles[1])

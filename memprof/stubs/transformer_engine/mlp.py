@@ -87,16 +87,16 @@ class LayerNormMLP(BaseLayer):
             w1 = self._quantize_weight("fc1_weight", w1, dtype, recipe, is_first_microbatch, has_grad)
             w2 = self._quantize_weight("fc2_weight", w2, dtype, recipe, is_first_microbatch, has_grad)
             biases = [cast(t, dtype) for t in (b1, b2)]
-            inner = allocate_product((x.shape[0],), inner_size, dtype, x)
+            fc1_out = allocate_product((x.shape[0],), inner_size, dtype, x)
             if recipe is None:
-                active = Quantized(inner.new_empty((x.shape[0], active_size)))
+                active = Quantized(fc1_out.new_empty((x.shape[0], active_size)))
             else:
-                active = quantize_output(inner[:, :active_size], recipe, transposes=False)
+                active = quantize_output(fc1_out[:, :active_size], recipe, transposes=False)
             out = allocate_product(shape[:-1], out_size, dtype, x)
-            return out, (x, *normed, inner, *active, *w1, *w2, *statistics, *biases, norm_weight)
+            return out, (x, *normed, fc1_out, *active, *w1, *w2, *statistics, *biases, norm_weight)
 
         def backward_kernel(saved, gradient: torch.Tensor):
-            x, normed, inner = saved[0], Quantized(*saved[1:4]), saved[4]
+            x, normed, fc1_out = saved[0], Quantized(*saved[1:4]), saved[4]
             active, norm_weight = Quantized(*saved[5:8]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             d_out, d_bias2 = quantize_gradient(gradient, recipe, adds_bias2, dtype)
@@ -109,14 +109,14 @@ class LayerNormMLP(BaseLayer):
             d_bias1 = None
             if recipe is None:
                 # Fused with the product where not fused with the bias: the gradient is already the activation's.
-                d_inner = Quantized(d_active if fuses_gelu and not fuses_bias else torch.empty_like(inner))
-                d_bias1 = inner.new_empty(inner_size) if self.use_bias and fuses_bias else None
+                d_inner = Quantized(d_active if fuses_gelu and not fuses_bias else torch.empty_like(fc1_out))
+                d_bias1 = fc1_out.new_empty(inner_size) if self.use_bias and fuses_bias else None
             else:
                 is_fused = recipe.delayed() and activation in _PLAIN_ACTIVATIONS
-                unquantized = inner if is_fused else torch.empty_like(inner)
+                unquantized = fc1_out if is_fused else torch.empty_like(fc1_out)
                 d_inner, d_bias1 = quantize_gradient(unquantized, recipe, True, dtype)
                 del unquantized
-            free_data(inner)
+            free_data(fc1_out)
             d_normed = allocate_product((x.shape[0],), size, dtype, gradient)
             normed, d_inner = transpose(recipe, normed, d_inner)
             d_w1 = allocate_product((inner_size,), size, dtype, gradient)

@@ -21,10 +21,10 @@ _SOURCE = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
 
 
 def register(*modules: str) -> Callable[[Any], Any]:
-    """Return a decorator that registers a stub in transformer_engine.pytorch and its `modules`, the defining first."""
-    inner = (f"transformer_engine.pytorch.{module}" for module in modules)
+    """Return a decorator that registers a stub in transformer_engine.pytorch, and in its submodules `modules`."""
+    full_names = (f"transformer_engine.pytorch.{module}" for module in modules)
     source = f"{_SOURCE}pytorch/{modules[0].replace('.', '/')}.py, pytorch/csrc"
-    return register_in(*inner, "transformer_engine.pytorch", source=source)
+    return register_in(*full_names, "transformer_engine.pytorch", source=source)
 
 
 _register_recipe = register_in("transformer_engine.common.recipe", source=f"{_SOURCE}common/recipe/__init__.py")

@@ -66,7 +66,7 @@ class TransformerLayer(nn.Module):
             )
         self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
         self.hidden_dropout = hidden_dropout
-        shared: dict[str, Any] = {
+        options: dict[str, Any] = {
             "tp_group": tp_group, "tp_size": tp_size, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype, "bias": bias, "return_bias": True, "normalization": normalization,
             "device": device, "zero_centered_gamma": zero_centered_gamma, "set_parallel_mode": set_parallel_mode,
@@ -76,10 +76,10 @@ class TransformerLayer(nn.Module):
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon,
             layer_number=layer_number, num_gqa_groups=num_gqa_groups, input_layernorm=not output_layernorm,
             fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved,
-            qkv_format=attn_input_format, qk_norm_type=qk_norm_type, softmax_type=softmax_type, **shared,
+            qkv_format=attn_input_format, qk_norm_type=qk_norm_type, softmax_type=softmax_type, **options,
         )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **shared
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **options
         )
         self.layernorm: nn.Module | None = None
         if output_layernorm:

@@ -93,8 +93,8 @@ def _check_window(size: int) -> None:
         raise ValueError(f"Expected `window_size > 0`, but window_size={size}")
 
 
-def _to_device(numbers: Iterable[int], device) -> torch.Tensor:
-    tensor = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
+def _to_device(integers: Iterable[int], device) -> torch.Tensor:
+    tensor = torch.tensor(list(integers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
     return tensor.to(device, non_blocking=True)
 
 
@@ -132,8 +132,8 @@ class _SeqLenInfo:
         for size in sizes:
             lengths.append(self.seqstart_py[begin + size] - self.seqstart_py[begin])
             begin += size
-        pieces = x.split(lengths, dim=1)
-        return [part.reshape(size, -1, *part.shape[2:]) for size, part in zip(sizes, pieces, strict=True)]
+        views = x.split(lengths, dim=1)
+        return [view.reshape(size, -1, *view.shape[2:]) for size, view in zip(sizes, views, strict=True)]
 
 
 @_register
@@ -237,10 +237,10 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 
     def __post_init__(self):
         spans = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=False)
-        for i, ((begin, end), (first, last)) in enumerate(spans):
-            if last - first < end - begin:
+        for i, ((begin, end), (key_begin, key_end)) in enumerate(spans):
+            if key_end - key_begin < end - begin:
                 raise ValueError(
-                    f"Block #{i} has num_keys={last - first} and num_queries={end - begin}."
+                    f"Block #{i} has num_keys={key_end - key_begin} and num_queries={end - begin}."
                     " Expected `num_keys >= num_queries`"
                 )
 
