@@ -239,18 +239,18 @@ def _with(page: str, marker: str, table: str) -> str:
 def table_of_stubs() -> str:
     """Each function that has a stub, by its package: what is counted, and the files that it was read in."""
     from memprof.stubs import audio, detection, registry  # noqa: F401  # the two register operators of libraries
-    from memprof.stubs.packages import INSTALLED, PACKAGES
+    from memprof.stubs.packages import INSTALLED_PACKAGES, PACKAGES
     from memprof.virtual.kernels.registry import MISSING_OPERATORS
 
     sections = []
     for package in PACKAGES.values():
         functions: dict[int, tuple[Any, list[str]]] = {}
-        for module, held in registry.modules(package.name).items():
+        for module, held in registry.find_modules(package.name).items():
             for name, one in held.items():
                 functions.setdefault(id(one.value), (one, []))[1].append(f"{module}.{name}")
         rows = [(min(names, key=len), one.value, one.source) for one, names in functions.values()]
         sections.append(_of_package(package, rows))
-    for package in INSTALLED:
+    for package in INSTALLED_PACKAGES:
         operators = [
             (f"torch.ops.{name}", next(entry for _, entry in entries if callable(entry)), package.source)
             for name, entries in MISSING_OPERATORS.items()

@@ -29,7 +29,7 @@ class ReportedRun:
 
     @property
     def spec(self) -> TargetSpec:
-        """Return the spec with which `memprof profile` reproduces the run."""
+        """Return the options with which `memprof profile` reproduces the run."""
         return TargetSpec(
             model=self.model or "MODEL",
             batch_size=self.batch_size or 1,
@@ -40,11 +40,11 @@ class ReportedRun:
         )
 
     def build_command(self, fix: str = "") -> str:
-        """Return the `memprof profile` command for the run, with a fix by its name."""
+        """Return the `memprof profile` command that reproduces the run, with the fix named `fix` unless it is empty."""
         return make_profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_gpu=False)
 
     def build_command_with_fix(self, fix: Fix) -> str | None:
-        """Return the `memprof profile` command with a fix; None if the fix does not apply to the run."""
+        """Return the `memprof profile` command that runs with `fix`; None if the fix does not apply to the run."""
         dtype = None
         if self.model is not None and has_model(self.model):
             dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
@@ -60,26 +60,26 @@ class ReportedRun:
 
 
 # The only fix of each of these cases.
-_SEGMENTS, _SPILLED = find_fixes_for("fragmentation")[0], find_fixes_for("doctor: spilled")[0]
+_SEGMENTS_FIX, _SPILL_FIX = find_fixes_for("fragmentation")[0], find_fixes_for("doctor: spilled")[0]
 _HOST = find_fixes_for("doctor: host memory")[0]
-_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A Windows path.
+_WINDOWS_PATH = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A Windows path.
 _LIST_PROCESSES = Advice("see who is on the GPU", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv")
 
 
-def _fix_advice(case: str, run: ReportedRun) -> tuple[Advice, ...]:
+def _list_fix_advice(case: str, run: ReportedRun) -> tuple[Advice, ...]:
     """Return advice for the fixes that the catalog lists for `case`, in order."""
-    found = []
+    advice = []
     for fix in find_fixes_for(case):
         cost = "" if fix.cost.startswith("none") else f" (costs: {fix.cost})"
         if (command := run.build_command_with_fix(fix)) is not None:
-            found.append(Advice(fix.doctor_texts.get(case, fix.changes) + cost, command, fix=fix.name))
-    return tuple(found)
+            advice.append(Advice(fix.doctor_texts.get(case, fix.changes) + cost, command, fix=fix.name))
+    return tuple(advice)
 
 
 def list_advice(
     cause: Cause, sizes: MessageSizes, tensors: tuple[Candidate, ...], run: ReportedRun, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
-    """Return the advice for `cause`, in order; `text` is the message with the log around it."""
+    """Return the advice for `cause`, most useful first; `text` is the error message with the log around it."""
     if sizes.total is not None and sizes.total.num_bytes >= GIB:
         run = replace(run, gpu_bytes=parse_gib(f"{sizes.total.num_bytes / GIB:.2f}"))  # as printed
     if tensors and "delta" in tensors[0].role:
@@ -91,24 +91,24 @@ def list_advice(
     if cause in _ADVICE_BY_CAUSE:
         return _ADVICE_BY_CAUSE[cause]
     if cause is Cause.OTHER_PROCESSES:
-        left_over = "end what is left over of an earlier run (a notebook keeps its GPU until its kernel ends)"
+        problem = "end what is left over of an earlier run (a notebook keeps its GPU until its kernel ends)"
         return (
             _LIST_PROCESSES,
-            Advice(left_over, "kill PID"),
+            Advice(problem, "kill PID"),
             Advice("or take another GPU", "CUDA_VISIBLE_DEVICES=1 python ..."),
             Advice("how much your own run needs", run.build_command()),
         )
     if cause is Cause.MEMORY_LIMIT:
-        limit = "raise or remove the limit, set in the program or as per_process_memory_fraction in the allocator's"
-        raised = Advice.python(f"{limit} settings", "torch.cuda.set_per_process_memory_fraction(1.0)")
-        return raised, Advice("how much the run needs", run.build_command())
+        change = "raise or remove the limit, set in the program or as per_process_memory_fraction in the allocator's"
+        advice = Advice.python(f"{change} settings", "torch.cuda.set_per_process_memory_fraction(1.0)")
+        return advice, Advice("how much the run needs", run.build_command())
     if cause is Cause.FREE_REFUSED:
         return (
             Advice(
                 "see what the driver shows while the run goes on: another process may come and go",
                 "memprof monitor -- python train.py",
             ),
-            *_segments_advice("no single segment is requested any more, so that no one piece must be had", text),
+            *_list_segments_advice("no single segment is requested any more, so that no one piece must be had", text),
             Advice(
                 "check limits that free memory does not show: a container's, a slice's (MIG), a virtual GPU's, and on "
                 "Windows the page file, which backs what GPUs commit",
@@ -129,81 +129,81 @@ def list_advice(
                 "an index out of range (labels, token ids) ends in the same message: run once on the CPU, or with",
                 "CUDA_LAUNCH_BLOCKING=1 python train.py",
             ),
-            *_smaller_run_advice(run, tensors)[:3],
+            *_list_smaller_run_advice(run, tensors)[:3],
         )
     if cause is Cause.FRAGMENTATION:
         return (
             *(
-                _segments_advice("let segments grow: what is reserved and unused serves this request", text)
-                or _split_size_advice(text)
+                _list_segments_advice("let segments grow: what is reserved and unused serves this request", text)
+                or _list_split_size_advice(text)
             ),
             Advice(
                 "sizes that change from batch to batch leave gaps: pad lengths to multiples of 64, or sort by length"
             ),
-            Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --alloc-conf {_SEGMENTS.alloc_conf}"),
-            *_smaller_run_advice(run, tensors),
+            Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --alloc-conf {_SEGMENTS_FIX.alloc_conf}"),
+            *_list_smaller_run_advice(run, tensors),
         )
-    others = (_LIST_PROCESSES,) if cause is Cause.DEVICE_MEMORY and source == "CUDA" else ()
-    return others + _tensor_advice(tensors, run) + _smaller_run_advice(run, tensors)
+    process_advice = (_LIST_PROCESSES,) if cause is Cause.DEVICE_MEMORY and source == "CUDA" else ()
+    return process_advice + _list_tensor_advice(tensors, run) + _list_smaller_run_advice(run, tensors)
 
 
 def _is_before_torch_2_1(text: str) -> bool:
-    """Return whether the message has the wording of torch before 2.1, which has no expandable segments."""
+    """Return whether `text` has an error message in the wording of torch before 2.1, without expandable segments."""
     return "reserved in total by PyTorch" in text or " cached)" in text
 
 
-def _segments_advice(advice: str, text: str) -> tuple[Advice, ...]:
-    """Return advice to use expandable segments; none before torch 2.1 or on Windows, which lack them."""
-    if _is_before_torch_2_1(text) or _WINDOWS.search(text):
+def _list_segments_advice(advice: str, text: str) -> tuple[Advice, ...]:
+    """Return advice to use expandable segments, in the words `advice`; empty where the log's torch lacks them."""
+    if _is_before_torch_2_1(text) or _WINDOWS_PATH.search(text):
         return ()
     variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
-    return (Advice(advice, f"export {variable}={_SEGMENTS.alloc_conf}", fix=_SEGMENTS.name),)
+    return (Advice(advice, f"export {variable}={_SEGMENTS_FIX.alloc_conf}", fix=_SEGMENTS_FIX.name),)
 
 
-def _split_size_advice(text: str) -> tuple[Advice, ...]:
-    """Return advice against fragmentation for torch without expandable segments."""
+def _list_split_size_advice(text: str) -> tuple[Advice, ...]:
+    """Return advice against fragmentation where torch lacks expandable segments; `text` is of the log."""
     if _is_before_torch_2_1(text) and "max_split_size_mb" not in text:
         return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
-    where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
-    shell = "set" if _WINDOWS.search(text) else "export"
-    advice = f"leave large blocks whole for large requests (there are no expandable segments {where})"
+    condition = "on Windows" if _WINDOWS_PATH.search(text) else "before torch 2.1"
+    shell = "set" if _WINDOWS_PATH.search(text) else "export"
+    advice = f"leave large blocks whole for large requests (there are no expandable segments {condition})"
     return (Advice(advice, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),)
 
 
-def _tensor_advice(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Advice, ...]:
-    """Return advice that reduces the likeliest tensor; none if no tensor is known."""
+def _list_tensor_advice(tensors: tuple[Candidate, ...], run: ReportedRun) -> tuple[Advice, ...]:
+    """Return advice that makes the first of `tensors` smaller; empty without tensors."""
     if not tensors:
         return ()
     role = tensors[0].role
     if role.startswith("logits"):
-        last = "in inference and prefill: logits of the last position alone"
-        return (*_fix_advice("doctor: logits", run), Advice.python(last, "model(input_ids, logits_to_keep=1)"))
+        hint = "in inference and prefill: logits of the last position alone"
+        return (*_list_fix_advice("doctor: logits", run), Advice.python(hint, "model(input_ids, logits_to_keep=1)"))
     if role.startswith("attention"):
-        return _fix_advice("doctor: attention", run)
+        return _list_fix_advice("doctor: attention", run)
     if "delta" in role:
-        return _fix_advice("doctor: weight delta", run)
+        return _list_fix_advice("doctor: weight delta", run)
     if role.startswith(("hidden states", "queries", "keys", "feed-forward act")):
-        return _fix_advice("doctor: activations", run)
-    return _fix_advice("doctor: parameters" if "parameters" in role else "doctor: weights", run)
+        return _list_fix_advice("doctor: activations", run)
+    return _list_fix_advice("doctor: parameters" if "parameters" in role else "doctor: weights", run)
 
 
-def _smaller_run_advice(run: ReportedRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
-    """Return advice to reduce the memory of the whole run, without fixes that `_tensor_advice` has."""
-    said = {step.fix for step in _tensor_advice(tensors, run)}
-    search = "let memprof search: the set of fixes whose step takes least among those that fit"
-    on_cpu = "in inference that may take many times as long: use the CPU, whose memory is the machine's"
-    listed = (
-        Advice(search, run.build_command("auto")),
-        *_fix_advice("doctor: smaller", run),
-        Advice.python(on_cpu, 'model.to("cpu")'),
+def _list_smaller_run_advice(run: ReportedRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
+    """Return advice that reduces the memory of the entire run, without the fixes of `_list_tensor_advice`."""
+    tensor_fixes = {step.fix for step in _list_tensor_advice(tensors, run)}
+    search_hint = "let memprof search: the set of fixes whose step takes least among those that fit"
+    cpu_hint = "in inference that may take many times as long: use the CPU, whose memory is the machine's"
+    candidates = (
+        Advice(search_hint, run.build_command("auto")),
+        *_list_fix_advice("doctor: smaller", run),
+        Advice.python(cpu_hint, 'model.to("cpu")'),
         Advice("torch.cuda.empty_cache() does not help: torch releases its cache itself before it raises this error"),
     )
-    return tuple(step for step in listed if not step.fix or step.fix not in said)
+    return tuple(step for step in candidates if not step.fix or step.fix not in tensor_fixes)
 
 
 _VLLM = "vllm serve MODEL"
 _SGLANG = "python -m sglang.launch_server --model-path MODEL"
-_MPS = (
+_MPS_ADVICE = (
     Advice("a smaller batch, half precision, or a smaller model: the GPU shares the computer's memory"),
     Advice.python(
         "drop what is no longer used; other allocations are this process's too, such as graphs that Metal has "
@@ -213,10 +213,10 @@ _MPS = (
     Advice("lift the limit, at the risk that the system swaps or stops", "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"),
 )
 _PROFILE = "memprof profile --model MODEL"
-_CACHE_SIZE = Advice("how much weights and cache take", f"{_PROFILE} --mode inference --context-length 8192")
+_CACHE_SIZE_ADVICE = Advice("how much weights and cache take", f"{_PROFILE} --mode inference --context-length 8192")
 # Source of an error -> advice, for sources that need other fixes than torch.
 _ADVICE_BY_SOURCE: dict[str, tuple[Advice, ...]] = {
-    "torch (MPS)": _MPS,
+    "torch (MPS)": _MPS_ADVICE,
     "NCCL": (
         Advice("let NCCL say which call failed, and for want of what", "NCCL_DEBUG=WARN torchrun train.py"),
         Advice.python(
@@ -242,7 +242,7 @@ _ADVICE_BY_SOURCE: dict[str, tuple[Advice, ...]] = {
         Advice("shorter sequences", f"{_SGLANG} --context-length 8192"),
         Advice("a smaller cache: one byte a value", f"{_SGLANG} --kv-cache-dtype fp8_e5m2"),
         Advice("spread the weights over GPUs", f"{_SGLANG} --tensor-parallel-size 2"),
-        _CACHE_SIZE,
+        _CACHE_SIZE_ADVICE,
     ),
     "ggml": (
         _LIST_PROCESSES,
@@ -269,7 +269,7 @@ _ADVICE_BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
         Advice("a smaller cache: one byte a value", f"{_VLLM} --kv-cache-dtype fp8"),
         Advice("no CUDA graphs, which take memory too", f"{_VLLM} --enforce-eager"),
         Advice("spread the weights over GPUs", f"{_VLLM} --tensor-parallel-size 2"),
-        _CACHE_SIZE,
+        _CACHE_SIZE_ADVICE,
     ),
     Cause.ENGINE_BUDGET: (
         _LIST_PROCESSES,
@@ -281,7 +281,7 @@ _ADVICE_BY_CAUSE: dict[Cause, tuple[Advice, ...]] = {
         Advice(
             "weights in 4 bits: a quarter of half precision",
             "memprof profile --model MODEL --quantize nf4 --mode inference",
-            fix=_SPILLED.name,
+            fix=_SPILL_FIX.name,
         ),
         Advice.python(
             "or run with the rest in host memory, slowly", 'device_map="auto", llm_int8_enable_fp32_cpu_offload=True'

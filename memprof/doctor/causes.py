@@ -9,69 +9,69 @@ from memprof.units import GIB, format_bytes
 
 _LARGE_SHARE = 0.25  # Fraction of the GPU from which on the request alone is the cause.
 _FREE_SHARE = 0.05  # Fraction of the GPU: with less free memory, the GPU counts as full.
-_MIN_UNNAMED = GIB
+_MIN_UNLISTED_BYTES = GIB
 # Memory of unlisted processes may belong to this process's libraries (NCCL, other contexts), or to a desktop on a small
 # GPU; from these fractions of the GPU on it belongs to other processes.
-_UNNAMED_SHARE, _SURE_SHARE, _SMALL_GPU = 0.1, 0.25, 8 * GIB
+_UNLISTED_SHARE, _CERTAIN_SHARE, _SMALL_GPU = 0.1, 0.25, 8 * GIB
 
 
 def sum_other_processes(sizes: MessageSizes) -> int | None:
-    """Return the bytes of other processes on the GPU; None if the message does not show them."""
-    named = sum(size.num_bytes for _, size in list_other_processes(sizes))
-    if named:
-        return named
-    total, free, mine = sizes.total, sizes.free, find_own_bytes(sizes)
-    if total is None or free is None or mine is None:
+    """Return the bytes that other processes have on the GPU; None if the message's sizes do not show them."""
+    listed_bytes = sum(size.num_bytes for _, size in list_other_processes(sizes))
+    if listed_bytes:
+        return listed_bytes
+    total, free, own_bytes = sizes.total, sizes.free, find_own_bytes(sizes)
+    if total is None or free is None or own_bytes is None:
         return None
-    return max(0, total.num_bytes - free.num_bytes - mine)
+    return max(0, total.num_bytes - free.num_bytes - own_bytes)
 
 
 def find_own_bytes(sizes: MessageSizes) -> int | None:
-    """Return the bytes of this process as the driver reports them, or else reserved bytes and CUDA context."""
-    if own := sizes.process or _find_own_size(sizes):
-        return own.num_bytes
-    held = sizes.reserved or sizes.allocated
-    return None if held is None else held.num_bytes + CONTEXT_BYTES
+    """Return the bytes of the failed process: the driver's value, or else reserved memory plus the CUDA context."""
+    if own_size := sizes.process or _find_own_size(sizes):
+        return own_size.num_bytes
+    torch_size = sizes.reserved or sizes.allocated
+    return None if torch_size is None else torch_size.num_bytes + CONTEXT_BYTES
 
 
 def _find_own_size(sizes: MessageSizes) -> PrintedSize | None:
-    """Return the size of this process, if the message lists it as another process."""
-    foreign = list_other_processes(sizes)
-    return next((size for pid, size in sizes.others if (pid, size) not in foreign), None)
+    """Return the size of the failed process if the message lists it among other processes, else None."""
+    other_processes = list_other_processes(sizes)
+    return next((size for pid, size in sizes.others if (pid, size) not in other_processes), None)
 
 
 def list_other_processes(sizes: MessageSizes) -> tuple[tuple[int, PrintedSize], ...]:
-    """Return pid and size of the listed processes other than this one.
+    """Return pid and size of the listed processes except the failed process.
 
-    In a container, NVML reports pids of the host, so that torch's message lists its own process as another one. One of
-    them is this process if the GPU could not hold both its memory and this process's reserved memory.
+    In a container, NVML reports pids of the host, so torch's message lists the failed process among the others. It is
+    one of them if the GPU could not hold the memory of all listed processes and torch's reserved memory.
     """
     if sizes.process is not None or not sizes.others or sizes.reserved is None or sizes.total is None:
         return sizes.others
-    together = sum(size.num_bytes for _, size in sizes.others) + sizes.reserved.num_bytes
-    if together <= 1.01 * sizes.total.num_bytes:
+    total_bytes = sum(size.num_bytes for _, size in sizes.others) + sizes.reserved.num_bytes
+    if total_bytes <= 1.01 * sizes.total.num_bytes:
         return sizes.others
-    able = [(size.num_bytes, pid) for pid, size in sizes.others if size.high >= sizes.reserved.low]
-    own = min(able)[1] if able else None
-    return tuple((pid, size) for pid, size in sizes.others if pid != own)
+    candidates = [(size.num_bytes, pid) for pid, size in sizes.others if size.high >= sizes.reserved.low]
+    own_pid = min(candidates)[1] if candidates else None
+    return tuple((pid, size) for pid, size in sizes.others if pid != own_pid)
 
 
 def find_cause(sizes: MessageSizes) -> tuple[Cause, tuple[str, ...]]:
-    """Return the cause, and sentences that explain the sizes."""
+    """Return the cause of a failed allocation, and sentences that explain it by the message's sizes."""
     if sizes.tried is None:
         return Cause.DEVICE_MEMORY, ()
-    cause, why = _choose_cause(sizes, sizes.tried)
-    return cause, tuple(filter(None, (why, *_describe_sizes(sizes))))
+    cause, evidence = _choose_cause(sizes, sizes.tried)
+    return cause, tuple(filter(None, (evidence, *_describe_sizes(sizes))))
 
 
 def _choose_cause(sizes: MessageSizes, request: PrintedSize) -> tuple[Cause, str]:
-    """Return the cause of the failed allocation of `tried`, and a sentence with the evidence."""
-    want, total, free = request.num_bytes, sizes.total, sizes.free
+    """Return the cause of the failed allocation of size `request`, and a sentence with the evidence."""
+    need, total, free = request.num_bytes, sizes.total, sizes.free
     reserved, allocated = sizes.reserved, sizes.allocated
-    unused = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
-    allowed, held = sizes.allowed, reserved or allocated
-    if allowed is not None and held is not None and held.num_bytes + want > allowed.low:
-        return Cause.MEMORY_LIMIT, f"the program's own limit is {allowed.text}, and {held.text} of it are in use"
+    cached = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
+    allowed, torch_size = sizes.allowed, reserved or allocated
+    if allowed is not None and torch_size is not None and torch_size.num_bytes + need > allowed.low:
+        return Cause.MEMORY_LIMIT, f"the program's own limit is {allowed.text}, and {torch_size.text} of it are in use"
     if total is None or not total.num_bytes:
         return Cause.DEVICE_MEMORY, ""
     if request.low > total.high:
@@ -79,58 +79,58 @@ def _choose_cause(sizes: MessageSizes, request: PrintedSize) -> tuple[Cause, str
     if free is not None and free.low >= request.high and free.num_bytes >= _FREE_SHARE * total.num_bytes:
         return Cause.FREE_REFUSED, f"{free.text} are free, and the driver refused {request.text}"
     others = sum_other_processes(sizes) or 0
-    missing = want - (free.num_bytes if free else 0)
-    fits = unused >= missing
-    fragmented = fits and reserved is not None and unused >= FRAGMENTED_SHARE * reserved.num_bytes
-    if others >= missing and _is_foreign(sizes, others, total.num_bytes, fits=fits):
+    shortfall = need - (free.num_bytes if free else 0)
+    fits_cache = cached >= shortfall
+    is_fragmented = fits_cache and reserved is not None and cached >= FRAGMENTED_SHARE * reserved.num_bytes
+    if others >= shortfall and _belongs_to_others(sizes, others, total.num_bytes, fits_cache=fits_cache):
         return Cause.OTHER_PROCESSES, f"other processes have {format_bytes(others)}; without them the request would fit"
-    if fragmented:
-        beside = f", beside {free.text} free on the GPU" if unused < want and free else ""
-        why = f"torch holds {format_bytes(unused)} unused{beside}, in pieces too small for {request.text}"
-        return Cause.FRAGMENTATION, why
-    mine = find_own_bytes(sizes)
-    if free is None and mine is not None and want + mine < (1 - _UNNAMED_SHARE) * total.num_bytes:
-        what = "others have it, or the driver refuses a request of this size"
-        return Cause.DEVICE_MEMORY, f"{format_bytes(total.num_bytes - mine)} of the GPU are not this process's: {what}"
-    if want >= _LARGE_SHARE * total.num_bytes:
-        return Cause.LARGE_TENSOR, f"one request of {request.text} is {100 * want / total.num_bytes:.0f}% of the GPU"
-    if fits and unused and reserved is not None:
-        tensors = f"{100 * (1 - unused / reserved.num_bytes):.0f}% of what torch holds are tensors"
-        more = f"in one piece the rest would serve this request, and {format_bytes(unused - missing)} more"
-        return Cause.GPU_FULL, f"{tensors}; {more}"
+    if is_fragmented:
+        free_text = f", beside {free.text} free on the GPU" if cached < need and free else ""
+        evidence = f"torch holds {format_bytes(cached)} unused{free_text}, in pieces too small for {request.text}"
+        return Cause.FRAGMENTATION, evidence
+    own = find_own_bytes(sizes)
+    if free is None and own is not None and need + own < (1 - _UNLISTED_SHARE) * total.num_bytes:
+        text = "others have it, or the driver refuses a request of this size"
+        return Cause.DEVICE_MEMORY, f"{format_bytes(total.num_bytes - own)} of the GPU are not this process's: {text}"
+    if need >= _LARGE_SHARE * total.num_bytes:
+        return Cause.LARGE_TENSOR, f"one request of {request.text} is {100 * need / total.num_bytes:.0f}% of the GPU"
+    if fits_cache and cached and reserved is not None:
+        tensors_text = f"{100 * (1 - cached / reserved.num_bytes):.0f}% of what torch holds are tensors"
+        rest_text = f"in one piece the rest would serve this request, and {format_bytes(cached - shortfall)} more"
+        return Cause.GPU_FULL, f"{tensors_text}; {rest_text}"
     return Cause.GPU_FULL, ""
 
 
-def _is_foreign(sizes: MessageSizes, others: int, total: int, *, fits: bool) -> bool:
-    """Return whether other processes certainly have `others` bytes, and enough to cause the error."""
-    if others < _MIN_UNNAMED:
+def _belongs_to_others(sizes: MessageSizes, num_bytes: int, gpu_bytes: int, *, fits_cache: bool) -> bool:
+    """Return whether `num_bytes` certainly belong to other processes, and are enough to cause the error."""
+    if num_bytes < _MIN_UNLISTED_BYTES:
         return False
     # The driver's value for this process is reliable; a difference of other values is not.
-    share = _SURE_SHARE if fits or total < _SMALL_GPU else _UNNAMED_SHARE
-    return bool(list_other_processes(sizes)) or sizes.process is not None or others >= share * total
+    min_share = _CERTAIN_SHARE if fits_cache or gpu_bytes < _SMALL_GPU else _UNLISTED_SHARE
+    return bool(list_other_processes(sizes)) or sizes.process is not None or num_bytes >= min_share * gpu_bytes
 
 
 def _describe_sizes(sizes: MessageSizes) -> list[str]:
-    """Return sentences about sizes that are not part of the cause."""
-    said = []
+    """Return sentences on the sizes that do not determine the cause."""
+    lines = []
     total, reserved, allocated = sizes.total, sizes.reserved, sizes.allocated
-    held = reserved or allocated
+    torch_size = reserved or allocated
     if allocated is not None:
-        unused = 0 if reserved is None else max(0, reserved.num_bytes - allocated.num_bytes)
-        beside = "" if reserved is None else f", and {format_bytes(unused)} are reserved and unused"
-        said.append(f"tensors take {allocated.text}{beside}")
-    if total is not None and held is not None and held.low > total.high:
-        spills = "the driver spills into host memory (Windows, WSL), which is slow"
-        said.append(f"{held.text} on a GPU of {total.text}: {spills}")
+        cached = 0 if reserved is None else max(0, reserved.num_bytes - allocated.num_bytes)
+        cached_text = "" if reserved is None else f", and {format_bytes(cached)} are reserved and unused"
+        lines.append(f"tensors take {allocated.text}{cached_text}")
+    if total is not None and torch_size is not None and torch_size.low > total.high:
+        spill_text = "the driver spills into host memory (Windows, WSL), which is slow"
+        lines.append(f"{torch_size.text} on a GPU of {total.text}: {spill_text}")
     if sizes.private_pools is not None:
-        said.append(f"{sizes.private_pools.text} are in private pools (CUDA graphs)")
-    own = sizes.process or _find_own_size(sizes)
-    if own is not None and held is not None:
-        outside = own.num_bytes - held.num_bytes
-        if outside > 0:
+        lines.append(f"{sizes.private_pools.text} are in private pools (CUDA graphs)")
+    own_size = sizes.process or _find_own_size(sizes)
+    if own_size is not None and torch_size is not None:
+        extra = own_size.num_bytes - torch_size.num_bytes
+        if extra > 0:
             # Only messages of MPS have the process's memory without reserved memory.
-            what = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
-            said.append(f"{format_bytes(outside)} of this process are outside torch's allocator: {what}")
+            origin = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
+            lines.append(f"{format_bytes(extra)} of this process are outside torch's allocator: {origin}")
     for pid, size in list_other_processes(sizes):
-        said.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
-    return said
+        lines.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
+    return lines

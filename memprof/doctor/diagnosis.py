@@ -1,4 +1,4 @@
-"""Diagnoses as plain data; sizes are bytes."""
+"""Data classes of a diagnosis: cause, sizes, candidate tensors, advice. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from memprof.trace.json_values import JsonValue
 
 
 class Cause(StrEnum):
-    """The cause of a failed run, as far as the message shows; each cause has a headline."""
+    """The cause of a failed run; `headline` describes it in one line of the report."""
 
     headline: str
 
     def __new__(cls, value: str, headline: str = "") -> Cause:
-        """Return the member for a value (a string), with its headline."""
-        made = str.__new__(cls, value)
-        made._value_, made.headline = value, headline
-        return made
+        """Return the enum member with this value and headline."""
+        member = str.__new__(cls, value)
+        member._value_, member.headline = value, headline
+        return member
 
     GPU_FULL = "gpu-full", "The GPU is full of this process's own tensors"
     # One request has a quarter of the GPU or more.

@@ -32,9 +32,9 @@ class Dimensions:
     half_dtype: str = "bfloat16"  # Half-precision dtype of the checkpoint, or the default.
 
 
-def _first_int(config: Mapping[str, Any], *names: str) -> int:
+def _read_int(config: Mapping[str, Any], *names: str) -> int:
     values = (config.get(name) for name in names)
-    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), 0)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)
 
 
 def get_dimensions(entry: ModelEntry) -> Dimensions:
@@ -48,7 +48,7 @@ def get_dimensions(entry: ModelEntry) -> Dimensions:
 
 
 def find_dimensions(name: str) -> Dimensions:
-    """Return the dimensions of a model of the catalog, or in a config.json or its folder.
+    """Return the dimensions of the model with this catalog name, or in the config.json at this path or in this folder.
     Raises UsageError: the catalog has no such model, or the file is no configuration."""
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
@@ -60,29 +60,27 @@ def find_dimensions(name: str) -> Dimensions:
         config = None
     if not isinstance(config, dict):
         raise UsageError("not a model's configuration", value=name, hint="a config.json, as transformers writes it")
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
+    text_config = config.get("text_config")
+    config = {**config, **text_config} if isinstance(text_config, dict) else config
     return _read_dimensions(name, config, config.get("dtype") or config.get("torch_dtype"))
 
 
 def _read_dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dimensions:
-    hidden = _first_int(config, "hidden_size", "n_embd", "d_model", "dim")
-    heads = _first_int(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
-    one_kv_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
-    intermediate = _first_int(
-        config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim"
-    )
+    hidden = _read_int(config, "hidden_size", "n_embd", "d_model", "dim")
+    heads = _read_int(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+    is_multi_query = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
+    intermediate = _read_int(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim")
     return Dimensions(
         model=name,
-        vocabulary=_first_int(config, "vocab_size"),
+        vocabulary=_read_int(config, "vocab_size"),
         hidden=hidden,
         intermediate=intermediate or 4 * hidden,
         heads=heads,
-        kv_heads=1 if one_kv_head else _first_int(config, "num_key_value_heads", "num_kv_heads") or heads,
-        head_dim=_first_int(config, "head_dim", "d_kv") or (hidden // heads if heads else 0),
-        num_experts=_first_int(config, "num_experts", "num_local_experts", "n_routed_experts"),
-        expert_width=_first_int(config, "moe_intermediate_size", "intermediate_size"),
-        max_positions=_first_int(config, "max_position_embeddings", "n_positions") or None,
+        kv_heads=1 if is_multi_query else _read_int(config, "num_key_value_heads", "num_kv_heads") or heads,
+        head_dim=_read_int(config, "head_dim", "d_kv") or (hidden // heads if heads else 0),
+        num_experts=_read_int(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        expert_width=_read_int(config, "moe_intermediate_size", "intermediate_size"),
+        max_positions=_read_int(config, "max_position_embeddings", "n_positions") or None,
         half_dtype="float16" if dtype == "float16" else "bfloat16",
     )
 
@@ -106,37 +104,37 @@ _NAME_SUFFIX = re.compile(
 
 
 def find_model_name(text: str) -> str | None:
-    """Return the key of the catalog's model that a log names, in a command line, say; None if not found."""
+    """Return the catalog key of the model that a log's `text` mentions; None if it mentions none."""
     for pattern in _MODEL_PATTERNS:
         for match in pattern.finditer(text):
             name = match[1].rstrip("/.,'\"")
-            for shorter in (name, name.rsplit("/", 1)[-1].replace("Meta-", "")):
+            for candidate in (name, name.rsplit("/", 1)[-1].replace("Meta-", "")):
                 for _ in range(4):
-                    if shorter and has_model(shorter):
-                        return find_model(shorter).key
-                    shorter = _NAME_SUFFIX.sub("", shorter)
+                    if candidate and has_model(candidate):
+                        return find_model(candidate).key
+                    candidate = _NAME_SUFFIX.sub("", candidate)
     return None
 
 
-_BATCH = re.compile(
+_BATCH_SIZE_PATTERN = re.compile(
     r"(?:per_device_train_batch_size|micro_batch_size|train_micro_batch_size_per_gpu|--batch[_-]size)['\"]?[ =:]+(\d+)"
 )
-_LENGTH = re.compile(
+_LENGTH_PATTERN = re.compile(
     r"(?:max_seq_len(?:gth)?|cutoff_len|model_max_length|max_length|seq_len(?:gth)?|context_length|block_size)"
     r"['\"]?[ =:]+(\d+)"
 )
 
 
 def find_batch_size(text: str) -> int | None:
-    """Return the batch size in a log's command lines; None if not found."""
-    return _find_number(_BATCH, text, range(1, 1 << 20))
+    """Return the batch size that options in a log's `text` set; None if not found."""
+    return _find_int(_BATCH_SIZE_PATTERN, text, range(1, 1 << 20))
 
 
-def find_length(text: str) -> int | None:
-    """Return the sequence length in a log's command lines; None if not found."""
-    return _find_number(_LENGTH, text, range(2, 1 << 24))
+def find_seq_length(text: str) -> int | None:
+    """Return the sequence length that options in a log's `text` set; None if not found."""
+    return _find_int(_LENGTH_PATTERN, text, range(2, 1 << 24))
 
 
-def _find_number(pattern: re.Pattern[str], text: str, sensible: range) -> int | None:
+def _find_int(pattern: re.Pattern[str], text: str, allowed_range: range) -> int | None:
     match = pattern.search(text)
-    return int(match[1]) if match and int(match[1]) in sensible else None
+    return int(match[1]) if match and int(match[1]) in allowed_range else None

@@ -14,8 +14,8 @@ from memprof.doctor.dimensions import (
     Dimensions,
     find_batch_size,
     find_dimensions,
-    find_length,
     find_model_name,
+    find_seq_length,
     get_dimensions,
 )
 from memprof.doctor.log import LogReader, Passage, clean_line, join_lines
@@ -42,133 +42,133 @@ class _Error:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return the key by which errors count as equal: ranks print the same error with different sizes."""
+        """Return a key that is equal for the same error on several ranks, whose messages differ in sizes."""
         return self.signature.name, self.message[:160]
 
 
-def diagnose(stream: BinaryIO, name: str, reported: advice.ReportedRun | None = None) -> list[Diagnosis]:
-    """Return the diagnoses of the errors in a log, the error that explains the others first.
+def diagnose(stream: BinaryIO, name: str, options: advice.ReportedRun | None = None) -> list[Diagnosis]:
+    """Return the diagnoses of the errors in a log, root causes first.
 
-    The log is read once, in chunks; `name` is for error messages. Raises UsageError: the log is no text, or the model
-    is not in the catalog.
+    The log is read once, in chunks; error messages call it `name`. `options` are those of the failed run, as far as the
+    user gives them. Raises UsageError: the log is not text, or the model is not in the catalog.
     """
-    reported = reported or advice.ReportedRun()
-    model = find_dimensions(reported.model) if reported.model else None
+    options = options or advice.ReportedRun()
+    model = find_dimensions(options.model) if options.model else None
     log = LogReader(stream, name)
-    found: list[_Error] = []
+    errors: list[_Error] = []
     counts: Counter[tuple[str, str]] = Counter()
     for error in filter(None, map(_match_error, log.read_passages())):
-        is_near = found and error.passage.line - found[-1].passage.line <= _SAME_ERROR_LINES
-        if is_near and _is_same_message(found[-1].signature, error.signature):
+        is_adjacent = errors and error.passage.line - errors[-1].passage.line <= _SAME_ERROR_LINES
+        if is_adjacent and _is_same_message(errors[-1].signature, error.signature):
             continue
         counts[error.key] += 1
         if counts[error.key] == 1:
-            found.append(error)
-    ranked = sorted(found, key=lambda error: error.signature.priority)[:MAX_DIAGNOSES]
-    return [replace(_explain(error, log.head, reported, model), count=counts[error.key]) for error in ranked]
+            errors.append(error)
+    by_priority = sorted(errors, key=lambda error: error.signature.priority)[:MAX_DIAGNOSES]
+    return [replace(_explain(error, log.head, options, model), count=counts[error.key]) for error in by_priority]
 
 
 def _is_same_message(earlier: Signature, later: Signature) -> bool:
-    """Return whether two adjacent matches belong to the same message."""
-    is_same = later.name == earlier.name or later.cause is earlier.cause
-    return later.priority > earlier.priority or (later.priority == earlier.priority and is_same)
+    """Return whether two signatures that match adjacent lines belong to the same message."""
+    has_same_type = later.name == earlier.name or later.cause is earlier.cause
+    return later.priority > earlier.priority or (later.priority == earlier.priority and has_same_type)
 
 
 def _match_error(passage: Passage) -> _Error | None:
-    raw = passage.after.split("\n", 1)[0]
-    first_line = clean_line(raw)
-    text = join_lines(passage.after, 40)[:6000]
-    head = len(join_lines(passage.after, 1))
+    raw_line = passage.text_after.split("\n", 1)[0]
+    first_line = clean_line(raw_line)
+    joined_text = join_lines(passage.text_after, 40)[:6000]
+    first_line_length = len(join_lines(passage.text_after, 1))
     for signature in SIGNATURES:
-        if not any(word in raw for word in signature.words):
+        if not any(word in raw_line for word in signature.words):
             continue
-        searched = first_line if signature.is_one_line else text
-        match = re.search(signature.pattern, searched)
-        if match is not None and (match.start() <= head or signature.is_one_line):
+        searched_text = first_line if signature.is_one_line else joined_text
+        match = re.search(signature.pattern, searched_text)
+        if match is not None and (match.start() <= first_line_length or signature.is_one_line):
             start = 0 if signature.is_one_line else match.start()
-            return _Error(signature, passage, _cut_next_error(searched[start : start + _MAX_MESSAGE]), first_line)
+            return _Error(signature, passage, _cut_next_error(searched_text[start : start + _MAX_MESSAGE]), first_line)
     return None
 
 
 def _cut_next_error(message: str) -> str:
-    """Return the message up to the next error in the text."""
-    for words in ("Tried to allocate", "Traceback (most recent"):
-        again = message.find(words, message.find(words) + 1 if words == "Tried to allocate" else 0)
-        if again > 0:
-            message = message[:again]
+    """Return the beginning of `message`, up to the next error or traceback in it."""
+    for phrase in ("Tried to allocate", "Traceback (most recent"):
+        next_error = message.find(phrase, message.find(phrase) + 1 if phrase == "Tried to allocate" else 0)
+        if next_error > 0:
+            message = message[:next_error]
     return message
 
 
-def _explain(error: _Error, head: str, reported: advice.ReportedRun, model: Dimensions | None) -> Diagnosis:
+def _explain(error: _Error, head: str, options: advice.ReportedRun, model: Dimensions | None) -> Diagnosis:
     signature, passage = error.signature, error.passage
-    stack = read_frames(passage)
-    where = choose_frames(stack)
-    figures = signature.figures(error.message)
-    cause, said = (signature.cause, ()) if signature.cause is not None else find_cause(figures)
-    base = Diagnosis(
+    frames = read_frames(passage)
+    relevant_frames = choose_frames(frames)
+    sizes = signature.get_sizes(error.message)
+    cause, explanation = (signature.cause, ()) if signature.cause is not None else find_cause(sizes)
+    result = Diagnosis(
         cause=cause,
         title="",
         source=signature.source,
         message=_find_error_line(error),
         line=passage.line,
-        figures=figures,
-        explanation=said,
-        where=tuple(str(frame) for frame in where),
+        figures=sizes,
+        explanation=explanation,
+        where=tuple(str(frame) for frame in relevant_frames),
     )
     if cause is Cause.DEVICE_MISMATCH:
         from memprof.doctor import mismatch
 
-        met = mismatch.read_mismatch(error.message)
-        steps = tuple(mismatch.list_advice(met, where))
-        return replace(base, title=mismatch.format_title(met), devices=met.devices, steps=steps)
-    nearby = head + passage.before[-8192:]
-    if model is None and (named := find_model_name(nearby)) is not None:
-        model = get_dimensions(find_model(named))
-    tensors: tuple[Candidate, ...] = ()
+        details = mismatch.read_mismatch(error.message)
+        steps = tuple(mismatch.list_advice(details, relevant_frames))
+        return replace(result, title=mismatch.format_title(details), devices=details.devices, steps=steps)
+    log_text = head + passage.text_before[-8192:]
+    if model is None and (model_name := find_model_name(log_text)) is not None:
+        model = get_dimensions(find_model(model_name))
+    candidates: tuple[Candidate, ...] = ()
     if cause not in _CAUSES_WITHOUT_TENSOR and signature.source != "ggml":  # a buffer of a whole model, cache or graph
-        tensors = _find_tensors(figures, model, reported, nearby, stack)
-    run = replace(reported, model=model.model if model else None)
-    if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:
+        candidates = _find_tensors(sizes, model, options, log_text, frames)
+    run = replace(options, model=model.model if model else None)
+    if model is not None and candidates and len(candidates[0].shape) == 3 and not candidates[0].exact:
         # Batch and length of the likeliest tensor are taken for those of the run.
-        batch, length, _ = tensors[0].shape
+        batch, length, _ = candidates[0].shape
         run = advice.ReportedRun(model.model, run.batch_size or batch, run.context_length or length)
     return replace(
-        base,
-        title=_build_title(cause, figures, tensors),
-        tensors=tensors,
-        steps=advice.list_advice(cause, figures, tensors, run, signature.source, nearby + error.message),
+        result,
+        title=_build_title(cause, sizes, candidates),
+        tensors=candidates,
+        steps=advice.list_advice(cause, sizes, candidates, run, signature.source, log_text + error.message),
     )
 
 
 def _find_tensors(
-    figures: MessageSizes, model: Dimensions | None, run: advice.ReportedRun, nearby: str, stack: list[TracebackFrame]
+    sizes: MessageSizes, model: Dimensions | None, run: advice.ReportedRun, log_text: str, frames: list[TracebackFrame]
 ) -> tuple[Candidate, ...]:
-    interval = find_request_range(figures)
-    if interval is None:
+    byte_range = find_request_range(sizes)
+    if byte_range is None:
         return ()
-    inner = [str(frame) for frame in stack[-6:]]
+    inner_frames = [str(frame) for frame in frames[-6:]]
     query = TensorQuery(
-        *interval,
+        *byte_range,
         model=model,
         half_dtype=model.half_dtype if model is not None else "bfloat16",
         batch=run.batch_size,
         length=run.context_length,
-        logged_numbers=tuple(value for value in (find_length(nearby), find_batch_size(nearby)) if value),
-        roles=find_roles(inner),
-        mentions_float32=any(word in frame for frame in inner for word in (".float()", "float32", "upcast")),
-        allocated_bytes=None if figures.allocated is None else figures.allocated.high,
+        logged_numbers=tuple(value for value in (find_seq_length(log_text), find_batch_size(log_text)) if value),
+        roles=find_roles(inner_frames),
+        mentions_float32=any(word in frame for frame in inner_frames for word in (".float()", "float32", "upcast")),
+        allocated_bytes=None if sizes.allocated is None else sizes.allocated.high,
     )
     return tuple(find_candidates(query))
 
 
 def _find_error_line(error: _Error) -> str:
     text = error.first_line.strip()
-    at = max(0, text.find(error.message[:20]) - 60)
-    return text if len(text) <= 240 else text[at : at + 240] + "..."
+    start = max(0, text.find(error.message[:20]) - 60)
+    return text if len(text) <= 240 else text[start : start + 240] + "..."
 
 
-def _build_title(cause: Cause, figures: MessageSizes, tensors: tuple[Candidate, ...]) -> str:
-    tried = "" if figures.tried is None else f": {figures.tried.text}"
-    total = f" on a device of {figures.total.text}" if tried and figures.total is not None else ""
-    role = f", {tensors[0].role}" if tensors and cause is Cause.LARGE_TENSOR else ""
-    return f"{cause.headline}{tried}{total}{role}"
+def _build_title(cause: Cause, sizes: MessageSizes, candidates: tuple[Candidate, ...]) -> str:
+    request = "" if sizes.tried is None else f": {sizes.tried.text}"
+    capacity = f" on a device of {sizes.total.text}" if request and sizes.total is not None else ""
+    role = f", {candidates[0].role}" if candidates and cause is Cause.LARGE_TENSOR else ""
+    return f"{cause.headline}{request}{capacity}{role}"

@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Facts of the installation (packages, GPUs, memory) by name, and its problems."""
+    """Facts about the installation, as pairs of name and value (packages, GPUs, memory), and its problems."""
 
     facts: tuple[tuple[str, str], ...]
     findings: tuple[Check, ...]
@@ -59,7 +59,7 @@ class HostLimits:
 
 
 def read_host_limits() -> HostLimits:
-    """Return memory and memory limits of this machine."""
+    """Return this machine's memory and memory limits, in bytes."""
     shm_total = shm_free = locked = None
     with contextlib.suppress(OSError, AttributeError):
         shm = os.statvfs("/dev/shm")
@@ -69,30 +69,30 @@ def read_host_limits() -> HostLimits:
 
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         locked = None if soft == resource.RLIM_INFINITY else soft
-    return HostLimits(memory_bytes(), available_bytes(), shm_total, shm_free, locked, _cgroup_limit())
+    return HostLimits(memory_bytes(), available_bytes(), shm_total, shm_free, locked, _read_cgroup_limit())
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateNames:
     """The private names of torch that memprof uses, and those that the installed torch lacks."""
 
-    number: int = 0  # All private names for a build of torch like the installed one.
+    count: int = 0  # All private names for a build of torch like the installed one.
     # Missing name -> what memprof does without it; "": memprof refuses this torch.
     missing: Mapping[str, str] = field(default_factory=dict)
     error: str = ""  # Error of importing torch.
 
 
 def read_private_names() -> PrivateNames:
-    """Return the private names that the installed torch lacks, read by a subprocess that imports torch."""
+    """Return which of the private names that memprof uses the installed torch lacks; a subprocess imports torch."""
     command = [sys.executable, "-m", "memprof.torch_private"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return PrivateNames(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    found = json.loads(done.stdout.splitlines()[-1])
-    return PrivateNames(found["number"], found["missing"])
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        return PrivateNames(error=(process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    result = json.loads(process.stdout.splitlines()[-1])
+    return PrivateNames(result["number"], result["missing"])
 
 
-def _cgroup_limit() -> int | None:
+def _read_cgroup_limit() -> int | None:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
@@ -107,17 +107,17 @@ def check_installation(
     environment: Environment | None = None,
     gpus: NvmlSample | None = None,
     host: HostLimits | None = None,
-    version: Callable[[str], str | None] | None = None,
+    find_version: Callable[[str], str | None] | None = None,
     names: PrivateNames | None = None,
 ) -> Installation:
-    """Return facts and problems of this machine; arguments replace what is otherwise read here.
+    """Return facts about this machine and its problems; arguments that are None are read from the machine.
 
-    `version` returns the release of a package by name, or None if the package is not installed.
+    `find_version` returns the release of the package with a name, or None if it is not installed.
     """
     gpus = read_gpus() if gpus is None else gpus
     environment = read_environment(gpus) if environment is None else environment
     host = read_host_limits() if host is None else host
-    version = installed_release if version is None else version
+    find_version = installed_release if find_version is None else find_version
     findings = [Check("error", note) for note in environment.notes]
     if environment.torch_version is None:
         findings.append(Check("note", "torch is not installed in this Python", "run memprof where your training runs"))
@@ -127,11 +127,11 @@ def check_installation(
     findings += check_allocator_settings(environment.variables, _find_torch_release(environment))
     findings += _check_gpus(gpus)
     findings += _check_host(host)
-    findings += _check_libraries(version)
-    order = {"error": 0, "warning": 1, "note": 2}
+    findings += _check_libraries(find_version)
+    severity_order = {"error": 0, "warning": 1, "note": 2}
     return Installation(
-        tuple(_list_facts(environment, gpus, host, version, names)),
-        tuple(sorted(findings, key=lambda check: order[check.severity])),
+        tuple(_list_facts(environment, gpus, host, find_version, names)),
+        tuple(sorted(findings, key=lambda check: severity_order[check.severity])),
     )
 
 
@@ -145,65 +145,65 @@ def _find_torch_release(environment: Environment) -> Release:
 def _check_private_names(names: PrivateNames, torch: str) -> Iterator[Check]:
     if names.error:
         yield Check("error", f"{torch} cannot be imported: {names.error}", "mend or reinstall it")
-    by_effect: dict[str, list[str]] = {}
-    for name, without in names.missing.items():
-        by_effect.setdefault(without, []).append(name)
-    for without, missing in by_effect.items():
-        lacks = f"{torch} lacks {', '.join(missing)}"
-        if without:
-            yield Check("note", lacks, f"without: {without}")
+    missing_by_effect: dict[str, list[str]] = {}
+    for name, effect in names.missing.items():
+        missing_by_effect.setdefault(effect, []).append(name)
+    for effect, missing in missing_by_effect.items():
+        problem = f"{torch} lacks {', '.join(missing)}"
+        if effect:
+            yield Check("note", problem, f"without: {effect}")
         else:
             hint = "install a release that `memprof help releases` lists"
-            yield Check("error", f"{lacks}: memprof refuses it", hint)
+            yield Check("error", f"{problem}: memprof refuses it", hint)
 
 
 def _list_facts(
     environment: Environment,
     gpus: NvmlSample,
     host: HostLimits,
-    version: Callable[[str], str | None],
+    find_version: Callable[[str], str | None],
     names: PrivateNames | None,
 ) -> list[tuple[str, str]]:
-    build = environment.torch_cuda and f"CUDA {environment.torch_cuda}"
-    build = build or (environment.torch_hip and f"ROCm {environment.torch_hip}") or "the CPU alone"
-    torch = f"{environment.torch_version}, for {build}" if environment.torch_version else "not installed"
+    platform = environment.torch_cuda and f"CUDA {environment.torch_cuda}"
+    platform = platform or (environment.torch_hip and f"ROCm {environment.torch_hip}") or "the CPU alone"
+    torch = f"{environment.torch_version}, for {platform}" if environment.torch_version else "not installed"
     facts = [("torch", torch), ("driver", environment.driver_version or "none")]
-    if names is not None and names.number:
-        facts.append(("private names of torch", f"{names.number - len(names.missing)} of {names.number} are there"))
+    if names is not None and names.count:
+        facts.append(("private names of torch", f"{names.count - len(names.missing)} of {names.count} are there"))
     facts += [("newest CUDA it runs", environment.driver_cuda)] if environment.driver_cuda else []
     for gpu in gpus.gpus:
         used = "" if gpu.used_bytes is None else f", {format_bytes(gpu.used_bytes)} used"
         total = "" if gpu.total_bytes is None else f", {format_bytes(gpu.total_bytes)}"
         facts.append((f"GPU {gpu.index}", f"{gpu.name}{total}{used}"))
     libraries = ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "vllm", "flash-attn")
-    facts += [(name, found) for name in libraries if (found := version(name))]
-    stood_for = [f"{one.name} {one.version}" for one in PACKAGES.values() if version(one.distribution) is None]
-    facts += [("replaced by a stub", ", ".join(stood_for))] if stood_for else []
-    amounts = (
+    facts += [(name, found) for name in libraries if (found := find_version(name))]
+    stubs = [f"{p.name} {p.version}" for p in PACKAGES.values() if find_version(p.distribution) is None]
+    facts += [("replaced by a stub", ", ".join(stubs))] if stubs else []
+    sizes = (
         ("host memory", host.total), ("of it available", host.available), ("limit of the job", host.cgroup_limit_bytes),
         ("/dev/shm", host.shm_total_bytes), ("limit of locked memory", host.locked_limit_bytes),
     )  # fmt: skip
-    facts += [(name, format_bytes(amount)) for name, amount in amounts if amount is not None]
+    facts += [(name, format_bytes(size)) for name, size in sizes if size is not None]
     return facts + [(name, value) for name, value in environment.variables.items() if "ALLOC" in name or "CUDA" in name]
 
 
 def check_allocator_settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
-    """Yield problems of the allocator settings: rejected, contradictory, or ignored by `release`."""
+    """Yield problems of the allocator's environment variables: rejected, contradictory, or ignored by `release`."""
     version = ".".join(map(str, release.version))
-    older, newer = VARIABLES
-    renamed = f"export {older}={variables.get(newer)}"
-    if newer in variables and not release.has_unified_settings:
-        problem = f"{newer} is not read by torch {version}"
-        yield Check("error", problem, "it came with 2.9: use the older name", renamed)
-    elif release.version == (2, 9) and older not in variables and "expandable_segments" in variables.get(newer, ""):
-        problem = f"torch 2.9 does not take expandable_segments from {newer}"
-        yield Check("warning", problem, "use the older name", renamed, "github.com/pytorch/pytorch/issues/183387")
+    old_var, new_var = VARIABLES
+    rename = f"export {old_var}={variables.get(new_var)}"
+    if new_var in variables and not release.has_unified_settings:
+        problem = f"{new_var} is not read by torch {version}"
+        yield Check("error", problem, "it came with 2.9: use the older name", rename)
+    elif release.version == (2, 9) and old_var not in variables and "expandable_segments" in variables.get(new_var, ""):
+        problem = f"torch 2.9 does not take expandable_segments from {new_var}"
+        yield Check("warning", problem, "use the older name", rename, "github.com/pytorch/pytorch/issues/183387")
     name = next((name for name in VARIABLES if name in variables), None)
     if (switch := "PYTORCH_NO_CUDA_MEMORY_CACHING") in variables:
-        settings = f" and {name} does nothing" if name else ""
-        problem = f"{switch} is set: every tensor is a cudaMalloc{settings}"
+        consequence = f" and {name} does nothing" if name else ""
+        problem = f"{switch} is set: every tensor is a cudaMalloc{consequence}"
         yield Check("warning", problem, "it is for debugging", f"unset {switch}")
-    if name is None or (name == newer and not release.has_unified_settings):
+    if name is None or (name == new_var and not release.has_unified_settings):
         return
     try:
         config = parse_config(variables[name], release, origin=name)
@@ -221,11 +221,11 @@ _NATIVE_SETTINGS = (
 )  # fmt: skip
 
 
-def _check_contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
-    """Yield settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
-    native = [key for key in _NATIVE_SETTINGS if key in text]
-    if config.backend != "native" and native:
-        problem = f"{name}: backend:{config.backend} ignores {', '.join(native)}"
+def _check_contradictions(config: AllocatorConfig, name: str, value: str) -> Iterator[Check]:
+    """Yield a problem for settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp."""
+    native_settings = [key for key in _NATIVE_SETTINGS if key in value]
+    if config.backend != "native" and native_settings:
+        problem = f"{name}: backend:{config.backend} ignores {', '.join(native_settings)}"
         yield Check("warning", problem, "they belong to torch's own allocator: leave out one or the other")
     if config.expandable_segments and config.max_split_size != UNLIMITED:
         hint = (
@@ -246,10 +246,10 @@ def _check_gpus(gpus: NvmlSample) -> Iterator[Check]:
     yield from (Check("note", note) for note in gpus.notes)
     for gpu in gpus.gpus:
         if gpu.used_bytes is not None and gpu.used_bytes > _MIN_USED_BYTES:
-            sizes = (f", {format_bytes(one.used_bytes)}" if one.used_bytes else "" for one in gpu.processes)
-            found = [f"{one.name} (pid {one.pid}{size})" for one, size in zip(gpu.processes, sizes, strict=True)]
-            whose = f" by {', '.join(found[:4])}" if found else ", by processes that are not shown (another container?)"
-            problem = f"GPU {gpu.index} is in use: {format_bytes(gpu.used_bytes)}{whose}"
+            sizes = (f", {format_bytes(p.used_bytes)}" if p.used_bytes else "" for p in gpu.processes)
+            names = [f"{p.name} (pid {p.pid}{size})" for p, size in zip(gpu.processes, sizes, strict=True)]
+            owner = f" by {', '.join(names[:4])}" if names else ", by processes that are not shown (another container?)"
+            problem = f"GPU {gpu.index} is in use: {format_bytes(gpu.used_bytes)}{owner}"
             yield Check("warning", problem, "what others have is missing to you", "memprof monitor --once")
         yield from (Check("note", f"GPU {gpu.index}: {note}") for note in gpu.notes)
 
@@ -292,16 +292,16 @@ _KNOWN_ISSUES = (
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a release such as "4.46.0.dev0"."""
+    """Return the leading numbers of a version string: (4, 46, 0) for "4.46.0.dev0"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _check_libraries(version: Callable[[str], str | None]) -> Iterator[Check]:
-    cudnn = [version(name) for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn")]
-    has_new_cudnn = any(parse_version(found) >= (9, 15) for found in cudnn if found)
+def _check_libraries(find_version: Callable[[str], str | None]) -> Iterator[Check]:
+    cudnn = [find_version(name) for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn")]
+    has_new_cudnn = any(parse_version(text) >= (9, 15) for text in cudnn if text)
     for package, since, until, problem, hint, source in _KNOWN_ISSUES:
-        installed = version(package)
-        numbers = parse_version(installed or "")
-        if numbers and since <= numbers < until and not (package == "torch" and has_new_cudnn):
+        installed = find_version(package)
+        release = parse_version(installed or "")
+        if release and since <= release < until and not (package == "torch" and has_new_cudnn):
             yield Check("warning", f"{package} {installed}: {problem}", hint, "", source)

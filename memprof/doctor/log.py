@@ -22,7 +22,7 @@ MAX_PASSAGES = 60  # Passages per anchor: a service that retries repeats its err
 _HEAD_BYTES = 256 << 10  # Beginning of the log, where programs print their options.
 
 _SNAPSHOT_HINT = "a snapshot of torch is for: memprof analyze FILE"
-_MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
+_MAGIC_BYTES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"\x1f\x8b", "a gzip file", "zcat FILE | memprof doctor"),
     (b"PK\x03\x04", "a zip archive (of torch.save, perhaps)", "give the text that the program printed"),
     (b"\x28\xb5\x2f\xfd", "a zstd file", "zstdcat FILE | memprof doctor"),
@@ -54,93 +54,93 @@ _WORDS_BY_ANCHOR = {
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The text around a word of a signature: before its line, from its line on, and the line number."""
+    """A part of the log around a possible error: the text before its line, the text from its line on, and its line."""
 
-    before: str
-    after: str
+    text_before: str
+    text_after: str
     line: int
 
 
 class LogReader:
-    """A reader of a log, which is read once; `name` is for error messages."""
+    """A reader that searches a log for errors in one pass; error messages call the log `name`."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream = stream
         self._name = name
         self.head = ""  # The beginning of the log, complete after `read_passages`.
-        self._left = dict.fromkeys(_WORDS_BY_ANCHOR, MAX_PASSAGES)
+        self._num_left = dict.fromkeys(_WORDS_BY_ANCHOR, MAX_PASSAGES)
 
     def read_passages(self) -> Iterator[Passage]:
-        """Yield the passages that may be errors, in order. Raises UsageError: the log is no text."""
+        """Yield the passages that may contain errors, in the log's order. Raises UsageError: the log is not text."""
         buffer = b""
-        # `buffer[0]` is byte `start` of the log, after `lines_before` line feeds.
-        start, lines_before, done = 0, 0, 0
-        for piece in self._read_pieces():
-            buffer += piece
+        # `buffer[0]` is byte `buffer_start` of the log, after `num_lines_before` line feeds.
+        buffer_start, num_lines_before, searched_end = 0, 0, 0
+        for chunk in self._read_chunks():
+            buffer += chunk
             if len(self.head) < _HEAD_BYTES:
-                self.head += piece[: _HEAD_BYTES - len(self.head)].decode(errors="replace")
+                self.head += chunk[: _HEAD_BYTES - len(self.head)].decode(errors="replace")
             # The end of the buffer is searched with the next chunk.
-            limit = len(buffer) - _BYTES_AFTER if piece else len(buffer)
-            for at in self._find_words(buffer, done - start, limit):
-                line_start = buffer.rfind(b"\n", 0, at) + 1
+            search_end = len(buffer) - _BYTES_AFTER if chunk else len(buffer)
+            for offset in self._find_words(buffer, searched_end - buffer_start, search_end):
+                line_start = buffer.rfind(b"\n", 0, offset) + 1
                 # A progress bar and the error that follows share a line.
-                line_start = max(line_start, buffer.rfind(b"\r", 0, at) + 1, at - 2048)
-                if start + line_start < done:
+                line_start = max(line_start, buffer.rfind(b"\r", 0, offset) + 1, offset - 2048)
+                if buffer_start + line_start < searched_end:
                     continue
-                line_end = buffer.find(b"\n", at)
+                line_end = buffer.find(b"\n", offset)
                 line_end = len(buffer) if line_end < 0 else line_end
-                done = start + min(line_end, at + 2048)
-                before = buffer[max(0, line_start - _BYTES_BEFORE) : line_start]
+                searched_end = buffer_start + min(line_end, offset + 2048)
+                text_before = buffer[max(0, line_start - _BYTES_BEFORE) : line_start]
                 yield Passage(
-                    before.decode(errors="replace"),
-                    buffer[line_start : at + _BYTES_AFTER].decode(errors="replace"),
-                    lines_before + buffer.count(b"\n", 0, line_start) + 1,
+                    text_before.decode(errors="replace"),
+                    buffer[line_start : offset + _BYTES_AFTER].decode(errors="replace"),
+                    num_lines_before + buffer.count(b"\n", 0, line_start) + 1,
                 )
-            done = max(done, start + max(0, limit))
-            keep = max(0, len(buffer) - _BYTES_BEFORE - _BYTES_AFTER)
-            lines_before += buffer.count(b"\n", 0, keep)
-            start += keep
-            buffer = buffer[keep:]
+            searched_end = max(searched_end, buffer_start + max(0, search_end))
+            keep_start = max(0, len(buffer) - _BYTES_BEFORE - _BYTES_AFTER)
+            num_lines_before += buffer.count(b"\n", 0, keep_start)
+            buffer_start += keep_start
+            buffer = buffer[keep_start:]
 
-    def _find_words(self, buffer: bytes, low: int, high: int) -> list[int]:
-        """Return the offsets of the signatures' words between `low` and `high`, in order."""
-        found: list[int] = []
-        for anchor, left in self._left.items():
+    def _find_words(self, buffer: bytes, begin: int, end: int) -> list[int]:
+        """Return the sorted offsets in `buffer`, from `begin` to `end`, at which an error message may begin."""
+        offsets: list[int] = []
+        for anchor, num_left in self._num_left.items():
             words = _WORDS_BY_ANCHOR[anchor]
-            at = buffer.find(anchor, max(0, low)) if left else -1
-            while 0 <= at < high and left:
-                end = buffer.find(b"\n", at)
-                end = len(buffer) if end < 0 else end
-                line = buffer[max(buffer.rfind(b"\n", 0, at) + 1, at - 2048) : min(end, at + 2048)]
+            offset = buffer.find(anchor, max(0, begin)) if num_left else -1
+            while 0 <= offset < end and num_left:
+                line_end = buffer.find(b"\n", offset)
+                line_end = len(buffer) if line_end < 0 else line_end
+                line = buffer[max(buffer.rfind(b"\n", 0, offset) + 1, offset - 2048) : min(line_end, offset + 2048)]
                 if any(word in line for word in words):
-                    found.append(at)
-                    left -= 1
+                    offsets.append(offset)
+                    num_left -= 1
                 # One match per line suffices.
-                at = buffer.find(anchor, end)
-            self._left[anchor] = left
-        return sorted(found)
+                offset = buffer.find(anchor, line_end)
+            self._num_left[anchor] = num_left
+        return sorted(offsets)
 
-    def _read_pieces(self) -> Iterator[bytes]:
-        """Yield the log in chunks of UTF-8, and b"" at the end."""
-        first = self._stream.read(_CHUNK_BYTES)
-        for magic, what, hint in _MAGIC:
-            if first.startswith(magic):
-                raise UsageError(f"this is {what}, not a log", value=self._name, hint=hint)
-        pieces = chain([first], iter(lambda: self._stream.read(_CHUNK_BYTES), b""))
-        if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # what PowerShell's > writes
-            yield from (text.encode() for text in codecs.iterdecode(pieces, "utf-16", "replace"))
+    def _read_chunks(self) -> Iterator[bytes]:
+        """Yield the log in chunks of UTF-8, then b"". Raises UsageError: the log is not text."""
+        first_chunk = self._stream.read(_CHUNK_BYTES)
+        for magic, file_type, hint in _MAGIC_BYTES:
+            if first_chunk.startswith(magic):
+                raise UsageError(f"this is {file_type}, not a log", value=self._name, hint=hint)
+        chunks = chain([first_chunk], iter(lambda: self._stream.read(_CHUNK_BYTES), b""))
+        if first_chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # what PowerShell's > writes
+            yield from (text.encode() for text in codecs.iterdecode(chunks, "utf-16", "replace"))
         else:
-            sample = first[:65536]
-            odd = sum(sample.count(bytes([code])) for code in range(32) if code not in (7, 8, 9, 10, 11, 12, 13, 27))
-            if odd > len(sample) // 50 + 2:
+            sample = first_chunk[:65536]
+            num_controls = sum(sample.count(bytes([i])) for i in range(32) if i not in (7, 8, 9, 10, 11, 12, 13, 27))
+            if num_controls > len(sample) // 50 + 2:
                 raise UsageError("this is no text", value=self._name, hint="give the text that the program printed")
-            yield from pieces
+            yield from chunks
         yield b""
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
-_BOX = re.compile(r"^[\s│|╭╰─╮╯❱>]*[│|╭╰]\s?|\s*[│|╮╯]\s*$|[─━]{3,}")
-_PREFIX = re.compile(
+_BOX_BORDER = re.compile(r"^[\s│|╭╰─╮╯❱>]*[│|╭╰]\s?|\s*[│|╮╯]\s*$|[─━]{3,}")
+_LOG_PREFIX = re.compile(
     r"^(?:"
     r"\[(?:default\d*|rank ?\d+|\d+)\]: ?"  # torchrun
     r"|\([\w.:]*\s*(?:pid|rank|ip)=[^)]*\) ?"  # Ray, vLLM
@@ -154,19 +154,19 @@ _PREFIX = re.compile(
 
 
 def clean_line(line: str) -> str:
-    """Return a line without ANSI colors, carriage returns, and prefixes of launchers and loggers."""
+    """Return `line` without ANSI colors, carriage returns, and the prefixes of launchers and loggers."""
     line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
     for _ in range(4):
-        line = _PREFIX.sub("", line, count=1)
+        line = _LOG_PREFIX.sub("", line, count=1)
     return line
 
 
-def strip_box(line: str) -> str:
-    """Return a line without the borders of a box, as rich draws them."""
-    return _BOX.sub("", line)
+def strip_box_borders(line: str) -> str:
+    """Return `line` without the box borders that rich draws around tracebacks."""
+    return _BOX_BORDER.sub("", line)
 
 
 def join_lines(text: str, num_lines: int = 14) -> str:
     """Return the first `num_lines` lines of `text` as one cleaned line with single spaces."""
-    lines = [strip_box(clean_line(line)).strip() for line in text.split("\n")[:num_lines]]
+    lines = [strip_box_borders(clean_line(line)).strip() for line in text.split("\n")[:num_lines]]
     return re.sub(r"\s+", " ", " ".join(lines)).strip()

@@ -1,6 +1,6 @@
-"""The errors that the doctor recognizes, by their wording.
+"""The errors that `memprof doctor` recognizes: substrings to search the log for, and a pattern for the text around.
 
-The log is searched for a signature's words; the signature's pattern must match the cleaned text around them.
+The pattern must match the text without log prefixes and line breaks.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from memprof.doctor.diagnosis import Cause, MessageSizes
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A type of error: words, pattern, source and cause."""
+    """A type of error message: how to recognize it, what prints it, its cause, and how to read its sizes."""
 
     name: str
     words: tuple[str, ...]  # Every such error has at least one of these substrings.
     pattern: str  # Regular expression for the text without log prefixes and line breaks.
     source: str  # The program or library that prints the error.
     cause: Cause | None = None  # None: the sizes in the message decide (causes.py).
-    figures: Callable[[str], MessageSizes] = lambda text: MessageSizes(tried_is_segment=False)  # Reads the sizes.
+    get_sizes: Callable[[str], MessageSizes] = lambda text: MessageSizes(tried_is_segment=False)  # Reads the sizes.
     priority: int = 1  # The error with the lowest number explains the others in a log.
     is_one_line: bool = False  # The pattern matches within the line of the words.
 
 
-def _make_signature(name: str, words: str, pattern: str = "", **more: Any) -> Signature:
-    """Return a signature; `words` are separated by |, and any of them suffices without a pattern."""
-    each = tuple(words.split("|"))
-    return Signature(name, each, pattern or "|".join(map(re.escape, each)), **more)
+def _make_signature(name: str, words: str, pattern: str = "", **fields: Any) -> Signature:
+    """Return a signature of which `words` has the substrings, separated by |; by default each is a pattern too."""
+    phrases = tuple(words.split("|"))
+    return Signature(name, phrases, pattern or "|".join(map(re.escape, phrases)), **fields)
 
 
 def _make_mismatch(name: str, words: str, pattern: str = "", source: str = "torch") -> Signature:
@@ -45,7 +45,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(?:(?:CUDA|HIP|XPU) out of memory\. )?Tried to allocate [\d.]+ (?:bytes|[KMGT]iB)"
         r"(?:[ .]+\(?(?:GPU|XPU) |.{0,3}$)"
         r"|out of memory\. Tried to allocate [\d.]+ \w+",
-        source="torch", figures=sizes.read_caching_allocator, priority=0,
+        source="torch", get_sizes=sizes.read_caching_allocator, priority=0,
     ),
     _make_signature(
         "torch-exabyte", "Tried to allocate more than 1EB", source="torch", cause=Cause.LARGE_TENSOR, priority=0,
@@ -56,12 +56,12 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _make_signature(
         "malloc-async", "would exceed allowed memory", r"Allocation on device \d* ?would exceed allowed memory",
-        source="torch (cudaMallocAsync)", figures=sizes.read_malloc_async, priority=0,
+        source="torch (cudaMallocAsync)", get_sizes=sizes.read_malloc_async, priority=0,
     ),
-    _make_signature("mps-oom", "MPS backend out of memory", source="torch (MPS)", figures=sizes.read_mps, priority=0),
+    _make_signature("mps-oom", "MPS backend out of memory", source="torch (MPS)", get_sizes=sizes.read_mps, priority=0),
     _make_signature(
         "mps-buffer", "Invalid buffer size", r"Invalid buffer size: [\d.]+ [KMGT]i?B", source="torch (MPS)",
-        cause=Cause.LARGE_TENSOR, figures=sizes.read_metal_buffer,
+        cause=Cause.LARGE_TENSOR, get_sizes=sizes.read_metal_buffer,
     ),
     _make_mismatch(
         "mismatch",
@@ -114,7 +114,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "nccl", "unhandled cuda error|Failed to CUDA|NCCL WARN Cuda failure|ncclUnhandledCudaError",
         r"(?:unhandled cuda error|NCCL WARN|ncclUnhandledCudaError)(?:(?!Cuda failure).){0,700}?"
         r"(?:Cuda failure (?:2 )?'out of memory'|Failed to CUDA (?:host )?c?alloc)",
-        source="NCCL", cause=Cause.LIBRARY_HANDLE, figures=sizes.read_nccl,
+        source="NCCL", cause=Cause.LIBRARY_HANDLE, get_sizes=sizes.read_nccl,
     ),
     _make_signature(
         "nccl-unknown", "unhandled cuda error|ncclUnhandledCudaError",
@@ -133,7 +133,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _make_signature(
         "ggml", "cudaMalloc failed: out of memory",
         r"(?:allocating [\d.]+ MiB on device \d+: )?cudaMalloc failed: out of memory", source="ggml",
-        cause=Cause.DEVICE_MEMORY, figures=sizes.read_cuda_malloc, priority=0,
+        cause=Cause.DEVICE_MEMORY, get_sizes=sizes.read_cuda_malloc, priority=0,
     ),
     _make_signature(
         "pinned", "pin memory thread|cudaHostAlloc|CachingHostAllocator|pin_memory",
@@ -153,24 +153,24 @@ SIGNATURES: tuple[Signature, ...] = (
     _make_signature(
         "tensorflow-host", "OOM when allocating tensor",
         r"OOM when allocating tensor.{0,200}(?:CPU:\d|by allocator cpu)", source="TensorFlow", cause=Cause.HOST_MEMORY,
-        figures=sizes.read_xla,
+        get_sizes=sizes.read_xla,
     ),
     _make_signature(
         "xla", "RESOURCE_EXHAUSTED|Resource exhausted|ResourceExhaustedError",
         r"RESOURCE_EXHAUSTED|Resource exhausted: |ResourceExhaustedError", source="XLA", cause=Cause.DEVICE_MEMORY,
-        figures=sizes.read_xla,
+        get_sizes=sizes.read_xla,
     ),
     _make_signature(
         "vllm-budget", "is less than desired GPU memory utilization",
         r"Free memory on device.{0,60}on startup is less than desired GPU memory utilization", source="vLLM",
-        cause=Cause.ENGINE_BUDGET, figures=sizes.read_engine_budget,
+        cause=Cause.ENGINE_BUDGET, get_sizes=sizes.read_engine_budget,
     ),
     _make_signature("vllm-no-cache", "No available memory for the cache blocks", source="vLLM", cause=Cause.KV_CACHE),
     _make_signature(
         "vllm-cache", "that can be stored in KV cache|To serve at least one request",
         r"larger than the maximum number of tokens that can be stored in KV cache"
         r"|To serve at least one request with the model\w*.?s max seq len",
-        source="vLLM", cause=Cause.KV_CACHE, figures=sizes.read_kv_cache,
+        source="vLLM", cause=Cause.KV_CACHE, get_sizes=sizes.read_kv_cache,
     ),
     _make_signature(
         "sglang-cache", "Not enough memory. Please try to increase",
@@ -188,7 +188,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "host-request", "DefaultCPUAllocator|Cannot allocate memory|Unable to allocate",
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
         r"|OSError: \[Errno 12\] Cannot allocate memory|MemoryError: Unable to allocate [\d.]+ [KMGT]iB",
-        source="torch (CPU)", cause=Cause.HOST_MEMORY, figures=sizes.read_host_request,
+        source="torch (CPU)", cause=Cause.HOST_MEMORY, get_sizes=sizes.read_host_request,
     ),
     _make_signature(
         "shm",

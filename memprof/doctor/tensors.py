@@ -15,43 +15,43 @@ from memprof.doctor.diagnosis import Candidate, MessageSizes
 from memprof.doctor.dimensions import Dimensions, list_catalog_dimensions
 from memprof.units import MIB
 
-_SEGMENT = 2 * MIB
-_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
-_BLOCK = 512
-MIN_BITS = 7.0  # Minimum weight without a known model, as hundreds of sizes are tried.
-_KNOWN_BITS = 30.0  # Weight if all sizes were given, and the bytes match.
-_HINT_BITS = 6.0
-_HALF, _FULL = 2, 4
-_COMMON_HEADS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
-_SHARDS = (1, 2, 4, 8)
+_SEGMENT_BYTES = 2 * MIB
+_SMALL_SEGMENT_BYTES, _LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
+_BLOCK_BYTES = 512
+MIN_EVIDENCE_BITS = 7.0  # Minimum weight without a known model, as hundreds of sizes are tried.
+_EXACT_MATCH_BITS = 30.0  # Weight if all sizes were given, and the bytes match.
+_TRACEBACK_BITS = 6.0
+_HALF_BYTES, _FLOAT_BYTES = 2, 4
+_COMMON_HEAD_COUNTS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
+_SHARD_COUNTS = (1, 2, 4, 8)
 _DELTA_ROLE = "one weight delta for each token"
 _MAX_ODD_FACTOR = 3  # Round sizes are powers of two times up to this, which too many widths divide.
-_MANY_TOKENS = 1 << 17  # Tokens of a batch beyond which each doubling costs two bits.
+_COMMON_MAX_TOKENS = 1 << 17  # Tokens of a batch beyond which each doubling costs two bits.
 
 
 def find_request_range(sizes: MessageSizes) -> tuple[int, int] | None:
-    """Return the smallest and largest request, in bytes, that print as `tried`; None if the range is too wide.
+    """Return the smallest and largest request in bytes for which torch prints `sizes.tried`; None: too wide a range.
 
-    The message has the segment, rounded to two decimals; segments are multiples of 2 MiB for requests of at least
-    10 MiB (`get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp).
+    torch prints the size of the segment, rounded to two decimals; segments are multiples of 2 MiB for requests of at
+    least 10 MiB (`get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp).
     """
     tried = sizes.tried
     if tried is None:
         return None
     if sizes.tried_is_segment:
-        low, high = -(-tried.low // _SEGMENT) * _SEGMENT, tried.high // _SEGMENT * _SEGMENT
+        low, high = -(-tried.low // _SEGMENT_BYTES) * _SEGMENT_BYTES, tried.high // _SEGMENT_BYTES * _SEGMENT_BYTES
         if low <= high:
-            if high <= _SMALL_SEGMENT or low == high == _LARGE_SEGMENT:
+            if high <= _SMALL_SEGMENT_BYTES or low == high == _LARGE_SEGMENT_BYTES:
                 return None
-            return low - _SEGMENT + 1, high
+            return low - _SEGMENT_BYTES + 1, high
     if tried.high < MIB:
         return None
-    return max(1, tried.low - _BLOCK), tried.high
+    return max(1, tried.low - _BLOCK_BYTES), tried.high
 
 
 @dataclass(frozen=True, slots=True)
 class TensorQuery:
-    """What is known of a failed allocation: range of bytes, model, batch, and words of the traceback."""
+    """The known properties of a failed allocation: range of bytes, model, batch, and roles in the traceback."""
 
     low: int  # Minimum of the request in bytes.
     high: int  # Maximum of the request in bytes.
@@ -66,16 +66,16 @@ class TensorQuery:
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, float], ...]:
-        """Return the possible dtypes: name, bytes of an element, and bits of evidence."""
-        return ((self.half_dtype, _HALF, 0.0), ("float32", _FULL, 1.5 if self.mentions_float32 else 0.0))
+        """Return the possible dtypes of the tensor: name, bytes of an element, and evidence in bits."""
+        return ((self.half_dtype, _HALF_BYTES, 0.0), ("float32", _FLOAT_BYTES, 1.5 if self.mentions_float32 else 0.0))
 
-    def weigh_roles(self, *kinds: str) -> tuple[float, str]:
-        """Return bits of evidence from the traceback for a tensor with one of these roles, and their explanation."""
-        return (_HINT_BITS, "; the traceback speaks of it") if self.roles.intersection(kinds) else (0.0, "")
+    def weigh_roles(self, *role_kinds: str) -> tuple[float, str]:
+        """Return the traceback's evidence for a tensor of one of `role_kinds`: bits (0 if none), and a phrase on it."""
+        return (_TRACEBACK_BITS, "; the traceback speaks of it") if self.roles.intersection(role_kinds) else (0.0, "")
 
 
 # Role -> words in the code that makes tensors of the role.
-_ROLES = {
+_WORDS_BY_ROLE = {
     "logits": "lm_head cross_entropy log_softmax logits loss_function logprob nll_loss log_prob",
     "attention": "attn attention softmax scores baddbmm matmul(q sdpa einsum",
     "feed-forward": "mlp act_fn gate_proj up_proj down_proj gelu silu feed_forward ffn",
@@ -89,41 +89,41 @@ _ROLES = {
 def find_roles(frames: Sequence[str]) -> frozenset[str]:
     """Return the roles of tensors that the innermost frames of a traceback mention."""
     text = "\n".join(frames)
-    return frozenset(role for role, words in _ROLES.items() if any(word in text for word in words.split()))
+    return frozenset(role for role, words in _WORDS_BY_ROLE.items() if any(word in text for word in words.split()))
 
 
 def find_candidates(query: TensorQuery, max_candidates: int = 5) -> list[Candidate]:
-    """Return the tensors that the failed allocation may be for, likeliest first, at most `most`."""
-    weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
-    enough = MIN_BITS if query.model is None else 1.0
+    """Return at most `max_candidates` tensors that the failed allocation may be for, likeliest first."""
+    best_by_key: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
+    min_bits = MIN_EVIDENCE_BITS if query.model is None else 1.0
     for bits, candidate in _iter_candidates(query):
         key = (candidate.role, candidate.shape, candidate.dtype)
-        if bits >= enough and (key not in weighed or weighed[key][0] < bits):
-            weighed[key] = (bits, candidate)
-    ranked = sorted(weighed.values(), key=lambda item: -item[0])
+        if bits >= min_bits and (key not in best_by_key or best_by_key[key][0] < bits):
+            best_by_key[key] = (bits, candidate)
+    best_first = sorted(best_by_key.values(), key=lambda item: -item[0])
     # Candidates far less likely than the first are left out.
-    return [candidate for bits, candidate in ranked[:max_candidates] if bits > ranked[0][0] - 10]
+    return [candidate for bits, candidate in best_first[:max_candidates] if bits > best_first[0][0] - 10]
 
 
 def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:
     model = query.model
     if model is None:
         # A round size matches many tensors: only roles that the traceback mentions count.
-        said = query.roles if _is_round(query) else {"logits", "feed-forward", "attention"}
-        for known in list_catalog_dimensions():
-            if "logits" in said:
-                yield from _iter_row_tensors(query, known.vocabulary, "logits", -1.0, "logits", known)
-            if "feed-forward" in said:
-                width = known.hidden * known.intermediate
-                yield from _iter_row_tensors(query, width, _DELTA_ROLE, -4.0, "delta", known)
-        for heads in _COMMON_HEADS if "attention" in said else ():
+        likely_roles = query.roles if _is_round_size(query) else {"logits", "feed-forward", "attention"}
+        for entry in list_catalog_dimensions():
+            if "logits" in likely_roles:
+                yield from _iter_row_tensors(query, entry.vocabulary, "logits", -1.0, "logits", entry)
+            if "feed-forward" in likely_roles:
+                width = entry.hidden * entry.intermediate
+                yield from _iter_row_tensors(query, width, _DELTA_ROLE, -4.0, "delta", entry)
+        for heads in _COMMON_HEAD_COUNTS if "attention" in likely_roles else ():
             yield from _iter_score_tensors(query, heads, -4.0)
         return
-    for shards in _SHARDS:
+    for shards in _SHARD_COUNTS:
         if model.vocabulary and model.vocabulary % shards == 0:
-            split = "" if shards == 1 else f", of one of {shards} ranks"
+            suffix = "" if shards == 1 else f", of one of {shards} ranks"
             prior = 2.0 - 4 * math.log2(shards)
-            yield from _iter_row_tensors(query, model.vocabulary // shards, f"logits{split}", prior, "logits")
+            yield from _iter_row_tensors(query, model.vocabulary // shards, f"logits{suffix}", prior, "logits")
     yield from _iter_row_tensors(query, model.hidden, "hidden states", -2.0, "hidden")
     yield from _iter_row_tensors(query, model.intermediate, "feed-forward activations", 0.0, "feed-forward")
     yield from _iter_row_tensors(
@@ -132,75 +132,75 @@ def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:
     if model.heads:
         yield from _iter_score_tensors(query, model.heads, 1.0)
         yield from _iter_row_tensors(query, model.heads * model.head_dim, "queries", -2.5, "attention")
-        fused = (model.heads + 2 * model.kv_heads) * model.head_dim
-        yield from _iter_row_tensors(query, fused, "queries, keys and values", -2.0, "attention")
+        qkv_width = (model.heads + 2 * model.kv_heads) * model.head_dim
+        yield from _iter_row_tensors(query, qkv_width, "queries, keys and values", -2.0, "attention")
         yield from _iter_row_tensors(query, model.kv_heads * model.head_dim, "keys or values", -2.5, "cache")
         yield from _iter_score_tensors(query, 1, -3.0, role="attention mask")
     yield from _iter_row_tensors(query, model.hidden * model.intermediate, _DELTA_ROLE, -3.0, "delta")
-    yield from _iter_weights(query, model)
+    yield from _iter_weight_tensors(query, model)
 
 
-def _is_round(query: TensorQuery) -> bool:
-    """Return whether the request may be a power of two bytes, or three times a power of two."""
-    number = _find_roundest(query.low, query.high)
+def _is_round_size(query: TensorQuery) -> bool:
+    """Return whether the range of bytes contains a power of two, or three times a power of two."""
+    number = _find_roundest_number(query.low, query.high)
     return number >> ((number & -number).bit_length() - 1) <= _MAX_ODD_FACTOR
 
 
 def _iter_row_tensors(
     query: TensorQuery, width: int, role: str, prior: float, role_kind: str, guess: Dimensions | None = None
 ) -> Iterator[tuple[float, Candidate]]:
-    """Yield tensors with a row of `width` values per token; `guess` is a model if the user's is unknown."""
+    """Yield tensors with `width` values per token, with bits of evidence; `guess` replaces an unknown model."""
     if not width:
         return
-    hint, said = query.weigh_roles(role_kind)
+    hint_bits, hint_text = query.weigh_roles(role_kind)
     model = guess or query.model
     name = "" if model is None else model.model
-    what = "the vocabulary" if role_kind == "logits" else "hidden x feed-forward width"
-    extra = f"{said}; {width:,} is {what} of {name} and others" if guess else said
-    for dtype, item, bias in query.dtypes:
-        unit = width * item
-        for tokens, bits, exact, why in _iter_token_counts(query, unit):
+    width_name = "the vocabulary" if role_kind == "logits" else "hidden x feed-forward width"
+    explanation = f"{hint_text}; {width:,} is {width_name} of {name} and others" if guess else hint_text
+    for dtype, itemsize, dtype_bits in query.dtypes:
+        row_bytes = width * itemsize
+        for tokens, bits, is_exact, reason in _iter_token_counts(query, row_bytes):
             # The GPU would hold at least the weights in 4 bits, and the hidden states.
-            least_held = 0 if guess is None else guess.num_parameters // 2 + tokens * guess.hidden * _HALF
-            if query.allocated_bytes is not None and least_held > query.allocated_bytes:
+            min_bytes = 0 if guess is None else guess.num_parameters // 2 + tokens * guess.hidden * _HALF_BYTES
+            if query.allocated_bytes is not None and min_bytes > query.allocated_bytes:
                 continue
             shape = (*_split_tokens(query, tokens), width)
-            bits -= 2 * max(0.0, math.log2(tokens / _MANY_TOKENS))
-            candidate = Candidate(shape, dtype, role, tokens * unit, name, why + extra, exact)
-            yield bits + prior + hint + bias, candidate
+            bits -= 2 * max(0.0, math.log2(tokens / _COMMON_MAX_TOKENS))
+            candidate = Candidate(shape, dtype, role, tokens * row_bytes, name, reason + explanation, is_exact)
+            yield bits + prior + hint_bits + dtype_bits, candidate
 
 
-def _iter_token_counts(query: TensorQuery, unit: int) -> Iterator[tuple[int, float, bool, str]]:
-    """Yield possible numbers of tokens of `unit` bytes: number, bits, whether all sizes were known, and explanation."""
-    low, high = -(-query.low // unit), query.high // unit
-    width = (query.high - query.low + 1) / unit
+def _iter_token_counts(query: TensorQuery, token_bytes: int) -> Iterator[tuple[int, float, bool, str]]:
+    """Yield possible numbers of tokens, each of `token_bytes`, with bits of evidence, exactness and explanation."""
+    low, high = -(-query.low // token_bytes), query.high // token_bytes
+    span = (query.high - query.low + 1) / token_bytes
     batch, length = query.batch, query.length
     if batch and length:
-        for tokens, what in (
+        for tokens, reason in (
             (batch * length, "the batch and length given"),
             (batch * (length - 1), "the batch and length given, the last position left out"),
         ):
             if low <= tokens <= high:
-                yield tokens, _KNOWN_BITS, True, what
+                yield tokens, _EXACT_MATCH_BITS, True, reason
     elif length:
-        first = -(-low // length)
-        if first * length <= high and first >= 1:
-            bits = _measure_roundness(first, width / length) + 4
-            yield first * length, bits, False, f"{first} sequences of {length:,}"
+        num_sequences = -(-low // length)
+        if num_sequences * length <= high and num_sequences >= 1:
+            bits = _measure_roundness(num_sequences, span / length) + 4
+            yield num_sequences * length, bits, False, f"{num_sequences} sequences of {length:,}"
     if low > high or high < 1:
         return
     step = batch or 1
-    tokens = _find_roundest(max(1, -(-low // step)), high // step) * step
+    tokens = _find_roundest_number(max(1, -(-low // step)), high // step) * step
     if tokens and low <= tokens <= high:
-        yield tokens, _measure_roundness(tokens // step, width / step), False, f"{tokens:,} tokens fit the size"
+        yield tokens, _measure_roundness(tokens // step, span / step), False, f"{tokens:,} tokens fit the size"
     for logged_number in query.logged_numbers:
         if logged_number > 64 and (multiple := -(-low // logged_number) * logged_number) <= high:
-            bits = _measure_roundness(multiple // logged_number, width / logged_number) + 2
+            bits = _measure_roundness(multiple // logged_number, span / logged_number) + 2
             yield multiple, bits, False, f"a multiple of {logged_number:,}, which the log names"
 
 
 def _split_tokens(query: TensorQuery, tokens: int) -> tuple[int, int]:
-    """Return batch size and length for `tokens` tokens: as known, else the fewest sequences that the model allows."""
+    """Return batch size and length for `tokens`: by the query or log, else the smallest batch that the model allows."""
     if query.batch and tokens % query.batch == 0:
         return query.batch, tokens // query.batch
     if query.length and tokens % query.length == 0:
@@ -208,41 +208,41 @@ def _split_tokens(query: TensorQuery, tokens: int) -> tuple[int, int]:
     for logged_number in sorted(query.logged_numbers, reverse=True):
         if logged_number > 64 and tokens % logged_number == 0:
             return tokens // logged_number, logged_number
-    limit = query.model.max_positions if query.model else None
+    max_length = query.model.max_positions if query.model else None
     batch = 1
-    while limit and tokens // batch > limit and tokens % (2 * batch) == 0:
+    while max_length and tokens // batch > max_length and tokens % (2 * batch) == 0:
         batch *= 2
-    return (batch, tokens // batch) if not limit or tokens // batch <= limit else (1, tokens)
+    return (batch, tokens // batch) if not max_length or tokens // batch <= max_length else (1, tokens)
 
 
 def _iter_score_tensors(
     query: TensorQuery, heads: int, prior: float, role: str = "attention scores"
 ) -> Iterator[tuple[float, Candidate]]:
-    """Yield tensors with one value per head and pair of positions."""
-    hint, said = query.weigh_roles("attention")
+    """Yield tensors [batch, heads, length, length], such as attention scores, with bits of evidence."""
+    hint_bits, hint_text = query.weigh_roles("attention")
     name = query.model.model if query.model else ""
-    for dtype, item, bias in query.dtypes:
+    for dtype, itemsize, dtype_bits in query.dtypes:
         for batch in (query.batch,) if query.batch else (1, 2, 4, 8, 16, 32):
-            unit = batch * heads * item
-            low, high = math.sqrt(query.low / unit), math.sqrt(query.high / unit)
+            pair_bytes = batch * heads * itemsize
+            min_length, max_length = math.sqrt(query.low / pair_bytes), math.sqrt(query.high / pair_bytes)
             if query.length:
-                if not low <= query.length <= high:
+                if not min_length <= query.length <= max_length:
                     continue
-                length, known = query.length, query.batch is not None
-                bits, why = (_KNOWN_BITS if known else 12.0 - math.log2(batch)), "the length given"
+                length, is_exact = query.length, query.batch is not None
+                bits, reason = (_EXACT_MATCH_BITS if is_exact else 12.0 - math.log2(batch)), "the length given"
             else:
-                length = _find_roundest(math.ceil(low), math.floor(high))
+                length = _find_roundest_number(math.ceil(min_length), math.floor(max_length))
                 if not length:
                     continue
-                bits, known = _measure_roundness(length, high - low) - math.log2(batch), False
-                why = f"the square of {length:,} positions"
+                bits, is_exact = _measure_roundness(length, max_length - min_length) - math.log2(batch), False
+                reason = f"the square of {length:,} positions"
             shape = (batch, heads, length, length)
-            candidate = Candidate(shape, dtype, role, math.prod(shape) * item, name, why + said, known)
-            yield bits + prior + hint + bias, candidate
+            candidate = Candidate(shape, dtype, role, math.prod(shape) * itemsize, name, reason + hint_text, is_exact)
+            yield bits + prior + hint_bits + dtype_bits, candidate
 
 
-def _iter_weights(query: TensorQuery, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
-    """Yield parameters, gradients, optimizer states, and flat buffers of all parameters."""
+def _iter_weight_tensors(query: TensorQuery, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
+    """Yield parameters, gradients, optimizer states and flat buffers in the range of bytes, with bits of evidence."""
     shapes: list[tuple[tuple[int, ...], str, float, str]] = [
         ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0, "weights"),
         ((model.intermediate, model.hidden), "a feed-forward weight", 0.0, "weights"),
@@ -250,30 +250,30 @@ def _iter_weights(query: TensorQuery, model: Dimensions) -> Iterator[tuple[float
         ((model.heads * model.head_dim, model.hidden), "an attention weight", -1.0, "weights"),
         ((model.num_parameters,), "all parameters in one buffer", 0.0, "optimizer"),
     ]
-    if experts := model.num_experts:
+    if num_experts := model.num_experts:
         width = model.expert_width
         shapes += [
-            ((experts, 2 * width, model.hidden), "the experts' gate and up weights", 0.0, "weights"),
-            ((experts, model.hidden, width), "the experts' down weights", 0.0, "weights"),
+            ((num_experts, 2 * width, model.hidden), "the experts' gate and up weights", 0.0, "weights"),
+            ((num_experts, model.hidden, width), "the experts' down weights", 0.0, "weights"),
         ]
-    relative = (query.high - query.low + 1) / query.high
+    relative_span = (query.high - query.low + 1) / query.high
     for shape, role, prior, role_kind in shapes:
-        hint, said = query.weigh_roles(role_kind, "weights", "optimizer")
-        for dtype, item, bias in query.dtypes:
-            size = math.prod(shape) * item
-            if size and query.low <= size <= query.high:
-                candidate = Candidate(shape, dtype, role, size, model.model, f"its size exactly{said}", True)
-                yield -math.log2(relative) + prior + hint + bias, candidate
+        hint_bits, hint_text = query.weigh_roles(role_kind, "weights", "optimizer")
+        for dtype, itemsize, dtype_bits in query.dtypes:
+            num_bytes = math.prod(shape) * itemsize
+            if num_bytes and query.low <= num_bytes <= query.high:
+                candidate = Candidate(shape, dtype, role, num_bytes, model.model, f"its size exactly{hint_text}", True)
+                yield -math.log2(relative_span) + prior + hint_bits + dtype_bits, candidate
 
 
-def _measure_roundness(number: int, width: float) -> float:
-    """Return in bits how unlikely a number as round as `number` is among `width` integers."""
-    zeros = (number & -number).bit_length() - 1
-    return zeros - math.log2(max(width, 2**-12))
+def _measure_roundness(number: int, span: float) -> float:
+    """Return how unlikely it is, in bits, that `span` integers include one with as many trailing zeros as `number`."""
+    num_zeros = (number & -number).bit_length() - 1
+    return num_zeros - math.log2(max(span, 2**-12))
 
 
-def _find_roundest(low: int, high: int) -> int:
-    """Return the number from `low` to `high` that is divisible by the highest power of two; 0 for an empty range."""
+def _find_roundest_number(low: int, high: int) -> int:
+    """Return the integer from `low` to `high` that is divisible by the highest power of two; 0 for an empty range."""
     if low > high:
         return 0
     multiples = (-(-low >> power) << power for power in range(high.bit_length(), -1, -1))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from memprof.doctor.log import Passage, clean_line, strip_box
+from memprof.doctor.log import Passage, clean_line, strip_box_borders
 
-_PYTHON = re.compile(r'\bFile "([^"]+)", line (\d+)(?:, in (\S+))?')
-_IPYTHON = re.compile(
+_PYTHON_FRAME = re.compile(r'\bFile "([^"]+)", line (\d+)(?:, in (\S+))?')
+_IPYTHON_FRAME = re.compile(
     r"^(?:File |Input In |Cell )?((?:[\w.~/\\:<>-]+\.py|<ipython[^>]*>|[\w.~/\\:-]+\.py)):(\d+),? in ([\w.<>]+)"
 )
-_RICH = re.compile(r"^\s*((?:[A-Za-z]:)?[\w.~/\\ -]+\.py):(\d+) in (\S+)")
-_ARROW = re.compile(r"^\s*(?:-+>|❱|>)\s*\d+ ?[│|]?\s*(.*)$")
-_RANK = re.compile(r"\[rank ?\d+\]|\[default\d*\]|\bpid=\d+")
-_TORCH = re.compile(r"[/\\]torch[/\\]|<frozen|<__array_function__|[/\\]torch\.py$")
-_INSTALLED = re.compile(
+_RICH_FRAME = re.compile(r"^\s*((?:[A-Za-z]:)?[\w.~/\\ -]+\.py):(\d+) in (\S+)")
+_ARROW_LINE = re.compile(r"^\s*(?:-+>|❱|>)\s*\d+ ?[│|]?\s*(.*)$")
+_RANK_PREFIX = re.compile(r"\[rank ?\d+\]|\[default\d*\]|\bpid=\d+")
+_TORCH_PATH = re.compile(r"[/\\]torch[/\\]|<frozen|<__array_function__|[/\\]torch\.py$")
+_LIBRARY_PATH = re.compile(
     r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|[/\\]Lib[/\\]|[/\\]lib[/\\]\w+\.py$|<frozen", re.I
 )
 _MARKERS = re.compile(r"^[\s~^*]*$")
@@ -38,48 +38,49 @@ class TracebackFrame:
     @property
     def is_in_torch(self) -> bool:
         """Return whether the frame is in torch or in Python's standard library."""
-        of_python = self.is_installed and not re.search(r"(?:site|dist)-packages", self.file)
-        return bool(_TORCH.search(self.file)) or of_python
+        is_standard_library = self.is_in_library and not re.search(r"(?:site|dist)-packages", self.file)
+        return bool(_TORCH_PATH.search(self.file)) or is_standard_library
 
     @property
-    def is_installed(self) -> bool:
+    def is_in_library(self) -> bool:
         """Return whether the frame is in an installed library, not in the user's code."""
-        return bool(_INSTALLED.search(self.file))
+        return bool(_LIBRARY_PATH.search(self.file))
 
 
 def read_frames(passage: Passage) -> list[TracebackFrame]:
     """Return the frames of the last traceback before the error, outermost first; [] without a traceback."""
-    lines = passage.before.split("\n")
-    rank = _RANK.search(passage.after.split("\n", 1)[0])
+    lines = passage.text_before.split("\n")
+    rank = _RANK_PREFIX.search(passage.text_after.split("\n", 1)[0])
     if rank is not None:  # processes write at once
         lines = [line for line in lines if rank[0] in line]
-    cleaned = [clean_line(line) for line in lines]
-    starts = [number for number, line in enumerate(cleaned) if "Traceback (most recent call last)" in line]
+    clean_lines = [clean_line(line) for line in lines]
+    starts = [i for i, line in enumerate(clean_lines) if "Traceback (most recent call last)" in line]
     if starts:
-        cleaned = cleaned[starts[-1] + 1 :]
+        clean_lines = clean_lines[starts[-1] + 1 :]
     frames: list[TracebackFrame] = []
-    for number, line in enumerate(cleaned):
-        framed = strip_box(line)
-        match = _PYTHON.search(line) or _PYTHON.search(framed)
+    for i, line in enumerate(clean_lines):
+        unboxed = strip_box_borders(line)
+        match = _PYTHON_FRAME.search(line) or _PYTHON_FRAME.search(unboxed)
         if match:
-            code = next((later.strip() for later in cleaned[number + 1 : number + 2] if not _PYTHON.search(later)), "")
+            code = next((text.strip() for text in clean_lines[i + 1 : i + 2] if not _PYTHON_FRAME.search(text)), "")
             frames.append(TracebackFrame(match[1], int(match[2]), match[3] or "", "" if _MARKERS.match(code) else code))
             continue
-        match = _IPYTHON.match(framed) or _RICH.match(framed)
+        match = _IPYTHON_FRAME.match(unboxed) or _RICH_FRAME.match(unboxed)
         if match:
             frames.append(TracebackFrame(match[1].strip(), int(match[2]), match[3].split("(")[0]))
             continue
-        arrow = _ARROW.match(framed) or _ARROW.match(line.replace("│", "", 1))
+        arrow = _ARROW_LINE.match(unboxed) or _ARROW_LINE.match(line.replace("│", "", 1))
         if arrow and frames and not frames[-1].code:
             last = frames.pop()
-            frames.append(TracebackFrame(last.file, last.line, last.function, strip_box(arrow[1]).strip(" │")))
+            frames.append(TracebackFrame(last.file, last.line, last.function, strip_box_borders(arrow[1]).strip(" │")))
     return frames
 
 
 def choose_frames(frames: list[TracebackFrame]) -> list[TracebackFrame]:
-    """Return the innermost frame outside torch, and the innermost frame of the user's code if it is another."""
-    guilty = next((frame for frame in reversed(frames) if not frame.is_in_torch), None)
-    own = next((frame for frame in reversed(frames) if not frame.is_installed), None)
-    if guilty is None:
+    """Return the innermost frame outside torch, and the innermost frame of the user's code if that is a different one.
+    If all frames are in torch, return the innermost."""
+    innermost = next((frame for frame in reversed(frames) if not frame.is_in_torch), None)
+    user_frame = next((frame for frame in reversed(frames) if not frame.is_in_library), None)
+    if innermost is None:
         return frames[-1:]
-    return [guilty] if own is None or own == guilty else [guilty, own]
+    return [innermost] if user_frame is None or user_frame == innermost else [innermost, user_frame]

@@ -15,7 +15,7 @@ from memprof.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A constant of the closed form, with its source."""
+    """A constant of the analytical estimate, as it is printed, with its source."""
 
     name: str
     value: str
@@ -83,7 +83,7 @@ _LOGITS_FORMULAS = {
 
 
 def format_formula(estimate: Estimate, cell: Cell, term: str) -> str:
-    """Return the formula of a term (parameters, activations, ...) of a cell's peak, with its numbers."""
+    """Return the formula of `term` ("parameters", "activations", ...) at the cell's peak, with values inserted."""
     g = estimate.subject.geometry
     plan = cell.plan
     values = {
@@ -103,11 +103,11 @@ def format_formula(estimate: Estimate, cell: Cell, term: str) -> str:
             return "each layer's input, what one layer keeps while it is computed again, positions"
         return "what the layers keep for the backward (below), the final norm, positions"
     if term == "logits and loss":
-        other = "logits {compute} x {vocab:,} x {tokens:,} tokens, with what is made of them"
-        return _LOGITS_FORMULAS.get(cell.peak.name, other).format(**values)
+        default = "logits {compute} x {vocab:,} x {tokens:,} tokens, with what is made of them"
+        return _LOGITS_FORMULAS.get(cell.peak.name, default).format(**values)
     kind = plan.quantized if term == "parameters" and plan.quantized else plan.method.kind
-    text = _FORMULAS.get((term, kind)) or _FORMULAS.get((term, "plain"), "")
-    return text.format(**values)
+    formula = _FORMULAS.get((term, kind)) or _FORMULAS.get((term, "plain"), "")
+    return formula.format(**values)
 
 
 def list_saved_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
@@ -117,13 +117,13 @@ def list_saved_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]
         return []
     setting = build_settings(g, cell.plan, estimate.batch_size, estimate.context_length)
     tape, _ = record_layer(setting)
-    found = tape.sum_saved_by_name().items()
-    return sorted(((name, num_bytes / setting.tokens) for name, num_bytes in found), key=lambda pair: -pair[1])
+    bytes_by_name = tape.sum_saved_by_name().items()
+    return sorted(((name, num_bytes / setting.tokens) for name, num_bytes in bytes_by_name), key=lambda pair: -pair[1])
 
 
 def list_assumptions(estimate: Estimate) -> list[str]:
-    """Return the assumptions of an estimate, one sentence each."""
-    found = [
+    """Return the assumptions of an estimate as sentences."""
+    assumptions = [
         "A training step in its steady state: optimizer state is there, gradients were set to None.",
         "Transformers' own code in eager mode, attention by scaled_dot_product_attention, the loss on all positions.",
         "Inference is a prompt of the context length through the KV cache, logits of its last token alone.",
@@ -133,14 +133,14 @@ def list_assumptions(estimate: Estimate) -> list[str]:
         "Reserved is what is allocated and the median of what simulated runs kept cached beside it: bands.json.",
     ]
     if estimate.lengths is not None:
-        found.append(f"The longest of {MANY_STEPS} batches, padded to its longest sample; the others take less.")
+        assumptions.append(f"The longest of {MANY_STEPS} batches, padded to its longest sample; the others take less.")
     if estimate.dtype in CHECKPOINT_FORMATS:
-        found.append(f"Scales for each {FORMAT_GROUP} weights; embedding, head and norms in half precision.")
+        assumptions.append(f"Scales for each {FORMAT_GROUP} weights; embedding, head and norms in half precision.")
     if estimate.subject.rule:
-        found.insert(0, estimate.subject.rule)
+        assumptions.insert(0, estimate.subject.rule)
     if estimate.gpus > 1:
-        found.append(
+        assumptions.append(
             "Several GPUs: each rank has a micro-batch of its own, or a part of one (cp, ulysses). Plans of "
             "--parallel were compared with simulated ranks (memprof help accuracy); ZeRO-1 and ZeRO-2 were not."
         )
-    return found
+    return assumptions

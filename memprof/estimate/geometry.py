@@ -1,4 +1,4 @@
-"""Shapes of decoder models, read from their configurations; unknown architectures have no shape."""
+"""Shapes of decoder models, from their transformers configurations; other architectures have no shape."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MODULE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class DecoderGeometry:
-    """The shape of a decoder: sizes of embedding, attention and MLP, and variants of its layers."""
+    """The shape of a decoder model: its sizes, and which norms, biases and fused matrices its layers have."""
 
     family: str
     hidden: int
@@ -89,27 +89,28 @@ class DecoderGeometry:
         return _LORA_TARGETS.get(self.family, "q_proj,v_proj")
 
     def resolve_lora_targets(self, modules: str | None) -> tuple[str, ...]:
-        """Return the matrices that LoRA adapts, for module names as in PEFT's target_modules (None: PEFT's default).
+        """Return the names of the matrices that LoRA adapts; `modules` is PEFT's target_modules (None: its default).
         Raises UsageError: a layer has no such module."""
-        known = _MODULE_NAMES.get(self.family, {})
-        names = {matrix: known.get(matrix, f"{matrix}_proj") for matrix in self.list_matrices()}
+        module_names = _MODULE_NAMES.get(self.family, {})
+        names = {matrix: module_names.get(matrix, f"{matrix}_proj") for matrix in self.list_matrices()}
         if modules == "all-linear":
             return tuple(names)
-        targets = [part.strip().rpartition(".")[2] for part in (modules or self.default_lora_modules).split(",")]
+        targets = [target.strip().rpartition(".")[2] for target in (modules or self.default_lora_modules).split(",")]
         for name in targets:
             if name not in names.values():
                 raise unknown_name("--lora-targets", name, [*dict.fromkeys(names.values()), "all-linear"])
         return tuple(matrix for matrix, name in names.items() if name in targets)
 
     def list_matrices(self) -> dict[str, tuple[int, int, bool]]:
-        """Return input features, output features and presence of a bias of a layer's linear layers, by name."""
+        """Return the linear layers of a decoder layer: name -> (input features, output features, has a bias)."""
         h, q, kv, i = self.hidden, self.attention_width, self.kv_width, self.intermediate
         widths = {"qkv": q + 2 * kv} if self.has_fused_qkv else {"q": q, "k": kv, "v": kv}
-        found = {name: (h, width, self.has_qkv_bias) for name, width in widths.items()} | {"o": (q, h, self.has_o_bias)}
+        shapes = {name: (h, width, self.has_qkv_bias) for name, width in widths.items()}
+        shapes["o"] = (q, h, self.has_o_bias)
         if self.is_gated and not self.has_fused_gate_up:
-            found["gate"] = (h, i, self.has_mlp_bias)
-        found["up"] = (h, i * (1 + self.has_fused_gate_up), self.has_mlp_bias)
-        return found | {"down": (i, h, self.has_mlp_bias)}
+            shapes["gate"] = (h, i, self.has_mlp_bias)
+        shapes["up"] = (h, i * (1 + self.has_fused_gate_up), self.has_mlp_bias)
+        return shapes | {"down": (i, h, self.has_mlp_bias)}
 
     @property
     def linear_parameters(self) -> int:
@@ -120,9 +121,9 @@ class DecoderGeometry:
     @property
     def norm_parameters(self) -> int:
         """Return the number of parameters in all norms."""
-        each = self.hidden * (2 if self.norm == "layer" else 1)
-        of_heads = {"": 0, "head": 2 * self.head_dim, "hidden": self.attention_width + self.kv_width}[self.qk_norm]
-        return self.layers * (self.num_norms * each + of_heads) + each
+        norm_size = self.hidden * (2 if self.norm == "layer" else 1)
+        qk_norm = {"": 0, "head": 2 * self.head_dim, "hidden": self.attention_width + self.kv_width}[self.qk_norm]
+        return self.layers * (self.num_norms * norm_size + qk_norm) + norm_size
 
     @property
     def num_parameters(self) -> int:
@@ -134,7 +135,7 @@ class DecoderGeometry:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedModel:
-    """The model of an estimate: parameters, shape, and where the user's input came from."""
+    """The model of an estimate: its number of parameters, its shape, and what the user named (`origin`)."""
 
     name: str
     num_parameters: int
@@ -153,8 +154,8 @@ class EstimatedModel:
 
 
 def build_from_params(text: str) -> EstimatedModel:
-    """Return a model with this number of parameters, in the shape of a Llama (workload/catalog/sizes.py).
-    Raises UsageError: `text` is no number, or no shape is known for the number."""
+    """Return a model with the shape of a Llama and the number of parameters in `text`, such as "1.2B".
+    Raises UsageError: `text` is not a number, or no shape is known for the number."""
     count = parse_count(text)
     entry = synthesize(count)
     geometry = _read_geometry(dict(entry.config or {}))
@@ -171,7 +172,7 @@ def build_from_params(text: str) -> EstimatedModel:
 
 
 def build_from_model(name: str) -> EstimatedModel:
-    """Return the model of the catalog, or of a configuration file or folder, with this name.
+    """Return the model with this name in the catalog, or of the configuration file or folder at this path.
     Raises UsageError: no such model or file, or the file is no configuration."""
     if has_model(name):
         return _build_from_entry(find_model(name))
@@ -182,12 +183,12 @@ def build_from_model(name: str) -> EstimatedModel:
 
 
 def build_from_size(size: str) -> EstimatedModel:
-    """Return the default model of a size such as 4B, or else a Llama of this size. Raises UsageError: not a size."""
+    """Return the catalog's model of `size`, such as "4B", or a Llama of this size. Raises UsageError: not a size."""
     return _build_from_entry(resolve_size(size))
 
 
 def build_from_config(path: Path) -> EstimatedModel:
-    """Return the model of a transformers config.json. Raises UsageError: the file cannot be read, or is incomplete."""
+    """Return the model of the config.json at `path`. Raises UsageError: the file cannot be read, or is incomplete."""
     file, config = read_config_file(path)
     if config["model_type"] not in FAMILIES:
         value = f'{file}: "model_type": "{config["model_type"]}"'
@@ -205,16 +206,16 @@ def build_from_config(path: Path) -> EstimatedModel:
 
 def _build_from_entry(entry: ModelEntry) -> EstimatedModel:
     config = entry.load_config()
-    known = config["model_type"] in FAMILIES and entry.task == "causal-lm"
-    why = "" if known else f"the closed form has no layer of {entry.architecture}"
-    geometry = _read_geometry(config) if known else None
-    return EstimatedModel(entry.key, entry.num_parameters, geometry, config, "model", entry.checkpoint_dtype, why)
+    is_supported = config["model_type"] in FAMILIES and entry.task == "causal-lm"
+    error = "" if is_supported else f"the closed form has no layer of {entry.architecture}"
+    geometry = _read_geometry(config) if is_supported else None
+    return EstimatedModel(entry.key, entry.num_parameters, geometry, config, "model", entry.checkpoint_dtype, error)
 
 
 def _first_positive(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first value that is not null, or the default. Raises KeyError or ValueError: no positive integer."""
-    set_here = ((name, config[name]) for name in names if config.get(name) is not None)
-    name, value = next(set_here, (names[0], default))
+    """Return the first non-null value of `names`, or `default`. Raises KeyError or ValueError: no positive integer."""
+    entries = ((name, config[name]) for name in names if config.get(name) is not None)
+    name, value = next(entries, (names[0], default))
     if value is None:
         raise KeyError(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -224,67 +225,67 @@ def _first_positive(config: Mapping[str, Any], *names: str, default: int | None 
 
 def _read_geometry(config: Mapping[str, Any]) -> DecoderGeometry:
     """Return the shape in a configuration of one of FAMILIES, with the defaults of transformers' classes."""
-    kind = config["model_type"]
+    family = config["model_type"]
     hidden = _first_positive(config, "hidden_size", "n_embd")
     heads = _first_positive(config, "num_attention_heads", "n_head")
     window = config.get("sliding_window")
-    is_windowed = isinstance(window, int) and window > 0 and config.get("use_sliding_window") is not False
+    has_window = isinstance(window, int) and window > 0 and config.get("use_sliding_window") is not False
     common: dict[str, Any] = {
-        "family": kind,
+        "family": family,
         "hidden": hidden,
         "layers": _first_positive(config, "num_hidden_layers", "n_layer"),
         "heads": heads,
         "kv_heads": _first_positive(config, "num_key_value_heads", default=heads),
         "head_dim": _first_positive(config, "head_dim", default=hidden // heads),
         "vocab": _first_positive(config, "vocab_size"),
-        "tied": bool(config.get("tie_word_embeddings", kind in ("gpt2", "opt", "gemma2", "gemma3_text"))),
-        "window": window if is_windowed else 0,
+        "tied": bool(config.get("tie_word_embeddings", family in ("gpt2", "opt", "gemma2", "gemma3_text"))),
+        "window": window if has_window else 0,
         "max_positions": _first_positive(config, "max_position_embeddings", "n_positions"),
     }
-    if kind in ("gpt2", "gpt_neox", "opt", "phi"):
-        return DecoderGeometry(**{**common, **_read_gpt2_shape(config, kind, hidden)})
+    if family in ("gpt2", "gpt_neox", "opt", "phi"):
+        return DecoderGeometry(**{**common, **_read_gpt2_shape(config, family, hidden)})
     bias = bool(config.get("attention_bias", False))
     return DecoderGeometry(
         **common,
         intermediate=_first_positive(config, "intermediate_size"),
-        norm={"gemma2": "gemma", "gemma3_text": "gemma", "olmo2": "olmo"}.get(kind, "rms"),
-        num_norms=4 if kind.startswith("gemma") else 2,
-        qk_norm={"qwen3": "head", "gemma3_text": "head", "olmo2": "hidden"}.get(kind, ""),
-        activation="gelu" if kind.startswith("gemma") else "silu",
-        has_fused_qkv=kind == "phi3",
-        has_fused_gate_up=kind == "phi3",
-        rotary_fraction=float(config.get("partial_rotary_factor", 1.0)) if kind == "phi3" else 1.0,
+        norm={"gemma2": "gemma", "gemma3_text": "gemma", "olmo2": "olmo"}.get(family, "rms"),
+        num_norms=4 if family.startswith("gemma") else 2,
+        qk_norm={"qwen3": "head", "gemma3_text": "head", "olmo2": "hidden"}.get(family, ""),
+        activation="gelu" if family.startswith("gemma") else "silu",
+        has_fused_qkv=family == "phi3",
+        has_fused_gate_up=family == "phi3",
+        rotary_fraction=float(config.get("partial_rotary_factor", 1.0)) if family == "phi3" else 1.0,
         # transformers/models/gemma3/configuration_gemma3.py: five layers with a window, one without.
-        global_interval=_first_positive(config, "sliding_window_pattern", default=6) if kind == "gemma3_text" else 0,
-        has_qkv_bias=True if kind == "qwen2" else bias,
-        has_o_bias=False if kind == "qwen2" else bias,
+        global_interval=_first_positive(config, "sliding_window_pattern", default=6) if family == "gemma3_text" else 0,
+        has_qkv_bias=True if family == "qwen2" else bias,
+        has_o_bias=False if family == "qwen2" else bias,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_softcap=config.get("final_logit_softcapping") is not None,
     )
 
 
-def _read_gpt2_shape(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
-    """Return the fields of a GPT-2-like shape: layer norms, an MLP without gate, biases."""
+def _read_gpt2_shape(config: Mapping[str, Any], family: str, hidden: int) -> dict[str, Any]:
+    """Return the fields of DecoderGeometry for GPT-2 and similar models: layer norms, an MLP without gate, biases."""
     activation = config.get("activation_function") or config.get("hidden_act") or "gelu"
     shape: dict[str, Any] = {
         "is_gated": False, "norm": "layer", "activation": "gelu-python" if activation == "gelu_new" else activation,
         "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "rotary_fraction": 0.0,
     }  # fmt: skip
-    if kind == "gpt2":
+    if family == "gpt2":
         shape["has_fused_qkv"] = True
         shape["num_positions"] = _first_positive(config, "n_positions", "max_position_embeddings")
-        dropout, inner = config.get("resid_pdrop", 0.1), _first_positive(config, "n_inner", default=4 * hidden)
-    elif kind == "opt":
+        dropout, mlp_width = config.get("resid_pdrop", 0.1), _first_positive(config, "n_inner", default=4 * hidden)
+    elif family == "opt":
         # OPT's learned positions begin at 2 (modeling_opt.py, OPTLearnedPositionalEmbedding).
         shape["num_positions"] = _first_positive(config, "max_position_embeddings") + 2
-        dropout, inner = config.get("dropout", 0.1), _first_positive(config, "ffn_dim")
-    elif kind == "gpt_neox":
-        share = config.get("rotary_pct", (config.get("rope_parameters") or {}).get("partial_rotary_factor", 0.25))
+        dropout, mlp_width = config.get("dropout", 0.1), _first_positive(config, "ffn_dim")
+    elif family == "gpt_neox":
+        fraction = config.get("rotary_pct", (config.get("rope_parameters") or {}).get("partial_rotary_factor", 0.25))
         bias = bool(config.get("attention_bias", True))
-        dropout, inner = config.get("hidden_dropout", 0.0), _first_positive(config, "intermediate_size")
-        shape |= {"has_fused_qkv": True, "rotary_fraction": float(share), "has_qkv_bias": bias, "has_o_bias": bias}
+        dropout, mlp_width = config.get("hidden_dropout", 0.0), _first_positive(config, "intermediate_size")
+        shape |= {"has_fused_qkv": True, "rotary_fraction": float(fraction), "has_qkv_bias": bias, "has_o_bias": bias}
     else:
-        share = config.get("partial_rotary_factor", 0.5)
-        dropout, inner = config.get("resid_pdrop", 0.0), _first_positive(config, "intermediate_size")
-        shape |= {"rotary_fraction": float(share), "num_norms": 1, "has_head_bias": True}
-    return {**shape, "intermediate": inner, "has_dropout": bool(dropout)}
+        fraction = config.get("partial_rotary_factor", 0.5)
+        dropout, mlp_width = config.get("resid_pdrop", 0.0), _first_positive(config, "intermediate_size")
+        shape |= {"rotary_fraction": float(fraction), "num_norms": 1, "has_head_bias": True}
+    return {**shape, "intermediate": mlp_width, "has_dropout": bool(dropout)}

@@ -1,4 +1,4 @@
-"""Rows and columns of the estimate's table: methods (inference, LoRA, full training, ...) and dtypes."""
+"""The rows and columns of an estimate's table: methods (inference, LoRA, full training, ...) and dtypes of weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WEIGHT_DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 # Formats of checkpoints with quantized linear layers, for inference.
 CHECKPOINT_FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4")
 
-_ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
+_ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method, such as inference or full training: a row of the table."""
+    """A way to run a model, such as inference or full training: a row of an estimate's table."""
 
     key: str
     title: str
@@ -26,15 +26,15 @@ class Method:
 
     @property
     def trains(self) -> bool:
-        """Return whether the method trains."""
+        """Return whether the method is a training method, with a backward."""
         return self.kind not in ("weights", "inference")
 
     def supports(self, column: str) -> bool:
-        """Return whether the method supports weights of dtype `column`; quantized weights are not trained."""
+        """Return whether the method supports weights in the dtype or format `column`; quantized ones are frozen."""
         if column in CHECKPOINT_FORMATS:
             return self.kind in ("weights", "inference")
         if self.kind in ("full", "adamw-8bit"):
-            return column in _ITEM
+            return column in _ITEMSIZES
         if self.kind == "mixed":  # autocast keeps float32 weights beside products in half precision
             return column in ("float16", "bfloat16")
         return True
@@ -58,10 +58,10 @@ METHOD_BY_KEY = {method.key: method for method in METHODS}
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """A method with a dtype, and the options that determine the bytes of its tensors."""
+    """A method with a dtype of weights, and the options that determine the bytes of its tensors."""
 
     method: Method
-    column: str
+    column: str  # Dtype or quantized format of the weights.
     lora_rank: int = DEFAULT_LORA_RANK
     lora_targets: str | None = None  # Modules to adapt; None: those that PEFT chooses.
     optimizer: str = "adamw"  # Not used by the rows of 8-bit AdamW.
@@ -74,7 +74,7 @@ class MethodPlan:
     @property
     def quantized(self) -> str:
         """Return the quantization (int8, int4 or a checkpoint format), or "" for weights that are not quantized."""
-        return "" if self.column in _ITEM else self.column
+        return "" if self.column in _ITEMSIZES else self.column
 
     @property
     def amp(self) -> bool:
@@ -86,13 +86,13 @@ class MethodPlan:
         """Return the bytes of an element of weights that are not quantized."""
         if self.amp:
             return 4
-        return 2 if self.quantized else _ITEM[self.column]
+        return 2 if self.quantized else _ITEMSIZES[self.column]
 
     def build_spec_fields(self) -> dict[str, object]:
-        """Return the fields of TargetSpec with which the virtual GPU runs the plan."""
-        half = "float16" if self.column == "float16" else "bfloat16"
+        """Return the fields of TargetSpec for a simulated run of the plan."""
+        half_dtype = "float16" if self.column == "float16" else "bfloat16"
         dtype = "bfloat16" if self.quantized else self.column
-        fields: dict[str, object] = {"amp": half} if self.amp else {"dtype": dtype}
+        fields: dict[str, object] = {"amp": half_dtype} if self.amp else {"dtype": dtype}
         if self.quantized:
             fields["quantize"] = "nf4" if self.quantized == "int4" else self.quantized
         if self.method.kind == "inference":

@@ -1,4 +1,4 @@
-"""The linear layers of a decoder layer (plain, quantized, with LoRA), and the settings of a layer.
+"""The linear layers of a decoder layer (unquantized, quantized, with LoRA), and the settings of a layer.
 
 Sources: peft/tuners/lora/{layer,bnb}.py, bitsandbytes/autograd/_functions.py, and autocast's casts
 (aten/src/ATen/autocast_mode.cpp).
@@ -50,7 +50,7 @@ class LayerSettings:
 
     @property
     def has_mask(self) -> bool:
-        """Return whether attention gets a mask: transformers/masking_utils.py makes none if every token is visible."""
+        """Return whether attention has a mask; transformers omits it if padding and window hide no token."""
         window = self.geometry.window
         return self.padded or (bool(window) and self.context_length >= window)
 
@@ -59,7 +59,7 @@ _LONG_INPUT = 1024
 
 
 class Projections:
-    """The linear layers of a decoder layer, recorded on a tape."""
+    """The linear layers of a decoder layer, whose operators are recorded on a tape."""
 
     def __init__(self, tape: Tape, setting: LayerSettings) -> None:
         self.tape = tape
@@ -71,42 +71,42 @@ class Projections:
     def record_linear(self, x: Tensor, matrix: str, name: str) -> Tensor:
         """Record the linear layer `matrix` with its LoRA adapter, without dropping `x`; return the output."""
         setting = self.setting
-        rows, columns, bias = self._matrices[matrix]
+        rows, columns, has_bias = self._matrices[matrix]
         if setting.quantize == "int4":
-            result = self._record_int4(x, rows, columns, name)
+            output = self._record_int4(x, rows, columns, name)
         elif setting.quantize == "int8":
-            result = self._record_int8(x, rows, columns, name)
+            output = self._record_int8(x, rows, columns, name)
         elif setting.quantize:
-            result = self._record_stored(x, rows, columns, name)
+            output = self._record_prequantized(x, rows, columns, name)
         else:
-            result = self._record_plain(x, rows, columns, bias, name)
+            output = self._record_unquantized(x, rows, columns, has_bias, name)
         if matrix in setting.lora_targets:
-            result = self._record_lora(x, result, columns, name)
-        return result
+            output = self._record_lora(x, output, columns, name)
+        return output
 
-    def _record_plain(self, x: Tensor, rows: int, columns: int, bias: bool, name: str) -> Tensor:
+    def _record_unquantized(self, x: Tensor, rows: int, columns: int, has_bias: bool, name: str) -> Tensor:
         tape = self.tape
         itemsize = self.setting.compute_itemsize
-        taken = tape.cast(x, itemsize, f"{x.name}, for {name}")
-        grad = (rows * columns + columns * bias) * self.setting.itemsize if self.trains else 0
-        half = rows * columns * itemsize if self.trains and self.setting.amp else 0
+        x_cast = tape.cast(x, itemsize, f"{x.name}, for {name}")
+        grad = (rows * columns + columns * has_bias) * self.setting.itemsize if self.trains else 0
+        cast_bytes = rows * columns * itemsize if self.trains and self.setting.amp else 0
         return tape.record(
-            [taken], columns, itemsize, saves=[taken] if self.trains else (), name=name,
-            trains=self.trains, param_grad=grad, param_temporary_bytes=half, drops=[taken],
+            [x_cast], columns, itemsize, saves=[x_cast] if self.trains else (), name=name,
+            trains=self.trains, grad_bytes=grad, param_temp_bytes=cast_bytes, drops=[x_cast],
         )  # fmt: skip
 
     def _record_int4(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Record Linear4bit, whose products use a half-precision copy of the weight in forward and backward."""
+        """Record bitsandbytes' Linear4bit, which dequantizes the weight in forward and backward; return the output."""
         tape = self.tape
-        taken = tape.cast(x, 2, f"{x.name}, cast")
-        weight = 2 * rows * columns
-        scales = FLOAT32 * rows * columns // 64
-        tape.add_temporary(weight + max(scales, 2 * tape.tokens * columns))
-        product = tape.record([taken], columns, 2, name=name, temporary=weight, drops=[taken])
+        x_cast = tape.cast(x, 2, f"{x.name}, cast")
+        weight_bytes = 2 * rows * columns
+        scale_bytes = FLOAT32 * rows * columns // 64
+        tape.add_temporary(weight_bytes + max(scale_bytes, 2 * tape.tokens * columns))
+        product = tape.record([x_cast], columns, 2, name=name, temp_bytes=weight_bytes, drops=[x_cast])
         return tape.cast(product, x.itemsize, name, drops=[product])
 
     def _record_int8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Record Linear8bitLt, which saves its input.
+        """Record bitsandbytes' Linear8bitLt, which saves its input; return the output.
 
         bitsandbytes/backends/cuda/ops.py: the input is cast to float16 and then int8, with scales and a mask of
         outliers; the product is int32, then float16, then the input's dtype.
@@ -114,32 +114,33 @@ class Projections:
         tape = self.tape
         tape.add_temporary(tape.tokens * rows * (2 + 1 + 2 + 1))
         tape.add_temporary(tape.tokens * (rows + columns * (4 + 2 + x.itemsize)))
-        return tape.record([x], columns, x.itemsize, saves=[x], name=name, temporary=x.itemsize * rows * columns)
+        return tape.record([x], columns, x.itemsize, saves=[x], name=name, temp_bytes=x.itemsize * rows * columns)
 
-    def _record_stored(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+    def _record_prequantized(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
         """Record a linear layer of a quantized checkpoint, in inference; return the output.
 
         Float8 quantizes the input too (transformers/integrations/finegrained_fp8.py). AWQ and GPTQ dequantize
         the weight for inputs of 1,024 tokens or more (awq/modules/linear/gemm.py).
         """
         tape = self.tape
-        fp8 = self.setting.quantize == "fp8"
+        is_fp8 = self.setting.quantize == "fp8"
         product = tape.tokens * columns * x.itemsize
-        tape.add_temporary(product + (tape.tokens * rows if fp8 else 2 * rows * columns * (tape.tokens >= _LONG_INPUT)))
+        dequantized = 2 * rows * columns * (tape.tokens >= _LONG_INPUT)
+        tape.add_temporary(product + (tape.tokens * rows if is_fp8 else dequantized))
         return tape.record([x], columns, x.itemsize, name=name)
 
-    def _record_lora(self, x: Tensor, result: Tensor, columns: int, name: str) -> Tensor:
-        """Record PEFT's LoRA, whose matrices, inputs and outputs are float32 (autocast_adapter_dtype)."""
+    def _record_lora(self, x: Tensor, output: Tensor, columns: int, name: str) -> Tensor:
+        """Record PEFT's LoRA adapter, in float32 without autocast, and its sum with `output`; return the sum."""
         tape, rank = self.tape, self.setting.lora_rank
-        itemsize = result.itemsize
-        of_adapter = 2 if self.setting.amp else FLOAT32
-        wide = tape.cast(x, of_adapter, f"{x.name}, cast for LoRA")
-        low = tape.record([wide], rank, of_adapter, saves=[wide], trains=True, name="LoRA", drops=[wide])
-        up = tape.record([low], columns, of_adapter, saves=[low], trains=True, drops=[low])
-        scaled = tape.record([up], columns, of_adapter, drops=[up])
+        itemsize = output.itemsize
+        lora_itemsize = 2 if self.setting.amp else FLOAT32
+        x_cast = tape.cast(x, lora_itemsize, f"{x.name}, cast for LoRA")
+        down = tape.record([x_cast], rank, lora_itemsize, saves=[x_cast], trains=True, name="LoRA", drops=[x_cast])
+        up = tape.record([down], columns, lora_itemsize, saves=[down], trains=True, drops=[down])
+        scaled = tape.record([up], columns, lora_itemsize, drops=[up])
         if self.setting.quantize and not self.setting.amp:
             # peft/tuners/lora/bnb.py casts before it adds.
             cast = tape.cast(scaled, itemsize, drops=[scaled])
-            return tape.add(result, cast, name, drops=[result, cast])
-        summed = tape.add(result, scaled, name, drops=[result, scaled])
-        return tape.cast(summed, itemsize, name, drops=[summed])
+            return tape.add(output, cast, name, drops=[output, cast])
+        total = tape.add(output, scaled, name, drops=[output, scaled])
+        return tape.cast(total, itemsize, name, drops=[total])

@@ -44,7 +44,7 @@ VARYING = "varying lengths"
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The range of deviations of published measurements from the closed form, as fractions, for one type of memory."""
+    """The range of published measurements of one type of memory around their estimates, as fractions of these."""
 
     low: float
     high: float
@@ -56,7 +56,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The estimate of one method in one dtype."""
+    """The estimate for one method and one dtype of weights: a cell of the table."""
 
     plan: MethodPlan
     moments: tuple[PeakMoment, ...]
@@ -71,14 +71,14 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """Return the title of the cell's row, with the requested optimizer."""
+        """Return the title of the cell's row, which names the requested optimizer."""
         return self.method.title.replace(
             ", AdamW", f", {_OPTIMIZER_NAMES.get(self.plan.optimizer, self.plan.optimizer)}"
         )
 
     @property
     def peak(self) -> PeakMoment:
-        """Return the moment with the largest sum."""
+        """Return the moment with the most live bytes."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @property
@@ -88,19 +88,19 @@ class Cell:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the reserved bytes at the peak: allocated bytes and cached blocks."""
-        key = self.cached_key
-        whole = self.token_bytes if key.startswith(VARYING) else self.allocated_bytes
-        return self.allocated_bytes + round(float(_read_bands()["cached"][key]) * whole)
+        """Return the reserved bytes at the peak: allocated bytes, and those of cached blocks."""
+        key = self.cached_fraction_key
+        base_bytes = self.token_bytes if key.startswith(VARYING) else self.allocated_bytes
+        return self.allocated_bytes + round(float(_read_bands()["cached"][key]) * base_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """Return the maximum over all moments of activations, logits and loss, in bytes."""
+        """Return the most bytes that activations, logits and loss have together at any moment."""
         return max(moment.terms["activations"] + moment.terms["logits and loss"] for moment in self.moments)
 
     @property
-    def cached_key(self) -> str:
-        """Return the key of the cell's fraction of cached memory in bands.json, by method and peak."""
+    def cached_fraction_key(self) -> str:
+        """Return the key under which bands.json has the fraction of cached memory for the cell's method and peak."""
         name = self.method.key.removesuffix("-checkpointing")
         if not self.method.trains:
             return name
@@ -116,12 +116,12 @@ class Cell:
         return self.reserved_bytes + CONTEXT_BYTES
 
     def compute_ranges(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
-        """Return estimate, minimum and maximum in bytes for each of MEMORY_KINDS; the limits are those of the band."""
-        extra, workspace = 0, self.peak.terms.get("library workspace", 0)
+        """Return estimate, minimum and maximum in bytes for each of MEMORY_KINDS, with the CUDA context of `gpu`."""
+        hopper_extra, workspace = 0, self.peak.terms.get("library workspace", 0)
         if gpu is not None and gpu.compute_capability[0] == 9:
-            extra = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
-        allocated, reserved = self.allocated_bytes + extra, self.reserved_bytes + extra
-        found = {}
+            hopper_extra = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
+        allocated, reserved = self.allocated_bytes + hopper_extra, self.reserved_bytes + hopper_extra
+        ranges = {}
         for kind in MEMORY_KINDS:
             size = allocated if kind == ALLOCATED else reserved
             band = read_band(kind)
@@ -129,14 +129,14 @@ class Cell:
                 band = Band(0.0, 0.0 if kind == ALLOCATED else _read_bands()["cached"]["inference"])
             # With an emptied cache, as on a full GPU, only the allocated bytes are reserved.
             limits = (min(round(size * (1 + band.low)), allocated), round(size * (1 + band.high)))
-            likely = CONTEXT_BYTES if gpu is None else gpu.context_bytes
-            context = (likely, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
-            low, high = (limit + outside for limit, outside in zip(limits, context[1:], strict=True))
-            found[kind] = (size + context[0], low, high)
-        return found
+            gpu_context = CONTEXT_BYTES if gpu is None else gpu.context_bytes
+            context = (gpu_context, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
+            low, high = (limit + context_bytes for limit, context_bytes in zip(limits, context[1:], strict=True))
+            ranges[kind] = (size + context[0], low, high)
+        return ranges
 
     def judge_fit(self, gpu: Gpu) -> str:
-        """Return the verdict for a GPU (fits, borderline or no), from the range of device memory used."""
+        """Return whether the cell fits `gpu` (FITS, BORDERLINE or NO), by its range of device memory used."""
         _, low, high = self.compute_ranges(gpu)[DEVICE_USED]
         if high <= gpu.total_bytes:
             return FITS
@@ -159,15 +159,15 @@ class Estimate:
     sharded: tuple[Cell, ...]  # The same column on several GPUs, by each strategy.
 
     def list_plans(self) -> list[MethodPlan]:
-        """Return the plans of the requested dtype that can be run: all methods except "weights"."""
-        shared = next(iter(self.cells.values())).plan
-        made = (dataclasses.replace(shared, method=method, column=self.dtype) for method in METHODS)
-        return [plan for plan in made if plan.method.kind != "weights" and plan.method.supports(self.dtype)]
+        """Return the plans in the requested dtype that can be run: those of all methods except "weights"."""
+        template = next(iter(self.cells.values())).plan
+        plans = (dataclasses.replace(template, method=method, column=self.dtype) for method in METHODS)
+        return [plan for plan in plans if plan.method.kind != "weights" and plan.method.supports(self.dtype)]
 
     def list_column(self) -> list[Cell]:
         """Return the cells of the requested dtype."""
-        found = [self.cells.get((method.key, self.dtype)) for method in METHODS]
-        return [cell for cell in found if cell is not None]
+        cells = [self.cells.get((method.key, self.dtype)) for method in METHODS]
+        return [cell for cell in cells if cell is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +182,14 @@ class SimulatedRun:
 
 STRATEGIES: tuple[tuple[str, Callable[[int], Rank]], ...] = (
     ("DDP", lambda n: Rank(replicas=n)),
-    ("ZeRO-1", lambda n: Rank(optimizer=n, replicas=n)),
-    ("ZeRO-2", lambda n: Rank(optimizer=n, gradients=n, replicas=n)),
-    ("FSDP, ZeRO-3", lambda n: Rank(parameters=n, optimizer=n, gradients=n, replicas=n, gathers=True)),
+    ("ZeRO-1", lambda n: Rank(state_shards=n, replicas=n)),
+    ("ZeRO-2", lambda n: Rank(state_shards=n, grad_shards=n, replicas=n)),
+    ("FSDP, ZeRO-3", lambda n: Rank(param_shards=n, state_shards=n, grad_shards=n, replicas=n, gathers=True)),
 )
 
 
 def find_column(dtype: str) -> str:
-    """Return the column of a dtype or quantization. Raises UsageError: the table has no such column."""
+    """Return the table's column for a dtype or quantization. Raises UsageError: the table has no such column."""
     name = _COLUMN_BY_FORMAT.get(dtype, dtype)
     if name not in WEIGHT_DTYPES + CHECKPOINT_FORMATS:
         raise unknown_name("dtype", dtype, WEIGHT_DTYPES + CHECKPOINT_FORMATS)
@@ -201,21 +201,21 @@ def find_highest_cell(
 ) -> Cell:
     """Return the cell of the rank with the highest peak, for training with the plan `parallel` over `gpus` GPUs.
 
-    An empty `parallel` is one GPU. Batch size and context length are those of a rank before sequences are divided.
-    Raises UsageError: as `list_ranks`.
+    An empty `parallel` is one GPU. A sequence of `context_length` tokens may be divided among ranks.
+    Raises UsageError: `parallel` is not a plan, or the model does not support it.
     """
-    found = (
+    cells = (
         Cell(plan, list_moments(subject, plan, batch_size, context_length, rank), subject.is_derived, parallel, rank)
         for rank in list_ranks(subject, plan, parallel, gpus)
     )
-    return max(found, key=lambda cell: cell.allocated_bytes)
+    return max(cells, key=lambda cell: cell.allocated_bytes)
 
 
 def build_estimate(subject: EstimatedModel, options: EstimateOptions = _DEFAULT_OPTIONS) -> Estimate:
-    """Return the estimates of all methods in all dtypes.
+    """Return the estimate's table: all methods in all dtypes.
 
-    The default context length is 2,048 tokens, or the model's maximum if smaller. With `lengths`, the longest batch
-    determines the estimate. Raises UsageError: an option is out of range.
+    The default context length is 2,048 tokens, or the model's maximum if smaller. With `options.lengths`, the longest
+    batch determines the estimate. Raises UsageError: an option is out of range.
     """
     new_tokens = 1 if options.new_tokens is None else options.new_tokens
     batch_size, gpus, parallel = options.batch_size, options.gpus, options.parallel
@@ -225,11 +225,11 @@ def build_estimate(subject: EstimatedModel, options: EstimateOptions = _DEFAULT_
             raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
     if options.optimizer not in OPTIMIZER_STATES | QUANTIZED_STATES:
         raise unknown_name("--optimizer", options.optimizer, (*OPTIMIZER_STATES, *QUANTIZED_STATES))
-    context = _context_length(subject, options)
+    context = _resolve_context_length(subject, options)
     column = find_column(options.quantize or options.dtype or "bfloat16")
     columns = tuple(dict.fromkeys((*WEIGHT_DTYPES, column)))
 
-    def cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
+    def build_cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
         plan = MethodPlan(
             method, column, options.lora_rank, options.lora_targets, options.optimizer,
             options.optimizer_impl == "fused", new_tokens, options.lengths is not None, options.empties_cache,
@@ -239,49 +239,49 @@ def build_estimate(subject: EstimatedModel, options: EstimateOptions = _DEFAULT_
             return find_highest_cell(subject, plan, batch_size, context, parallel, gpus)
         if not method.supports(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
             return None
-        found = list_moments(subject, plan, batch_size, context, rank)
+        moments = list_moments(subject, plan, batch_size, context, rank)
         is_derived = subject.is_derived and (method.kind != "weights" or bool(plan.quantized))
-        return Cell(plan, found, is_derived, strategy)
+        return Cell(plan, moments, is_derived, strategy)
 
-    made = {(method.key, name): cell(method, name, SINGLE_GPU) for method in METHODS for name in columns}
-    cells = {key: one for key, one in made.items() if one is not None}
-    divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
+    table = {(method.key, name): build_cell(method, name, SINGLE_GPU) for method in METHODS for name in columns}
+    cells = {key: cell for key, cell in table.items() if cell is not None}
+    methods = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
     strategies = STRATEGIES if parallel is None else ((parallel, lambda n: SINGLE_GPU),)
-    spread = (
-        cell(method, column, rank(gpus), strategy)
-        for method in divided
-        for strategy, rank in strategies
+    sharded_cells = (
+        build_cell(method, column, build_rank(gpus), strategy)
+        for method in methods
+        for strategy, build_rank in strategies
         if method.supports(column)
     )
-    sharded = tuple(one for one in spread if one is not None)
+    sharded = tuple(cell for cell in sharded_cells if cell is not None)
     return Estimate(subject, column, batch_size, context, options.lora_rank, options.lengths, gpus, cells, sharded)
 
 
-def _context_length(subject: EstimatedModel, options: EstimateOptions) -> int:
-    """Return the context length in tokens; with varying lengths, that of the longest batch."""
+def _resolve_context_length(subject: EstimatedModel, options: EstimateOptions) -> int:
+    """Return the context length in tokens: that of the longest batch, of the options, or the default."""
     geometry, requested = subject.geometry, options.context_length
-    limit = None if geometry is None else geometry.max_positions
+    max_tokens = None if geometry is None else geometry.max_positions
     if options.lengths is not None:
-        batches = parse_lengths(options.lengths).batches(options.batch_size, requested or limit or 1 << 30)
+        batches = parse_lengths(options.lengths).batches(options.batch_size, requested or max_tokens or 1 << 30)
         return max(longest for _, longest in islice(batches, MANY_STEPS))
     if requested is None:
-        return DEFAULT_CONTEXT if limit is None else min(DEFAULT_CONTEXT, limit)
+        return DEFAULT_CONTEXT if max_tokens is None else min(DEFAULT_CONTEXT, max_tokens)
     if requested < 1:
         raise UsageError("--context-length must be at least 1", value=requested, hint="give a positive whole number")
-    if geometry is not None and geometry.num_positions and limit is not None and requested > limit:
-        problem = f"{subject.name} has positions for {limit:,} tokens"
+    if geometry is not None and geometry.num_positions and max_tokens is not None and requested > max_tokens:
+        problem = f"{subject.name} has positions for {max_tokens:,} tokens"
         raise UsageError(problem, value=f"--context-length {requested}", hint="give less")
     return requested
 
 
 @cache
 def _read_bands() -> dict[str, Any]:
-    """Return bands.json, which `python -m tests.benchmarks.estimate --write` and `...estimate_published` write."""
+    """Return the content of bands.json, which tests/benchmarks/estimate.py and estimate_published.py write."""
     text = files("memprof.estimate").joinpath("bands.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    bands: dict[str, Any] = json.loads(text)
+    return bands
 
 
 def read_band(kind: str) -> Band:
-    """Return the band of one of MEMORY_KINDS, from published measurements."""
+    """Return the band of published measurements for the type of memory `kind`, one of MEMORY_KINDS."""
     return Band(**_read_bands()["published"][kind])

@@ -9,7 +9,7 @@ from memprof.estimate.layers import DecoderLayer, record_layer
 from memprof.estimate.methods import MethodPlan
 from memprof.estimate.projections import LayerSettings
 from memprof.estimate.ranks import Elements, Rank
-from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, Terms, sum_position_bytes
+from memprof.estimate.state import CUBLAS_WORKSPACE, PeakMoment, StaticMemory, TermBytes, sum_position_bytes
 from memprof.estimate.tape import FLOAT32, Tape
 from memprof.units import GIB
 
@@ -17,16 +17,16 @@ CHUNK_BYTES = GIB  # The logits that a chunked loss has at a time (fixes/chunked
 
 
 class TrainingMoments:
-    """The moments of a training step in the steady state: with optimizer state, and without gradients at the start."""
+    """The moments of a later training step, which begins with optimizer state and without gradients."""
 
     def __init__(self, setting: LayerSettings, plan: MethodPlan, memory: StaticMemory, rank: Rank) -> None:
-        whole = setting.geometry
+        full_geometry = setting.geometry
         if rank.gathers and setting.amp:
             # fully_shard's mixed precision gathers half-precision parameters, so that autocast casts nothing.
             setting = dataclasses.replace(setting, amp=False, itemsize=2)
         setting = dataclasses.replace(
             setting,
-            geometry=rank.geometry(whole),
+            geometry=rank.shard_geometry(full_geometry),
             context_length=-(-setting.context_length // rank.sequence),
             ulysses_ranks=rank.ulysses,
         )
@@ -34,249 +34,251 @@ class TrainingMoments:
         self.g = g = setting.geometry
         self.tokens = setting.tokens
         self.trains_weights = setting.trains_weights
-        self.elements = elements = rank.elements(whole)
-        self.memory = memory = self._rank_memory(memory, elements, whole.num_parameters)
+        self.elements = elements = rank.count_elements(full_geometry)
+        self.memory = memory = self._compute_rank_memory(memory, elements, full_geometry.num_parameters)
         self.full_itemsize = setting.itemsize
         self.reduced_itemsize = plan.itemsize
-        self.static: Terms = {
-            "parameters": memory.parameters // rank.parameters,
-            "optimizer state": memory.optimizer // rank.optimizer,
+        self.static_terms: TermBytes = {
+            "parameters": memory.parameters // rank.param_shards,
+            "optimizer state": memory.optimizer // rank.state_shards,
             "library workspace": 2 * CUBLAS_WORKSPACE,
         }
         self.logits_itemsize = setting.compute_itemsize
         self.vocab_tokens = g.vocab * self.tokens
         self.logits_bytes = self.logits_itemsize * self.vocab_tokens
         self.hidden_bytes = g.hidden * setting.stream_itemsize * self.tokens
-        self.final = self._final_norm_bytes()
-        self.kept = self._kept_per_layer()
+        self.final_norm_bytes = self._measure_final_norm()
+        self.saved_bytes = self._list_saved_bytes()
 
-    def _rank_memory(self, memory: StaticMemory, elements: Elements, num_parameters: int) -> StaticMemory:
-        """Return the static memory of the parameters that this rank computes with, before sharding."""
+    def _compute_rank_memory(self, memory: StaticMemory, elements: Elements, num_parameters: int) -> StaticMemory:
+        """Return this rank's part of `memory`, for the parameters that it computes with, before sharding."""
         if self.rank.tensor == self.rank.stages == 1:
             return memory
-        share = elements.all / num_parameters
+        share = elements.total / num_parameters
         undivided = elements.undivided * self.plan.itemsize if self.trains_weights else 0
-        own = StaticMemory(*(round(part * share) for part in dataclasses.astuple(memory)))
-        return dataclasses.replace(own, gradients=own.gradients + undivided)
+        rank_memory = StaticMemory(*(round(num_bytes * share) for num_bytes in dataclasses.astuple(memory)))
+        return dataclasses.replace(rank_memory, gradients=rank_memory.gradients + undivided)
 
-    def _comm_terms(
-        self, left: int = 0, *, layers: int = 0, fetched: int = 0, reduced: int = 0, root: int = 1
-    ) -> Terms:
-        """Return the terms of gathered parameters and of communication buffers at a moment.
+    def _get_comm_terms(
+        self, num_left: int = 0, *, num_gathered: int = 0, num_fetched: int = 0, num_reduced: int = 0, root: int = 1
+    ) -> TermBytes:
+        """Return the bytes of gathered parameters and of communication buffers at a moment, by term.
 
-        For fully_shard: `layers` layers are gathered, `fetched` prefetched, `reduced` in reduction, and the root group
-        (embedding and head) if `root`; without resharding, `left` layers are gathered. Source:
-        torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: the root group stays gathered until the end of the
-        backward, and the buffer of a layer's reduction until the next layer's gradients exist.
+        For torch's fully_shard (_fsdp_param_group.py): `num_gathered` layers are unsharded (without resharding the
+        `num_left` layers before the backward), `num_fetched` prefetched, `num_reduced` in reduction. The root group
+        (embedding and head) is unsharded if `root` is 1.
         """
         rank, elements = self.rank, self.elements
         if rank.stages > 1:
-            states = self.hidden_bytes * rank.microbatches
-            return {"communication": states * (2 - rank.is_first - rank.is_last)}
+            hidden_bytes = self.hidden_bytes * rank.microbatches
+            return {"communication": hidden_bytes * (2 - rank.is_first - rank.is_last)}
         if rank.gathers:
             if not rank.reshard:
-                layers, fetched = left, 0
-            whole = layers * elements.layer + elements.root * root
-            buffers = fetched * elements.layer * self.full_itemsize
+                num_gathered, num_fetched = num_left, 0
+            unsharded = num_gathered * elements.layer + elements.root * root
+            buffers = num_fetched * elements.layer * self.full_itemsize
             if self.trains_weights:
-                buffers += reduced * elements.layer * self.reduced_itemsize
-            return {"unsharded parameters": whole * self.full_itemsize, "communication": buffers}
+                buffers += num_reduced * elements.layer * self.reduced_itemsize
+            return {"unsharded parameters": unsharded * self.full_itemsize, "communication": buffers}
         if rank.replicas == 1:
             return {}
-        if rank.gradients == 1:
+        if rank.grad_shards == 1:
             return {"communication": self.memory.gradients}  # DistributedDataParallel's buckets copy all gradients
         return {"communication": 2 * elements.layer * self.plan.itemsize if self.trains_weights else 0}
 
-    def _moment(
-        self, name: str, comm: Terms, *, activations: int = 0, gradients: int = 0, waiting: int = 0, logits: int = 0,
-        temporaries: int = 0,
+    def _build_moment(
+        self, name: str, comm: TermBytes, *, activations: int = 0, gradients: int = 0, unreduced: int = 0,
+        logits: int = 0, temporaries: int = 0,
     ) -> PeakMoment:  # fmt: skip
-        """Return a moment with reduced `gradients`, and with `waiting` bytes of gradients not reduced yet."""
+        """Return a moment with these bytes beside the static ones; `unreduced` gradients are not sharded yet."""
         terms = {
-            **self.static,
-            "gradients": gradients // self.rank.gradients + waiting,
+            **self.static_terms,
+            "gradients": gradients // self.rank.grad_shards + unreduced,
             "activations": activations,
             "logits and loss": logits,
             "temporaries": temporaries,
         }
         return PeakMoment(name, terms | {term: size for term, size in comm.items() if size})
 
-    def _final_norm_bytes(self) -> int:
+    def _measure_final_norm(self) -> int:
         tape = Tape(self.tokens, training=True)
         layer = DecoderLayer(tape, self.setting)
         hidden = tape.add_input(self.g.hidden, self.setting.stream_itemsize, needs_grad=True, name="hidden states")
-        out = layer.record_norm(hidden, "input of the head")
-        tape.drop(out)
-        kept = tape.saved_bytes + (hidden.num_bytes if hidden.num_references > 1 else 0)
+        output = layer.record_norm(hidden, "input of the head")
+        tape.drop(output)
+        saved_bytes = tape.saved_bytes + (hidden.num_bytes if hidden.num_references > 1 else 0)
         if self.trains_weights:
-            kept += self.g.hidden * self.tokens * self.setting.compute_itemsize
-        return kept
+            saved_bytes += self.g.hidden * self.tokens * self.setting.compute_itemsize
+        return saved_bytes
 
-    def _cast_weight_bytes(self) -> int:
+    def _sum_cast_weights(self) -> int:
         """Return the bytes of the half-precision copies of a layer's weights under autocast."""
         if not self.setting.amp or self.plan.quantized:
             return 0
         return 2 * self.g.linear_parameters // self.g.layers
 
-    def _kept_per_layer(self) -> list[int]:
+    def _list_saved_bytes(self) -> list[int]:
         """Return the bytes that each layer saves for the backward."""
-        g, layers = self.g, self.elements.layers
+        g, layers = self.g, self.elements.num_layers
         if self.plan.method.checkpointing:
             return [self.hidden_bytes] * layers
-        each = record_layer(self.setting)[1] + self._cast_weight_bytes()
+        layer_bytes = record_layer(self.setting)[1] + self._sum_cast_weights()
         needs_grad = self.trains_weights or not self.rank.is_first
-        first = record_layer(self.setting, hidden_needs_grad=needs_grad)[1] + self._cast_weight_bytes()
-        kept = [first] + [each] * (layers - 1)
+        first_bytes = record_layer(self.setting, hidden_needs_grad=needs_grad)[1] + self._sum_cast_weights()
+        saved_bytes = [first_bytes] + [layer_bytes] * (layers - 1)
         if g.global_interval and self.setting.has_mask:
-            without = dataclasses.replace(self.setting, geometry=dataclasses.replace(g, window=0))
-            each = record_layer(without)[1] + self._cast_weight_bytes()
-            kept[g.global_interval - 1 :: g.global_interval] = [each] * (layers // g.global_interval)
-        return kept
+            no_window = dataclasses.replace(self.setting, geometry=dataclasses.replace(g, window=0))
+            layer_bytes = record_layer(no_window)[1] + self._sum_cast_weights()
+            saved_bytes[g.global_interval - 1 :: g.global_interval] = [layer_bytes] * (layers // g.global_interval)
+        return saved_bytes
 
-    def _head_copy_bytes(self) -> int:
+    def _sum_head_copy(self) -> int:
         return 2 * self.g.vocab * self.g.hidden if self.setting.amp else 0
 
-    def _logits_bytes(self) -> int:
-        """Return the bytes of the logits, which the caller holds, a soft cap's copy, and the head's cast weight."""
-        return self.logits_bytes * (2 if self.g.has_softcap else 1) + self._head_copy_bytes()
+    def _sum_logits(self) -> int:
+        """Return the bytes of the logits, of their copy for a soft cap, and of autocast's copy of the head's weight."""
+        return self.logits_bytes * (2 if self.g.has_softcap else 1) + self._sum_head_copy()
 
     def list_moments(self) -> Iterator[PeakMoment]:
-        """Yield the moments in the order of a step."""
+        """Yield the moments of the step that may be its peak, in order."""
         rank = self.rank
         other_bytes = sum_position_bytes(self.setting) + 16 * self.tokens  # token ids and labels, int64
         if rank.stages == 1:
-            yield from self._backward_moments(other_bytes, 0)
+            yield from self._iter_backward_moments(other_bytes, 0)
         else:
             # The backward of the first micro-batch begins without gradients, later ones with gradients; by then one
             # micro-batch fewer waits, unless another forward has run in between.
-            waiting = self._kept_per_micro_batch()
-            later = rank.in_flight - (rank.in_flight == rank.microbatches)
-            yield from self._backward_moments(other_bytes + (rank.in_flight - 1) * waiting, 0)
-            yield from self._backward_moments(other_bytes + max(later - 1, 0) * waiting, self.memory.gradients)
-        temporaries = self.memory.temporaries // rank.optimizer
-        comm = {} if rank.gathers else self._comm_terms()
-        yield self._moment("optimizer step", comm, gradients=self.memory.gradients, temporaries=temporaries)
+            batch_bytes = self._sum_micro_batch_bytes()
+            num_others = rank.in_flight - (rank.in_flight == rank.microbatches)
+            yield from self._iter_backward_moments(other_bytes + (rank.in_flight - 1) * batch_bytes, 0)
+            other_bytes += max(num_others - 1, 0) * batch_bytes
+            yield from self._iter_backward_moments(other_bytes, self.memory.gradients)
+        temporaries = self.memory.temporaries // rank.state_shards
+        comm = {} if rank.gathers else self._get_comm_terms()
+        yield self._build_moment("optimizer step", comm, gradients=self.memory.gradients, temporaries=temporaries)
 
-    def _backward_moments(self, other_bytes: int, accumulated: int) -> Iterator[PeakMoment]:
-        """Yield the moments of a backward; other micro-batches hold `other_bytes`, and `accumulated` in gradients."""
+    def _iter_backward_moments(self, other_bytes: int, prior_grads: int) -> Iterator[PeakMoment]:
+        """Yield the moments of a backward; `other_bytes` and gradients of `prior_grads` bytes are live beside it."""
         rank = self.rank
         head = self.g.vocab * self.g.hidden // rank.tensor
         head_grad = head * self.full_itemsize if self.trains_weights and rank.is_last else 0
         if rank.is_last:
-            yield from self._loss_moments(other_bytes, accumulated, head_grad)
-        yield from self._layer_moments(other_bytes, accumulated, head_grad)
+            yield from self._iter_loss_moments(other_bytes, prior_grads, head_grad)
+        yield from self._iter_layer_moments(other_bytes, prior_grads, head_grad)
         if self.trains_weights and rank.is_first:
-            yield from self._embedding_moments(other_bytes, head_grad)
+            yield from self._iter_embedding_moments(other_bytes, head_grad)
 
-    def _kept_per_micro_batch(self) -> int:
-        """Return the bytes that a micro-batch of a pipeline stage saves, without autocast's shared weight copies."""
-        kept = sum(self.kept) + 16 * self.tokens
+    def _sum_micro_batch_bytes(self) -> int:
+        """Return the bytes that a micro-batch saves in this pipeline stage, without autocast's casts of weights."""
+        num_bytes = sum(self.saved_bytes) + 16 * self.tokens
         if not self.plan.method.checkpointing:
-            kept -= self._cast_weight_bytes() * self.elements.layers
+            num_bytes -= self._sum_cast_weights() * self.elements.num_layers
         if self.rank.is_last:
             # The logits, and their log-softmax, which the loss keeps.
-            return kept + self.final + self.logits_bytes + FLOAT32 * self.vocab_tokens
-        return kept + self.hidden_bytes
+            return num_bytes + self.final_norm_bytes + self.logits_bytes + FLOAT32 * self.vocab_tokens
+        return num_bytes + self.hidden_bytes
 
-    def _loss_moments(self, other_bytes: int, accumulated: int, head_grad: int) -> Iterator[PeakMoment]:
-        activations = sum(self.kept) + self.final + other_bytes
-        all_layers = self.elements.layers
-        fetched = self._comm_terms(all_layers, fetched=1)
+    def _iter_loss_moments(self, other_bytes: int, prior_grads: int, head_grad: int) -> Iterator[PeakMoment]:
+        activations = sum(self.saved_bytes) + self.final_norm_bytes + other_bytes
+        all_layers = self.elements.num_layers
+        comm_fetch = self._get_comm_terms(all_layers, num_fetched=1)
         if self.plan.chunked_loss:
-            yield from self._chunked_loss_moments(activations, accumulated, head_grad, fetched)
+            yield from self._iter_chunked_loss_moments(activations, prior_grads, head_grad, comm_fetch)
             return
         # transformers' loss works in float32 (loss/loss_utils.py): a copy of the logits, its log-softmax, and in the
         # backward the gradients of both.
         loss = FLOAT32 * self.vocab_tokens
-        upcast = loss if self.logits_itemsize < FLOAT32 else 0
-        cached = self._cast_weight_bytes() * self.g.layers if self.plan.method.checkpointing else 0
-        of_head = self.logits_bytes + self._head_copy_bytes() * self.trains_weights
-        for name, comm, more, waiting, logits in (
-            ("loss, forward", self._comm_terms(all_layers), cached + 2 * self.hidden_bytes, 0, upcast + loss),
-            ("loss, backward", fetched, 0, 0, 3 * loss),
-            ("head, backward", fetched, self.hidden_bytes, head_grad, of_head),
+        copy = loss if self.logits_itemsize < FLOAT32 else 0
+        cast_bytes = self._sum_cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
+        head_logits = self.logits_bytes + self._sum_head_copy() * self.trains_weights
+        for name, comm, extra_bytes, unreduced, logits in (
+            ("loss, forward", self._get_comm_terms(all_layers), cast_bytes + 2 * self.hidden_bytes, 0, copy + loss),
+            ("loss, backward", comm_fetch, 0, 0, 3 * loss),
+            ("head, backward", comm_fetch, self.hidden_bytes, head_grad, head_logits),
         ):
-            live_bytes, logits = activations + more, self._logits_bytes() + logits
-            yield self._moment(
-                name, comm, activations=live_bytes, gradients=accumulated, waiting=waiting, logits=logits
+            live_bytes, logits = activations + extra_bytes, self._sum_logits() + logits
+            yield self._build_moment(
+                name, comm, activations=live_bytes, gradients=prior_grads, unreduced=unreduced, logits=logits
             )
 
-    def _chunked_loss_moments(
-        self, activations: int, accumulated: int, head_grad: int, comm: Terms
+    def _iter_chunked_loss_moments(
+        self, activations: int, prior_grads: int, head_grad: int, comm: TermBytes
     ) -> Iterator[PeakMoment]:
-        """Yield the moments at which a chunk of logits becomes a gradient, and at which the head's gradients are cast.
+        """Yield the moments at which a chunk's logits are replaced by their gradient, and the head's gradient is cast.
 
-        fixes/head_loss.py: a chunk's size allows for the logits, their float32 copy and a float32 temporary,
-        at most two of which exist at once. With several chunks, the head's gradients are summed in float32.
+        A chunk is sized for its logits, their float32 copy and a float32 temporary, of which at most two exist at once
+        (fixes/head_loss.py). With several chunks, the head's gradients are summed in float32.
         """
-        head = self.g.vocab * self.g.hidden // self.rank.tensor
+        num_weights = self.g.vocab * self.g.hidden // self.rank.tensor
         upcast = FLOAT32 * (self.logits_itemsize < FLOAT32)
         rows = min(CHUNK_BYTES // (self.g.vocab * (self.logits_itemsize + upcast + FLOAT32)), self.tokens)
         is_summed = rows < self.tokens and self.trains_weights
-        summed = FLOAT32 * head if is_summed else 0
-        for logits, waiting in (
-            ((self.logits_itemsize + FLOAT32) * rows, summed),
-            (0 if is_summed else self.logits_itemsize * rows, summed + head_grad),
+        sum_bytes = FLOAT32 * num_weights if is_summed else 0
+        for logits, unreduced in (
+            ((self.logits_itemsize + FLOAT32) * rows, sum_bytes),
+            (0 if is_summed else self.logits_itemsize * rows, sum_bytes + head_grad),
         ):
-            live_bytes, logits = activations + self.hidden_bytes, self.g.vocab * logits + self._head_copy_bytes()
+            live_bytes, logits = activations + self.hidden_bytes, self.g.vocab * logits + self._sum_head_copy()
             name = "loss, backward, in chunks"
-            yield self._moment(
-                name, comm, activations=live_bytes, gradients=accumulated, waiting=waiting, logits=logits
+            yield self._build_moment(
+                name, comm, activations=live_bytes, gradients=prior_grads, unreduced=unreduced, logits=logits
             )
 
     @property
-    def _kept_logits(self) -> int:
-        """Return the bytes of the logits, which the caller holds through the backward; lazy logits have none."""
+    def _held_logits(self) -> int:
+        """Return the bytes of the logits, which the caller holds through the backward; 0 with a chunked loss."""
         return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
 
-    def _layer_moments(self, other_bytes: int, accumulated: int, head_grad: int) -> Iterator[PeakMoment]:
-        """Yield the moments in the backward of the last layer (all activations) and of the first (all gradients)."""
+    def _iter_layer_moments(self, other_bytes: int, prior_grads: int, head_grad: int) -> Iterator[PeakMoment]:
+        """Yield the moments in the backward of the last layer (most activations) and of the first (most gradients)."""
         tape = Tape(self.tokens, training=True)
         hidden = tape.add_input(self.g.hidden, self.setting.stream_itemsize, needs_grad=True, name="hidden states")
         output = DecoderLayer(tape, self.setting).record(hidden)
         tape.drop(output)
-        kept = tape.live
-        recomputed = kept + self._cast_weight_bytes() if self.plan.method.checkpointing else 0
+        saved_bytes = tape.live
+        recomputed = saved_bytes + self._sum_cast_weights() if self.plan.method.checkpointing else 0
         forward_peak = tape.peak
         tape.peak = tape.live
         grads = tape.run_backward(output)
-        above = max(tape.peak, forward_peak if recomputed else 0) - kept
+        temp_bytes = max(tape.peak, forward_peak if recomputed else 0) - saved_bytes
         # A reduction may make the gradients float32.
         layer_grads = grads * self.reduced_itemsize // self.full_itemsize if self.trains_weights else 0
-        layers = self.elements.layers
-        places = {"last layer, backward": 0, "first layer, backward": layers - 1}
+        layers = self.elements.num_layers
+        num_done_by_name = {"last layer, backward": 0, "first layer, backward": layers - 1}
         if self.rank.gathers:
             # Moments at which the next layer's gradients are reduced and the previous layer is prefetched.
-            places |= {"last layer but one, backward": 1, "second layer, backward": layers - 2}
-        for name, behind in places.items():
-            if not 0 <= behind < layers:
+            num_done_by_name |= {"last layer but one, backward": 1, "second layer, backward": layers - 2}
+        for name, done in num_done_by_name.items():
+            if not 0 <= done < layers:
                 continue
-            comm = self._comm_terms(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0)
-            yield self._moment(
-                name, comm, activations=sum(self.kept[: layers - behind]) + other_bytes + recomputed + above,
-                gradients=accumulated or behind * layer_grads, waiting=0 if accumulated else head_grad,
-                logits=self._kept_logits,
+            comm = self._get_comm_terms(
+                layers - done, num_gathered=1, num_fetched=done < layers - 1, num_reduced=done > 0
+            )
+            yield self._build_moment(
+                name, comm, activations=sum(self.saved_bytes[: layers - done]) + other_bytes + recomputed + temp_bytes,
+                gradients=prior_grads or done * layer_grads, unreduced=0 if prior_grads else head_grad,
+                logits=self._held_logits,
             )  # fmt: skip
 
-    def _embedding_moments(self, other_bytes: int, head_grad: int) -> Iterator[PeakMoment]:
+    def _iter_embedding_moments(self, other_bytes: int, head_grad: int) -> Iterator[PeakMoment]:
         rank, elements = self.rank, self.elements
         # The gradient of a tied embedding is added to the head's out of place.
-        tied = self.g.tied and rank.tensor == rank.stages == 1
-        extra = (1 if self.plan.chunked_loss and rank.gathers else 2) * head_grad if tied else 0
-        root, own = (
+        is_tied = self.g.tied and rank.tensor == rank.stages == 1
+        tied_grads = (1 if self.plan.chunked_loss and rank.gathers else 2) * head_grad if is_tied else 0
+        root_grads, own_grads = (
             elements.root * itemsize * rank.gathers for itemsize in (self.reduced_itemsize, self.full_itemsize)
         )
-        yield self._moment(
+        yield self._build_moment(
             "embedding, backward",
-            self._comm_terms(reduced=int(rank.gathers)),
-            activations=other_bytes + self.hidden_bytes, gradients=max(self.memory.gradients - root, 0),
-            waiting=own + extra, logits=self._kept_logits,
+            self._get_comm_terms(num_reduced=int(rank.gathers)),
+            activations=other_bytes + self.hidden_bytes, gradients=max(self.memory.gradients - root_grads, 0),
+            unreduced=own_grads + tied_grads, logits=self._held_logits,
         )  # fmt: skip
         if not rank.gathers:
             return
-        comm = self._comm_terms(root=0)
-        comm["communication"] = comm.get("communication", 0) + root
-        yield self._moment(
+        comm = self._get_comm_terms(root=0)
+        comm["communication"] = comm.get("communication", 0) + root_grads
+        yield self._build_moment(
             "reduction of the root", comm,
-            activations=other_bytes, gradients=self.memory.gradients, waiting=own, logits=self._kept_logits,
+            activations=other_bytes, gradients=self.memory.gradients, unreduced=own_grads, logits=self._held_logits,
         )  # fmt: skip

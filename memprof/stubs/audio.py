@@ -17,15 +17,15 @@ from memprof.virtual.kernels.registry import aten
 _BACK_POINTER_FRAMES = 100  # frames of back pointers on the GPU before a copy to the host (kBackPtrBufferSize)
 
 
-def _check(holds: bool, message: str) -> None:
-    if not holds:
+def _check(condition: bool, message: str) -> None:
+    if not condition:
         raise RuntimeError(message)
 
 
 @registry.kernel("torchaudio.rnnt_loss_forward")
 def rnnt_loss(launch: KernelContext) -> Any:
-    """Return a cost for each sequence and the gradient of the logits, which the forward computes. Workspaces:
-    denominators, two logarithms, alphas and betas of each cell in float32, two counters of each target."""
+    """Return a loss for each sequence, and the gradient of the logits, which the forward computes. Scratch: five
+    float32 values for each frame and target position, and two int32 counters for each target position."""
     logits, targets, *lengths = launch.args[:4]
     if not logits.is_meta:
         return NotImplemented
@@ -40,19 +40,19 @@ def rnnt_loss(launch: KernelContext) -> Any:
     _check(targets.shape[1] + 1 == logits.shape[2], "target length mismatch")
     batch, time, target, _ = logits.shape
     with launch.inside():
-        for each in lengths:
-            aten.amax.default(each)
+        for length in lengths:
+            aten.amax.default(length)
         costs = aten.new_empty.default(logits, [batch])
         gradients = torch.empty_like(logits)
         counters = aten.new_empty.default(logits, [2 * batch * target], dtype=torch.int32)
-        of_places = aten.new_empty.default(logits, [5 * batch * time * target], dtype=torch.float32)
-    del counters, of_places
+        cell_values = aten.new_empty.default(logits, [5 * batch * time * target], dtype=torch.float32)
+    del counters, cell_values
     return costs, gradients
 
 
 @registry.kernel("torchaudio.forced_align")
 def forced_align(launch: KernelContext) -> Any:
-    """Return the alignment path; scratch: the scores of the last two frames, and back pointers of 100 frames, twice."""
+    """Return the alignment path; scratch: scores of two frames, and two buffers of 100 frames' back pointers."""
     scores, targets, *lengths = launch.args[:4]
     if not scores.is_meta:
         return NotImplemented
@@ -62,17 +62,17 @@ def forced_align(launch: KernelContext) -> Any:
     _check(scores.is_contiguous(), "log_probs must be contiguous")
     _check(scores.dim() == 3, "log_probs must be 3-D (batch_size, input length, num classes)")
     _check(targets.dim() == 2, "targets must be 2-D (batch_size, target length,)")
-    one = scores.shape[0] == 1 and targets.shape[0] == 1
-    _check(one, "The batch dimension must be 1 at the current version.")
-    time, states = scores.shape[1], 2 * targets.shape[1] + 1
+    is_single = scores.shape[0] == 1 and targets.shape[0] == 1
+    _check(is_single, "The batch dimension must be 1 at the current version.")
+    time, num_states = scores.shape[1], 2 * targets.shape[1] + 1
     with launch.inside():
-        for each in lengths:
-            aten.amax.default(each)
-        sources = aten.new_empty.default(scores, [min(_BACK_POINTER_FRAMES, time), states], dtype=torch.int8)
-        alphas, copy = aten.new_empty.default(scores, [2, states]), None
+        for length in lengths:
+            aten.amax.default(length)
+        back_pointers = aten.new_empty.default(scores, [min(_BACK_POINTER_FRAMES, time), num_states], dtype=torch.int8)
+        alphas, copy = aten.new_empty.default(scores, [2, num_states]), None
         for _ in range(-(-time // _BACK_POINTER_FRAMES)):
-            copy = aten.clone.default(sources)
-        del sources, alphas, copy
+            copy = aten.clone.default(back_pointers)
+        del back_pointers, alphas, copy
         paths = aten.new_empty.default(scores, [1, time], dtype=targets.dtype)
     return paths, scores
 
@@ -80,9 +80,9 @@ def forced_align(launch: KernelContext) -> Any:
 @registry.kernel("torchaudio._lfilter_core_loop")
 def lfilter_core_loop(launch: KernelContext) -> Any:
     """Write the filtered signal in place; nothing is allocated."""
-    signal, coefficients, padded = launch.args[:3]
-    if not padded.is_meta:
+    signal, coefficients, output = launch.args[:3]
+    if not output.is_meta:
         return NotImplemented
-    _check(signal.is_contiguous() and coefficients.is_contiguous() and padded.is_contiguous(), "expected contiguous")
-    _check(signal.shape[2] + coefficients.shape[1] - 1 == padded.shape[2], "lengths do not match")
-    return padded
+    _check(signal.is_contiguous() and coefficients.is_contiguous() and output.is_contiguous(), "expected contiguous")
+    _check(signal.shape[2] + coefficients.shape[1] - 1 == output.shape[2], "lengths do not match")
+    return output

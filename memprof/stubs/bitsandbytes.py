@@ -25,31 +25,31 @@ from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
 from memprof.virtual.install_context import InstallContext
 
-_KERNELS = "bitsandbytes.backends.cuda.ops"
-_FUNCTIONS = "bitsandbytes.functional"
+_KERNEL_MODULE = "bitsandbytes.backends.cuda.ops"
+_FUNCTION_MODULE = "bitsandbytes.functional"
 _NAMESPACE = "bitsandbytes::"
-_PAGED = (
+_PAGED_ASSUMPTION = (
     "Paged optimizer state is managed memory: counted in the host's, outside the caching allocator. What of it the "
     "driver keeps on the GPU at a time is not simulated."
 )
 
 
 class Bitsandbytes(Extension):
-    """The installed bitsandbytes package, patched when it is imported, before or after the virtual GPU was entered."""
+    """The extension that runs an installed bitsandbytes without its native library."""
 
     imports = ("bitsandbytes",)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Suppress the package's warning, with twenty lines of traceback, about a missing CUDA library."""
+        """Yield a patch that disables the package's logger, which warns of a missing CUDA library."""
         yield logging.getLogger("bitsandbytes.cextension"), "disabled", True
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches of its native library, and run its Python code for CUDA."""
-        yield from _patches(context.assume)
-        context.function_mode.run_cuda_kernels_of(_operators())
+        """Yield patches of the native library; register the package's operators to run its Python code for CUDA."""
+        yield from _make_patches(context.assume)
+        context.function_mode.run_cuda_kernels_of(_list_operators())
 
 
-class _NoKernels:
+class _NullLibrary:
     """A native library whose functions all do nothing and report success."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -58,15 +58,15 @@ class _NoKernels:
         return lambda *args: 0
 
 
-def _patches(assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Yield patches for runs without the native library; none for a release without torch operators (before 0.46)."""
-    functions = sys.modules.get(_FUNCTIONS)
+def _make_patches(assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Yield patches for runs without the native library; none for bitsandbytes before 0.46, without operators."""
+    functions = sys.modules.get(_FUNCTION_MODULE)
     if functions is None or not hasattr(torch.ops.bitsandbytes, "quantize_4bit"):
         return
-    kernels = _cuda_kernels()
+    kernels = _import_cuda_kernels()
     if kernels is None:
         return
-    native = _NoKernels()
+    native = _NullLibrary()
     yield functions, "lib", native
     yield kernels, "lib", native
     if hasattr(kernels, "_get_raw_stream"):
@@ -86,26 +86,26 @@ def _patches(assume: Callable[[str], None]) -> Iterator[Patch]:
 
 
 @functools.cache  # registered once per process; torch is slow to list its operators
-def _operators() -> list[Any]:
-    """Return bitsandbytes' operators that have a CUDA kernel; `_patches` must have registered them."""
-    found = []
+def _list_operators() -> list[Any]:
+    """Return bitsandbytes' operators that have a CUDA kernel; `_make_patches` must have registered them."""
+    operators = []
     for name in dispatch.dispatch_get_all_op_names():
         if name.startswith(_NAMESPACE) and dispatch.dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"):
             packet, _, overload = name.removeprefix(_NAMESPACE).partition(".")
-            found.append(getattr(getattr(torch.ops.bitsandbytes, packet), overload or "default"))
-    return found
+            operators.append(getattr(getattr(torch.ops.bitsandbytes, packet), overload or "default"))
+    return operators
 
 
-def _cuda_kernels() -> ModuleType | None:
-    """Return the module of the CUDA kernels, which bitsandbytes itself imports only if a GPU exists.
+def _import_cuda_kernels() -> ModuleType | None:
+    """Import and return bitsandbytes' module of CUDA kernels, which the package imports only if a GPU exists.
 
-    The module needs `torch._C._cuda_getCurrentRawStream`, which the facade adds to builds without CUDA.
+    None: the release has no such module.
     """
     extension: Any = sys.modules["bitsandbytes.cextension"]
-    library, extension.lib = extension.lib, _NoKernels()
+    library, extension.lib = extension.lib, _NullLibrary()
     try:
         with contextlib.suppress(ImportError):
-            return importlib.import_module(_KERNELS)
+            return importlib.import_module(_KERNEL_MODULE)
     finally:
         extension.lib = library
     return None
@@ -113,11 +113,11 @@ def _cuda_kernels() -> ModuleType | None:
 
 def _make_get_paged(assume: Callable[[str], None]) -> Callable[..., torch.Tensor]:
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
-        """Return a tensor in managed memory, which torch treats as a host tensor."""
-        assume(_PAGED)
-        made: Any = torch.empty(shape, dtype=dtype, device="cpu")
-        made.is_paged = True
-        made.page_deviceid = 0 if device is None else device.index
-        return made  # type: ignore[no-any-return]
+        """Return a host tensor in place of one in managed memory, marked as paged."""
+        assume(_PAGED_ASSUMPTION)
+        tensor: Any = torch.empty(shape, dtype=dtype, device="cpu")
+        tensor.is_paged = True
+        tensor.page_deviceid = 0 if device is None else device.index
+        return tensor  # type: ignore[no-any-return]
 
     return get_paged

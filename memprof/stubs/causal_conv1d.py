@@ -1,4 +1,4 @@
-"""causal_conv1d: a short convolution over time for each channel, with SiLU.
+"""causal_conv1d: a depthwise causal convolution over time, with SiLU.
 
 Sources: causal_conv1d/causal_conv1d_interface.py, cpp_functions.py and csrc/causal_conv1d.cpp of
 Dao-AILab/causal-conv1d@v1.6.1.post4. It has workspaces only under torch.use_deterministic_algorithms.
@@ -15,13 +15,13 @@ _SOURCE = "Dao-AILab/causal-conv1d@v1.6.1.post4:causal_conv1d/causal_conv1d_inte
 _NAME = "causal_conv1d.causal_conv1d_fn"
 
 
-def _convert_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy where neither channels nor time have stride 1."""
+def _make_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a contiguous copy if neither its channels nor its time have stride 1."""
     return tensor.contiguous() if tensor.stride(2) != 1 and tensor.stride(1) != 1 else tensor
 
 
 def run_backward(x: torch.Tensor, weight: torch.Tensor, bias, d_x: torch.Tensor | None = None):
-    """Return the input's gradient, and those of weight and bias, summed in float32 (causal_conv1d_bwd_function)."""
+    """Return the gradients of `x` (in `d_x` if given), `weight` and `bias`; the last two are summed in float32."""
     if torch.are_deterministic_algorithms_enabled():
         raise unsupported_error(_NAME, "deterministic algorithms")
     d_x = torch.empty_like(x) if d_x is None else d_x
@@ -35,7 +35,7 @@ def causal_conv1d_fn(
     x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
     activation=None,
 ):  # fmt: skip
-    """Convolve [batch, channels, time] with a weight [channels, width]; saves its arguments."""
+    """Convolve `x` [batch, channels, time] with `weight` [channels, width]; saves both, and the bias."""
     check_on_gpu(_NAME, x, weight)
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError("activation must be None, silu, or swish")
@@ -46,13 +46,13 @@ def causal_conv1d_fn(
         raise unsupported_error(_NAME, "states")
 
     def forward(x: torch.Tensor, weight: torch.Tensor, bias):
-        x = _convert_layout(x)
+        x = _make_contiguous(x)
         bias = None if bias is None else bias.contiguous()
         indices = None if seq_idx is None else seq_idx.contiguous()
         return torch.empty_like(x), (x, weight, bias, indices)
 
     def backward(saved, gradient: torch.Tensor):
-        gradient = _convert_layout(gradient)
+        gradient = _make_contiguous(gradient)
         return run_backward(*saved[:3])
 
     return kernel(forward, backward, x, weight, bias)
@@ -64,7 +64,7 @@ def causal_conv1d_fn(
 def causal_conv1d_update(
     x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
 ):
-    """Convolve one or a few tokens; the state is written in place."""
+    """Convolve `x`, one or a few new tokens; allocates the output, and writes `conv_state` in place."""
     check_on_gpu("causal_conv1d.causal_conv1d_update", x, conv_state)
     mark_written(conv_state)
     return torch.empty_like(x)

@@ -33,7 +33,7 @@ _KEYWORDS = frozenset({"return", "else", "new", "throw", "case", "goto", "co_ret
 
 
 class Binding(NamedTuple):
-    """A function that an extension binds."""
+    """A function that an extension's C++ sources bind, by pybind11 or TORCH_LIBRARY."""
 
     library: str | None  # namespace of torch.ops; None: the Python module
     name: str
@@ -41,19 +41,19 @@ class Binding(NamedTuple):
 
 
 def find_bindings(name: str, source: str, functions: Sequence[str] = ()) -> Iterator[Binding]:
-    """Yield the bindings in the C++ `source` of the extension `name`, and `functions`, which torch binds for it."""
+    """Yield the bindings in the C++ `source` of the extension `name`, and of `functions`, which load_inline binds."""
     source = _LITERAL_BOUNDARY.sub("", _COMMENT.sub("", source))
     for function in functions:
         yield Binding(None, function, _is_void(function, source))
     for block in _BINDINGS.finditer(source):
-        macro, owner, variable = block.groups()
-        library = None if macro == "PYBIND11_MODULE" else name if owner == "TORCH_EXTENSION_NAME" else owner
-        define = rf'\b{variable}\s*\.\s*def\s*\(\s*"([^"]+)"\s*(?:,\s*(?:TORCH_FN\s*\(\s*)?&?\s*([\w:]+))?'
-        for definition in re.finditer(define, source[block.end() : _find_block_end(source, block.end())]):
-            schema, _, returns = definition[1].partition("->")
+        macro, namespace, variable = block.groups()
+        library = None if macro == "PYBIND11_MODULE" else name if namespace == "TORCH_EXTENSION_NAME" else namespace
+        definition_pattern = rf'\b{variable}\s*\.\s*def\s*\(\s*"([^"]+)"\s*(?:,\s*(?:TORCH_FN\s*\(\s*)?&?\s*([\w:]+))?'
+        for definition in re.finditer(definition_pattern, source[block.end() : _find_block_end(source, block.end())]):
+            schema, _, return_type = definition[1].partition("->")
             function = schema.partition("(")[0].strip()
             cpp_function = (definition[2] or "").rpartition("::")[2]
-            is_void = returns.strip() == "()" if returns else _is_void(cpp_function, source)
+            is_void = return_type.strip() == "()" if return_type else _is_void(cpp_function, source)
             yield Binding(library, function.rpartition("::")[2], is_void)
 
 
@@ -68,13 +68,13 @@ def _find_block_end(source: str, begin: int) -> int:
 
 
 def _is_void(function: str, source: str) -> bool:
-    """Return whether every declaration of a C++ function has return type void; False without a declaration."""
-    declared = re.findall(rf"([\w:]+)(?:<[^;{{}}()]*>)?(?:\s*[&*]+\s*|\s+){function}\s*\(", source)
-    return bool(function) and set(declared) - _KEYWORDS == {"void"}
+    """Return whether all declarations of a C++ function in `source` return void; False without a declaration."""
+    return_types = re.findall(rf"([\w:]+)(?:<[^;{{}}()]*>)?(?:\s*[&*]+\s*|\s+){function}\s*\(", source)
+    return bool(function) and set(return_types) - _KEYWORDS == {"void"}
 
 
 class _Extension(ModuleType):
-    """The Python module of an extension; attributes that its sources do not show raise an error."""
+    """The Python module of an extension; functions that its sources do not bind raise an error when called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -82,24 +82,23 @@ class _Extension(ModuleType):
         return _make_refused_function(f"{self.__name__}.{name}")
 
 
-def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
-    """Yield patches of the functions that build extensions in `module`, torch.utils.cpp_extension, if kernels may be
-    skipped."""
+def get_patches(module: Any, context: InstallContext) -> Iterator[Patch]:
+    """Yield patches of `load` and `load_inline` in `module`, torch.utils.cpp_extension, if kernels may be skipped."""
     if not context.options.passes_kernels:
         return
-    build, build_inline = module.load, module.load_inline
+    original_load, original_load_inline = module.load, module.load_inline
 
     def load(name: str, sources: str | Sequence[str], *args: Any, **options: Any) -> Any:
         paths = [Path(source) for source in _as_list(sources)]
         if not (options.get("with_cuda") or any(path.suffix in (".cu", ".cuh") for path in paths)):
-            return build(name, sources, *args, **options)
+            return original_load(name, sources, *args, **options)
         return make_extension(name, [path.read_text(encoding="utf-8", errors="replace") for path in paths], (), options)
 
     def load_inline(
         name: str, cpp_sources: Any, cuda_sources: Any = None, functions: Any = None, *args: Any, **options: Any
     ) -> Any:
         if not (options.get("with_cuda") or cuda_sources):
-            return build_inline(name, cpp_sources, cuda_sources, functions, *args, **options)
+            return original_load_inline(name, cpp_sources, cuda_sources, functions, *args, **options)
         sources = [*_as_list(cpp_sources), *_as_list(cuda_sources)]
         return make_extension(name, sources, _as_list(functions), options)
 
@@ -110,12 +109,12 @@ def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
         extension = _Extension(name)
         for library, function, is_void in find_bindings(name, "\n".join(sources), functions):
             full_name = f"{library or name}.{function}"
-            stub = registry.stubs_in(library or name).get(function)
-            call = stub or (make_skipped_function(full_name) if is_void else _make_refused_function(full_name))
+            stub = registry.get_stubs(library or name).get(function)
+            replacement = stub or (make_skipped_function(full_name) if is_void else _make_refused_function(full_name))
             if library is None:
-                setattr(extension, function, call)
+                setattr(extension, function, replacement)
             else:
-                context.run_patches.set(getattr(torch.ops, library), function, call)
+                context.run_patches.set(getattr(torch.ops, library), function, replacement)
         return extension if options.get("is_python_module", True) else None
 
     def make_skipped_function(full_name: str) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """deepspeed.ops.adam: Adam in one kernel for all parameters of a dtype, and Adam for tensors in host memory.
 
 Sources: deepspeed/ops/adam/fused_adam.py, cpu_adam.py and multi_tensor_apply.py, csrc/adam/multi_tensor_adam.cu and
-cpu_adam_impl.cpp of deepspeedai/DeepSpeed@v0.19.5. The package also installs without a GPU; then `patches` replaces
+cpu_adam_impl.cpp of deepspeedai/DeepSpeed@v0.19.5. The package also installs without a GPU; then `get_patches` replaces
 only the kernel that the package would compile for the GPU. DeepSpeedCPUAdam needs a compiler, and is a stub too.
 """
 
@@ -22,31 +22,31 @@ from memprof.stubs.tools import check_on_gpu, mark_written
 
 _SOURCE = "deepspeedai/DeepSpeed@v0.19.5:deepspeed/ops/adam/"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_NAME = "deepspeed.ops.adam"
+_MODULE = "deepspeed.ops.adam"
 _NOT_COMPILED = (
     f"DeepSpeed's kernel of FusedAdam is not compiled here: it is replaced by a stub, as of 0.19.5 {NO_STUBS_HINT}"
 )
 
 
-@stub(f"{_NAME}.multi_tensor_apply.MultiTensorApply", source=f"{_SOURCE}multi_tensor_apply.py")
+@stub(f"{_MODULE}.multi_tensor_apply.MultiTensorApply", source=f"{_SOURCE}multi_tensor_apply.py")
 class MultiTensorApply(fused_optimizers.MultiTensorApply):
-    """A callable that calls a kernel with a chunk size; nothing is allocated."""
+    """A callable that calls a kernel over lists of tensors with its chunk size; nothing is allocated."""
 
 
-_apply = stub(f"{_NAME}.fused_adam.multi_tensor_applier", source=f"{_SOURCE}fused_adam.py")(
+_apply = stub(f"{_MODULE}.fused_adam.multi_tensor_applier", source=f"{_SOURCE}fused_adam.py")(
     MultiTensorApply(fused_optimizers.CHUNK_SIZE)
 )
 
 
 def multi_tensor_adam(chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *options) -> None:
-    """Update parameters and both moments in place, as the kernel does; nothing is allocated."""
+    """Mark parameters and both moments in `lists` as written in place; nothing is allocated."""
     check_on_gpu("deepspeed.ops.adam.FusedAdam", flag, *itertools.chain(*lists))
     mark_written(*itertools.chain(*lists[1:]))
 
 
-@stub(f"{_NAME}.fused_adam.FusedAdam", f"{_NAME}.FusedAdam", source=f"{_SOURCE}fused_adam.py")
+@stub(f"{_MODULE}.fused_adam.FusedAdam", f"{_MODULE}.FusedAdam", source=f"{_SOURCE}fused_adam.py")
 class FusedAdam(fused_optimizers.FusedOptimizer):
-    """Adam with two moments in the dtype of each parameter, and one kernel call for each dtype of a group."""
+    """Adam with both moments in the parameter's dtype, and one kernel call per parameter group and dtype."""
 
     sparse_error = "FusedAdam does not support sparse gradients"
     dtype_error = "FusedAdam only support fp16, bf16 and fp32."
@@ -73,7 +73,7 @@ class FusedAdam(fused_optimizers.FusedOptimizer):
             group.setdefault("step", 0)
             rows = []
             state: dict[str, Any] = {}
-            for parameter in self._iter_updated(group, _DTYPES):
+            for parameter in self._iter_parameters(group, _DTYPES):
                 state = _init_state(self.state[parameter], parameter, parameter.dtype, group["step"])
                 rows.append((parameter.grad.data, parameter.data, state["exp_avg"], state["exp_avg_sq"]))  # type: ignore[union-attr]
             for lists in self._group_by_dtype(rows, _DTYPES):
@@ -90,7 +90,7 @@ def _init_state(state: dict[str, Any], parameter: torch.Tensor, dtype: torch.dty
     return state
 
 
-@stub(f"{_NAME}.cpu_adam.DeepSpeedCPUAdam", f"{_NAME}.DeepSpeedCPUAdam", source=f"{_SOURCE}cpu_adam.py")
+@stub(f"{_MODULE}.cpu_adam.DeepSpeedCPUAdam", f"{_MODULE}.DeepSpeedCPUAdam", source=f"{_SOURCE}cpu_adam.py")
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
     """Adam on the host: parameters, gradients and both moments are host tensors, and their values are computed."""
 
@@ -109,7 +109,7 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id, closure=None):
-        """Step with the moments stored under `subgroup_id`, or under each parameter if that is None."""
+        """Run a step with the moments stored under `subgroup_id`, or under each parameter if it is None."""
         check_on_gpu("deepspeed.ops.adam.DeepSpeedCPUAdam")
         loss = None
         if closure is not None:
@@ -133,22 +133,22 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
     def _update(self, group, data, gradient, state):
         """Update one parameter in float32, as `Adam_Optimizer::Step_1` does."""
-        (first, second), rate, decay = group["betas"], group["lr"], group["weight_decay"]
-        corrects = group["bias_correction"]
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        is_corrected = group["bias_correction"]
         value, gradient = data.float(), gradient.float()
         if decay > 0 and not self.adam_w_mode:
             gradient = gradient + decay * value
-        mean = state["exp_avg"].mul_(first).add_(gradient, alpha=1 - first)
-        square = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        size = rate / (1 - first ** state["step"] if corrects else 1.0)
-        root = square.float().sqrt() / ((1 - second ** state["step"]) ** 0.5 if corrects else 1.0)
+        mean = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        step_size = lr / (1 - beta1 ** state["step"] if is_corrected else 1.0)
+        denominator = square.float().sqrt() / ((1 - beta2 ** state["step"]) ** 0.5 if is_corrected else 1.0)
         if decay > 0 and self.adam_w_mode:
-            value = value * (1 - rate * decay)
-        data.copy_(value.addcdiv(mean.float(), root + group["eps"], value=-size))
+            value = value * (1 - lr * decay)
+        data.copy_(value.addcdiv(mean.float(), denominator + group["eps"], value=-step_size))
 
 
-def patches(module, assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Yield the patch of `load` in deepspeed.ops.op_builder.fused_adam, which would compile the fused kernel."""
+def get_patches(module, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Yield a patch of `load` in `module`, deepspeed.ops.op_builder.fused_adam, which compiles the fused kernel."""
 
     def load(self, verbose: bool = True):
         assume(_NOT_COMPILED)

@@ -1,4 +1,4 @@
-"""The extensions that activate stubs: the finder of packages that are not installed, and patches of installed ones."""
+"""The virtual GPU's extensions that activate stubs: import finder of missing packages, patches of installed ones."""
 
 from __future__ import annotations
 
@@ -27,40 +27,42 @@ _MODELS_CHECKING_AT_IMPORT = ("gpt_neo", "bark", "gptj", "falcon")
 
 
 def extensions(*, stubs: bool = True) -> list[Extension]:
-    """Return the virtual GPU's extensions: compiled parts of installed packages, and stubs of missing packages.
+    """Return the virtual GPU's extensions for libraries outside torch.
 
-    Without `stubs`, return only the former: the hub's kernels, bitsandbytes, operators of torchvision and torchaudio.
+    Always: the hub's kernels, operators of torchvision and torchaudio, bitsandbytes. With `stubs`: missing packages.
     """
     installed: list[Extension] = [HubKernels(), LibraryOperators(), Bitsandbytes()]
     return [*installed, StubExtension()] if stubs else installed
 
 
 class LibraryOperators(Extension):
-    """torchvision and torchaudio, whose operators exist once they are imported."""
+    """The extension that registers the allocations of torchvision's and torchaudio's operators once imported."""
 
     imports = ("torchvision", "torchaudio")
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Register the allocations of the package's operators; no patch is yielded."""
+        """Register the allocations of the operators of `module`; yield no patch."""
         registry.register_library_operators(module.__name__)
         if module.__name__ == "torchvision":
-            context.function_mode.run_in_float32(detection.autocast_in_float32())
+            context.function_mode.run_in_float32(detection.list_float32_operators())
         yield from ()
 
 
 class StubExtension(Extension):
-    """All stubs; a virtual GPU without this extension has none."""
+    """The extension that replaces missing packages, and missing parts of installed packages, by stubs."""
 
     def __init__(self) -> None:
         self._finder: StubFinder | None = None
         self._patches_by_module: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
-            "transformers.modeling_utils": lambda module, context: _patch_attention_choice(module, self._choose),
-            "kernels.load": lambda module, context: hub.patches(module),
-            "kernels.utils": lambda module, context: hub.patches(module),
-            "torchvision.extension": lambda module, context: torchvision.patches(module, context.assume),
-            "torchaudio._extension.utils": lambda module, context: torchaudio.patches(module, context.assume),
-            "deepspeed.ops.op_builder.fused_adam": lambda module, context: deepspeed.patches(module, context.assume),
-            "torch.utils.cpp_extension": cpp_extensions.patches,
+            "transformers.modeling_utils": lambda module, context: _patch_attention_choice(module, self._expose),
+            "kernels.load": lambda module, context: hub.get_patches(module),
+            "kernels.utils": lambda module, context: hub.get_patches(module),
+            "torchvision.extension": lambda module, context: torchvision.get_patches(module, context.assume),
+            "torchaudio._extension.utils": lambda module, context: torchaudio.get_patches(module, context.assume),
+            "deepspeed.ops.op_builder.fused_adam": lambda module, context: deepspeed.get_patches(
+                module, context.assume
+            ),
+            "torch.utils.cpp_extension": cpp_extensions.get_patches,
             inductor.compile_fx.module: lambda module, context: in_graph.register_with_dynamo(),
         }
         self.imports = tuple(self._patches_by_module)
@@ -72,16 +74,16 @@ class StubExtension(Extension):
         return self._finder.activate()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches of the parts of an installed package that need a GPU."""
+        """Yield patches that replace the parts of `module` that need a GPU or a compiler."""
         yield from self._patches_by_module[module.__name__](module, context)
 
-    def _choose(self, package: str) -> None:
+    def _expose(self, package: str) -> None:
         if self._finder is not None:
-            self._finder.choose(package)
+            self._finder.expose(package)
 
 
-def _patch_attention_choice(module: Any, choose: Callable[[str], None]) -> Iterator[Patch]:
-    """Yield the patch of transformers.modeling_utils' choice of attention; `choose` is called with the package."""
+def _patch_attention_choice(module: Any, expose: Callable[[str], None]) -> Iterator[Patch]:
+    """Yield a patch that calls `expose` with the package of the attention that a transformers model requests."""
     method = "_check_and_adjust_attn_implementation"
     original = getattr(module.PreTrainedModel, method, None)
     if original is None:
@@ -91,7 +93,7 @@ def _patch_attention_choice(module: Any, choose: Callable[[str], None]) -> Itera
     def check(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         name = attn_implementation.removeprefix("paged|") if isinstance(attn_implementation, str) else None
         if name in _PACKAGE_BY_ATTENTION:
-            choose(_PACKAGE_BY_ATTENTION[name])
+            expose(_PACKAGE_BY_ATTENTION[name])
             _repeat_conditional_imports()
         return original(model, attn_implementation, *args, **kwargs)
 

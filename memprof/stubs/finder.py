@@ -1,9 +1,9 @@
-"""The finder of stubs: the last on `sys.meta_path`, so that real packages come first, during a run.
+"""The import finder of stubs, which during a run is the last on `sys.meta_path`, so that real packages come first.
 
-The importing module decides. The program's own code finds stubs, also in try/except: it is written for a machine with
-the package. A library that checks for a package (T5 of transformers 4 checks for apex) finds none, and does without;
-once the program has chosen a package, by an import of its own or by an argument that names it
-(`attn_implementation="flash_attention_2"`), every module finds it.
+Whether an import finds a stub depends on the importing code. The program's own code does, also in try/except: it is
+written for a machine with the package. A library that checks for a package (T5 of transformers 4 checks for apex) does
+not, until the program has chosen the package, by an import of its own or by an argument that names it
+(`attn_implementation="flash_attention_2"`).
 """
 
 from __future__ import annotations
@@ -24,29 +24,26 @@ from typing import Any
 
 from memprof.errors import MemprofError
 from memprof.stubs import registry, tools
-from memprof.stubs.packages import NO_STUBS_HINT, PACKAGES, PROGRAM_ONLY, WITHOUT_STUB
+from memprof.stubs.packages import NO_STUBS_HINT, PACKAGES, PACKAGES_WITHOUT_STUB, PROGRAM_ONLY_PACKAGES
 from memprof.virtual import limits
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
-_MEMPROF = str(Path(registry.__file__).parents[1]) + os.sep
+_MEMPROF_DIR = str(Path(registry.__file__).parents[1]) + os.sep
 # Modules that cache, in functions, which packages are available.
 _CACHE_MODULES = ("transformers.utils.import_utils", "peft.import_utils")
 
 
 class NoStub(MemprofError, ModuleNotFoundError):
-    """The error for an import of a package that cannot be built here and has no stub.
-
-    The program may catch the error, as it would where the package is missing.
-    """
+    """The ModuleNotFoundError for an import of a package that needs a GPU to be built and has no stub."""
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The finder of the stubs of one run, or of a process that a program starts anew.
+    """The import finder and loader of stubs during one run.
 
     Args:
-        assume: called once for each package that is replaced by a stub, with a sentence.
+        assume: called once for each package that is replaced by a stub, with a sentence that says so.
         note_write: called with each tensor that a stub writes in place.
-        keep_workspace: called with the bytes and the name of each workspace that a package keeps during the run.
+        keep_workspace: called with bytes and name of each workspace that a package keeps during the run.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Context manager: the program's imports find stubs; afterwards they are removed from `sys`."""
+        """Context manager: imports by the program find stubs, which are removed from sys.modules afterwards."""
         sys.meta_path.append(self)
         try:
             with tools.activate(self._note_call, self._note_write, self._keep_workspace):
@@ -79,7 +76,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if self._chosen_packages:
                 _clear_availability_caches()
 
-    def choose(self, package: str) -> None:
+    def expose(self, package: str) -> None:
         """Make the stub of `package` available to libraries too, if the package is not installed."""
         if package in self._chosen_packages or not registry.has_stubs(package) or self._is_installed(package):
             return
@@ -96,14 +93,14 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             )
 
     def _note_call(self, package: str) -> None:
-        """Note the assumption of a stub at its first call, unless only the compiled part of a package is replaced."""
+        """Report at the first call of one of its functions that `package` is replaced by a stub."""
         if package in self._called_packages:
             return
         self._called_packages.add(package)
         if self._is_installed(package):
             return
-        known = PACKAGES.get(package)
-        release = f"allocating as its release {known.version} does" if known else "by what was registered for it"
+        entry = PACKAGES.get(package)
+        release = f"allocating as its release {entry.version} does" if entry else "by what was registered for it"
         self._assume(f"{package} is not installed: it is replaced by a stub, {release} {NO_STUBS_HINT}")
 
     def _is_installed(self, package: str) -> bool:
@@ -118,14 +115,14 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._is_searching_others = False
 
     def _may_import(self, package: str) -> bool:
-        """Return whether the importing module may get the stub of `package`."""
-        if package in self._chosen_packages and package not in PROGRAM_ONLY:
+        """Return whether the importing code gets the stub of `package`: the program does, libraries mostly do not."""
+        if package in self._chosen_packages and package not in PROGRAM_ONLY_PACKAGES:
             return True
-        frame = _importing_frame()
+        frame = _find_importing_frame()
         if frame is None or not registry.has_stubs(package):
             return False
         if is_program_file(frame.f_code.co_filename):
-            self.choose(package)
+            self.expose(package)
             return package in self._chosen_packages
         name = frame.f_globals.get("__name__", frame.f_code.co_filename)
         if not name.startswith(_CACHE_MODULES):
@@ -135,10 +132,10 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     # -- methods that the import system calls ------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module that no other finder has; None: not found."""
+        """Return the spec of a module that has a stub and that the importing code may get, else None."""
         package = name.partition(".")[0]
-        if package in WITHOUT_STUB and not self._is_searching_others:
-            self._refuse(package)
+        if package in PACKAGES_WITHOUT_STUB and not self._is_searching_others:
+            self._refuse_import(package)
         if self._is_searching_others or not self._may_import(package) or not registry.has_module(name):
             return None
         parent = sys.modules.get(package)
@@ -147,9 +144,9 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._has_found_stubs = True
         return importlib.machinery.ModuleSpec(name, self, origin="memprof's stub", is_package=True)
 
-    def _refuse(self, package: str) -> None:
-        """Raise NoStub for an import by the program's own code; a check for the package finds none instead."""
-        frame = _importing_frame()
+    def _refuse_import(self, package: str) -> None:
+        """Raise NoStub if the program's own code imports `package`; for libraries and find_spec, do nothing."""
+        frame = _find_importing_frame()
         if (
             frame is None
             or not is_program_file(frame.f_code.co_filename)
@@ -165,34 +162,34 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Return None: Python makes the module object itself."""
+        """Return None, so that Python creates the module object itself."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module with its stubs; every other name of the real module raises an error when it is used."""
+        """Fill `module` with its stubs; any other public name of the real module raises an error when it is used."""
         name = module.__name__
-        vars(module).update(registry.stubs_in(name))
-        known = PACKAGES.get(name)
-        if known is not None:
-            module.__version__ = known.version  # type: ignore[attr-defined]
+        vars(module).update(registry.get_stubs(name))
+        entry = PACKAGES.get(name)
+        if entry is not None:
+            module.__version__ = entry.version  # type: ignore[attr-defined]
 
         def __getattr__(attribute: str) -> Any:
-            public = registry.is_public(name, attribute)
+            is_public = registry.is_public(name, attribute)
             if not attribute.startswith("__") and registry.has_module(f"{name}.{attribute}"):
-                if public and registry.is_listed(name):
+                if is_public and registry.has_public_names(name):
                     return importlib.import_module(f"{name}.{attribute}")  # the package itself imports it
-                public = False  # `from package import module` reads the attribute first
-            if attribute.startswith("__") or not public:
+                is_public = False  # `from package import module` reads the attribute first
+            if attribute.startswith("__") or not is_public:
                 raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-            made = vars(module)[attribute] = tools.make_placeholder(name, attribute)
-            return made
+            placeholder = vars(module)[attribute] = tools.make_placeholder(name, attribute)
+            return placeholder
 
         module.__getattr__ = __getattr__  # type: ignore[method-assign]
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        """Yield distributions of packages that are replaced by a stub, for `importlib.metadata`."""
+        """Yield a distribution for each package that is replaced by a stub, so that importlib.metadata finds them."""
         name = None if context is None or context.name is None else context.name.replace("_", "-").lower()
         for package in () if self._is_searching_others else PACKAGES.values():
             is_requested = name == package.distribution or (name is None and package.name in self._chosen_packages)
@@ -202,49 +199,49 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 class _Distribution(importlib.metadata.Distribution):
     def __init__(self, package: str, name: str, version: str) -> None:
-        self._texts = {
+        self._text_by_file = {
             "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
             "top_level.txt": f"{package}\n",
         }
 
     def read_text(self, filename: str) -> str | None:
-        """Return the text of a file of the distribution; None: no such file."""
-        return self._texts.get(filename)
+        """Return the text of METADATA or top_level.txt; None for any other file."""
+        return self._text_by_file.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return a path without a file: a stub has no files."""
+        """Return a path below os.devnull, which never exists: a stub has no files."""
         return Path(os.devnull) / path
 
 
 def is_program_file(file: str) -> bool:
-    """Return whether a file is the program's own: not an installed package's, unless that one runs (`-m package`)."""
-    if file.startswith((_MEMPROF, "<frozen")):
+    """Return whether `file` is the program's own code: outside site-packages, or in the package run by `-m`."""
+    if file.startswith((_MEMPROF_DIR, "<frozen")):
         return False
     if "-packages" + os.sep not in file:
         return not file.startswith(_STDLIB)
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    runs = spec.name.partition(".")[0] if spec is not None else ""
-    return bool(runs) and f"-packages{os.sep}{runs}{os.sep}" in file
+    running_package = spec.name.partition(".")[0] if spec is not None else ""
+    return bool(running_package) and f"-packages{os.sep}{running_package}{os.sep}" in file
 
 
-def _importing_frame() -> FrameType | None:
-    """Return the frame that imports or checks for a module: the innermost outside Python's library and memprof."""
+def _find_importing_frame() -> FrameType | None:
+    """Return the frame that imports or looks for a module: the innermost outside Python's library and memprof."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
-        if not file.startswith((_STDLIB, "<frozen", _MEMPROF)) or "-packages" in file.removeprefix(_MEMPROF):
+        if not file.startswith((_STDLIB, "<frozen", _MEMPROF_DIR)) or "-packages" in file.removeprefix(_MEMPROF_DIR):
             return frame
     return None
 
 
 def _is_find_spec_call() -> bool:
-    """Return whether the frame calls importlib.util.find_spec, and does not import."""
+    """Return whether the current lookup is a call of importlib.util.find_spec, and not an import."""
     frames = traceback.walk_stack(sys._getframe(1))
     return any(frame.f_code is importlib.util.find_spec.__code__ for frame, _ in frames)
 
 
 def _clear_availability_caches() -> None:
-    """Clear libraries' caches of available packages, which have changed."""
+    """Clear the caches in which transformers and peft remember which packages are available."""
     for name in _CACHE_MODULES:
         for value in list(vars(sys.modules.get(name, ModuleType(name))).values()):
             clear = getattr(value, "cache_clear", None)

@@ -14,11 +14,11 @@ from memprof.stubs.flash_attn.attention import fill_cache_lengths, find_efficien
 from memprof.stubs.registry import register_in
 from memprof.stubs.tools import (
     check_on_gpu,
+    count_multiprocessors,
     kernel,
-    last_contiguous,
     mark_written,
-    num_multiprocessors,
-    refuse,
+    maybe_contiguous,
+    refuse_if,
     require,
 )
 from memprof.units import round_up
@@ -32,7 +32,7 @@ _register = register_in(_NAME, source=_SOURCE, in_graph=True)
 
 
 class HopperOptions(NamedTuple):
-    """The arguments of one call besides queries, keys and values."""
+    """The arguments of an attention call other than queries, keys and values."""
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -55,7 +55,7 @@ class HopperOptions(NamedTuple):
 
 
 class _Sizes:
-    """Sizes of one call: its sequences, its heads, and the mask of its kernel."""
+    """The sizes of an attention call: batch, tokens, heads; and whether its kernel is causal or has a window."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: HopperOptions) -> None:
         bounds, table = options.cu_seqlens_q, options.page_table
@@ -78,7 +78,7 @@ class _Sizes:
 
 
 def _round_head_size(size: int) -> int:
-    """Return a head's size as padded in a build with all sizes (round_up_headdim)."""
+    """Return the head size to which the kernels pad `size` (round_up_headdim)."""
     return next((head for head in _HEAD_SIZES if size <= head), 512)
 
 
@@ -88,7 +88,7 @@ def _get_arch() -> int:
 
 
 def _choose_num_splits(sizes: _Sizes, options: HopperOptions, element_bytes: int) -> int:
-    """Return the number of parts into which the keys are split, on Hopper (get_num_splits)."""
+    """Return the number of parts into which Hopper's kernel splits the keys (get_num_splits)."""
     rows, columns = _get_forward_tile(sizes, element_bytes, is_paged=options.page_table is not None)
     packed_queries = sizes.queries * (sizes.heads // sizes.key_heads)
     loaded_keys = sizes.keys
@@ -98,7 +98,7 @@ def _choose_num_splits(sizes: _Sizes, options: HopperOptions, element_bytes: int
     head_bytes = sizes.keys * (sizes.head + sizes.head_v) * element_bytes
     batch = 1 if options.has_varying_lengths and sizes.batch <= _MAX_DYNAMIC_SPLIT_BATCH else sizes.batch
     total_blocks = batch * sizes.key_heads * blocks
-    sms = num_multiprocessors()
+    sms = count_multiprocessors()
     if total_blocks >= 0.8 * sms:
         exceeds_cache = head_bytes > _L2_CACHE_BYTES and blocks >= 2 * sms and not (sizes.is_causal or sizes.is_local)
         return min(-(-head_bytes // _L2_CACHE_BYTES), 128) if exceeds_cache else 1
@@ -108,7 +108,7 @@ def _choose_num_splits(sizes: _Sizes, options: HopperOptions, element_bytes: int
 
 
 def _get_forward_tile(sizes: _Sizes, element_bytes: int, *, is_paged: bool) -> tuple[int, int]:
-    """Return rows and columns of a thread block's tile (tile_size_fwd_sm90); pages are not read by TMA here."""
+    """Return rows and columns of a thread block's tile in the forward (tile_size_fwd_sm90)."""
     head, head_v = _round_head_size(sizes.head), _round_head_size(sizes.head_v)
     is_local = sizes.is_local
     is_masked = sizes.is_causal or is_local
@@ -126,28 +126,28 @@ def _get_forward_tile(sizes: _Sizes, element_bytes: int, *, is_paged: bool) -> t
 
 
 def run_forward(query, key, value, options: HopperOptions) -> tuple[torch.Tensor, ...]:
-    """Return output and log of the sums, and for split keys the parts of both (mha_fwd)."""
-    query, key = last_contiguous(query), last_contiguous(key)
+    """Return output and log-sum-exp, and if keys are split also both for each part in float32 (mha_fwd)."""
+    query, key = maybe_contiguous(query), maybe_contiguous(key)
     if value.stride(-1) != 1 and value.stride(-3) != 1:
         value = value.contiguous()
-    sizes, varies = _Sizes(query, key, value, options), options.has_varying_lengths
+    sizes, has_varying_lengths = _Sizes(query, key, value, options), options.has_varying_lengths
     dtype = query.dtype if query.dtype != torch.float8_e4m3fn else torch.bfloat16
     out = query.new_empty((*query.shape[:-1], sizes.head_v), dtype=dtype)
     rows = (sizes.batch, sizes.heads, sizes.queries) if options.cu_seqlens_q is None else (sizes.heads, query.shape[0])
-    sums = query.new_empty(rows, dtype=torch.float32)
+    lse = query.new_empty(rows, dtype=torch.float32)
     splits = options.num_splits if options.num_splits > 0 else _choose_num_splits(sizes, options, query.element_size())
-    has_dynamic_splits = varies and sizes.batch <= _MAX_DYNAMIC_SPLIT_BATCH
-    has_counter = ((sizes.is_causal or sizes.is_local) and splits == 1) or varies
+    has_dynamic_splits = has_varying_lengths and sizes.batch <= _MAX_DYNAMIC_SPLIT_BATCH
+    has_counter = ((sizes.is_causal or sizes.is_local) and splits == 1) or has_varying_lengths
     if _get_arch() < 90:
-        has_counter = (sizes.is_causal and not varies) or (varies and splits > 1)
+        has_counter = (sizes.is_causal and not has_varying_lengths) or (has_varying_lengths and splits > 1)
     metadata = None
     if (has_counter or has_dynamic_splits) and options.scheduler_metadata is None:
         metadata = query.new_empty(int(has_counter) + int(has_dynamic_splits) * sizes.batch, dtype=torch.int32)
     if splits <= 1:
         del metadata
-        return out, sums
-    parts = query.new_empty((splits, *rows, sizes.head_v), dtype=torch.float32)
-    return out, sums, parts, query.new_empty((splits, *rows), dtype=torch.float32)
+        return out, lse
+    split_outputs = query.new_empty((splits, *rows, sizes.head_v), dtype=torch.float32)
+    return out, lse, split_outputs, query.new_empty((splits, *rows), dtype=torch.float32)
 
 
 def _get_backward_tile(head: int, sizes: _Sizes, softcap: float) -> tuple[int, int]:
@@ -165,9 +165,9 @@ def _get_backward_tile(head: int, sizes: _Sizes, softcap: float) -> tuple[int, i
 
 
 def allocate_backward_scratch(gradient, query, key, value, out, options: HopperOptions) -> None:
-    """Allocate the scratch of mha_bwd: two row sums, the float32 accumulator of the queries' gradient, and, if heads
-    share keys and values, the accumulators of their gradients."""
-    gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
+    """Allocate and free the scratch of mha_bwd: two float32 values per row, a float32 accumulator of the queries'
+    gradient, and for grouped queries also of the keys' and values'."""
+    gradient, query, key, value, out = map(maybe_contiguous, (gradient, query, key, value, out))
     sizes = _Sizes(query, key, value, options)
     head = _round_head_size(max(sizes.head, sizes.head_v))
     rows, columns = _get_backward_tile(head, sizes, options.softcap)
@@ -192,9 +192,9 @@ def allocate_backward_scratch(gradient, query, key, value, out, options: HopperO
 
 
 def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
-    """Check the arguments as flash_api.cpp does. Raises MemprofError: attention in chunks, unsupported; RuntimeError:
-    an unsupported dtype or head size, or a GPU before Ampere."""
-    refuse(name, {f"attention_chunk={attention_chunk}": attention_chunk})
+    """Check the arguments as flash_api.cpp does. Raises MemprofError: `attention_chunk` is set; RuntimeError: an
+    unsupported dtype or head size, or a GPU before Ampere."""
+    refuse_if(name, {f"attention_chunk={attention_chunk}": attention_chunk})
     check_on_gpu(name, *tensors)
     dtype, head = tensors[0].dtype, tensors[0].shape[-1]
     if _get_arch() < 80:
@@ -213,7 +213,7 @@ def _check(name: str, attention_chunk: int, *tensors: torch.Tensor) -> None:
 
 
 def _attend(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], options: HopperOptions, heads: int = 0):
-    """Run one call; saves queries, keys, values, the output, its sums, and the tensors of sequence bounds."""
+    """Run an attention function with a backward; saves queries, keys, values, output, log-sum-exp and cu_seqlens."""
     _check(f"{_NAME}.{name}", attention_chunk, *inputs)
     packed_shape = inputs[0].shape if len(inputs) == 1 else None
 
@@ -227,9 +227,9 @@ def _attend(name: str, attention_chunk: int, inputs: tuple[torch.Tensor, ...], o
 
     def forward(*tensors: torch.Tensor):
         query, key, value = unpack(tensors)
-        out, sums = run_forward(query, key, value, options)[:2]
+        out, lse = run_forward(query, key, value, options)[:2]
         bounds = (options.cu_seqlens_q, options.cu_seqlens_k, *options.used_lengths[:2])
-        return out, (query, key, value, out, sums, *bounds)
+        return out, (query, key, value, out, lse, *bounds)
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor):
         query, key, value, out = saved[:4]
@@ -249,7 +249,7 @@ def flash_attn_func(
     q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    """Attend, with [batch, tokens, heads, size] each: the output, row sums, scheduler metadata, accumulators."""
+    """Attention, with q, k, v [batch, tokens, heads, size]: output, log-sum-exp; accumulators in the backward."""
     options = HopperOptions(causal, window_size, softcap, num_splits, deterministic)
     return _attend("flash_attn_func", attention_chunk, (q, k, v), options)
 
@@ -259,7 +259,7 @@ def flash_attn_qkvpacked_func(
     qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
 ):  # fmt: skip
-    """Attend, with all three as [batch, tokens, 3, heads, size] or concatenated along heads: one gradient."""
+    """Attention, with `qkv` [batch, tokens, 3, heads, size] or joined along heads; its gradient is one tensor."""
     options = HopperOptions(causal, window_size, softcap, 1, deterministic)
     return _attend("flash_attn_qkvpacked_func", attention_chunk, (qkv,), options, num_heads_q or 0)
 
@@ -270,7 +270,7 @@ def flash_attn_varlen_func(
     causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
     softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    """Attend as flash_attn_func, with [tokens, heads, size] each."""
+    """Attention over concatenated sequences, with q, k, v [tokens, heads, size]; allocates as flash_attn_func."""
     options = HopperOptions(
         causal, window_size, softcap, num_splits, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, used_lengths=(seqused_q, seqused_k),
@@ -286,16 +286,16 @@ def flash_attn_with_kvcache(
     causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
     scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Attend with a cache that is filled in place; no backward exists."""
+    """Attention with a KV cache that is written in place, without a backward; allocates output and log-sum-exp."""
     _check(f"{_NAME}.flash_attn_with_kvcache", attention_chunk, q, k_cache)
     cache_seqlens = fill_cache_lengths(cache_seqlens, k_cache)
     options = HopperOptions(
         causal, window_size, softcap, num_splits, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         page_table=page_table, used_lengths=(None, cache_seqlens, cache_leftpad), scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
-    new = [last_contiguous(tensor) for tensor in (k, v)]
+    new_tokens = [maybe_contiguous(tensor) for tensor in (k, v)]
     if k is not None:
         mark_written(k_cache, v_cache)
     outputs = run_forward(q, k_cache, v_cache, options)
-    del new
+    del new_tokens
     return outputs if return_softmax_lse else outputs[0]

@@ -20,12 +20,14 @@ import torch
 from memprof.patching import Extension, Patch
 from memprof.virtual.install_context import InstallContext
 
-_FP8 = (
+_FP8_NOTE = (
     "Float8 blocks are multiplied by the hub's Triton kernel (finegrained-fp8), which quantizes its input as it reads "
     "it and allocates its result alone; DeepGEMM, which needs a CUDA toolkit to compile, is not taken."
 )
-_MXFP4 = "MXFP4 experts are multiplied by the hub's gpt-oss-triton-kernels, each product in one piece (no split-K)."
-_GGUF = (
+_MXFP4_NOTE = (
+    "MXFP4 experts are multiplied by the hub's gpt-oss-triton-kernels, each product in one piece (no split-K)."
+)
+_GGUF_NOTE = (
     "GGUF blocks are multiplied and unpacked by the hub's ggml-quantization, as transformers does where its kernels "
     "package is installed; what these kernels take beside their results is not known, and not counted."
 )
@@ -36,7 +38,7 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class HubKernels(Extension):
-    """The functions of transformers that download kernels."""
+    """The extension that replaces the kernels that transformers downloads by stubs."""
 
     imports = (
         "transformers.integrations.finegrained_fp8",
@@ -46,14 +48,14 @@ class HubKernels(Extension):
     )
 
     def make_module_patches(self, module: Any, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches of the functions of one of these modules that download kernels."""
+        """Yield patches of the functions of `module`, a module of transformers, that download kernels."""
         name, assume = module.__name__.rpartition(".")[2], context.assume
         if name == "finegrained_fp8" and hasattr(module, "FineGrainedFP8"):
             kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
             yield module, "_FINEGRAINED_FP8", kernels
-            yield module, "load_finegrained_fp8_kernel", _return_and_assume(kernels, _FP8, assume)
+            yield module, "load_finegrained_fp8_kernel", _return_and_assume(kernels, _FP8_NOTE, assume)
         elif name == "kernels":
-            yield module, "get_gguf_kernel", _return_and_assume(_GGUF_KERNELS, _GGUF, assume)
+            yield module, "get_gguf_kernel", _return_and_assume(_GGUF_KERNELS, _GGUF_NOTE, assume)
             yield module, "_gguf_kernel", _GGUF_KERNELS
         elif name == "quantizer_mxfp4":
             for check in ("is_kernels_available", "is_triton_available"):
@@ -63,11 +65,11 @@ class HubKernels(Extension):
             yield module, "get_kernel", _wrap_get_kernel(module.get_kernel, assume)
 
 
-def _wrap_get_kernel(fetch: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
+def _wrap_get_kernel(original: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
     def get_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.rpartition("/")[2] != "gpt-oss-triton-kernels":
-            return fetch(name, *args, **kwargs)
-        assume(_MXFP4)
+            return original(name, *args, **kwargs)
+        assume(_MXFP4_NOTE)
         return _TRITON_KERNELS
 
     return get_kernel
@@ -84,13 +86,13 @@ def _return_and_assume(kernels: Any, assumption: str, assume: Callable[[str], No
 def _matmul(
     a: torch.Tensor, b: torch.Tensor, scales: Any, block_size: Any, output_dtype: Any = None, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Return the product (matmul.py): the kernel quantizes blocks; with one scale per weight, rows come first."""
-    rows = scale = None
+    """Return the product of `a` and `b` (matmul.py); with one scale per weight, first allocate `a` in float8."""
+    x_float8 = x_scales = None
     if block_size is None or list(block_size) == list(b.shape):  # rows in float8, with a scale for each (fp8_act_quant)
-        rows = torch.empty_like(a, dtype=torch.float8_e4m3fn)
-        scale = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
+        x_float8 = torch.empty_like(a, dtype=torch.float8_e4m3fn)
+        x_scales = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
     result = a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=output_dtype or torch.float32)
-    del rows, scale
+    del x_float8, x_scales
     return result
 
 
@@ -99,10 +101,10 @@ def _batched_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **op
 
 
 def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the products of all experts; scratch: the sums of the tiles' numbers (grouped.py)."""
-    tiles = options["tokens_per_expert"].cumsum(0, dtype=torch.int32)
+    """Return the products of all experts; scratch: the cumulative number of tiles (grouped.py)."""
+    tile_sums = options["tokens_per_expert"].cumsum(0, dtype=torch.int32)
     result = _batched_matmul(a, b, scales, **options)
-    del tiles
+    del tile_sums
     return result
 
 
@@ -118,15 +120,15 @@ _GGUF_KERNELS = SimpleNamespace(
 
 
 class _StridedLayout:
-    """The layout of a weight without changes (tensor_details/layout.py)."""
+    """The row-major layout of a weight (tensor_details/layout.py)."""
 
 
 class _HopperLayout:
-    """The layout of hopper_value.py: tiles of 64 x 64 bytes in the matrix unit's order; both dimensions are padded."""
+    """The layout of a weight for Hopper: tiles of 64 x 64 bytes, with padding in both dimensions (hopper_value.py)."""
 
 
 def _wrap_weight(data: torch.Tensor, dtype: Any = None) -> Any:
-    """Return a weight (tensor.py, Tensor): a tensor's bytes in some layout; transformers overwrites its shape."""
+    """Return a weight object as triton_kernels' Tensor (tensor.py), with `data` as its bytes."""
     return SimpleNamespace(data=data, shape=data.shape, device=data.device)
 
 
@@ -136,8 +138,8 @@ def _choose_layout(mx_axis: int) -> tuple[type, dict[str, Any]]:
 
 
 def _convert_layout(weight: Any, layout: type, **options: Any) -> Any:
-    """Return the weight in another layout. Hopper's takes a padded copy, a copy in tile order, and, as bits are
-    interleaved four bytes at a time, 32-bit integers of which six are live at once."""
+    """Return the weight in `layout`. Hopper's needs a padded copy, a copy in the order of tiles, and six tensors of
+    32-bit integers, by which bits are interleaved."""
     if layout is not _HopperLayout:
         return _wrap_weight(weight.data)
     data = weight.data.transpose(-1, -2)
@@ -149,46 +151,46 @@ def _convert_layout(weight: Any, layout: type, **options: Any) -> Any:
 
 
 def _route(logits: torch.Tensor, experts_per_token: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """Return the routing data and the orders in which experts' tokens are read and written (routing.py)."""
+    """Return the routing data, and the gather and scatter indices of tokens sorted by expert (routing.py)."""
     tokens, experts = logits.shape
-    gates = tokens * experts_per_token
+    num_gates = tokens * experts_per_token
     scores = logits.new_empty((tokens, experts_per_token))
-    chosen = logits.new_empty((tokens, experts_per_token), dtype=torch.int16)
-    bits = logits.new_empty(((experts + 31) // 32, -(-tokens // 32) * 32), dtype=torch.int32)
+    expert_ids = logits.new_empty((tokens, experts_per_token), dtype=torch.int16)
+    bitmask = logits.new_empty(((experts + 31) // 32, -(-tokens // 32) * 32), dtype=torch.int32)
     histogram = logits.new_empty(experts, dtype=torch.int32)
-    partial = logits.new_empty((-(-tokens // 32), experts), dtype=torch.int32)
-    data = _make_routing_tables(histogram, experts, gates)
-    indices = logits.new_empty(2 * gates, dtype=torch.int32)
-    scales = logits.new_empty(gates)
-    del scores, chosen, bits, partial
-    combine, dispatch = indices[:gates], indices[gates:]
-    routing = SimpleNamespace(gate_scal=scales, n_expts_act=experts_per_token, expt_data=data)
+    block_histograms = logits.new_empty((-(-tokens // 32), experts), dtype=torch.int32)
+    tables = _make_routing_tables(histogram, experts, num_gates)
+    indices = logits.new_empty(2 * num_gates, dtype=torch.int32)
+    scales = logits.new_empty(num_gates)
+    del scores, expert_ids, bitmask, block_histograms
+    combine, dispatch = indices[:num_gates], indices[num_gates:]
+    routing = SimpleNamespace(gate_scal=scales, n_expts_act=experts_per_token, expt_data=tables)
     return routing, _Indices(combine, dispatch), _Indices(dispatch, combine)
 
 
-def _make_routing_tables(histogram: torch.Tensor, experts: int, gates: int) -> Any:
-    """Return the offsets of each expert's tokens, and each tile's expert, for each tile size (compute_expt_data)."""
-    max_tiles = gates if gates <= experts else experts - 1 + -(-(gates - experts + 1) // _BLOCK_SIZES[0])
+def _make_routing_tables(histogram: torch.Tensor, experts: int, num_gates: int) -> Any:
+    """Return the histogram, and for each tile size the offsets of the experts and the expert of each tile."""
+    max_tiles = num_gates if num_gates <= experts else experts - 1 + -(-(num_gates - experts + 1) // _BLOCK_SIZES[0])
     offsets = histogram.new_empty((len(_BLOCK_SIZES) + 1, -(-(experts + 1) // 512) * 512), dtype=torch.int32)
     return histogram, offsets, histogram.new_empty((len(_BLOCK_SIZES), -(-max_tiles // 512) * 512), dtype=torch.int32)
 
 
 class _Indices(NamedTuple):
-    """The orders in which tokens are read and written."""
+    """The indices by which triton_kernels gathers or scatters tokens (GatherIndx, ScatterIndx)."""
 
     src_indx: torch.Tensor
     dst_indx: torch.Tensor
 
 
 def _expert_matmul(x: torch.Tensor, weight: Any, bias: torch.Tensor, routing: Any, **options: Any) -> torch.Tensor:
-    """Return the result of init_allocation (matmul_ogs.py); all products exist before the sum over experts."""
-    gather, activation = options.get("gather_indx"), options.get("fused_activation")
-    scatters = options.get("scatter_indx") is not None
-    rows = x.shape[-2] if gather is None else gather.src_indx.shape[0]
+    """Return the products of tokens and their experts, summed per token if they are scattered (matmul_ogs.py)."""
+    gather_indices, activation = options.get("gather_indx"), options.get("fused_activation")
+    sums_experts = options.get("scatter_indx") is not None
+    rows = x.shape[-2] if gather_indices is None else gather_indices.src_indx.shape[0]
     columns = weight.shape[-1]
-    sums = rows // routing.n_expts_act if scatters else rows
-    result = x.new_empty((sums, columns // (1 if activation is None else activation.reduction)))
-    products = x.new_empty((rows, columns)) if scatters else None
+    out_rows = rows // routing.n_expts_act if sums_experts else rows
+    result = x.new_empty((out_rows, columns // (1 if activation is None else activation.reduction)))
+    products = x.new_empty((rows, columns)) if sums_experts else None
     del products
     return result
 

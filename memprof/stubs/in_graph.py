@@ -18,11 +18,11 @@ from memprof.patching import Patch
 from memprof.torch_private import dynamo
 from memprof.torch_private.pytree import tree_flatten, tree_unflatten
 
-_NAME = "memprof_stubs::call"
+_OPERATOR_NAME = "memprof_stubs::call"
 
 
 class _TensorSource(NamedTuple):
-    """The source of a tensor in a result: an argument, or an output of the operator."""
+    """Where a tensor of a function's result comes from: an argument or an output of the graph's operator."""
 
     is_input: bool
     position: int  # among the arguments' or the outputs' tensors
@@ -30,9 +30,9 @@ class _TensorSource(NamedTuple):
 
 
 class _GraphCall:
-    """One call in a graph: the function, its arguments other than tensors, and the structure of its result.
+    """A call of a stub in a graph: the function, its arguments other than tensors, and the structure of its result.
 
-    Tensors in the function's closure are arguments too, since a later call of the graph has other tensors there.
+    Tensors in the function's closure count as arguments, since they differ in later calls of the graph.
     """
 
     def __init__(self, function: FunctionType, args: tuple[Any, ...]) -> None:
@@ -41,15 +41,15 @@ class _GraphCall:
         leaves, self._spec = tree_flatten((cells, args))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._tensor_indices = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._result_spec: Any = None
         self._result_leaves: list[Any] = []
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Call the function on `tensors`; return its result's new tensors, each storage once (no aliases)."""
+        """Call the function on `tensors`; return the new tensors of its result, one for each storage."""
         leaves = list(self._leaves)
-        for at, tensor in zip(self._tensor_indices, tensors, strict=True):
-            leaves[at] = tensor
+        for i, tensor in zip(self._tensor_indices, tensors, strict=True):
+            leaves[i] = tensor
         cells, args = tree_unflatten(leaves, self._spec)
         function = FunctionType(
             self._function.__code__, self._function.__globals__, closure=tuple(CellType(value) for value in cells)
@@ -60,11 +60,11 @@ class _GraphCall:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and (key := _storage_key(leaf)) not in inputs:
                 outputs[key] = max(outputs.get(key, leaf), leaf, key=torch.Tensor.numel)
-        new = list(outputs.values())
+        new_tensors = list(outputs.values())
 
         def find_source(leaf: torch.Tensor) -> _TensorSource:
             is_input = (key := _storage_key(leaf)) in inputs
-            sources = tensors if is_input else new
+            sources = tensors if is_input else new_tensors
             for index, source in enumerate(sources):
                 if source is leaf:
                     return _TensorSource(is_input, index, None)
@@ -74,10 +74,10 @@ class _GraphCall:
             return _TensorSource(is_input, index, view)
 
         self._result_leaves = [find_source(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return new
+        return new_tensors
 
     def assemble_result(self, outputs: list[torch.Tensor]) -> Any:
-        """Return the function's result, assembled from the operator's outputs."""
+        """Return the function's result, built from the operator's `outputs`, the arguments, and views of both."""
 
         def get_leaf(source: Any) -> Any:
             if not isinstance(source, _TensorSource):
@@ -98,7 +98,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """Return whether any of the values is being traced into a graph."""
+    """Return whether AOTAutograd is tracing any of `values`, a FunctionalTensor, into a graph."""
     if not dynamo.FunctionalTensor.is_imported():
         return False
     functional = dynamo.FunctionalTensor.get()
@@ -106,7 +106,7 @@ def is_traced(values: Iterable[Any]) -> bool:
 
 
 def call_in_graph(function: Any, *args: Any) -> Any:
-    """Call `function`, which makes new tensors and writes into none, as one operator of the graph that is traced."""
+    """Call `function`, which writes to no argument, as one operator of the graph that is being traced."""
     call = _GraphCall(function, args)
     _calls.append(call)
     return call.assemble_result(_get_operator()(len(_calls) - 1, call.tensors))
@@ -120,25 +120,25 @@ def _get_operator() -> Any:
             return _calls[call].run(tensors)
 
         schema = "(int call, Tensor[] tensors) -> Tensor[]"
-        _operator = torch.library.custom_op(_NAME, run, mutates_args=(), schema=schema)
+        _operator = torch.library.custom_op(_OPERATOR_NAME, run, mutates_args=(), schema=schema)
         _operator.register_fake(run)
     return _operator
 
 
 def clear_calls() -> None:
-    """Discard the calls of this run's graphs, which are not run any more."""
+    """Discard the recorded calls, after the last run of this run's graphs."""
     _calls.clear()
 
 
-def allow(function: Any) -> None:
-    """Register `function` as one operator of a graph."""
+def allow_in_graph(function: Any) -> None:
+    """Let dynamo keep calls of `function` in its graphs, as torch.compiler.allow_in_graph does."""
     _functions.append(function)
     if dynamo.allow_in_graph.is_imported():
         torch.compiler.allow_in_graph(function)
 
 
 def register_with_dynamo() -> Iterator[Patch]:
-    """Register the functions of `allow` with dynamo, once dynamo is imported; no patch is yielded."""
+    """Register with dynamo the functions that were allowed before it was imported; yield no patch."""
     for function in _functions:
         torch.compiler.allow_in_graph(function)
     yield from ()

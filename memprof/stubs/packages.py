@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package with a stub."""
+    """A package that has a stub: its names, the release that the stub allocates like, and its source."""
 
     name: str  # name in imports
     distribution: str  # name of the distribution, also in version queries
@@ -26,7 +26,7 @@ _FLASH_REPOSITORY = "Dao-AILab/flash-attention@"
 
 
 def _make_flash_extension(name: str, version: str, source: str) -> Package:
-    """Return an extension module that flash-attention's repository builds in addition to the package."""
+    """Return the Package for an extension module that flash-attention's repository builds beside flash_attn."""
     return Package(name, name.replace("_", "-"), version, _FLASH_REPOSITORY + source, "flash_attn")
 
 
@@ -53,15 +53,15 @@ PACKAGES = {
     )
 }
 # Packages whose stubs libraries do not find, even after the program has chosen the package.
-PROGRAM_ONLY = ("deepspeed", "kernels")
+PROGRAM_ONLY_PACKAGES = ("deepspeed", "kernels")
 # Packages whose Python code is installed, and whose compiled operators have stubs where they cannot be loaded.
-INSTALLED = (
+INSTALLED_PACKAGES = (
     Package("torchaudio", "torchaudio", "2.11.0", "pytorch/audio@v2.11.0:src/libtorchaudio"),
     Package("torchvision", "torchvision", "0.28.0", "pytorch/vision@v0.28.0:torchvision/csrc/ops"),
 )
 # Packages that need a GPU to be built and have no stub: refused by name. The sizes of most of their outputs depend on
 # numbers: points in a voxel, triangles in a pixel.
-WITHOUT_STUB = (
+PACKAGES_WITHOUT_STUB = (
     "pytorch3d", "MinkowskiEngine", "spconv", "torchsparse", "torch_sparse", "torch_spline_conv", "pyg_lib",
     "nvdiffrast", "tinycudann", "diff_gaussian_rasterization", "simple_knn", "gsplat", "natten",
 )  # fmt: skip
@@ -71,13 +71,13 @@ ENTRY_POINT_GROUP = "memprof.stubs"
 
 
 @functools.cache
-def public_names(package: str) -> dict[str, frozenset[str]]:
-    """Return the names in each module of `package`; empty without a list of names."""
+def read_public_names(package: str) -> dict[str, frozenset[str]]:
+    """Return the public names of each module of `package`, by module; empty if memprof has no list of them."""
     if package not in PACKAGES:
         return {}
-    names = importlib.resources.files("memprof.stubs") / "names" / f"{package}.txt"
+    file = importlib.resources.files("memprof.stubs") / "names" / f"{package}.txt"
     try:
-        text = names.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
     lines = (line.partition(":") for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""The registry of stubs: names of functions and classes that cannot be imported here, and their replacements."""
+"""The registry of stubs, by the names of the functions and classes that they replace."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, NamedTuple, TypeVar
 
 from memprof.errors import MemprofError, UsageError
 from memprof.stubs import in_graph as compiled_graphs
-from memprof.stubs.packages import ENTRY_POINT_GROUP, PACKAGES, public_names
+from memprof.stubs.packages import ENTRY_POINT_GROUP, PACKAGES, read_public_names
 
 _Object = TypeVar("_Object")
 
 
 class Stub(NamedTuple):
-    """The function or class that replaces a name, and the source of its allocations."""
+    """A function or class that replaces the real one, and the source file from which its allocations were read."""
 
     value: Any
     source: str
 
 
-_modules: dict[str, dict[str, Stub]] = {}  # module -> name in it -> its replacement
+_stubs_by_module: dict[str, dict[str, Stub]] = {}  # module -> name in it -> its replacement
 
 
 def stub(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
-    """Return a decorator that registers a function or a class in place of one that cannot be imported here.
+    """Return a decorator that registers a function or class as the stub of one whose package is not installed.
 
     While a program runs on a virtual GPU, `import package` finds the registered object, if the real package is not
     installed. The function is ordinary PyTorch: it returns tensors as the real one does, made by `torch.empty` and
@@ -62,7 +62,7 @@ def stub(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object]
             module, _, attribute = name.rpartition(".")
             if not module or not attribute.isidentifier():
                 raise UsageError("a stub is for a name in a module", value=name, hint='as "package.module.name"')
-            stubs = _modules.setdefault(module, {})
+            stubs = _stubs_by_module.setdefault(module, {})
             if attribute in stubs:
                 raise UsageError("two stubs for one name", value=name, hint=f"it has one, by {stubs[attribute].source}")
             stubs[attribute] = Stub(value, source)
@@ -71,14 +71,14 @@ def stub(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object]
         if hasattr(value, "__code__"):
             value.__name__ = names[0].rpartition(".")[2]  # type: ignore[attr-defined]
         if in_graph:
-            compiled_graphs.allow(value)
+            compiled_graphs.allow_in_graph(value)
         return value
 
     return register
 
 
 def register_in(*modules: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
-    """Return a decorator that registers an object, by its own name, in each of `modules`, as `stub` does."""
+    """Return a decorator that registers an object as `stub` does, under its `__name__` in each of `modules`."""
 
     def register(value: _Object) -> _Object:
         names = (f"{module}.{value.__name__}" for module in modules)  # type: ignore[attr-defined]
@@ -89,46 +89,46 @@ def register_in(*modules: str, source: str, in_graph: bool = False) -> Callable[
 
 def unregister(package: str) -> None:
     """Remove all stubs registered for `package`."""
-    for module in [name for name in _modules if _is_in(name, package)]:
-        del _modules[module]
+    for module in [name for name in _stubs_by_module if _is_submodule(name, package)]:
+        del _stubs_by_module[module]
 
 
 def has_stubs(package: str) -> bool:
-    """Return whether a package has stubs, after loading them."""
-    return _load(package) or any(_is_in(module, package) for module in _modules)
+    """Load the stubs of `package`, if any; return whether it has stubs."""
+    return _load_stubs(package) or any(_is_submodule(module, package) for module in _stubs_by_module)
 
 
-def modules(package: str) -> dict[str, dict[str, Stub]]:
-    """Return the modules of a package that have stubs, by name, with their stubs."""
-    _load(package)
-    return {name: stubs for name, stubs in _modules.items() if _is_in(name, package)}
+def find_modules(package: str) -> dict[str, dict[str, Stub]]:
+    """Return the stubs of `package`: module name -> name in the module -> stub."""
+    _load_stubs(package)
+    return {name: stubs for name, stubs in _stubs_by_module.items() if _is_submodule(name, package)}
 
 
 def has_module(name: str) -> bool:
-    """Return whether the real package has the module `name`, as far as its modules are listed."""
+    """Return whether the real package has a module `name`, by memprof's list of its modules and by its stubs."""
     package = name.partition(".")[0]
-    known = {*public_names(package), *modules(package)}
-    return any(_is_in(module, name) for module in known)
+    module_names = {*read_public_names(package), *find_modules(package)}
+    return any(_is_submodule(module, name) for module in module_names)
 
 
-def stubs_in(module: str) -> dict[str, Any]:
-    """Return the functions and classes that replace the names of a module."""
-    return {name: stub.value for name, stub in modules(module.partition(".")[0]).get(module, {}).items()}
+def get_stubs(module: str) -> dict[str, Any]:
+    """Return the functions and classes that are registered as stubs in `module`, by name."""
+    return {name: stub.value for name, stub in find_modules(module.partition(".")[0]).get(module, {}).items()}
 
 
-def is_listed(module: str) -> bool:
-    """Return whether the names of the real module are listed."""
-    return bool(public_names(module.partition(".")[0]))
+def has_public_names(module: str) -> bool:
+    """Return whether memprof has a list of the public names of `module`'s package."""
+    return bool(read_public_names(module.partition(".")[0]))
 
 
 def is_public(module: str, name: str) -> bool:
-    """Return whether the real module has, or may have, the public name `name`."""
-    return not is_listed(module) or name in public_names(module.partition(".")[0]).get(module, ())
+    """Return whether the real module has the public name `name`; True if its names are not known."""
+    return not has_public_names(module) or name in read_public_names(module.partition(".")[0]).get(module, ())
 
 
 @functools.cache
-def _load(package: str) -> bool:
-    """Import the module that registers a package's stubs: memprof's own, or another installed package's."""
+def _load_stubs(package: str) -> bool:
+    """Import the module that registers stubs of `package`, memprof's or an entry point's; return whether one exists."""
     if package in PACKAGES:
         importlib.import_module(f"memprof.stubs.{PACKAGES[package].stub_module or package}")
         return True
@@ -148,9 +148,9 @@ def _load(package: str) -> bool:
 
 @functools.cache
 def _find_entry_points(*path: str) -> importlib.metadata.EntryPoints:
-    """Return the entry points for stubs in installed distributions; reads a file of each distribution."""
+    """Return the entry points by which installed distributions register stubs; `path` is the key of the cache."""
     return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
-def _is_in(module: str, package: str) -> bool:
+def _is_submodule(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")

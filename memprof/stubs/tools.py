@@ -1,4 +1,4 @@
-"""Tools for writing stubs."""
+"""Functions for writing stubs: kernels with a backward, checks of arguments, workspaces, errors."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def activate(
     note_write: Callable[[torch.Tensor], None],
     keep_workspace: Callable[[int, str], None],
 ) -> Iterator[None]:
-    """Context manager: stubs may be called. `note_call` is called with a stub's package at each call, `note_write` with
-    tensors written in place, `keep_workspace` with bytes and name of each workspace that a stub keeps."""
+    """Context manager: stubs may be called. Calls `note_call` with the package of each called stub, `note_write` with
+    each tensor written in place, and `keep_workspace` with bytes and name of each workspace that is kept."""
     global _note_call, _note_write, _keep_workspace
     _note_call, _note_write, _keep_workspace = note_call, note_write, keep_workspace
     try:
@@ -49,9 +49,9 @@ def activate(
 
 
 def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
-    """Call functions that allocate as the forward and the backward of another library's kernel do.
+    """Run a kernel of another library as a node of autograd, by functions that allocate as its forward and backward.
 
-    Tensors that a function allocates and does not return are freed on return, as a kernel's scratch memory is.
+    Tensors that a function allocates and does not return are freed on return, like a kernel's scratch memory.
 
     Args:
         forward: called with `inputs`; returns the outputs (a tensor or a tuple) and the tensors to save (a tuple).
@@ -83,23 +83,23 @@ class _Kernel(torch.autograd.Function):
         outputs, saved = in_graph.call_in_graph(forward, *inputs) if in_graph.is_traced(inputs) else forward(*inputs)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*saved)
-        ctx.run = backward
+        ctx.backward_function = backward
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.dtype.is_floating_point))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if ctx.run is None:
+        if ctx.backward_function is None:
             raise RuntimeError("this kernel has no backward")
         if in_graph.is_traced(gradients):
-            return None, None, *in_graph.call_in_graph(ctx.run, ctx.saved_tensors, *gradients)
-        return None, None, *ctx.run(ctx.saved_tensors, *gradients)
+            return None, None, *in_graph.call_in_graph(ctx.backward_function, ctx.saved_tensors, *gradients)
+        return None, None, *ctx.backward_function(ctx.saved_tensors, *gradients)
 
 
 def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
-    """Check a stub's call: `name`, "package.function", on these tensors. Raises RuntimeError: a tensor is not on a GPU
-    (an error in the real package too); MemprofError: no virtual GPU is active."""
+    """Report a call of the stub `name` ("package.function") with `tensors`. Raises RuntimeError: a tensor is not on a
+    GPU, as in the real package; MemprofError: no virtual GPU is active."""
     if _note_call is None:
         raise MemprofError(
             f"{name} is memprof's stub, and no virtual GPU is active",
@@ -112,35 +112,35 @@ def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def require(condition: bool, name: str, requirement: str) -> None:
-    """Raise RuntimeError, as the real function `name` does, unless `condition` holds."""
+    """Raise RuntimeError("`name` expects `requirement`") unless `condition` is true."""
     if not condition:
         raise RuntimeError(f"{name} expects {requirement}")
 
 
-def last_contiguous(tensor: Any) -> Any:
-    """Return a copy of a tensor whose last dimension is not contiguous, else the tensor (maybe_contiguous)."""
+def maybe_contiguous(tensor: Any) -> Any:
+    """Return `tensor`, or a contiguous copy if the stride of its last dimension is not 1; None for None."""
     return tensor.contiguous() if tensor is not None and tensor.stride(-1) != 1 else tensor
 
 
 def autocast_dtype(default: torch.dtype) -> torch.dtype:
-    """Return the dtype that autocast casts to on a GPU, or `default` without autocast."""
+    """Return the dtype to which autocast casts on a GPU, or `default` outside autocast."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else default
 
 
-def num_multiprocessors() -> int:
+def count_multiprocessors() -> int:
     """Return the number of multiprocessors of the current GPU."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def mark_written(*tensors: torch.Tensor) -> None:
-    """Note that a kernel has written these tensors in place, so that their values are unknown."""
+    """Report that a kernel has written `tensors` in place, so that their values are unknown from now on."""
     if _note_write is not None:
         for tensor in tensors:
             _note_write(tensor)
 
 
 def reserve_workspace(name: str, num_bytes: int) -> None:
-    """Allocate a package's workspace, with this name in reports, at its first call on a GPU; kept for the run."""
+    """Allocate a workspace of `num_bytes`, called `name` in reports, once per GPU; it lives until the run ends."""
     key = ("workspace", name, torch.cuda.current_device())
     if key not in _run_objects and _keep_workspace is not None:
         _run_objects[key] = None
@@ -148,7 +148,7 @@ def reserve_workspace(name: str, num_bytes: int) -> None:
 
 
 def keep_for_run(key: Any, make: Callable[[], _Object]) -> _Object:
-    """Return the object that `make` creates at the first call with `key`, kept for the length of a run."""
+    """Return the object that `make` creates at the first call with `key`; it lives until the run ends."""
     if key not in _run_objects:
         _run_objects[key] = make()
     return _run_objects[key]  # type: ignore[no-any-return]
@@ -159,39 +159,38 @@ def call_at_end(undo: Callable[[], None]) -> None:
     _cleanup.callback(undo)
 
 
-def count_autotuning(kernel_name: str, key: Any) -> None:
-    """Count the launch of a Triton kernel under `triton.autotune`: with a new key its configurations are timed, and
-    before each timing 256 MiB are written to clear the GPU's cache (triton/testing.py, do_bench; for CUDA
-    backends/nvidia/driver.py, get_empty_cache_for_benchmark)."""
+def record_autotuning(kernel_name: str, key: Any) -> None:
+    """Allocate and free what `triton.autotune` does at a kernel's first launch with `key`: 256 MiB, which are written
+    before each timing to clear the GPU's cache (triton/testing.py, do_bench)."""
     if (kernel_name, key) not in _autotuned:
         _autotuned.add((kernel_name, key))
         torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
 def unsupported_error(name: str, argument: str, hint: str = _HINT) -> MemprofError:
-    """Return the error for an argument of `name` ("package.function") with which allocations are not known."""
+    """Return the error for a call of `name` ("package.function") with an argument that its stub does not support."""
     return limits.unsupported_error(f"calls {name} with {argument}, which memprof's stub does not know", hint)
 
 
-def refuse(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise `unsupported_error` for the first of `arguments` (description -> whether it is given) that is given."""
-    for argument, is_given in arguments.items():
-        if is_given:
-            raise unsupported_error(name, argument)
+def refuse_if(name: str, conditions: Mapping[str, Any]) -> None:
+    """Raise `unsupported_error` if a call of `name` meets one of `conditions`: description -> whether it is met."""
+    for description, is_met in conditions.items():
+        if is_met:
+            raise unsupported_error(name, description)
 
 
-def refuse_given(name: str, **options: Any) -> None:
-    """Raise `unsupported_error` for the first of `options` that is not None."""
-    refuse(name, {f"`{option}`": value is not None for option, value in options.items()})
+def refuse_any(name: str, **options: Any) -> None:
+    """Raise `unsupported_error` if a call of `name` sets one of `options` to a value other than None."""
+    refuse_if(name, {f"`{option}`": value is not None for option, value in options.items()})
 
 
 def missing_stub_error(name: str) -> MemprofError:
-    """Return the error for a name of a real package that has no stub."""
+    """Return the error for the use of `name`, which the real package has and which has no stub."""
     return limits.unsupported_error(f"uses {name}, which is not installed and has no stub", _HINT)
 
 
 class _PlaceholderMeta(type):
-    """The metaclass of a name without a stub, which can be imported, but not used."""
+    """The metaclass of placeholders: classes that can be imported, and that raise an error when they are used."""
 
     _refused_name: str
 
@@ -205,11 +204,11 @@ class _PlaceholderMeta(type):
 
 
 def make_placeholder(module: str, name: str) -> Any:
-    """Return a class that can be imported in place of `module.name`; every use raises an error with that name."""
+    """Return a class that can be imported in place of `module.name`, and raises an error when it is used."""
 
-    def refuse(cls: type, /, **kwargs: Any) -> None:
+    def refuse_subclass(cls: type, /, **kwargs: Any) -> None:
         raise missing_stub_error(f"{module}.{name}")
 
-    made = _PlaceholderMeta(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse)})
-    made._refused_name = f"{module}.{name}"
-    return made
+    placeholder = _PlaceholderMeta(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse_subclass)})
+    placeholder._refused_name = f"{module}.{name}"
+    return placeholder

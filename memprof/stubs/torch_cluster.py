@@ -23,9 +23,9 @@ def _register(file: str) -> Callable[[Any], Any]:
 
 
 def _find_neighbors(
-    x: torch.Tensor, y: torch.Tensor, limit: int, batches: tuple[Any, Any], num_batches: int | None
+    x: torch.Tensor, y: torch.Tensor, max_neighbors: int, batches: tuple[Any, Any], num_batches: int | None
 ) -> torch.Tensor:
-    """Return edges [2, `limit` per point of `y`]; scratch: two lists of edges and a mask (knn_cuda, radius_cuda)."""
+    """Return edges [2, points of `y` times `max_neighbors`]; scratch: two lists of edges and a mask."""
     if x.numel() == 0 or y.numel() == 0:
         return torch.empty(2, 0, dtype=torch.long, device=x.device)
     x = (x.view(-1, 1) if x.dim() == 1 else x).contiguous()
@@ -36,14 +36,14 @@ def _find_neighbors(
         num_batches = max([1, *(int(batch.max()) + 1 for batch in batches if batch is not None)])
     if num_batches > 1:
         bounds = torch.arange(num_batches + 1, device=x.device)
-        ends = [torch.bucketize(bounds, batch) for batch in batches]
+        boundaries = [torch.bucketize(bounds, batch) for batch in batches]
     else:
-        ends = [torch.arange(0, len(points) + 1, len(points), device=x.device) for points in (x, y)]
-    row, col = (torch.full((y.size(0) * limit,), -1, dtype=torch.int64, device=x.device) for _ in range(2))
+        boundaries = [torch.arange(0, len(points) + 1, len(points), device=x.device) for points in (x, y)]
+    row, col = (torch.full((y.size(0) * max_neighbors,), -1, dtype=torch.int64, device=x.device) for _ in range(2))
     mark_written(row, col)
     mask = row != -1
     mark_written(mask)
-    del ends
+    del boundaries
     return torch.stack([row.masked_select(mask), col.masked_select(mask)], dim=0)
 
 
@@ -57,14 +57,14 @@ def _remove_loops(edges: torch.Tensor, loop: bool, flow: str) -> torch.Tensor:
 
 @_register("knn")
 def knn(x, y, k, batch_x=None, batch_y=None, cosine=False, num_workers=1, batch_size=None):
-    """Return edges [2, points of y times k], with all neighbors; scratch: both full lists and a mask."""
+    """Return edges [2, points of `y` times `k`]; scratch: both rows of edges and a mask."""
     check_on_gpu("torch_cluster.knn", x, y, batch_x, batch_y)
     return _find_neighbors(x, y, k, (batch_x, batch_y), batch_size)
 
 
 @_register("knn")
 def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=False, num_workers=1, batch_size=None):
-    """Return the edges between neighbors within `x`; without loops, one more neighbor is searched and then removed."""
+    """Return the edges between neighbors in `x`; unless `loop`, k + 1 neighbors are found and self-loops removed."""
     check_on_gpu("torch_cluster.knn_graph", x, batch)
     edges = knn(x, x, k if loop else k + 1, batch, batch, cosine, num_workers, batch_size)
     return _remove_loops(edges, loop, flow)
@@ -72,7 +72,7 @@ def knn_graph(x, k, batch=None, loop=False, flow="source_to_target", cosine=Fals
 
 @_register("radius")
 def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_workers=1, batch_size=None):
-    """Return edges [2, points of y times max_num_neighbors], as knn does."""
+    """Return edges [2, points of `y` times `max_num_neighbors`]; scratch: both rows of edges and a mask."""
     check_on_gpu("torch_cluster.radius", x, y, batch_x, batch_y)
     return _find_neighbors(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
 
@@ -81,39 +81,39 @@ def radius(x, y, r, batch_x=None, batch_y=None, max_num_neighbors=32, num_worker
 def radius_graph(
     x, r, batch=None, loop=False, max_num_neighbors=32, flow="source_to_target", num_workers=1, batch_size=None
 ):
-    """Return the edges between neighbors within `x`, as radius does."""
+    """Return the edges between points of `x` within a radius; self-loops are removed unless `loop`."""
     check_on_gpu("torch_cluster.radius_graph", x, batch)
-    limit = max_num_neighbors if loop else max_num_neighbors + 1
-    return _remove_loops(radius(x, x, r, batch, batch, limit, num_workers, batch_size), loop, flow)
+    max_neighbors = max_num_neighbors if loop else max_num_neighbors + 1
+    return _remove_loops(radius(x, x, r, batch, batch, max_neighbors, num_workers, batch_size), loop, flow)
 
 
 @_register("fps")
 def fps(src, batch=None, ratio=None, random_start=True, batch_size=None, ptr=None):
-    """Return the indices of `ratio` times the points of each group, each the farthest from the points chosen before."""
+    """Return the indices of farthest points, `ratio` of each group's points; scratch: a distance for each point."""
     check_on_gpu("torch_cluster.fps", src, batch)
-    share = ratio
+    fraction = ratio
     if not isinstance(ratio, torch.Tensor):
-        share = torch.tensor(0.5 if ratio is None else ratio, dtype=src.dtype, device=src.device)
+        fraction = torch.tensor(0.5 if ratio is None else ratio, dtype=src.dtype, device=src.device)
     if isinstance(ptr, list):
-        ends = torch.tensor(ptr, device=src.device)
+        offsets = torch.tensor(ptr, device=src.device)
     elif ptr is not None:
-        ends = ptr
+        offsets = ptr
     elif batch is not None:
-        number = int(batch.max()) + 1 if batch_size is None else batch_size
-        sizes = src.new_zeros(number, dtype=torch.long)
+        num_batches = int(batch.max()) + 1 if batch_size is None else batch_size
+        sizes = src.new_zeros(num_batches, dtype=torch.long)
         sizes.scatter_add_(0, batch, torch.ones_like(batch))
-        ends = sizes.new_zeros(number + 1)
-        ends[1:].copy_(sizes.cumsum(0))  # a copy into a part of a tensor loses the known values
+        offsets = sizes.new_zeros(num_batches + 1)
+        offsets[1:].copy_(sizes.cumsum(0))  # a copy into a part of a tensor loses the known values
     else:
-        ends = torch.tensor([0, src.size(0)], device=src.device)
+        offsets = torch.tensor([0, src.size(0)], device=src.device)
     points = src.view(src.size(0), -1).contiguous()
-    groups = ends.numel() - 1
-    taken = (ends.narrow(0, 1, groups) - ends.narrow(0, 0, groups)).to(share.dtype) * share
-    bounds = torch.cat([ends.new_zeros(1), taken.ceil().to(torch.long).cumsum(0)], 0)
-    start = torch.zeros(groups, dtype=ends.dtype, device=ends.device)
+    num_groups = offsets.numel() - 1
+    num_chosen = (offsets.narrow(0, 1, num_groups) - offsets.narrow(0, 0, num_groups)).to(fraction.dtype) * fraction
+    bounds = torch.cat([offsets.new_zeros(1), num_chosen.ceil().to(torch.long).cumsum(0)], 0)
+    start = torch.zeros(num_groups, dtype=offsets.dtype, device=offsets.device)
     if random_start:
-        start = (torch.rand(groups, dtype=src.dtype, device=src.device) * start.to(share.dtype)).to(torch.long)
+        start = (torch.rand(num_groups, dtype=src.dtype, device=src.device) * start.to(fraction.dtype)).to(torch.long)
     distances = torch.full((points.size(0),), 5e4, dtype=src.dtype, device=src.device)
-    found = torch.empty(int(bounds[-1]), dtype=torch.long, device=src.device)
+    indices = torch.empty(int(bounds[-1]), dtype=torch.long, device=src.device)
     del start, distances
-    return found
+    return indices

@@ -31,7 +31,7 @@ def _register_composite(file: str) -> Callable[[Any], Any]:
 
 @stub("torch_scatter.utils.broadcast", source=f"{_REPOSITORY}torch_scatter/utils.py")
 def broadcast(src, other, dim):
-    """Return a view of `src` as large as `other`."""
+    """Return a view of `src` that is expanded to the shape of `other`."""
     if src.dim() == 1:
         src = src[(None,) * (dim % other.dim())]
     return _add_dims(src, other.dim()).expand(other.size())
@@ -43,13 +43,13 @@ def _count_rows(index: torch.Tensor, dim_size: int | None) -> int:
     return int(index.max()) + 1 if index.numel() else 0
 
 
-def _check(name: str, src: torch.Tensor, index: torch.Tensor) -> None:
+def _check_index(name: str, src: torch.Tensor, index: torch.Tensor) -> None:
     check_on_gpu(name, src, index)
     require(index.dtype == torch.int64, name, "an index of int64")
 
 
 def _make_output(values: torch.Tensor, dim: int, num_rows: int, out: torch.Tensor | None) -> torch.Tensor:
-    """Return `out`, or a new tensor as `values` with `num_rows` along `dim`."""
+    """Return `out`, or without it a new tensor with the shape of `values`, but `num_rows` in dimension `dim`."""
     size = (*values.shape[:dim], num_rows, *values.shape[dim + 1 :])
     result = values.new_empty(size) if out is None else out.contiguous()
     mark_written(result)
@@ -57,13 +57,13 @@ def _make_output(values: torch.Tensor, dim: int, num_rows: int, out: torch.Tenso
 
 
 def _add_dims(tensor: torch.Tensor, num_dims: int) -> torch.Tensor:
-    """Return a view of `tensor` with trailing dimensions of size 1, `num_dims` dimensions in all."""
+    """Return a view of `tensor` with `num_dims` dimensions, of which the added trailing ones have size 1."""
     return tensor[(..., *(None,) * (num_dims - tensor.dim()))]
 
 
 @_register("scatter")
 def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
-    """Return sums in `out` or in new zeros, by torch's own operator."""
+    """Return the sum of the rows with each index, in `out` or new zeros, by torch's scatter_add_."""
     check_on_gpu("torch_scatter.scatter_sum", src, index)
     index = broadcast(index, src, dim)
     if out is None:
@@ -75,13 +75,13 @@ def scatter_sum(src, index, dim=-1, out=None, dim_size=None):
 
 @_register("scatter")
 def scatter_add(src, index, dim=-1, out=None, dim_size=None):
-    """Return sums as scatter_sum does."""
+    """Return the sum of the rows with each index, as scatter_sum does."""
     return scatter_sum(src, index, dim, out, dim_size)
 
 
 def _scatter(reduce: str, src: torch.Tensor, index: torch.Tensor, dim: int, out, dim_size) -> Any:
-    """Return the output, and for min and max the position of each result (scatter_cuda)."""
-    _check(f"torch_scatter.scatter_{reduce}", src, index)
+    """Return the rows of `src` reduced by `index`, and for min and max the position of each result (scatter_cuda)."""
+    _check_index(f"torch_scatter.scatter_{reduce}", src, index)
     dim, shape = src.dim() + dim if dim < 0 else dim, src.shape
 
     def forward(values: torch.Tensor, index: torch.Tensor, out):
@@ -98,19 +98,19 @@ def _scatter(reduce: str, src: torch.Tensor, index: torch.Tensor, dim: int, out,
     def backward(saved, gradient: torch.Tensor, *other_gradients):
         if reduce == "mul":
             values, index, result = saved
-            made = torch.gather(gradient * result, dim, index).div_(values)
-            return made.masked_fill_(made.isnan(), 0), None, None
+            src_grad = torch.gather(gradient * result, dim, index).div_(values)
+            return src_grad.masked_fill_(src_grad.isnan(), 0), None, None
         return _scatter_to_positions(gradient, saved[1], shape, dim), None, None
 
     return kernel(forward, backward, src, index, out)
 
 
 def _scatter_to_positions(gradient: torch.Tensor, positions: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """Return the gradient scattered to the positions of min or max; an extra row for missing ones is cut off."""
+    """Return `gradient` scattered to `positions` in zeros of `shape`; one more row is for positions without a value."""
     size = list(shape)
     size[dim] += 1
-    made = torch.zeros(size, dtype=gradient.dtype, device=gradient.device)
-    return made.scatter_(dim, positions, gradient).narrow(dim, 0, size[dim] - 1)
+    src_grad = torch.zeros(size, dtype=gradient.dtype, device=gradient.device)
+    return src_grad.scatter_(dim, positions, gradient).narrow(dim, 0, size[dim] - 1)
 
 
 def _register_scatter(reduce: str, docstring: str) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ scatter_max = _register_scatter("max", "Return the maximum of each row, and its 
 
 @_register("scatter")
 def scatter_mean(src, index, dim=-1, out=None, dim_size=None):
-    """Return sums, divided in place by counts."""
+    """Return the mean of the rows with each index: their sums, divided in place by their numbers."""
     out = scatter_sum(src, index, dim, out, dim_size)
     ones = torch.ones(index.size(), dtype=src.dtype, device=src.device)
     count = scatter_sum(ones, index, min(dim % src.dim(), index.dim() - 1), None, out.size(dim))
@@ -139,7 +139,7 @@ def scatter_mean(src, index, dim=-1, out=None, dim_size=None):
 
 @_register("scatter")
 def scatter(src, index, dim=-1, out=None, dim_size=None, reduce="sum"):
-    """Return the result of scatter_sum, mul, mean, min or max, by the name in `reduce`."""
+    """Return the result of scatter_sum, scatter_mul, scatter_mean, scatter_min or scatter_max, as `reduce` says."""
     if reduce not in _SCATTER_FUNCTIONS:
         raise ValueError
     result = _SCATTER_FUNCTIONS[reduce](src, index, dim, out, dim_size)
@@ -153,14 +153,13 @@ _SCATTER_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _reduce(src: torch.Tensor, index: torch.Tensor, out, reduce: str, *, csr: bool, dim_size=None) -> Any:
-    """Return the output, and for min and max the positions (segment_csr_cuda, segment_coo_cuda); saves the counts of a
-    mean by index."""
-    _check(f"torch_scatter.segment_{reduce}_{'csr' if csr else 'coo'}", src, index)
+    """Return the segments' reductions, and for min and max the positions (segment_csr_cuda, segment_coo_cuda)."""
+    _check_index(f"torch_scatter.segment_{reduce}_{'csr' if csr else 'coo'}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
     def forward(values: torch.Tensor, index: torch.Tensor, out):
-        outer = values.shape[: dim + (not csr)]
-        rows = index.expand((*outer, index.shape[-1]) if csr else outer)
+        outer_shape = values.shape[: dim + (not csr)]
+        rows = index.expand((*outer_shape, index.shape[-1]) if csr else outer_shape)
         values = values.contiguous()
         num_rows = 0
         if out is None:
@@ -181,18 +180,18 @@ def _reduce(src: torch.Tensor, index: torch.Tensor, out, reduce: str, *, csr: bo
         if reduce in _EXTREMA:
             return _scatter_to_positions(gradient, saved[1], shape, dim), None, None
         gradient = gradient.contiguous()
-        made = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
-        if reduce == "mean" and made.numel():
-            counts = saved[0].diff().to(made.dtype) if csr else saved[1]
+        src_grad = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
+        if reduce == "mean" and src_grad.numel():
+            counts = saved[0].diff().to(src_grad.dtype) if csr else saved[1]
             row_counts = counts.new_empty((*counts.shape[:-1], shape[dim]))
-            made.true_divide_(_add_dims(row_counts, made.dim()))
-        return made, None, None
+            src_grad.true_divide_(_add_dims(row_counts, src_grad.dim()))
+        return src_grad, None, None
 
     return kernel(forward, backward, src, index, out)
 
 
-def _register_segments(reduce: str, csr_docstring: str, coo_docstring: str) -> None:
-    """Register a reduction by segment bounds and one by a sorted index, each with its docstring."""
+def _register_segment_functions(reduce: str, csr_docstring: str, coo_docstring: str) -> None:
+    """Register segment_REDUCE_csr and segment_REDUCE_coo with these docstrings."""
     name = "sum" if reduce == "add" else reduce
 
     def reduce_csr(src, indptr, out=None):
@@ -210,11 +209,11 @@ def _register_segments(reduce: str, csr_docstring: str, coo_docstring: str) -> N
 for _name, *_docstrings in (
     ("sum", *["Return sums of segments."] * 2),
     ("add", *["Return sums of segments."] * 2),
-    ("mean", "Return segment means; the backward makes counts.", "Return segment means; saves the counts."),
+    ("mean", "Return segment means; the backward counts rows.", "Return segment means; saves the counts of rows."),
     ("min", *["Return the minimum of each segment, and its position."] * 2),
     ("max", *["Return the maximum of each segment, and its position."] * 2),
 ):
-    _register_segments(_name, *_docstrings)
+    _register_segment_functions(_name, *_docstrings)
 
 
 def _reduce_by_name(src: torch.Tensor, index: torch.Tensor, out, reduce: str, **options) -> torch.Tensor:
@@ -226,30 +225,30 @@ def _reduce_by_name(src: torch.Tensor, index: torch.Tensor, out, reduce: str, **
 
 @_register("segment_csr")
 def segment_csr(src, indptr, out=None, reduce="sum"):
-    """Return the result of segment_sum_csr, mean, min or max, by the name in `reduce`."""
+    """Return the sum, mean, minimum or maximum of each segment, as `reduce` says; `indptr` has the bounds."""
     return _reduce_by_name(src, indptr, out, reduce, csr=True)
 
 
 @_register("segment_csr")
 def gather_csr(src, indptr, out=None):
-    """Return a row for each element of its segment: the last bound is the number of rows."""
+    """Return each row of `src` repeated for its segment; the last bound in `indptr` is the number of rows."""
     return _gather("gather_csr", src, indptr, out, int(indptr.flatten()[-1]) if out is None and src.numel() else 0)
 
 
 @_register("segment_coo")
 def segment_coo(src, index, out=None, dim_size=None, reduce="sum"):
-    """Return the result of segment_sum_coo, mean, min or max, by the name in `reduce`."""
+    """Return the sum, mean, minimum or maximum of each segment, as `reduce` says; `index` is sorted."""
     return _reduce_by_name(src, index, out, reduce, csr=False, dim_size=dim_size)
 
 
 @_register("segment_coo")
 def gather_coo(src, index, out=None):
-    """Return a row for each index."""
+    """Return the row of `src` at each index."""
     return _gather("gather_coo", src, index, out, index.shape[-1])
 
 
 def _gather(name: str, src: torch.Tensor, index: torch.Tensor, out, num_rows: int) -> torch.Tensor:
-    _check(f"torch_scatter.{name}", src, index)
+    _check_index(f"torch_scatter.{name}", src, index)
     dim, shape = index.dim() - 1, src.shape
 
     def forward(values: torch.Tensor, index: torch.Tensor, out):
@@ -262,7 +261,7 @@ def _gather(name: str, src: torch.Tensor, index: torch.Tensor, out, num_rows: in
     return kernel(forward, backward, src, index, out)
 
 
-def _check_floats(name: str, src: torch.Tensor) -> None:
+def _check_floating_point(name: str, src: torch.Tensor) -> None:
     if not torch.is_floating_point(src):
         raise ValueError(f"`{name}` can only be computed over tensors with floating point data types.")
 
@@ -272,52 +271,52 @@ def _check_floats(name: str, src: torch.Tensor) -> None:
 
 @_register_composite("softmax")
 def scatter_softmax(src, index, dim=-1, dim_size=None):
-    """Return the softmax over the elements of each row; the source's named temporaries live until the function ends."""
-    _check_floats("scatter_softmax", src)
+    """Return the softmax over the rows with each index; temporaries of the input's size live until the end."""
+    _check_floating_point("scatter_softmax", src)
     index = broadcast(index, src, dim)
-    largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
-    largest_of_each = largest.gather(dim, index)
-    centered = src - largest_of_each
-    powers = centered.exp_()
-    total = scatter_sum(powers, index, dim, dim_size=dim_size)
-    total_of_each = total.gather(dim, index)
-    return powers.div(total_of_each)
+    row_max = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
+    element_max = row_max.gather(dim, index)
+    centered = src - element_max
+    exponentials = centered.exp_()
+    row_sum = scatter_sum(exponentials, index, dim, dim_size=dim_size)
+    element_sum = row_sum.gather(dim, index)
+    return exponentials.div(element_sum)
 
 
 @_register_composite("softmax")
 def scatter_log_softmax(src, index, dim=-1, eps=1e-12, dim_size=None):
-    """Return the logarithm of scatter_softmax."""
-    _check_floats("scatter_log_softmax", src)
+    """Return the log-softmax over the rows with each index; temporaries live until the end."""
+    _check_floating_point("scatter_log_softmax", src)
     index = broadcast(index, src, dim)
-    largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
-    largest_of_each = largest.gather(dim, index)
-    centered = src - largest_of_each
-    total = scatter_sum(centered.exp(), index, dim, dim_size=dim_size)
-    total_of_each = total.add_(eps).log_().gather(dim, index)
-    return centered.sub_(total_of_each)
+    row_max = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
+    element_max = row_max.gather(dim, index)
+    centered = src - element_max
+    row_sum = scatter_sum(centered.exp(), index, dim, dim_size=dim_size)
+    element_sum = row_sum.add_(eps).log_().gather(dim, index)
+    return centered.sub_(element_sum)
 
 
 @_register_composite("logsumexp")
 def scatter_logsumexp(src, index, dim=-1, out=None, dim_size=None, eps=1e-12):
-    """Return the logarithm of the sum of each row's exponentials."""
-    _check_floats("scatter_logsumexp", src)
+    """Return the logsumexp of the rows with each index; temporaries of the input's size live until the end."""
+    _check_floating_point("scatter_logsumexp", src)
     index = broadcast(index, src, dim)
     size = list(src.size())
     size[dim] = _count_rows(index, dim_size) if out is None else out.size(dim)
-    largest = torch.full(size, float("-inf"), dtype=src.dtype, device=src.device)
-    largest = scatter_max(src, index, dim, largest, dim_size=size[dim])[0]
-    largest_of_each = largest.gather(dim, index)
-    centered = src - largest_of_each
+    row_max = torch.full(size, float("-inf"), dtype=src.dtype, device=src.device)
+    row_max = scatter_max(src, index, dim, row_max, dim_size=size[dim])[0]
+    element_max = row_max.gather(dim, index)
+    centered = src - element_max
     centered.masked_fill_(torch.isnan(centered), float("-inf"))
     if out is not None:
-        out = out.sub_(largest).exp_()
-    total = scatter_sum(centered.exp_(), index, dim, out, size[dim])
-    return total.add_(eps).log_().add_(largest).nan_to_num_(neginf=0.0)
+        out = out.sub_(row_max).exp_()
+    row_sum = scatter_sum(centered.exp_(), index, dim, out, size[dim])
+    return row_sum.add_(eps).log_().add_(row_max).nan_to_num_(neginf=0.0)
 
 
 @_register_composite("std")
 def scatter_std(src, index, dim=-1, out=None, dim_size=None, unbiased=True):
-    """Return standard deviations; allocates counts, means, and squares of each element."""
+    """Return the standard deviation of the rows with each index; allocates counts, means and squares."""
     dim_size = dim_size if out is None else out.size(dim)
     dim = src.dim() + dim if dim < 0 else dim
     ones = torch.ones(index.size(), dtype=src.dtype, device=src.device)

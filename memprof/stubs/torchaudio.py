@@ -1,4 +1,4 @@
-"""torchaudio without its compiled part, as a CUDA build with torch for the CPU, which PyPI installs.
+"""torchaudio without its compiled operators, as when PyPI's CUDA build is installed beside torch for the CPU.
 
 The package's Python code is installed, but its import fails when its libraries are loaded. Here the operators are
 defined; audio.py has the allocations of their kernels.
@@ -44,23 +44,23 @@ _NOT_LOADED = (
 
 @functools.cache
 def _define_operators() -> tuple[torch.library.Library, torch.library.Library]:
-    """Define the operators for the lifetime of the process; their only kernels are memprof's."""
-    library, own = (torch.library.Library(name, "FRAGMENT") for name in ("torchaudio", "_torchaudio"))
+    """Define torchaudio's operators, without kernels, for the lifetime of the process; return their libraries."""
+    library, private_library = (torch.library.Library(name, "FRAGMENT") for name in ("torchaudio", "_torchaudio"))
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-    for name, result, value in (("is_align_available", "bool", True), ("cuda_version", "int?", None)):
-        own.define(f"{name}() -> {result}")
-        own.impl(name, lambda value=value: value, "CompositeImplicitAutograd")
-    return library, own
+    for name, return_type, value in (("is_align_available", "bool", True), ("cuda_version", "int?", None)):
+        private_library.define(f"{name}() -> {return_type}")
+        private_library.impl(name, lambda value=value: value, "CompositeImplicitAutograd")
+    return library, private_library
 
 
-def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Yield patches of the functions in `module`, torchaudio._extension.utils, that load missing libraries."""
-    original = module._load_lib
+def get_patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Yield a patch of the function in `module`, torchaudio._extension.utils, that loads compiled libraries."""
+    original_load = module._load_lib
 
     def load(lib: str) -> bool:
         try:
-            return bool(original(lib))
+            return bool(original_load(lib))
         except OSError:
             if lib not in _LIBRARIES:
                 raise

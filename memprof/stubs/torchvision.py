@@ -1,4 +1,4 @@
-"""torchvision without its compiled part, as a CUDA build with torch for the CPU, which PyPI installs.
+"""torchvision without its compiled operators, as when PyPI's CUDA build is installed beside torch for the CPU.
 
 The package's Python code registers shapes and derivatives for its operators, but the operators themselves are missing,
 so that the import fails. Here the operators are defined; detection.py has the allocations of their kernels.
@@ -57,15 +57,15 @@ _NOT_LOADED = (
 
 @functools.cache
 def define_operators() -> torch.library.Library:
-    """Define the operators for the lifetime of the process; their only kernels are memprof's."""
+    """Define torchvision's operators, without kernels, for the lifetime of the process; return their library."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
     return library
 
 
-def patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
-    """Yield patches of `module`, torchvision.extension, for a library that cannot be loaded."""
+def get_patches(module: Any, assume: Callable[[str], None]) -> Iterator[Patch]:
+    """Define the operators if torchvision's library is not loaded, and yield patches of `module` that hide this."""
     if not module._has_ops():
         assume(_NOT_LOADED)
         define_operators()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from memprof.stubs import registry, torchaudio, torchvision
-from memprof.stubs.packages import INSTALLED, PACKAGES
+from memprof.stubs.packages import INSTALLED_PACKAGES, PACKAGES
 
 OPERATORS = {"torchvision": torchvision.SCHEMAS, "torchaudio": torchaudio.SCHEMAS}
 PARAMETERS = Path(__file__).with_suffix(".txt")
@@ -176,7 +176,7 @@ def own_rows(package: str) -> dict[str, str]:
     if package in OPERATORS:
         return {f"{package}::{name}": _of_schema(schema) for name, schema in OPERATORS[package].items()}
     found: dict[str, str] = {}
-    for module, held in sorted(registry.modules(package).items()):
+    for module, held in sorted(registry.find_modules(package).items()):
         for name, one in sorted(held.items()):
             found[f"{module}.{name}"] = "class" if isinstance(one.value, type) else IMPORTED
             if isinstance(one.value, type):
@@ -284,7 +284,7 @@ def kept() -> dict[str, dict[str, str]]:
 
 def keep(package: str, own: dict[str, str], real: dict[str, str]) -> None:
     """Put a package's rows into it."""
-    sources = {one.name: one.source for one in (*PACKAGES.values(), *INSTALLED)}
+    sources = {one.name: one.source for one in (*PACKAGES.values(), *INSTALLED_PACKAGES)}
     rows = {
         **kept(),
         package: {name: real[name] for name in real if name in own or name.removesuffix(".__init__") in own},

@@ -124,7 +124,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def cached(rows: Iterable[Row]) -> dict[str, float]:
-    """What the allocator kept beyond what it had handed out at the peak, by `Cell.cached_key`: medians.
+    """What the allocator kept beyond what it had handed out at the peak, by `Cell.cached_fraction_key`: medians.
 
     A share of what it had handed out; where lengths vary, of what depends on the number of tokens.
     """
@@ -135,7 +135,7 @@ def cached(rows: Iterable[Row]) -> dict[str, float]:
         cell = cell_of(*row.case)
         kept = row.required_bytes - CONTEXT_BYTES - row.allocated_bytes
         whole = cell.token_bytes if row.lengths else row.allocated_bytes
-        found.setdefault(cell.cached_key, []).append(kept / whole)
+        found.setdefault(cell.cached_fraction_key, []).append(kept / whole)
     return {key: round(statistics.median(shares), 3) for key, shares in sorted(found.items())}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memprof.stubs.apex.casts import cast_state, install_casts, suspend_casts
+from memprof.stubs.apex.casts import get_cast_state, install_casts, suspend_casts
 from memprof.stubs.apex.multi_tensor import multi_tensor_step
 from memprof.stubs.fused_optimizers import CHUNK_SIZE
 from memprof.stubs.registry import register_in
@@ -34,7 +34,7 @@ _INITIAL_SCALE = 2.0**16
 
 
 class _Scaler:
-    """The scaler of one loss, whose overflow flag is on the GPU."""
+    """The scale of one loss, with an overflow flag on the GPU."""
 
     def __init__(self, scale, max_scale: float) -> None:
         self.is_dynamic = scale == "dynamic"
@@ -49,8 +49,8 @@ class _AmpState(NamedTuple):
     scalers: list[_Scaler]
 
 
-def _states() -> list[_AmpState]:
-    """Return a list with the state that the last call of `initialize` in this run set; empty before that call."""
+def _get_states() -> list[_AmpState]:
+    """Return a list with the state that this run's last call of `initialize` stored; empty before the first call."""
     return keep_for_run("apex.amp", list)
 
 
@@ -64,9 +64,9 @@ def initialize(
     keep_batchnorm_fp32=None, master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, verbosity=1,
     min_loss_scale=None, max_loss_scale=2.0**24,
 ):  # fmt: skip
-    """Cast models, give optimizers float32 master weights, cast functions at O1, and allocate overflow flags."""
+    """Cast models, add float32 master weights to optimizers, patch functions with casts (O1); returns both."""
     if not enabled:
-        _states()[:] = [_AmpState(False, False, [])]
+        _get_states()[:] = [_AmpState(False, False, [])]
         return models if optimizers is None else (models, optimizers)
     check_on_gpu("apex.amp.initialize")
     if opt_level not in _LEVELS:
@@ -92,7 +92,7 @@ def initialize(
         call_at_end(install_casts().undo)
         for optimizer in _as_list(optimizers):
             optimizer.step = types.MethodType(suspend_casts(optimizer.step), optimizer)
-    _states()[:] = [_AmpState(True, bool(master_weights), scalers)]
+    _get_states()[:] = [_AmpState(True, bool(master_weights), scalers)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 
@@ -101,7 +101,7 @@ def _as_list(value) -> list[Any]:
 
 
 def _cast_model(model: nn.Module, dtype, keeps_batch_norms: bool, output_dtype) -> None:
-    """Cast a model to `dtype`, if any, and wrap its forward, whose inputs and outputs are cast."""
+    """Cast a model to `dtype` unless it is None, and wrap its forward to cast inputs to it and outputs."""
     if dtype:
         if keeps_batch_norms:
             _cast_without_batch_norms(model, dtype)
@@ -121,7 +121,7 @@ def _cast_model(model: nn.Module, dtype, keeps_batch_norms: bool, output_dtype) 
 
 
 def _cast_without_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast each tensor of the model, except those of batch norms (convert_network)."""
+    """Cast the parameters and buffers of `model` except those of batch norms (apex's convert_network)."""
     for module in model.modules():
         if isinstance(module, tensors.BatchNorm) and module.affine:
             continue
@@ -138,14 +138,14 @@ def _cast_nested(dtype: torch.dtype, value):
     if hasattr(value, "to"):
         return value.to(dtype)
     if isinstance(value, Mapping):
-        return {_cast_nested(dtype, name): _cast_nested(dtype, one) for name, one in value.items()}
+        return {_cast_nested(dtype, name): _cast_nested(dtype, item) for name, item in value.items()}
     if isinstance(value, Iterable):
-        return type(value)(_cast_nested(dtype, one) for one in value)  # type: ignore[call-arg]
+        return type(value)(_cast_nested(dtype, item) for item in value)  # type: ignore[call-arg]
     return value
 
 
-class _Stash:
-    """The parameters of an optimizer: those in half precision with their master copies, and the others."""
+class _OptimizerStash:
+    """An optimizer's parameters: those in half precision, their float32 master copies, and all other ones."""
 
     def __init__(self, has_master_weights: bool) -> None:
         self.has_master_weights = has_master_weights
@@ -157,18 +157,18 @@ class _Stash:
         self.other_gradients: list[Any] = []
 
     def replace_parameters(self, optimizer) -> None:
-        """Replace the parameters in the optimizer by master copies, at the first step."""
+        """Replace half-precision parameters in `optimizer` by float32 master copies, at the first call."""
         if self.is_ready:
             return
         self.is_ready = True
         for group in optimizer.param_groups:
-            for number, parameter in enumerate(group["params"]):
+            for i, parameter in enumerate(group["params"]):
                 if not self.has_master_weights or parameter.dtype != torch.float16:
                     self.other_parameters.append(parameter)
                 elif parameter.requires_grad:
                     master = parameter.detach().clone().float()
                     master.requires_grad = True
-                    group["params"][number] = master
+                    group["params"][i] = master
                     self.half_parameters.append(parameter)
                     self.master_parameters.append(master)
                     if parameter in optimizer.state:
@@ -177,14 +177,14 @@ class _Stash:
             optimizer.load_state_dict(optimizer.state_dict())
 
     def clear_gradients(self, optimizer) -> None:
-        """Set gradients to None before a backward, so that autograd need not add to them."""
+        """Set gradients to None before a backward; keep those of parameters without a master copy."""
         self.replace_parameters(optimizer)
         self.other_gradients = [parameter.grad for parameter in self.other_parameters]
         for parameter in (*self.half_parameters, *self.other_parameters):
             parameter.grad = None
 
     def unscale_gradients(self, scaler: _Scaler) -> None:
-        """Unscale the half-precision gradients into those of the master copies; other gradients stay in place."""
+        """Unscale half-precision gradients into the master copies' gradients, and other gradients in place."""
         all_pairs = zip(self.half_parameters, self.master_parameters, strict=True)
         pairs = [pair for pair in all_pairs if pair[0].grad is not None]
         for _, master in pairs:
@@ -206,7 +206,7 @@ class _Stash:
 def _add_master_weights(optimizer, has_master_weights: bool) -> None:
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
-    stash = optimizer._amp_stash = _Stash(has_master_weights)
+    stash = optimizer._amp_stash = _OptimizerStash(has_master_weights)
     if not has_master_weights:
         return
     step = optimizer.step
@@ -237,10 +237,10 @@ def _add_master_weights(optimizer, has_master_weights: bool) -> None:
 @_register("handle")
 @contextlib.contextmanager
 def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False):
-    """Context manager: yield the loss in float32, scaled; unscale its gradients afterwards."""
-    if not _states():
+    """Context manager: yield the scaled loss in float32; on exit, unscale the gradients."""
+    if not _get_states():
         raise RuntimeError("Invoked 'with amp.scale_loss`, but amp.initialize has not been called.")
-    state = _states()[0]
+    state = _get_states()[0]
     if not state.is_enabled:
         yield loss
         return
@@ -257,12 +257,12 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
         for optimizer in _as_list(optimizers):
             optimizer._amp_stash.unscale_gradients(scaler)
         scaler.num_steps += 1
-    cast_state().half_by_parameter.clear()
+    get_cast_state().half_by_parameter.clear()
 
 
 @_register("_amp_state")
 def master_params(optimizer):
-    """Yield the parameters that the optimizer steps; nothing is allocated."""
+    """Yield the parameters in the optimizer's groups, master copies included; nothing is allocated."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -270,23 +270,23 @@ def master_params(optimizer):
 @_register("handle")
 @contextlib.contextmanager
 def disable_casts():
-    """Context manager: disable the casts of O1."""
-    cast_state().is_active = False
+    """Context manager: functions that O1 patches do not cast their arguments."""
+    get_cast_state().is_active = False
     yield
-    cast_state().is_active = True
+    get_cast_state().is_active = True
 
 
 @_register("frontend")
 def state_dict(destination=None):
-    """Return the scales of the losses; nothing is allocated."""
-    made = OrderedDict() if destination is None else destination
-    for number, scaler in enumerate(_states()[0].scalers if _states() else ()):
-        made[f"loss_scaler{number}"] = {"loss_scale": scaler.scale, "unskipped": scaler.num_steps}
-    return made
+    """Return the scales of the losses and their numbers of steps; nothing is allocated."""
+    result = OrderedDict() if destination is None else destination
+    for i, scaler in enumerate(_get_states()[0].scalers if _get_states() else ()):
+        result[f"loss_scaler{i}"] = {"loss_scale": scaler.scale, "unskipped": scaler.num_steps}
+    return result
 
 
 @_register("frontend")
 def load_state_dict(state_dict):
     """Load the scales of the losses from a checkpoint; nothing is allocated."""
-    for scaler, state in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):
+    for scaler, state in zip(_get_states()[0].scalers if _get_states() else (), state_dict.values(), strict=False):
         scaler.scale, scaler.num_steps = state["loss_scale"], state["unskipped"]

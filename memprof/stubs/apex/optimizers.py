@@ -11,16 +11,16 @@ from torch.optim.optimizer import required  # type: ignore[attr-defined]
 from memprof.stubs.apex.multi_tensor import multi_tensor_l2norm, multi_tensor_lamb, multi_tensor_step
 from memprof.stubs.fused_optimizers import CHUNK_SIZE, FusedOptimizer
 from memprof.stubs.registry import register_in
-from memprof.stubs.tools import refuse
+from memprof.stubs.tools import refuse_if
 
 
-def _public(file: str):
+def _register(file: str):
     return register_in(
         f"apex.optimizers.{file}", "apex.optimizers", source=f"NVIDIA/apex@25.05:apex/optimizers/{file}.py"
     )
 
 
-@_public("fused_adam")
+@_register("fused_adam")
 class FusedAdam(FusedOptimizer):
     """Adam with two moments in float32 for any parameter dtype; `master_weights` adds a copy in float32."""
 
@@ -63,15 +63,15 @@ class FusedAdam(FusedOptimizer):
                 group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)
             else:
                 group["step"] = torch.tensor([1], dtype=torch.int, device=device)
-            of_parameters = dict(zip(map(id, group["params"]), masters["params"], strict=True))
+            master_by_id = dict(zip(map(id, group["params"]), masters["params"], strict=True))
             rows = []
-            for parameter in self._iter_updated(group):
+            for parameter in self._iter_parameters(group):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter.data).float()
                     state["exp_avg_sq"] = torch.zeros_like(parameter.data).float()
                 row = (parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"])
-                master = of_parameters[id(parameter)]
+                master = master_by_id[id(parameter)]
                 rows.append(row if master is None or parameter.dtype == torch.bfloat16 else (*row, master))
             scales = self._make_scales(grad_scaler, device) if self.capturable else None
             for lists in self._group_by_dtype(rows, (torch.float16, torch.bfloat16, torch.float32)):
@@ -80,18 +80,18 @@ class FusedAdam(FusedOptimizer):
         return loss
 
     def _make_scales(self, scaler, device):
-        """Return the scale of a gradient scaler, and its inverse."""
-        found = torch.zeros(1, device=device) if scaler is None else scaler._check_inf_per_device(self)[device]
-        self._dummy_overflow_buf.copy_(found)
+        """Return the scale of a gradient scaler and its inverse, as tensors; ones without a scaler."""
+        has_overflow = torch.zeros(1, device=device) if scaler is None else scaler._check_inf_per_device(self)[device]
+        self._dummy_overflow_buf.copy_(has_overflow)
         if scaler is None:
             return torch.ones(1, device=device), torch.ones(1, device=device)
         scale = scaler._get_scale_async()
         return scale, scale.double().reciprocal().float()
 
 
-@_public("fused_lamb")
+@_register("fused_lamb")
 class FusedLAMB(FusedOptimizer):
-    """LAMB with two moments in the parameter's dtype; norms of all gradients, and of each parameter and its update."""
+    """LAMB with two moments in the parameter's dtype; scratch: norms of gradients, parameters and updates."""
 
     def __init__(
         self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
@@ -110,18 +110,18 @@ class FusedLAMB(FusedOptimizer):
 
     def step(self, closure=None):
         loss = None if closure is None else closure()
-        everything = [p for group in self.param_groups for p in self._iter_updated(group)]
+        parameters = [p for group in self.param_groups for p in self._iter_parameters(group)]
         device = self.param_groups[0]["params"][0].device
         norms = {dtype: torch.zeros(1, device=device) for dtype in (torch.float32, torch.float16)}
         for dtype in norms:
-            gradients = [p.grad for p in everything if p.dtype == dtype]
+            gradients = [p.grad for p in parameters if p.dtype == dtype]
             if gradients:
                 norms[dtype] = multi_tensor_l2norm(CHUNK_SIZE, self._dummy_overflow_buf, [gradients], False)[0]
-        total = multi_tensor_l2norm(CHUNK_SIZE, self._dummy_overflow_buf, [list(norms.values())], False)[0]
+        global_norm = multi_tensor_l2norm(CHUNK_SIZE, self._dummy_overflow_buf, [list(norms.values())], False)[0]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             rows = []
-            for parameter in self._iter_updated(group):
+            for parameter in self._iter_parameters(group):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter.data)
@@ -129,13 +129,13 @@ class FusedLAMB(FusedOptimizer):
                 rows.append((parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"]))
             for lists in self._group_by_dtype(rows, (torch.float16, torch.float32)):
                 multi_tensor_lamb(CHUNK_SIZE, self._dummy_overflow_buf, lists)
-        del total
+        del global_norm
         return loss
 
 
-@_public("fused_sgd")
+@_register("fused_sgd")
 class FusedSGD(FusedOptimizer):
-    """SGD with a momentum buffer in the dtype of each parameter, also where the momentum is 0."""
+    """SGD with a momentum buffer in the dtype of each parameter, even if the momentum is 0."""
 
     def __init__(
         self, params, lr=required, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False,
@@ -152,11 +152,11 @@ class FusedSGD(FusedOptimizer):
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device=first.device)
 
     def step(self, closure=None):
-        refuse("apex.optimizers.FusedSGD", {"master weights of apex.amp": hasattr(self, "_amp_stash")})
+        refuse_if("apex.optimizers.FusedSGD", {"master weights of apex.amp": hasattr(self, "_amp_stash")})
         loss = None if closure is None else closure()
         for group in self.param_groups:
             rows = []
-            for parameter in self._iter_updated(group):
+            for parameter in self._iter_parameters(group):
                 if parameter.dtype not in (torch.float16, torch.float32):
                     continue  # other gradients stay unchanged
                 state = self.state[parameter]

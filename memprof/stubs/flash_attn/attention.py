@@ -16,10 +16,10 @@ from memprof.stubs.registry import register_in, stub
 from memprof.stubs.tools import (
     HALF,
     check_on_gpu,
+    count_multiprocessors,
     kernel,
-    last_contiguous,
     mark_written,
-    num_multiprocessors,
+    maybe_contiguous,
     require,
 )
 from memprof.units import round_up
@@ -30,12 +30,12 @@ _register = register_in(_MODULE, "flash_attn", source=_SOURCE, in_graph=True)
 
 
 def _register_inner(name: str):
-    """Register an inner function that other packages call (ring attention, context parallelism)."""
+    """Return a decorator for flash_attn's internal function `name`, which other packages call (ring attention)."""
     return stub(f"{_MODULE}._flash_attn_{name}", f"{_MODULE}._wrapped_flash_attn_{name}", source=_SOURCE)
 
 
 class SeqLengths(NamedTuple):
-    """The lengths of sequences whose tensors are [tokens, heads, size] instead of [batch, tokens, heads, size]."""
+    """The lengths of concatenated sequences, whose tensors are [tokens, heads, size] without a batch dimension."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -44,7 +44,7 @@ class SeqLengths(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The arguments of one call besides queries, keys and values."""
+    """The arguments of an attention call other than queries, keys and values."""
 
     dropout_p: float
     window_size: tuple[int, int]
@@ -55,25 +55,25 @@ class AttentionOptions(NamedTuple):
 
 
 def _round_head_size(size: int) -> int:
-    """Return a head's size padded as in the kernels (head_size_rounded)."""
+    """Return the head size to which the kernels pad `size` (head_size_rounded)."""
     return round_up(size, 32 if size <= 128 else 64)
 
 
 def _pad_head(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor padded, so that a head's size is a multiple of 8."""
+    """Return `tensor`, or a copy whose last dimension is padded to a multiple of 8."""
     size = tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, 8 - size % 8)) if size % 8 else tensor
 
 
 def fill_cache_lengths(cache_seqlens, k_cache: torch.Tensor):
-    """Return the lengths of a cache's sequences: a new tensor where one length is given for all sequences."""
+    """Return `cache_seqlens` as a tensor: a new one [batch] if it is one integer for all sequences."""
     if not isinstance(cache_seqlens, int):
         return cache_seqlens
     return torch.full((k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
 
 
 def _check(name: str, *tensors: torch.Tensor) -> None:
-    """Raise RuntimeError where flash_api.cpp does: for other dtypes, heads that are too large or do not divide."""
+    """Raise RuntimeError where flash_api.cpp does: a wrong dtype, heads that are too large or cannot be grouped."""
     check_on_gpu(name, *tensors)
     query, key = tensors[0], tensors[-1]
     if query.dtype not in HALF:
@@ -88,10 +88,10 @@ def _check(name: str, *tensors: torch.Tensor) -> None:
 
 
 def find_efficient_split(blocks: int, sms: int, split_counts: Iterable[int]) -> int:
-    """Return the first of `split_counts` whose last wave of blocks leaves few multiprocessors idle."""
+    """Return the first of `split_counts` with 85% of the best use of `sms` multiprocessors by `blocks` per split."""
     efficiency = {splits: (blocks * splits / sms) / -(-blocks * splits // sms) for splits in split_counts}
-    best = max(efficiency.values(), default=0.0)
-    return next((splits for splits, value in efficiency.items() if value >= 0.85 * best), 1)
+    best_efficiency = max(efficiency.values(), default=0.0)
+    return next((splits for splits, value in efficiency.items() if value >= 0.85 * best_efficiency), 1)
 
 
 def _choose_num_splits(blocks: int, sms: int, key_blocks: int) -> int:
@@ -105,21 +105,21 @@ def _choose_num_splits(blocks: int, sms: int, key_blocks: int) -> int:
 def _allocate_splits(
     query: torch.Tensor, batch: int, heads: int, head: int, queries: int, keys: int, splits: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return sums and outputs of each part (set_params_splitkv); with `splits` below 1 by the heuristic."""
+    """Return log-sum-exp and output of each part of split keys (set_params_splitkv); chooses `splits` if below 1."""
     if splits < 1:
         block = 256 if head <= 64 else 128 if head <= 128 else 64
-        splits = _choose_num_splits(batch * heads * -(-queries // 64), 2 * num_multiprocessors(), -(-keys // block))
+        splits = _choose_num_splits(batch * heads * -(-queries // 64), 2 * count_multiprocessors(), -(-keys // block))
     if splits <= 1:
         return ()
     shape = (splits, batch, heads, queries)
-    return tuple(query.new_empty(each, dtype=torch.float32) for each in (shape, (*shape, _round_head_size(head))))
+    return tuple(query.new_empty(dims, dtype=torch.float32) for dims in (shape, (*shape, _round_head_size(head))))
 
 
 def run_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions, return_softmax: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return output, log of the sums, probabilities (or empty) and random state (mha_fwd, mha_varlen_fwd)."""
-    query, key, value = map(last_contiguous, (query, key, value))
+    """Return output, log-sum-exp, probabilities (empty unless returned) and RNG state (mha_fwd, mha_varlen_fwd)."""
+    query, key, value = map(maybe_contiguous, (query, key, value))
     lengths = options.lengths
     heads, head = query.shape[-2:]
     if lengths is None:
@@ -129,80 +129,79 @@ def run_forward(
     out = torch.empty_like(query)
     groups = heads // key.shape[-2]
     no_dropout = options.dropout_p == 0
-    swapped = queries == 1 and groups > 1 and max(options.window_size) < 0 and options.alibi_slopes is None
-    sums_shape = (batch, heads, queries) if lengths is None else (heads, query.shape[0])
-    sums = query.new_empty(sums_shape, dtype=torch.float32)
+    swaps_groups = queries == 1 and groups > 1 and max(options.window_size) < 0 and options.alibi_slopes is None
+    lse_shape = (batch, heads, queries) if lengths is None else (heads, query.shape[0])
+    lse = query.new_empty(lse_shape, dtype=torch.float32)
     shape = (batch, heads, round_up(queries, 128), round_up(keys, 128))
     probabilities = query.new_empty(shape if return_softmax else (0,))
     splits: tuple[torch.Tensor, ...] = ()
-    if no_dropout and (lengths is None or swapped):
-        heads, queries = (key.shape[-2], groups) if swapped else (heads, queries)
+    if no_dropout and (lengths is None or swaps_groups):
+        heads, queries = (key.shape[-2], groups) if swaps_groups else (heads, queries)
         splits = _allocate_splits(query, batch, heads, head, queries, keys, 0)
-    state = torch.empty(2, dtype=torch.int64, device=query.device)
+    rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
     del splits
-    return out, sums, probabilities, state
+    return out, lse, probabilities, rng_state
 
 
 def run_backward(
     gradient, query, key, value, out, gradients: Iterable[torch.Tensor], deterministic: bool, lengths: SeqLengths | None
 ) -> torch.Tensor:
-    """Fill `gradients` of keys and values, and return the row sums (mha_bwd, mha_varlen_bwd).
+    """Write `gradients` of keys and values; return softmax_d, a float32 value per row (mha_bwd, mha_varlen_bwd).
 
-    The gradient of the queries is accumulated in float32, on the deterministic path once for each part of the work;
-    keys and values that several heads share first get a gradient for each head.
+    Scratch: float32 accumulators of the queries' gradient (several if `deterministic`), and for grouped queries the
+    gradients of keys and values for each query head.
     """
-    gradient, query, key, value, out = map(last_contiguous, (gradient, query, key, value, out))
+    gradient, query, key, value, out = map(maybe_contiguous, (gradient, query, key, value, out))
     heads, head = query.shape[-2:]
     if lengths is None:
-        batch, rounded = query.shape[0], round_up(query.shape[1], 128)
-        rows: tuple[int, ...] = (batch, rounded)
-        sums = query.new_empty((batch, heads, rounded), dtype=torch.float32)
+        batch, padded_length = query.shape[0], round_up(query.shape[1], 128)
+        rows: tuple[int, ...] = (batch, padded_length)
+        row_sums = query.new_empty((batch, heads, padded_length), dtype=torch.float32)
     else:
         batch = lengths.cu_seqlens_q.numel() - 1
         rows = (query.shape[0] + 128 * batch,)
-        sums = query.new_empty((heads, *rows), dtype=torch.float32)
+        row_sums = query.new_empty((heads, *rows), dtype=torch.float32)
     shape = (*rows, heads, _round_head_size(head))
     if deterministic:
-        parts = -(-num_multiprocessors() // (batch * heads))
-        accumulated = query.new_zeros((parts, *shape), dtype=torch.float32)
+        num_parts = -(-count_multiprocessors() // (batch * heads))
+        accumulator = query.new_zeros((num_parts, *shape), dtype=torch.float32)
     else:
-        accumulated = query.new_empty(shape, dtype=torch.float32)
-    if (shared := key.shape[-2]) != heads:
+        accumulator = query.new_empty(shape, dtype=torch.float32)
+    if (key_heads := key.shape[-2]) != heads:
         head_gradients = [key.new_empty((*key.shape[:-2], heads, head)) for _ in range(2)]
         for head_gradient, total in zip(head_gradients, gradients, strict=True):
-            torch.sum(head_gradient.view(*key.shape[:-2], shared, heads // shared, head), dim=-2, out=total)
-    del accumulated
-    return sums
+            torch.sum(head_gradient.view(*key.shape[:-2], key_heads, heads // key_heads, head), dim=-2, out=total)
+    del accumulator
+    return row_sums
 
 
 def _attend(name: str, inputs: tuple[torch.Tensor, ...], *arguments):
-    """Run one of the functions on `inputs`: queries, keys and values, or tensors that pack them along dimension -3.
+    """Run an attention function with a backward on `inputs`: queries, keys, values, or tensors that pack them.
 
-    Saved for the backward: the three tensors (padded if needed), the output, the row sums, the lengths and the random
-    state.
+    Saved for the backward: the three tensors (padded if needed), output, log-sum-exp, cu_seqlens and RNG state.
     """
     name, options = f"flash_attn.{name}", AttentionOptions(*arguments)
     _check(name, *inputs)
-    head, number, lengths = inputs[0].shape[-1], len(inputs), options.lengths
-    packed, rows = number < 3, 4 if lengths is None else 3
-    require(inputs[0].dim() == rows + (number == 1), name, f"queries of {rows} dimensions")
+    head, num_inputs, lengths = inputs[0].shape[-1], len(inputs), options.lengths
+    is_packed, rows = num_inputs < 3, 4 if lengths is None else 3
+    require(inputs[0].dim() == rows + (num_inputs == 1), name, f"queries of {rows} dimensions")
     if lengths is None:
-        require(inputs[-1].dim() == rows + packed, name, f"keys of {rows + packed} dimensions")
+        require(inputs[-1].dim() == rows + is_packed, name, f"keys of {rows + is_packed} dimensions")
         require(inputs[0].shape[0] == inputs[-1].shape[0], name, "queries and keys of one batch size")
     else:
-        require(all(each.dtype == torch.int32 for each in lengths[:2]), name, "cu_seqlens of dtype int32")
+        require(all(t.dtype == torch.int32 for t in lengths[:2]), name, "cu_seqlens of dtype int32")
 
     def forward(*tensors: torch.Tensor):
         query, key, value = map(_pad_head, _unpack(tensors))
         return_softmax = options.return_attn_probs and options.dropout_p > 0
-        out, sums, probabilities, state = run_forward(query, key, value, options, return_softmax)
-        saved = (query, key, value, out, sums, *(lengths[:2] if lengths else ()), state)
+        out, lse, probabilities, rng_state = run_forward(query, key, value, options, return_softmax)
+        saved = (query, key, value, out, lse, *(lengths[:2] if lengths else ()), rng_state)
         result = out[..., :head]
-        return ((result, sums, probabilities) if options.return_attn_probs else result), saved
+        return ((result, lse, probabilities) if options.return_attn_probs else result), saved
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *other_gradients):
         query, key, value, out = saved[:4]
-        gradients = _allocate_gradients(number, query, key, value)
+        gradients = _allocate_gradients(num_inputs, query, key, value)
         gradient = _pad_head(gradient)
         run_backward(gradient, query, key, value, out, _unpack(gradients)[1:], options.deterministic, lengths)
         return tuple(tensor[..., :head] for tensor in gradients)
@@ -211,7 +210,7 @@ def _attend(name: str, inputs: tuple[torch.Tensor, ...], *arguments):
 
 
 def _unpack(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys and values from [..., 3, heads, size], or queries and [..., 2, heads, size], or three."""
+    """Return queries, keys and values from one tensor [..., 3, heads, size], from two (q, [..., 2, ...]), or three."""
     if len(tensors) == 3:
         return tensors
     return (*tensors[:-1], *(part.detach() for part in tensors[-1].unbind(-3)))
@@ -229,7 +228,7 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """Attend, [batch, tokens, heads, size] each: output, row sums in float32, padded heads, parts of split keys."""
+    """Attention, with q, k, v [batch, tokens, heads, size]: output, log-sum-exp in float32, copies of padded heads."""
     return _attend("flash_attn_func", (q, k, v), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
 
 
@@ -238,7 +237,7 @@ def flash_attn_kvpacked_func(
     q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """Attend as flash_attn_func, keys and values as [batch, tokens, 2, heads, size]; their gradient is one tensor."""
+    """Attention as flash_attn_func, with `kv` [batch, tokens, 2, heads, size], whose gradient is one tensor."""
     return _attend(
         "flash_attn_kvpacked_func", (q, kv), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
     )
@@ -249,7 +248,7 @@ def flash_attn_qkvpacked_func(
     qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """Attend as flash_attn_func, all three as [batch, tokens, 3, heads, size]; their gradient is one tensor."""
+    """Attention as flash_attn_func, with `qkv` [batch, tokens, 3, heads, size], whose gradient is one tensor."""
     return _attend(
         "flash_attn_qkvpacked_func", (qkv,), dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs
     )
@@ -261,7 +260,7 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
 ):  # fmt: skip
-    """Attend, [tokens, heads, size] each; with a block table, keys and values are a paged cache, no backward."""
+    """Attention over concatenated sequences, with q, k, v [tokens, heads, size], or a paged cache (block_table)."""
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _attend("flash_attn_varlen_func", (q, k, v), *options)
@@ -272,7 +271,7 @@ def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """Attend, with keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
+    """Attention over concatenated sequences, with `kv` [tokens, 2, heads, size], whose gradient is one tensor."""
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _attend("flash_attn_varlen_kvpacked_func", (q, kv), *options)
@@ -283,7 +282,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """Attend, with all three as [tokens, 3, heads, size]; their gradient is one tensor."""
+    """Attention over concatenated sequences, with `qkv` [tokens, 3, heads, size], whose gradient is one tensor."""
     lengths = SeqLengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
     options = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _attend("flash_attn_varlen_qkvpacked_func", (qkv,), *options)
@@ -295,30 +294,30 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Attend with a cache that is filled in place (mha_fwd_kvcache); padded heads make a copy of the cache."""
+    """Attention with a KV cache that is written in place (mha_fwd_kvcache); copies the cache if heads need padding."""
     _check("flash_attn.flash_attn_with_kvcache", q, k_cache)
-    q, k, v = map(last_contiguous, (q, k, v))
+    q, k, v = map(maybe_contiguous, (q, k, v))
     cache_seqlens = fill_cache_lengths(cache_seqlens, k_cache)
-    batch, queries, heads, size = q.shape
+    batch, queries, heads, head_size = q.shape
     keys = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
-    shared, groups = k_cache.shape[-2], heads // k_cache.shape[-2]
-    swapped = queries == 1 and groups > 1 and max(window_size) < 0 and size % 8 == 0 and alibi_slopes is None
+    key_heads, groups = k_cache.shape[-2], heads // k_cache.shape[-2]
+    swaps_groups = queries == 1 and groups > 1 and max(window_size) < 0 and head_size % 8 == 0 and alibi_slopes is None
     caches = [_pad_head(k_cache), _pad_head(v_cache)]
     query = _pad_head(q)
     out = torch.empty_like(query)
-    sums = q.new_empty((batch, heads, queries), dtype=torch.float32)
-    new = [_pad_head(tensor) for tensor in (k, v) if tensor is not None]
-    if new:
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    new_tokens = [_pad_head(tensor) for tensor in (k, v) if tensor is not None]
+    if new_tokens:
         mark_written(k_cache, v_cache)
-    rows, split_heads = (groups, shared) if swapped else (queries, heads)
-    splits = _allocate_splits(q, batch, split_heads, round_up(size, 8), rows, keys, num_splits)
-    if size % 8:
-        out = out[..., :size]
+    rows, split_heads = (groups, key_heads) if swaps_groups else (queries, heads)
+    splits = _allocate_splits(q, batch, split_heads, round_up(head_size, 8), rows, keys, num_splits)
+    if head_size % 8:
+        out = out[..., :head_size]
         if k is not None:
-            k_cache.copy_(caches[0][..., :size])
-            v_cache.copy_(caches[1][..., :size])
-    del new, splits
-    return (out, sums) if return_softmax_lse else out
+            k_cache.copy_(caches[0][..., :head_size])
+            v_cache.copy_(caches[1][..., :head_size])
+    del new_tokens, splits
+    return (out, lse) if return_softmax_lse else out
 
 
 @_register_inner("forward")
@@ -326,7 +325,7 @@ def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
     return_softmax,
 ):  # fmt: skip
-    """Return output, sums, probabilities and random state."""
+    """Return output, log-sum-exp, probabilities and RNG state of attention over [batch, tokens, heads, size]."""
     _check(f"{_MODULE}._flash_attn_forward", q, k, v)
     options = AttentionOptions(dropout_p, (window_size_left, window_size_right), alibi_slopes, False, return_softmax)
     return run_forward(q, k, v, options, return_softmax)
@@ -338,7 +337,7 @@ def _flash_attn_varlen_forward(
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
     leftpad_k=None, seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
-    """Return output, sums, probabilities and random state, by tokens."""
+    """Return output, log-sum-exp, probabilities and RNG state of attention over [tokens, heads, size]."""
     _check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     window = (window_size_left, window_size_right)
@@ -351,7 +350,7 @@ def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """Return the row sums; the gradients are written in place."""
+    """Write the gradients into `dq`, `dk` and `dv`; return softmax_d, a float32 value per row."""
     _check(f"{_MODULE}._flash_attn_backward", q, k, v)
     gradients = [torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v))]
     return run_backward(dout, q, k, v, out, gradients[1:], deterministic, None)
@@ -363,7 +362,7 @@ def _flash_attn_varlen_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    """Return the row sums, by tokens; the gradients are written in place."""
+    """Write the gradients of concatenated sequences into `dq`, `dk` and `dv`; return softmax_d."""
     _check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
     gradients = [torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v))]
     lengths = SeqLengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from memprof.stubs.flash_attn import extensions
 from memprof.stubs.registry import register_in
-from memprof.stubs.tools import HALF, autocast_dtype, check_on_gpu, kernel, refuse
+from memprof.stubs.tools import HALF, autocast_dtype, check_on_gpu, kernel, refuse_if
 
 _MODULE = "flash_attn.ops.fused_dense"
 _ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
@@ -27,7 +27,7 @@ _register_activation = register_in("flash_attn.ops.activations", source=_SOURCE 
 
 @_register_activation
 def gelu_bwd(g, x):
-    """Run the backward of gelu by several operators, each of which allocates its result."""
+    """Return the gradient of GELU's input, for the gradient `g` of its output; each operator allocates its result."""
     tanh_out = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
     ff = 0.5 * x * ((1 - tanh_out * tanh_out) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh_out)
     return (ff * g).to(dtype=x.dtype)
@@ -35,33 +35,33 @@ def gelu_bwd(g, x):
 
 @_register_activation
 def relu_bwd(g, x):
-    """Run the backward of relu by a comparison and a selection."""
+    """Return the gradient of ReLU's input, for the gradient `g` of its output, by a comparison and torch.where."""
     return torch.where(x >= 0, g, 0.0).to(dtype=x.dtype)
 
 
 @_register_activation
 def sqrelu_fwd(x):
-    """Return the square of ReLU; ReLU is allocated too."""
+    """Return the square of ReLU's output, which is allocated too."""
     r = functional.relu(x)
     return (r * r).to(dtype=x.dtype)
 
 
 @_register_activation
 def sqrelu_bwd(g, x):
-    """Run the backward of sqrelu by three operators."""
+    """Return the gradient of squared ReLU's input, for the gradient `g` of its output, by three operators."""
     return (2.0 * g * functional.relu(x)).to(dtype=x.dtype)
 
 
 @_register_activation
 def swiglu(x, y):
-    """Multiply y by the SiLU of x: saves x and y; one kernel each way."""
+    """Return SiLU(x) * y; saves `x` and `y`; forward and backward are one kernel each, without scratch."""
 
     def forward(x: torch.Tensor, y: torch.Tensor):
         check_on_gpu("flash_attn.ops.activations.swiglu", x, y)
         return torch.empty_like(x), (x, y)
 
     def backward(saved, gradient: torch.Tensor):
-        return tuple(torch.empty_like(one) for one in saved)
+        return tuple(torch.empty_like(t) for t in saved)
 
     return kernel(forward, backward, x, y)
 
@@ -71,13 +71,13 @@ def _get_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return functions.get(name, functional.relu)
 
 
-def _can_fuse(x, *others) -> bool:
+def _can_fuse(x, *parameters) -> bool:
     is_half = x.dtype in HALF or (x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"))
-    return is_half and all(tensor is None or tensor.is_cuda for tensor in (x, *others))
+    return is_half and all(tensor is None or tensor.is_cuda for tensor in (x, *parameters))
 
 
 def _cast_for_autocast(*tensors) -> tuple[Any, ...]:
-    return tuple(one if one is None else one.to(autocast_dtype(one.dtype)).contiguous() for one in tensors)
+    return tuple(t if t is None else t.to(autocast_dtype(t.dtype)).contiguous() for t in tensors)
 
 
 def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_input_gradient(gradient: torch.Tensor, weight: torch.Tensor, shape, *residual: torch.Tensor):
-    """Return the gradient [*shape, size] of the input, plus the residual's gradient, if any."""
+    """Return the input's gradient [*shape, in_features], to which the residual's gradient is added if there is one."""
     if residual:
         return torch.addmm(_flatten_rows(residual[0]), gradient, weight).reshape(*shape, -1)
     return functional.linear(gradient, weight.t()).reshape(*shape, -1)
@@ -93,12 +93,12 @@ def _compute_input_gradient(gradient: torch.Tensor, weight: torch.Tensor, shape,
 
 @_register
 def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
-    """Return a product; the backward has one product for weight and bias, scratch: 4 MiB (32 on Hopper)."""
-    refuse(f"{_MODULE}.fused_dense_func", {"a process group": process_group is not None})
+    """Linear layer, whose backward computes weight and bias gradients in one product; scratch: 4 MiB (Hopper: 32)."""
+    refuse_if(f"{_MODULE}.fused_dense_func", {"a process group": process_group is not None})
     if not _can_fuse(x, weight, bias):
         out = functional.linear(x, weight, bias)
         return (out, x) if return_residual else out
-    needs_grad = [one is not None and one.requires_grad for one in (x, weight, bias)]
+    needs_grad = [t is not None and t.requires_grad for t in (x, weight, bias)]
 
     def forward(x, weight, bias):
         check_on_gpu("flash_attn.ops.fused_dense.fused_dense_func", x, weight)
@@ -124,7 +124,7 @@ def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=
 
 @_register
 class FusedDense(nn.Linear):
-    """A linear layer by fused_dense_func, with its own weight."""
+    """A linear layer that calls fused_dense_func."""
 
     def __init__(self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
@@ -139,51 +139,51 @@ def fused_mlp_func(
     x, weight1, weight2, bias1=None, bias2=None, activation="gelu_approx", save_pre_act=True, return_residual=False,
     checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True,
 ):  # fmt: skip
-    """Run two products with an activation: saves both sides of the activation, one, or none (`checkpoint_lvl`)."""
-    refuse(f"{_MODULE}.fused_mlp_func", {"a process group": process_group is not None})
+    """MLP of two products; saves the activation's input and output, one of them, or neither (`checkpoint_lvl`)."""
+    refuse_if(f"{_MODULE}.fused_mlp_func", {"a process group": process_group is not None})
     assert activation in _ACTIVATIONS
-    divides = x.shape[-1] % (128 if activation == "relu" else 8) == 0
-    if not _can_fuse(x, weight1, weight2, bias1, bias2) or not (divides or not save_pre_act):
+    is_aligned = x.shape[-1] % (128 if activation == "relu" else 8) == 0
+    if not _can_fuse(x, weight1, weight2, bias1, bias2) or not (is_aligned or not save_pre_act):
         out = functional.linear(_get_activation(activation)(functional.linear(x, weight1, bias1)), weight2, bias2)
         return (out, x) if return_residual else out
     inputs = (x, weight1, bias1, weight2, bias2)
-    needs_grad = [one is not None and one.requires_grad for one in inputs]
+    needs_grad = [t is not None and t.requires_grad for t in inputs]
     level, is_gelu = checkpoint_lvl if save_pre_act else 2, activation == "gelu_approx"
     saves_output = level == 0 or (level == 1 and activation == "relu")
 
     def run_first_product(x, weight, bias, saves_input: bool) -> list[torch.Tensor]:
-        """Return the activation's output, and its input."""
+        """Return the activation's output and, if `saves_input`, its input."""
         if heuristic == -1:
-            before = functional.linear(_flatten_rows(x), weight, bias)
-            return [_get_activation(activation)(before), before]
+            pre_act = functional.linear(_flatten_rows(x), weight, bias)
+            return [_get_activation(activation)(pre_act), pre_act]
         return extensions.linear_act_forward(_flatten_rows(x), weight, bias, is_gelu, saves_input, heuristic)  # type: ignore[no-any-return]
 
     def forward(*inputs):
         check_on_gpu("flash_attn.ops.fused_dense.fused_mlp_func", inputs[0], inputs[1], inputs[3])
         x, weight1, bias1, weight2, bias2 = _cast_for_autocast(*inputs)
-        after, *before = run_first_product(x, weight1, bias1, bool(save_pre_act))
-        out = functional.linear(after, weight2, bias2).reshape(*x.shape[:-1], -1)
-        saved = (bias1,) if level == 2 else (*before, after) if saves_output else tuple(before)
+        activated, *pre_act = run_first_product(x, weight1, bias1, bool(save_pre_act))
+        out = functional.linear(activated, weight2, bias2).reshape(*x.shape[:-1], -1)
+        saved = (bias1,) if level == 2 else (*pre_act, activated) if saves_output else tuple(pre_act)
         return (out, x.detach()) if return_residual else out, (x, weight1, weight2, *saved)
 
     def backward(saved, gradient: torch.Tensor, *residual: torch.Tensor):
-        x, weight1, weight2, *others = saved
+        x, weight1, weight2, *saved_activations = saved
         shape = gradient.shape[:-1]
         if level == 2:
-            after, before = run_first_product(x, weight1, others[0], True)
+            activated, pre_act = run_first_product(x, weight1, saved_activations[0], True)
         else:
-            before = others[0]
-            after = others[1] if saves_output else _get_activation(activation)(before)
+            pre_act = saved_activations[0]
+            activated = saved_activations[1] if saves_output else _get_activation(activation)(pre_act)
         gradient = _flatten_rows(gradient.contiguous())
         d_weight2 = d_weight1 = d_bias1 = d_x = None
         d_bias2 = gradient if needs_grad[4] else None
         if needs_grad[3]:
-            d_weight2, d_bias2 = extensions.linear_bias_wgrad(after, gradient, needs_grad[4])
+            d_weight2, d_bias2 = extensions.linear_bias_wgrad(activated, gradient, needs_grad[4])
         if heuristic == -1:
             differentiate = gelu_bwd if is_gelu else sqrelu_bwd if activation == "sqrelu" else relu_bwd
-            d_before = differentiate(functional.linear(gradient, weight2.t()), before)
+            d_before = differentiate(functional.linear(gradient, weight2.t()), pre_act)
         else:
-            d_before, d_bias1 = extensions.bias_act_linear_dgrad_bgrad(weight2, gradient, before, is_gelu, heuristic)
+            d_before, d_bias1 = extensions.bias_act_linear_dgrad_bgrad(weight2, gradient, pre_act, is_gelu, heuristic)
         if needs_grad[0]:
             d_x = _compute_input_gradient(d_before, weight1, shape, *residual)
         if heuristic == -1:
@@ -198,7 +198,7 @@ def fused_mlp_func(
 
 @_register
 class FusedMLP(nn.Module):
-    """An MLP by fused_mlp_func, with its own weights; on Hopper GELU is a separate kernel."""
+    """An MLP that calls fused_mlp_func; on Hopper GELU is a separate kernel."""
 
     def __init__(
         self, in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, activation="gelu_approx",
@@ -206,17 +206,17 @@ class FusedMLP(nn.Module):
     ):  # fmt: skip
         assert checkpoint_lvl in (0, 1, 2) and activation in _ACTIVATIONS
         super().__init__()
-        inner = hidden_features or in_features * 4
+        hidden = hidden_features or in_features * 4
         self.activation, self.return_residual, self.checkpoint_lvl = activation, return_residual, checkpoint_lvl
         self.heuristic = heuristic if activation != "sqrelu" else -1
-        self.fc1 = nn.Linear(in_features, inner, bias=bias1, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(inner, out_features or in_features, bias=bias2, device=device, dtype=dtype)
+        self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out_features or in_features, bias=bias2, device=device, dtype=dtype)
 
     def forward(self, x, process_group=None):
         heuristic = self.heuristic
         if heuristic == "auto":
-            hopper = torch.cuda.get_device_capability("cuda") == (9, 0)
-            heuristic = -1 if hopper and self.activation == "gelu_approx" else 0
+            is_hopper = torch.cuda.get_device_capability("cuda") == (9, 0)
+            heuristic = -1 if is_hopper and self.activation == "gelu_approx" else 0
         return fused_mlp_func(
             x, self.fc1.weight, self.fc2.weight, self.fc1.bias, self.fc2.bias, activation=self.activation,
             save_pre_act=self.training, return_residual=self.return_residual, checkpoint_lvl=self.checkpoint_lvl,

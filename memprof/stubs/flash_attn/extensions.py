@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from memprof.stubs.registry import stub
-from memprof.stubs.tools import HALF, check_on_gpu, mark_written, num_multiprocessors, require
+from memprof.stubs.tools import HALF, check_on_gpu, count_multiprocessors, mark_written, require
 
 _REPOSITORY = "Dao-AILab/flash-attention@"
 _NORM_SOURCE = f"{_REPOSITORY}v2.8.3:csrc/layer_norm/ln_api.cpp"
@@ -30,18 +30,18 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
 
 @stub("xentropy_cuda_lib.forward", source=_LOSS_SOURCE)
 def cross_entropy(input, labels, smoothing, total_classes=-1):
-    """Return a loss and a log of sums for each row, in float32."""
+    """Return the loss and the log-sum-exp of each row, in float32."""
     name = "xentropy_cuda_lib.forward"
     check_on_gpu(name, input, labels)
     require(input.dim() == 2 and labels.shape == input.shape[:1], name, "a label for each row of logits")
     require(labels.dtype == torch.int64 and input.is_contiguous(), name, "labels of int64 and contiguous logits")
-    sums = torch.empty_like(labels, dtype=torch.float32)
-    return [torch.empty_like(sums), sums]
+    lse = torch.empty_like(labels, dtype=torch.float32)
+    return [torch.empty_like(lse), lse]
 
 
 @stub("xentropy_cuda_lib.backward", source=_LOSS_SOURCE)
 def cross_entropy_backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1):
-    """Return the gradient of the logits, which with `inplace` overwrites the logits."""
+    """Return the gradient of the logits, which overwrites them if `inplace`."""
     name = "xentropy_cuda_lib.backward"
     check_on_gpu(name, grad_loss, logits, max_log_sum_exp, labels)
     require(grad_loss.dtype == torch.float32, name, "gradients of float32")
@@ -62,7 +62,7 @@ def dropout_add_ln_fwd(
     x0, residual_, gamma, beta_, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, epsilon, rowscale_const,
     z_numrows, gen_, residual_in_fp32=False, is_rms_norm=False,
 ):  # fmt: skip
-    """Return the norm, the sum of input and residual (if any), a mask of bytes and two statistics a row."""
+    """Return norm, sum of input and residual, uint8 dropout mask (None if not needed), mean and rstd of each row."""
     name = "dropout_layer_norm.dropout_add_ln_fwd"
     check_on_gpu(name, x0, residual_, gamma, beta_)
     _check_norm(name, x0, gamma)
@@ -81,7 +81,7 @@ def dropout_add_ln_bwd(
     dz, dx_, x, x0_, dmask_, mu, rsigma, gamma, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, rowscale_const,
     x0_numrows, has_residual, is_rms_norm=False,
 ):  # fmt: skip
-    """Return the gradients of input, residual and all parameters, and the partial sums of the parameter gradients."""
+    """Return the gradients of input, residual and parameters, and the partial sums of the parameters' gradients."""
     name = "dropout_layer_norm.dropout_add_ln_bwd"
     check_on_gpu(name, dz, x, gamma)
     _check_norm(name, x, gamma)
@@ -90,12 +90,12 @@ def dropout_add_ln_bwd(
     d_residual = torch.empty_like(x) if has_residual else None
     gradients = [d_x0, d_residual, torch.empty_like(gamma), torch.empty_like(gamma)]
     d_scale = [] if colscale_ is None else [torch.empty_like(colscale_)]
-    parts = [x.new_empty((num_multiprocessors(), cols), dtype=torch.float32) for _ in range(2 + len(d_scale))]
+    parts = [x.new_empty((count_multiprocessors(), cols), dtype=torch.float32) for _ in range(2 + len(d_scale))]
     return [*gradients, *parts[:2], *d_scale, *parts[2:]]
 
 
 def _run_product(name: str, *tensors) -> None:
-    """Check the arguments as the extension does, and allocate cuBLASLt's workspace for the call."""
+    """Check the arguments of a matrix product, and allocate and free cuBLASLt's workspace for it."""
     check_on_gpu(name, *tensors)
     matrices = [tensor for tensor in tensors if tensor is not None]
     require(matrices[0].dtype in HALF and matrices[0].dtype == matrices[1].dtype, name, "half precision")
@@ -106,7 +106,7 @@ def _run_product(name: str, *tensors) -> None:
 
 @stub("fused_dense_lib.linear_bias_wgrad", source=_DENSE_SOURCE)
 def linear_bias_wgrad(input, d_output, has_d_bias):
-    """Return the gradients of a weight and of a bias from one product; scratch: 4 MiB (32 on Hopper)."""
+    """Return the gradients of a linear layer's weight and bias, by one product; scratch: 4 MiB (Hopper: 32)."""
     d_weight = input.new_empty((d_output.shape[1], input.shape[1]))
     d_bias = input.new_empty(d_output.shape[1]) if has_d_bias else None
     _run_product("fused_dense_lib.linear_bias_wgrad", input, d_output)
@@ -115,7 +115,7 @@ def linear_bias_wgrad(input, d_output, has_d_bias):
 
 @stub("fused_dense_lib.linear_act_forward", source=_DENSE_SOURCE)
 def linear_act_forward(input, weight, bias_, is_gelu, save_pre_act, heuristic):
-    """Return a product after its activation and before it (for ReLU a bit each); scratch: 4 MiB (32 on Hopper)."""
+    """Return the activation's output and, if `save_pre_act`, its input (for ReLU bits); scratch: 4 MiB (Hopper: 32)."""
     rows, columns = input.shape[0], weight.shape[0]
     outputs = [input.new_empty((rows, columns))]
     if save_pre_act:
@@ -127,7 +127,7 @@ def linear_act_forward(input, weight, bias_, is_gelu, save_pre_act, heuristic):
 
 @stub("fused_dense_lib.bias_act_linear_dgrad_bgrad", source=_DENSE_SOURCE)
 def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic):
-    """Return the gradients before the activation and of the bias; scratch: 4 MiB (32 on Hopper)."""
+    """Return the gradients of the activation's input and of the bias; scratch: 4 MiB (Hopper: 32)."""
     d_bias = weight.new_empty(weight.shape[1])
     d_input = weight.new_empty((d_output.shape[0], weight.shape[1]))
     _run_product("fused_dense_lib.bias_act_linear_dgrad_bgrad", weight, d_output)

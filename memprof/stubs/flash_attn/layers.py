@@ -14,13 +14,13 @@ from torch import nn
 from memprof.stubs.registry import stub
 from memprof.stubs.tools import (
     check_on_gpu,
-    count_autotuning,
+    count_multiprocessors,
     kernel,
-    last_contiguous,
     mark_written,
-    num_multiprocessors,
-    refuse,
-    refuse_given,
+    maybe_contiguous,
+    record_autotuning,
+    refuse_any,
+    refuse_if,
     require,
 )
 
@@ -33,13 +33,13 @@ _NUM_PARTS = 8  # partial gradients of a norm's weight per multiprocessor (sm_co
 def apply_rotary(
     x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
 ):
-    """Return a tensor like `x`, or `x` itself; the part of a head without rotation is copied."""
+    """Return `x` rotated: a new tensor, or `x` itself if `inplace`; dimensions without rotation are copied."""
     check_on_gpu("flash_attn.apply_rotary", x, cos, sin)
     require(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
     require(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
-    longest = x.shape[1] if cu_seqlens is None else max_seqlen
-    require(longest is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
-    require(cos.shape[0] >= longest, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
+    max_length = x.shape[1] if cu_seqlens is None else max_seqlen
+    require(max_length is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
+    require(cos.shape[0] >= max_length, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
     if inplace:
         mark_written(x)
         return x
@@ -55,7 +55,7 @@ def apply_rotary(
     source=_SOURCE + "layers/rotary.py",
 )  # fmt: skip
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
-    """Return a tensor like [batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`; or `x`."""
+    """Return `x` rotated, [batch, tokens, heads, size] or with cu_seqlens [tokens, heads, size]; saves cos, sin."""
 
     def forward(x, cos, sin):
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
@@ -69,10 +69,7 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 
 @stub("flash_attn.layers.rotary.apply_rotary_emb_qkv_", source=_SOURCE + "layers/rotary.py")
 def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
-    """Rotate queries and keys of [batch, tokens, 3, heads, size] in place, and also their gradient.
-
-    Packed for one kernel they are a view where `qkv` is contiguous; a gradient that is not is rotated in two.
-    """
+    """Rotate the queries and keys in `qkv` [batch, tokens, 3, heads, size], and in its gradient, in place."""
 
     def forward(qkv, *tables):
         check_on_gpu("flash_attn.apply_rotary_emb_qkv_", qkv)
@@ -84,13 +81,13 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
 
 @stub("flash_attn.layers.rotary.apply_rotary_emb_kv_", source=_SOURCE + "layers/rotary.py")
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
-    """Rotate the keys of [batch, tokens, 2, heads, size] in place, and also their gradient."""
+    """Rotate the keys in `kv` [batch, tokens, 2, heads, size], and in its gradient, in place."""
     return apply_rotary_emb_qkv_(kv, cos, sin, None, None, interleaved, seqlen_offsets)
 
 
 @stub("flash_attn.layers.rotary.RotaryEmbedding", source=_SOURCE + "layers/rotary.py")
 class RotaryEmbedding(nn.Module):
-    """A rotary embedding that caches cosines and sines of the longest sequence so far, in the dtype of the queries."""
+    """A rotary embedding, which caches cosines and sines for the longest sequence so far, in the input's dtype."""
 
     inv_freq: torch.Tensor
     scale: Any
@@ -108,8 +105,8 @@ class RotaryEmbedding(nn.Module):
         self._tables: dict[str, torch.Tensor | None] = {}
 
     def _compute_inv_freq(self, device=None):
-        numbers = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        return 1.0 / (self.base ** (numbers / self.dim))
+        exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return 1.0 / (self.base ** (exponents / self.dim))
 
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         cached = self._tables.get("cos")
@@ -120,8 +117,8 @@ class RotaryEmbedding(nn.Module):
             return
         self._seq_len_cached = seqlen
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        single = self.inv_freq.dtype == torch.float32
-        freqs = torch.outer(positions, self.inv_freq if single else self._compute_inv_freq(device=device))
+        is_float32 = self.inv_freq.dtype == torch.float32
+        freqs = torch.outer(positions, self.inv_freq if is_float32 else self._compute_inv_freq(device=device))
         functions = (("cos", torch.cos), ("sin", torch.sin))
         if self.scale is None:
             for name, function in functions:
@@ -150,16 +147,17 @@ class RotaryEmbedding(nn.Module):
 
 
 def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return last_contiguous(tensor.reshape(-1, tensor.shape[-1]))  # type: ignore[no-any-return]
+    return maybe_contiguous(tensor.reshape(-1, tensor.shape[-1]))  # type: ignore[no-any-return]
 
 
 def norm(
     name: str, num_parts: int, x: torch.Tensor, weight, bias, residual, dropout_p: float, prenorm: bool,
     residual_in_fp32: bool, is_rms: bool, out_dtype=None,
 ):  # fmt: skip
-    """Run LayerNormFn: saves x, or its sum with the residual in the latter's dtype, and 1 or 2 statistics a row.
+    """Run LayerNormFn: saves `x`, or its sum with the residual in the residual's dtype, and row statistics.
 
-    `name` is the called function, "package.function"; weights' gradients have `num_parts` parts per multiprocessor.
+    `name` is the called function, "package.function". The backward allocates `num_parts` partial gradients of weight
+    and bias per multiprocessor.
     """
     shape, dtype, has_residual = x.shape, x.dtype, residual is not None
     sum_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
@@ -167,33 +165,34 @@ def norm(
 
     def forward(x, weight, bias, residual):
         check_on_gpu(name, x)
-        for parameter in (weight, bias):
-            require(parameter is None or parameter.shape == shape[-1:], name, f"weights of {shape[-1]}")
+        for weight_or_bias in (weight, bias):
+            require(weight_or_bias is None or weight_or_bias.shape == shape[-1:], name, f"weights of {shape[-1]}")
         rows = _flatten_rows(x)
         output = torch.empty_like(rows, dtype=out_dtype)
-        summed = rows
+        x_sum = rows
         if has_residual or sum_dtype not in (None, dtype) or dropout_p > 0:
-            summed = torch.empty_like(rows, dtype=sum_dtype or dtype)
+            x_sum = torch.empty_like(rows, dtype=sum_dtype or dtype)
         num_rows = rows.shape[0]
         mean = None if is_rms else rows.new_empty(num_rows, dtype=torch.float32)
-        deviation = rows.new_empty(num_rows, dtype=torch.float32)
+        rstd = rows.new_empty(num_rows, dtype=torch.float32)
         seeds = torch.randint(2**32, (num_rows,), device=rows.device, dtype=torch.int64) if dropout_p > 0 else None
-        count_autotuning(f"{name} forward", key)
-        saved = (summed, weight.contiguous(), bias, seeds, mean, deviation)
+        record_autotuning(f"{name} forward", key)
+        saved = (x_sum, weight.contiguous(), bias, seeds, mean, rstd)
         result = output.reshape(shape)
-        return ((result, summed.reshape(shape)) if prenorm else result), saved
+        return ((result, x_sum.reshape(shape)) if prenorm else result), saved
 
     def backward(saved, gradient, *sum_gradient):
-        summed, *parameters = saved[:3]
+        x_sum, *parameters = saved[:3]
         gradient = _flatten_rows(gradient)
-        d_x = torch.empty(summed.shape, dtype=dtype, device=summed.device)
-        is_separate = has_residual and (dtype != summed.dtype or dropout_p > 0)
-        d_residual = torch.empty_like(summed) if is_separate else d_x
-        sums = (num_multiprocessors() * num_parts, shape[-1])
-        parts = [None if one is None else summed.new_empty(sums, dtype=torch.float32) for one in parameters]
-        count_autotuning(f"{name} backward", key)
+        d_x = torch.empty(x_sum.shape, dtype=dtype, device=x_sum.device)
+        is_separate = has_residual and (dtype != x_sum.dtype or dropout_p > 0)
+        d_residual = torch.empty_like(x_sum) if is_separate else d_x
+        parts_shape = (count_multiprocessors() * num_parts, shape[-1])
+        parts = [None if t is None else x_sum.new_empty(parts_shape, dtype=torch.float32) for t in parameters]
+        record_autotuning(f"{name} backward", key)
         d_weight, d_bias = (
-            None if part is None else part.sum(0).to(one.dtype) for part, one in zip(parts, parameters, strict=True)
+            None if partial is None else partial.sum(0).to(t.dtype)
+            for partial, t in zip(parts, parameters, strict=True)
         )
         return d_x.reshape(shape), d_weight, d_bias, d_residual.reshape(shape) if has_residual else None
 
@@ -206,8 +205,8 @@ def layer_norm_fn(
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, return_dropout_mask=False,
     out_dtype=None, out=None, residual_out=None,
 ):  # fmt: skip
-    """Return the layer or RMS norm of x or of its sum with a residual; saves row statistics; gradients in parts."""
-    refuse_given(
+    """Return the layer or RMS norm of `x` + `residual`; saves row statistics; partial gradients in the backward."""
+    refuse_any(
         f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale, out=out,
         residual_out=residual_out, return_dropout_mask=return_dropout_mask or None,
     )  # fmt: skip
@@ -223,7 +222,7 @@ def rms_norm_fn(
     prenorm=False, residual_in_fp32=False, zero_centered_weight=False, return_dropout_mask=False, out_dtype=None,
     out=None, residual_out=None,
 ):  # fmt: skip
-    """Return the RMS norm of x or of its sum with a residual, as layer_norm_fn does."""
+    """Return the RMS norm of `x` + `residual`; allocates as layer_norm_fn does."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
         zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
@@ -232,7 +231,7 @@ def rms_norm_fn(
 
 @stub(f"{_NORMS}.RMSNorm", source=_SOURCE + "ops/triton/layer_norm.py")
 class RMSNorm(nn.Module):
-    """An RMS norm by rms_norm_fn, with its own weight."""
+    """An RMS norm that calls rms_norm_fn."""
 
     norm = staticmethod(rms_norm_fn)
 
@@ -260,18 +259,18 @@ def cross_entropy_loss(
     logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100,
     inplace_backward=False, process_group=None,
 ):  # fmt: skip
-    """Return losses and z-losses in float32; saves the logits, which the gradient may overwrite, and their sums."""
-    several = process_group is not None and torch.distributed.get_world_size(process_group) > 1
-    refuse("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", {"a process group of several": several})
+    """Return losses and z-losses in float32; saves logits, which the gradient may overwrite, and log-sum-exp."""
+    is_distributed = process_group is not None and torch.distributed.get_world_size(process_group) > 1
+    refuse_if("flash_attn.ops.triton.cross_entropy.cross_entropy_loss", {"a process group of several": is_distributed})
 
     def forward(logits, labels):
         check_on_gpu("flash_attn.cross_entropy_loss", logits, labels)
         require(labels.shape == logits.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
-        logits = last_contiguous(logits)
+        logits = maybe_contiguous(logits)
         losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
-        has_sums = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0
-        sums = precomputed_lse.contiguous() if has_sums else torch.empty_like(losses)
-        return (losses, torch.empty_like(losses)), (logits, sums, labels)
+        has_lse = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0
+        lse = precomputed_lse.contiguous() if has_lse else torch.empty_like(losses)
+        return (losses, torch.empty_like(losses)), (logits, lse, labels)
 
     def backward(saved, *gradients):
         if inplace_backward:
@@ -284,7 +283,7 @@ def cross_entropy_loss(
 
 @stub("flash_attn.losses.cross_entropy.CrossEntropyLoss", source=_SOURCE + "losses/cross_entropy.py")
 class CrossEntropyLoss(nn.Module):
-    """The cross-entropy loss: its mean over the labels that count, its sum, or each label's loss."""
+    """The cross-entropy loss: mean over labels that are not ignored, sum, or the loss of each label."""
 
     def __init__(
         self, ignore_index=-100, reduction="mean", label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
@@ -302,8 +301,8 @@ class CrossEntropyLoss(nn.Module):
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
             self.ignore_index, self.inplace_backward, self.process_group,
         )  # fmt: skip
-        reduced = tuple(self._reduce(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)])
-        return reduced if self.return_z_loss else reduced[0]
+        results = tuple(self._reduce(loss, target) for loss in losses[: 1 + bool(self.return_z_loss)])
+        return results if self.return_z_loss else results[0]
 
     def _reduce(self, loss, target):
         if self.reduction == "mean":

@@ -29,24 +29,24 @@ def _norm(
     x0, residual, weight, bias, rowscale, layerscale, dropout_p: float, residual_in_fp32: bool = False,
     prenorm: bool = False, is_rms_norm: bool = False, return_mask: bool = False,
 ):  # fmt: skip
-    """Run DropoutAddLayerNormFn: saves the sum, or the input; a mask of bytes, two statistics a row."""
+    """Run DropoutAddLayerNormFn: saves the sum (or the input), the dropout mask (uint8), and two statistics per row."""
     shape, has_residual, has_bias = x0.shape, residual is not None, bias is not None
 
     def view_rows(tensor):
         return None if tensor is None else tensor.view(-1, shape[-1])
 
     def forward(*tensors):
-        contiguous: list[Any] = [None if one is None else one.contiguous() for one in tensors]
-        x0, residual, weight, bias, rowscale, layerscale = contiguous
+        contiguous_tensors: list[Any] = [None if t is None else t.contiguous() for t in tensors]
+        x0, residual, weight, bias, rowscale, layerscale = contiguous_tensors
         rows = view_rows(x0)
         residual_rows = None if residual is None else residual.view(rows.shape)
         z, x, mask, mu, sigma = extensions.dropout_add_ln_fwd(
             rows, residual_rows, weight, bias, rowscale, layerscale, None, None, dropout_p, 1e-5, 1.0, 0, None,
             residual_in_fp32, is_rms_norm,
         )  # fmt: skip
-        summed = (x0 if x is None else x).view(shape)
-        saved = (summed, x0 if layerscale is not None else None, mask, weight, mu, sigma, rowscale, layerscale)
-        outputs = [z.view(shape), *([summed.detach()] if prenorm else [])]
+        x_sum = (x0 if x is None else x).view(shape)
+        saved = (x_sum, x0 if layerscale is not None else None, mask, weight, mu, sigma, rowscale, layerscale)
+        outputs = [z.view(shape), *([x_sum.detach()] if prenorm else [])]
         if return_mask:
             outputs.append(torch.ones(shape, dtype=torch.uint8, device=x0.device) if mask is None else mask.view(shape))
         return (tuple(outputs) if len(outputs) > 1 else outputs[0]), saved
@@ -67,7 +67,7 @@ def _norm(
 
 @_register_layer_norm
 def layer_norm(x, weight, bias, epsilon):
-    """Return the layer norm: two statistics a row, gradients of parameters in parts."""
+    """Return the layer norm; saves two statistics per row; partial gradients of parameters in the backward."""
     return _norm(x, None, weight, bias, None, None, 0.0)
 
 
@@ -86,18 +86,18 @@ def _make_dropout_add_norm(name: str, is_rms: bool, docstring: str) -> Callable[
 
 
 for _register, _kind in ((_register_layer_norm, "layer"), (_register_rms_norm, "rms")):
-    _docstring = f"Return the {_kind} norm of the input's dropout plus residual; a mask of bytes, two statistics a row."
+    _docstring = f"Return the {_kind} norm of dropout(x0) + residual; saves the sum, a uint8 mask, statistics per row."
     _register(_make_dropout_add_norm(f"dropout_add_{_kind}_norm", _kind == "rms", _docstring))
 
 
 @_register_rms_norm
 def rms_norm(x, weight, epsilon):
-    """Return the RMS norm: two statistics a row, gradients of parameters in parts."""
+    """Return the RMS norm; saves two statistics per row; partial gradients of the weight in the backward."""
     return _norm(x, None, weight, None, None, None, 0.0, is_rms_norm=True)
 
 
 class _NormLayer(nn.Module):
-    """A norm with its own parameters."""
+    """The base of norm layers: parameters, and a forward with an optional residual."""
 
     is_rms = False
 
@@ -127,19 +127,19 @@ class _NormLayer(nn.Module):
 
 @_register_layer_norm
 class DropoutAddLayerNorm(_NormLayer):
-    """A layer norm by dropout_add_layer_norm, with its own parameters."""
+    """A layer norm that calls dropout_add_layer_norm."""
 
 
 @_register_rms_norm
 class DropoutAddRMSNorm(_NormLayer):
-    """An RMS norm by dropout_add_rms_norm, with its own weight."""
+    """An RMS norm that calls dropout_add_rms_norm."""
 
     is_rms = True
 
 
 @_register_rms_norm
 class RMSNorm(_NormLayer):
-    """An RMS norm by rms_norm, with its own weight."""
+    """An RMS norm that calls rms_norm."""
 
     is_rms = True
 

@@ -1,4 +1,4 @@
-"""flashinfer's attention: one sequence with 32 MiB of scratch, or a batch with the workspaces of its wrapper.
+"""flashinfer's attention: of one sequence, with 32 MiB of scratch, or of a batch, with a wrapper's workspaces.
 
 Sources: flashinfer/decode.py, prefill.py and utils.py of flashinfer-ai/flashinfer@v0.6.17. A batch's kernels allocate
 nothing: their scratch is in the program's workspace. A workspace that is too small is not reported.
@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from memprof.stubs.flashinfer.layers import public
+from memprof.stubs.flashinfer.layers import register
 from memprof.stubs.flashinfer.pages import check_layout, get_seq_lens, unpack_cache
-from memprof.stubs.tools import check_on_gpu, keep_for_run, mark_written, refuse
+from memprof.stubs.tools import check_on_gpu, keep_for_run, mark_written, refuse_if
 
 _WORKSPACE_BYTES = 32 * 1024 * 1024
 _INT_WORKSPACE_BYTES = 8 * 1024 * 1024
@@ -23,7 +23,7 @@ _POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 _SUPPORTED_BACKENDS = ("auto", "fa2", "fa3")
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 # Options of a decoding plan that may still be given by position.
-_LATE_OPTIONS = (
+_PLAN_OPTIONS = (
     "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type",
     "sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size",
     "disable_split_kv", "q_len_per_req",
@@ -36,7 +36,7 @@ def _check_position_mode(pos_encoding_mode: str) -> None:
 
 
 def _refuse_options(name: str, **options) -> None:
-    refuse(f"flashinfer.{name}", {
+    refuse_if(f"flashinfer.{name}", {
         f"{option}={value!r}" if isinstance(value, str) else option: value is not None
         for option, value in options.items()
     })  # fmt: skip
@@ -44,11 +44,11 @@ def _refuse_options(name: str, **options) -> None:
 
 def _check_supported(name: str, backend: str = "auto", dtypes: tuple[torch.dtype, ...] = ()) -> None:
     reasons = {f'backend="{backend}"': backend not in _SUPPORTED_BACKENDS}
-    refuse(f"flashinfer.{name}", reasons | {str(dtype): dtype in _BYTE_DTYPES for dtype in dtypes})
+    refuse_if(f"flashinfer.{name}", reasons | {str(dtype): dtype in _BYTE_DTYPES for dtype in dtypes})
 
 
 def _make_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """Return the ALiBi slopes, as get_alibi_slopes does."""
+    """Return the ALiBi slope of each head in float32, as flashinfer's get_alibi_slopes does."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = torch.pow(2.0 ** (-8.0 / power), torch.arange(1, 1 + power, device=device))
     if power < heads:
@@ -57,17 +57,17 @@ def _make_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return slopes.float()
 
 
-def _scale(out: torch.Tensor, scale) -> torch.Tensor:
+def _scale_in_place(out: torch.Tensor, scale) -> torch.Tensor:
     return out if scale is None or (isinstance(scale, float) and scale == 1.0) else out.mul_(scale)
 
 
-@public("decode", "single_decode_with_kv_cache")
+@register("decode", "single_decode_with_kv_cache")
 def single_decode_with_kv_cache(
     q, k, v, kv_layout="NHD", pos_encoding_mode="NONE", use_tensor_cores=False, q_scale=None, k_scale=None,
     v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     return_lse=False,
 ):  # fmt: skip
-    """Attend with the query of one token: allocates the output, and 32 MiB of scratch."""
+    """Return attention for the query of one token; scratch: 32 MiB."""
     name = "single_decode_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v)
     _check_position_mode(pos_encoding_mode)
@@ -76,14 +76,14 @@ def single_decode_with_kv_cache(
     return _attend_single(q, lambda: torch.empty_like(q), pos_encoding_mode, return_lse, v_scale)
 
 
-@public("prefill", "single_prefill_with_kv_cache")
+@register("prefill", "single_prefill_with_kv_cache")
 def single_prefill_with_kv_cache(
     q, k, v, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None, packed_custom_mask=None,
     causal=False, kv_layout="NHD", pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1,
     logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto", return_lse=False, kv_cache_sf=None,
     k_scale=None, v_scale=None,
 ):  # fmt: skip
-    """Attend with the queries of one sequence: allocates the output, and 32 MiB of scratch."""
+    """Return attention for the queries of one sequence; scratch: 32 MiB."""
     name = "single_prefill_with_kv_cache"
     check_on_gpu(f"flashinfer.{name}", q, k, v, packed_custom_mask)
     _check_position_mode(pos_encoding_mode)
@@ -93,23 +93,23 @@ def single_prefill_with_kv_cache(
     _check_supported(name, dtypes=(q.dtype, k.dtype))
     _check_shapes(name, q, 3, k, v)
     shape = (*q.shape[:-1], v.shape[-1])
-    made = functools.partial(torch.empty, shape, dtype=o_dtype or q.dtype, device=q.device)
-    return _attend_single(q, made, pos_encoding_mode, return_lse, v_scale)
+    make_out = functools.partial(torch.empty, shape, dtype=o_dtype or q.dtype, device=q.device)
+    return _attend_single(q, make_out, pos_encoding_mode, return_lse, v_scale)
 
 
-def _attend_single(q: torch.Tensor, made: Callable[[], torch.Tensor], positions: str, return_lse: bool, v_scale):
-    """Attend with queries [..., heads, size]: allocates the output, and 32 MiB of scratch."""
+def _attend_single(q: torch.Tensor, make: Callable[[], torch.Tensor], pos_mode: str, return_lse: bool, v_scale):
+    """Return attention of one sequence, in a tensor from `make`, and log-sum-exp if `return_lse`; scratch: 32 MiB."""
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
-    out = made()
-    slopes = _make_slopes(q.shape[-2], q.device) if positions == "ALIBI" else None
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    out = make()
+    slopes = _make_slopes(q.shape[-2], q.device) if pos_mode == "ALIBI" else None
     del slopes
-    out = _scale(out, v_scale)
+    out = _scale_in_place(out, v_scale)
     del workspace
-    return (out, sums) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
-public("prefill", "single_prefill_with_kv_cache_return_lse")(
+register("prefill", "single_prefill_with_kv_cache_return_lse")(
     functools.partial(single_prefill_with_kv_cache, return_lse=True)
 )
 
@@ -121,8 +121,8 @@ def _check_shapes(name: str, q: torch.Tensor, dimensions: int, k: torch.Tensor, 
         raise RuntimeError(f"flashinfer.{name}: heads of {q.shape[-1]} in q, of {k.shape[-1]} in k")
 
 
-class _Wrapper:
-    """The base of all wrappers: the program's workspace, 8 MiB for indices, and their copy in pinned host memory."""
+class _AttentionWrapper:
+    """The base of the wrappers for batches: the program's workspace, and 8 MiB for indices on GPU and pinned host."""
 
     _name = ""
 
@@ -146,7 +146,7 @@ class _Wrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Return whether index tensors are copied into the program's buffers."""
+        """Return whether the wrapper is used with CUDA graphs: indices are copied into the program's buffers."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -156,20 +156,20 @@ class _Wrapper:
         )
 
     def end_forward(self) -> None:
-        """Do nothing."""
+        """Do nothing, as in the real package."""
 
-    def _move_indices(self, non_blocking: bool, **numbers: torch.Tensor) -> None:
-        """Move index tensors to the GPU; with CUDA graphs, into the program's buffers, whose size suffices."""
-        for name, given in numbers.items():
+    def _move_indices(self, non_blocking: bool, **indices: torch.Tensor) -> None:
+        """Move index tensors to the GPU, with CUDA graphs into the program's buffers of the same names."""
+        for name, tensor in indices.items():
             if not self._use_cuda_graph:
-                self._index_tensors[name] = given.to(self.device, non_blocking=non_blocking)
+                self._index_tensors[name] = tensor.to(self.device, non_blocking=non_blocking)
                 continue
-            own = self._index_tensors.get(name)
-            if own is None:
+            buffer = self._index_tensors.get(name)
+            if buffer is None:
                 raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
-            if len(given) > len(own):
+            if len(tensor) > len(buffer):
                 raise ValueError(f"The length of {name} exceeds the allocated buffer size.")
-            own[: len(given)].copy_(given, non_blocking=non_blocking)
+            buffer[: len(tensor)].copy_(tensor, non_blocking=non_blocking)
 
     def _set_dtypes(self, q, kv, o) -> None:
         q = _parse_dtype(q)
@@ -178,7 +178,7 @@ class _Wrapper:
         self._q_dtype, self._kv_dtype, self._o_dtype = q, kv, q if o is None else _parse_dtype(o)
         self._is_planned = True
 
-    def _check_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others) -> None:
+    def _check_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra_args) -> None:
         check_on_gpu(f"flashinfer.{self._name}", q, k, v)
         if not self._is_planned:
             raise AssertionError("plan info is not initialized")
@@ -188,7 +188,7 @@ class _Wrapper:
                     f"The dtype of {name} {tensor.dtype} does not match the {'kv' if name == 'k' else 'q'}_data_type "
                     f"{dtype} specified in plan function."
                 )
-        refuse(f"flashinfer.{self._name}.run", {"arguments of kernels of one's own": others})
+        refuse_if(f"flashinfer.{self._name}.run", {"arguments of kernels of one's own": extra_args})
 
     def _make_outputs(
         self, q: torch.Tensor, v: torch.Tensor, out, lse, return_lse: bool, v_scale=None, *, zeros: bool = False,
@@ -206,16 +206,16 @@ class _Wrapper:
         mark_written(out)
         heads = q.shape[1]
         keep_for_run(("flashinfer", "slopes", heads, self.device), lambda: _make_slopes(heads, self.device))
-        out = _scale(out, v_scale)
+        out = _scale_in_place(out, v_scale)
         return (out, lse) if return_lse else out
 
 
-def _parse_dtype(given) -> torch.dtype:
-    if isinstance(given, str):
-        return getattr(torch, given)  # type: ignore[no-any-return]
-    if not isinstance(given, torch.dtype):
-        raise TypeError(f"dtype must be a string or torch.dtype, got {type(given)}")
-    return given
+def _parse_dtype(dtype) -> torch.dtype:
+    if isinstance(dtype, str):
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a string or torch.dtype, got {type(dtype)}")
+    return dtype
 
 
 def _check_output(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) -> None:
@@ -225,9 +225,9 @@ def _check_output(tensor: torch.Tensor, shape, dtype: torch.dtype, name: str) ->
         raise ValueError(f"Invalid dtype of {name}: expected {dtype}, got {tensor.dtype}")
 
 
-@public("decode", "BatchDecodeWithPagedKVCacheWrapper")
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """Attention of one token per sequence: allocates the output; 8 MiB, index tensors and ALiBi slopes are kept."""
+@register("decode", "BatchDecodeWithPagedKVCacheWrapper")
+class BatchDecodeWithPagedKVCacheWrapper(_AttentionWrapper):
+    """Attention for one token per sequence: allocates the output; keeps 8 MiB, index tensors and ALiBi slopes."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
@@ -255,13 +255,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
         *deprecated_positional_args, **kwargs,
     ):  # fmt: skip
-        if len(deprecated_positional_args) > len(_LATE_OPTIONS):
-            raise TypeError(f"{self._name}.plan() accepts at most {len(_LATE_OPTIONS)} more arguments by position")
-        given = dict(zip(_LATE_OPTIONS, deprecated_positional_args, strict=False))
-        twice = given.keys() & kwargs.keys()
-        if twice:
-            raise TypeError(f"{self._name}.plan() got multiple values for argument {min(twice)!r}")
-        self._plan_decode(indptr, indices, last_page_len, page_size, **given, **kwargs)
+        if len(deprecated_positional_args) > len(_PLAN_OPTIONS):
+            raise TypeError(f"{self._name}.plan() accepts at most {len(_PLAN_OPTIONS)} more arguments by position")
+        options = dict(zip(_PLAN_OPTIONS, deprecated_positional_args, strict=False))
+        duplicates = options.keys() & kwargs.keys()
+        if duplicates:
+            raise TypeError(f"{self._name}.plan() got multiple values for argument {min(duplicates)!r}")
+        self._plan_decode(indptr, indices, last_page_len, page_size, **options, **kwargs)
 
     def _plan_decode(
         self, indptr, indices, last_page_len, page_size, *, pos_encoding_mode="NONE", window_left=-1, window_right=0,
@@ -305,10 +305,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
 
-@public("prefill", "BatchPrefillWithPagedKVCacheWrapper")
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """Attention of any number of tokens per sequence with paged keys and values: allocates an output of zeros; 8 MiB,
-    lengths of 32,768 sequences, index tensors and ALiBi slopes are kept."""
+@register("prefill", "BatchPrefillWithPagedKVCacheWrapper")
+class BatchPrefillWithPagedKVCacheWrapper(_AttentionWrapper):
+    """Attention for several tokens per sequence with paged keys and values: allocates an output of zeros; keeps 8 MiB,
+    lengths of 32,768 sequences, index tensors and ALiBi slopes."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
@@ -361,10 +361,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
 
-@public("prefill", "BatchPrefillWithRaggedKVCacheWrapper")
-class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
-    """Attention of any number of tokens per sequence with ragged keys and values: allocates the output; 8 MiB, index
-    tensors and ALiBi slopes are kept."""
+@register("prefill", "BatchPrefillWithRaggedKVCacheWrapper")
+class BatchPrefillWithRaggedKVCacheWrapper(_AttentionWrapper):
+    """Attention for several tokens per sequence with ragged keys and values: allocates the output; keeps 8 MiB, index
+    tensors and ALiBi slopes."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
@@ -383,20 +383,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None,
     ):  # fmt: skip
         _refuse_options(f"{self._name}.plan", custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
-        refuse(f"flashinfer.{self._name}.plan", {"use_fp16_qk_reduction=True": use_fp16_qk_reduction})
+        refuse_if(f"flashinfer.{self._name}.plan", {"use_fp16_qk_reduction=True": use_fp16_qk_reduction})
         _check_position_mode(pos_encoding_mode)
         if len(kv_indptr) != len(qo_indptr):
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
         self._move_indices(non_blocking, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
-        others = {"v": v_indptr, "o": o_indptr}
-        self._others = {key: given.to(self.device) for key, given in others.items() if given is not None}
+        optional_indptrs = {"v": v_indptr, "o": o_indptr}
+        self._indptrs = {key: tensor.to(self.device) for key, tensor in optional_indptrs.items() if tensor is not None}
         self._set_dtypes(q_data_type, kv_data_type, o_data_type)
 
     def run(
         self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
         return_lse=False, enable_pdl=None, kv_cache_sf=None,
     ):  # fmt: skip
-        """Return the output in the dtype of the queries, and with `return_lse` the logarithms of sums."""
+        """Return the output in the dtype of the queries, and if `return_lse` the log-sum-exp in float32."""
         _refuse_options(f"{self._name}.run", kv_cache_sf=kv_cache_sf)
         self._check_run(q, k, v, *args)
         return self._make_outputs(q, v, out, lse, return_lse, dtype=q.dtype if out is None else None)

@@ -16,14 +16,14 @@ from memprof.stubs.tools import check_on_gpu, mark_written
 _SOURCE = "flashinfer-ai/flashinfer@v0.6.17:flashinfer/"
 
 
-def public(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
-    """Register a function that `flashinfer.module` and the package itself have."""
+def register(module: str, name: str, file: str = "") -> Callable[[Any], Any]:
+    """Return a decorator that registers a stub as `flashinfer.name` and `flashinfer.module.name`."""
     return stub(f"flashinfer.{module}.{name}", f"flashinfer.{name}", source=f"{_SOURCE}{file or module + '.py'}")
 
 
-def _gate(name: str) -> Callable[..., Any]:
+def _make_gate(name: str) -> Callable[..., Any]:
     def gate(input, out=None, enable_pdl=None):
-        """Return a tensor of half the last dimension."""
+        """Return the activation of one half of the last dimension times the other half; writes `out` if given."""
         check_on_gpu(f"flashinfer.{name}", input, out)
         if input.shape[-1] * input.dtype.itemsize % 16:
             raise ValueError("The pointers must be multiple of 16 bytes.")
@@ -39,7 +39,7 @@ def _gate(name: str) -> Callable[..., Any]:
 
 
 for _name in ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"):
-    public("activation", _name)(_gate(_name))
+    register("activation", _name)(_make_gate(_name))
 
 
 _NORM = "norm/__init__.py"
@@ -56,69 +56,69 @@ def _normalize(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.
 
 
 def _register_rms_norms(prefix: str) -> None:
-    """Register RMS norms, with or without a residual, of Llama or of Gemma, whose weights are offset by one."""
+    """Register flashinfer's rmsnorm and fused_add_rmsnorm under names with `prefix`."""
 
-    @public("norm", f"{prefix}rmsnorm", _NORM)
+    @register("norm", f"{prefix}rmsnorm", _NORM)
     def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
-        """Return a tensor like the input."""
+        """Return the RMS norm of `input`; writes `out` if given."""
         return _normalize(f"{prefix}rmsnorm", input, weight, out)
 
-    @public("norm", f"{prefix}fused_add_rmsnorm", _NORM)
+    @register("norm", f"{prefix}fused_add_rmsnorm", _NORM)
     def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
-        """Write the sum into the residual, and its norm into the input; nothing is allocated."""
-        for given in (input, residual):
-            _normalize(f"{prefix}fused_add_rmsnorm", given, weight, given)
+        """Write the sum of both into `residual`, and its norm into `input`; nothing is allocated."""
+        for tensor in (input, residual):
+            _normalize(f"{prefix}fused_add_rmsnorm", tensor, weight, tensor)
 
 
 _register_rms_norms("")
 _register_rms_norms("gemma_")
 
 
-@public("norm", "layernorm", _NORM)
+@register("norm", "layernorm", _NORM)
 def layernorm(input, gemma, beta, eps=1e-6):
-    """Return a tensor like the input."""
+    """Return the layer norm of `input`."""
     return _normalize("layernorm", input, gemma, None)
 
 
 def _rotate(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors like queries and keys."""
+    """Return rotated copies of queries and keys."""
     check_on_gpu(f"flashinfer.{name}", *tensors)
     return tuple(map(torch.empty_like, tensors))
 
 
 def _rotate_in_place(name: str, *tensors: torch.Tensor) -> None:
-    """Write queries and keys in place."""
+    """Rotate queries and keys in place; nothing is allocated."""
     check_on_gpu(f"flashinfer.{name}", *tensors)
     mark_written(*tensors)
 
 
-def _register_rotations(suffix: str, turn: Callable[..., Any]) -> None:
-    """Register the four rotations, each with the results of `turn`."""
+def _register_rotations(suffix: str, rotate: Callable[..., Any]) -> None:
+    """Register flashinfer's four rotary functions under names with `suffix`; `rotate` makes their results."""
 
     def rotation(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__doc__ = turn.__doc__
-        return public("rope", function.__name__ + suffix)(function)  # type: ignore[no-any-return]
+        function.__doc__ = rotate.__doc__
+        return register("rope", function.__name__ + suffix)(function)  # type: ignore[no-any-return]
 
     @rotation
     def apply_rope(q, k, indptr, offsets, rotary_dim=None, interleave=False, rope_scale=1, rope_theta=1e4):
-        return turn(f"apply_rope{suffix}", q, k)
+        return rotate(f"apply_rope{suffix}", q, k)
 
     @rotation
     def apply_rope_pos_ids(q, k, pos_ids, rotary_dim=None, interleave=False, rope_scale=1, rope_theta=1e4):
-        return turn(f"apply_rope_pos_ids{suffix}", q, k)
+        return rotate(f"apply_rope_pos_ids{suffix}", q, k)
 
     @rotation
     def apply_llama31_rope(
         q, k, indptr, offsets, rotary_dim=None, interleave=False, rope_scale=8, rope_theta=5e5, low_freq_factor=1,
         high_freq_factor=4, old_context_len=8192,
     ):  # fmt: skip
-        return turn(f"apply_llama31_rope{suffix}", q, k)
+        return rotate(f"apply_llama31_rope{suffix}", q, k)
 
     @rotation
     def apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox=True):
         if cos_sin_cache.dtype != torch.float32:
             raise ValueError("cos_sin_cache should be float32")
-        return turn(f"apply_rope_with_cos_sin_cache{suffix}", query, key)
+        return rotate(f"apply_rope_with_cos_sin_cache{suffix}", query, key)
 
 
 _register_rotations("", _rotate)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from memprof.stubs.flashinfer.layers import public
+from memprof.stubs.flashinfer.layers import register
 from memprof.stubs.tools import check_on_gpu, mark_written
 
 LAYOUTS = ("NHD", "HND")
 
 
 def check_layout(kv_layout: str) -> None:
-    """Raise an error unless the layout has heads after tokens ("NHD") or before them ("HND")."""
+    """Raise KeyError unless `kv_layout` is "NHD" (tokens before heads) or "HND" (heads before tokens)."""
     if kv_layout not in LAYOUTS:
         raise KeyError(f"Invalid kv_layout {kv_layout}")
 
 
 def unpack_cache(cache, kv_layout: str) -> tuple[torch.Tensor, ...]:
-    """Return keys and values of four dimensions, from one tensor of both or from a pair."""
+    """Return the pages of keys and of values, each with four dimensions, from one tensor with both or from a pair."""
     dim = -3 if kv_layout == "NHD" else -2
     if isinstance(cache, tuple):
         keys, values = cache
@@ -34,15 +34,15 @@ def unpack_cache(cache, kv_layout: str) -> tuple[torch.Tensor, ...]:
     return (cache.unsqueeze(dim) if cache.ndim == 4 else cache).unbind(dim=1)
 
 
-@public("page", "get_seq_lens")
+@register("page", "get_seq_lens")
 def get_seq_lens(kv_indptr, kv_last_page_len, page_size):
-    """Return the number of tokens of each sequence, by torch's functions."""
+    """Return the number of tokens of each sequence, computed by torch's own functions."""
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
 
 
-@public("page", "get_batch_indices_positions")
+@register("page", "get_batch_indices_positions")
 def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
-    """Return two integers for each new token: its sequence, and its position in the sequence."""
+    """Return the sequence and the position of each of `nnz` new tokens, as two int32 tensors."""
     check_on_gpu("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
     outputs = []
     for out in (batch_indices, positions):
@@ -54,23 +54,23 @@ def get_batch_indices_positions(append_indptr, seq_lens, nnz, batch_indices=None
     return tuple(outputs)
 
 
-@public("page", "append_paged_kv_cache")
+@register("page", "append_paged_kv_cache")
 def append_paged_kv_cache(
     append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
     kv_layout="NHD",
 ):  # fmt: skip
-    """Write pages in place; index tensors are copied where they are not int32."""
+    """Write keys and values into pages in place; copies index tensors that are not int32."""
     check_layout(kv_layout)
     caches = unpack_cache(paged_kv_cache, kv_layout)
     _append("append_paged_kv_cache", caches, (append_key, append_value), positions, batch_indices, kv_indices,
               kv_indptr, kv_last_page_len)  # fmt: skip
 
 
-@public("page", "append_paged_mla_kv_cache")
+@register("page", "append_paged_mla_kv_cache")
 def append_paged_mla_kv_cache(
     append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
 ):
-    """Append as append_paged_kv_cache does, for latent keys and values and the rotated part of keys."""
+    """Write MLA's latent keys and values and rotary keys into pages in place; copies indices that are not int32."""
     _append("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
               kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
 
@@ -85,27 +85,27 @@ def _append(name: str, caches, new_tokens: tuple[torch.Tensor, ...], *indices: t
     del copies
 
 
-@public("cascade", "merge_state")
+@register("cascade", "merge_state")
 def merge_state(v_a, s_a, v_b, s_b):
-    """Return two partial results merged, and the logarithms of their sums in float32."""
+    """Return the merge of two partial attention outputs, and its log-sum-exp in float32."""
     check_on_gpu("flashinfer.merge_state", v_a, s_a, v_b, s_b)
     s_a, s_b = s_a.float(), s_b.float()
     return torch.empty_like(v_a), torch.empty_like(s_a)
 
 
-@public("cascade", "merge_state_in_place")
+@register("cascade", "merge_state_in_place")
 def merge_state_in_place(v, s, v_other, s_other, mask=None):
-    """Merge two partial results into the first; logarithms of sums are copied where they are not float32."""
+    """Merge two partial attention outputs into `v` and `s`; copies log-sum-exps that are not float32."""
     check_on_gpu("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
     s, s_other = s.float(), s_other.float()
     mark_written(v, s)
 
 
-@public("cascade", "merge_states")
+@register("cascade", "merge_states")
 def merge_states(v, s):
-    """Return any number of partial results merged, and the logarithms of their sums in float32."""
+    """Return the merge of any number of partial attention outputs, and its log-sum-exp in float32."""
     check_on_gpu("flashinfer.merge_states", v, s)
     s = s.float()
     length, _, heads, size = v.size()
-    merged = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)
-    return merged, torch.empty(length, heads, dtype=torch.float32, device=v.device)
+    output = torch.empty(length, heads, size, dtype=v.dtype, device=v.device)
+    return output, torch.empty(length, heads, dtype=torch.float32, device=v.device)

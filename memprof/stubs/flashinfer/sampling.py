@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memprof.stubs.flashinfer.layers import public
+from memprof.stubs.flashinfer.layers import register
 from memprof.stubs.tools import check_on_gpu, keep_for_run, unsupported_error
 from memprof.units import round_up
 
@@ -19,7 +19,7 @@ _BLACKWELL = 10
 
 
 def _keep_buffer(name: str, device: torch.device) -> None:
-    """Allocate the buffer that the package allocates once for a GPU, and keeps."""
+    """Allocate a buffer of 1 MiB at the first call with `name` and `device`; it lives until the run ends."""
     keep_for_run(("flashinfer", name, device), lambda: torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device=device))
 
 
@@ -32,22 +32,22 @@ def _check(name: str, rows: torch.Tensor, check_nan: bool) -> None:
 
 
 def _sample(name: str, rows: torch.Tensor, indices, *thresholds, check_nan: bool, return_valid: bool | None = False):
-    """Return the tokens, and whether each is valid; with `return_valid` None the latter is not allocated."""
+    """Return a token for each row, and if `return_valid` whether it is valid (None: validity is not allocated)."""
     _check(name, rows, check_nan)
     rows = rows.float()
-    float_thresholds = [each.float() for each in thresholds if isinstance(each, torch.Tensor)]
-    count = rows.size(0) if indices is None else indices.size(0)
-    samples = torch.empty(count, dtype=torch.int32 if indices is None else indices.dtype, device=rows.device)
+    float_thresholds = [threshold.float() for threshold in thresholds if isinstance(threshold, torch.Tensor)]
+    num_samples = rows.size(0) if indices is None else indices.size(0)
+    samples = torch.empty(num_samples, dtype=torch.int32 if indices is None else indices.dtype, device=rows.device)
     if return_valid is None:
         return samples
-    is_valid = torch.empty(count, dtype=torch.bool, device=rows.device)
+    is_valid = torch.empty(num_samples, dtype=torch.bool, device=rows.device)
     del float_thresholds
     return (samples, is_valid) if return_valid else samples
 
 
-@public("sampling", "softmax")
+@register("sampling", "softmax")
 def softmax(logits, temperature=None, enable_pdl=None):
-    """Return probabilities in float32; a buffer of 1 MiB is kept."""
+    """Return probabilities in float32; keeps a buffer of 1 MiB."""
     _check("softmax", logits, False)
     _keep_buffer("softmax_workspace", logits.device)
     logits = logits.float()
@@ -57,66 +57,66 @@ def softmax(logits, temperature=None, enable_pdl=None):
     return probs
 
 
-@public("sampling", "sampling_from_logits")
+@register("sampling", "sampling_from_logits")
 def sampling_from_logits(
     logits, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None
 ):
-    """Return a token for each row; logits that are not float32 are cast."""
+    """Return a token for each row; casts logits to float32."""
     return _sample("sampling_from_logits", logits, indices, check_nan=check_nan, return_valid=None)
 
 
-@public("sampling", "sampling_from_probs")
+@register("sampling", "sampling_from_probs")
 def sampling_from_probs(
     probs, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None, return_valid=False
 ):
-    """Return a token for each row, and whether it is valid; probabilities that are not float32 are cast."""
+    """Return a token for each row, and if `return_valid` whether it is valid; casts probabilities to float32."""
     return _sample("sampling_from_probs", probs, indices, check_nan=check_nan, return_valid=return_valid)
 
 
-@public("sampling", "top_p_sampling_from_probs")
+@register("sampling", "top_p_sampling_from_probs")
 def top_p_sampling_from_probs(
     probs, top_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    """Return a token for each row by top-p sampling; allocates as sampling_from_probs does."""
     return _sample("top_p_sampling_from_probs", probs, indices, top_p, check_nan=check_nan, return_valid=return_valid)
 
 
-@public("sampling", "top_k_sampling_from_probs")
+@register("sampling", "top_k_sampling_from_probs")
 def top_k_sampling_from_probs(
     probs, top_k, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    """Return a token for each row by top-k sampling; allocates as sampling_from_probs does."""
     return _sample("top_k_sampling_from_probs", probs, indices, top_k, check_nan=check_nan, return_valid=return_valid)
 
 
-@public("sampling", "min_p_sampling_from_probs")
+@register("sampling", "min_p_sampling_from_probs")
 def min_p_sampling_from_probs(
     probs, min_p, indices=None, deterministic=True, generator=None, check_nan=False, seed=None, offset=None,
     return_valid=False,
 ):  # fmt: skip
-    """Return a token for each row among the most probable, as sampling_from_probs does."""
+    """Return a token for each row by min-p sampling; allocates as sampling_from_probs does."""
     return _sample("min_p_sampling_from_probs", probs, indices, min_p, check_nan=check_nan, return_valid=return_valid)
 
 
-@public("sampling", "top_k_top_p_sampling_from_logits")
+@register("sampling", "top_k_top_p_sampling_from_logits")
 def top_k_top_p_sampling_from_logits(
     logits, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
     check_nan=False, seed=None, offset=None,
 ):  # fmt: skip
-    """Return tokens from masked logits' probabilities; with up to 256 of a large vocabulary, from these alone."""
+    """Return a token for each row by top-k and top-p; allocates masked logits, or only the top k if k <= 256."""
     return _sample_top_k_top_p(
         True, logits, top_k, top_p, indices, filter_apply_order, deterministic, check_nan, return_valid=False
     )
 
 
-@public("sampling", "top_k_top_p_sampling_from_probs")
+@register("sampling", "top_k_top_p_sampling_from_probs")
 def top_k_top_p_sampling_from_probs(
     probs, top_k, top_p, indices=None, filter_apply_order="top_k_first", deterministic=True, generator=None,
     check_nan=False, seed=None, offset=None, return_valid=False,
 ):  # fmt: skip
-    """Return tokens from renormalized probabilities; with up to 256 of a large vocabulary, from these alone."""
+    """Return a token for each row by top-k and top-p; allocates new probabilities, or only the top k if k <= 256."""
     return _sample_top_k_top_p(
         False, probs, top_k, top_p, indices, filter_apply_order, deterministic, check_nan, return_valid=return_valid
     )
@@ -138,8 +138,8 @@ def _sample_top_k_top_p(
     is_large = rows.size(-1) >= _MIN_VOCABULARY
     if indices is None and isinstance(top_k, int) and is_large and 0 < top_k <= min(_MAX_TOP_K, rows.size(-1) - 1):
         return _sample_top_k_first(name, from_logits, rows, top_k, top_p, options)
-    filtered = top_k_mask_logits(rows, top_k) if from_logits else top_k_renorm_probs(rows, top_k)
-    probs = torch.softmax(filtered, dim=-1) if from_logits else filtered
+    top_k_rows = top_k_mask_logits(rows, top_k) if from_logits else top_k_renorm_probs(rows, top_k)
+    probs = torch.softmax(top_k_rows, dim=-1) if from_logits else top_k_rows
     return top_p_sampling_from_probs(probs, top_p, indices, **options)
 
 
@@ -160,15 +160,15 @@ def _sample_top_k_first(name: str, from_logits: bool, rows: torch.Tensor, top_k:
     return (samples, sampled[1]) if options["return_valid"] else samples
 
 
-@public("sampling", "top_p_renorm_probs")
+@register("sampling", "top_p_renorm_probs")
 def top_p_renorm_probs(probs, top_p, is_deterministic=False):
-    """Return probabilities in float32; scratch for each row: counters, histograms and two lists of candidates."""
+    """Return renormalized probabilities in float32; scratch per row: counters, histograms, two lists of candidates."""
     _check("top_p_renorm_probs", probs, False)
     batch, vocabulary = probs.shape
     candidates = max(round_up(vocabulary // 32, 256), 256)
     counters, histograms = 384 * batch, 4 * 2048 * batch
-    parts = (counters, histograms * (2 if is_deterministic else 1), histograms, *(4 * candidates * batch,) * 2)
-    num_bytes = sum(round_up(part, 256) for part in parts)
+    buffer_sizes = (counters, histograms * (2 if is_deterministic else 1), histograms, *(4 * candidates * batch,) * 2)
+    num_bytes = sum(round_up(size, 256) for size in buffer_sizes)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=probs.device)
     result = torch.empty_like(probs.float())
     del workspace
@@ -186,13 +186,13 @@ def _filter_top_k(name: str, rows: torch.Tensor, top_k) -> torch.Tensor:
     return result
 
 
-@public("sampling", "top_k_renorm_probs")
+@register("sampling", "top_k_renorm_probs")
 def top_k_renorm_probs(probs, top_k):
-    """Return probabilities in their dtype; a buffer of 1 MiB is kept."""
+    """Return renormalized probabilities in their dtype; keeps a buffer of 1 MiB."""
     return _filter_top_k("top_k_renorm_probs", probs, top_k)
 
 
-@public("sampling", "top_k_mask_logits")
+@register("sampling", "top_k_mask_logits")
 def top_k_mask_logits(logits, top_k):
-    """Return logits in their dtype; a buffer of 1 MiB is kept."""
+    """Return masked logits in their dtype; keeps a buffer of 1 MiB."""
     return _filter_top_k("top_k_mask_logits", logits, top_k)

@@ -23,16 +23,16 @@ from torch.nn import functional as F  # noqa: N812
 from memprof.stubs.flash_attn import layers
 from memprof.stubs.mamba_ssm.scan import Mamba
 from memprof.stubs.registry import stub
-from memprof.stubs.tools import missing_stub_error, refuse_given, unsupported_error
+from memprof.stubs.tools import missing_stub_error, refuse_any, unsupported_error
 
 _MODEL = "mamba_ssm.models.mixer_seq_simple"
 _NORMS = "mamba_ssm.ops.triton.layer_norm"
 _Output = namedtuple("CausalLMOutput", ["logits"])  # type: ignore[name-match]
 
 
-def _register(name: str, *others: str) -> Callable[[Any], Any]:
+def _register(name: str, *aliases: str) -> Callable[[Any], Any]:
     file = name.rpartition(".")[0].replace(".", "/")
-    return stub(name, *others, source=f"state-spaces/mamba@v2.3.2.post1:{file}.py")
+    return stub(name, *aliases, source=f"state-spaces/mamba@v2.3.2.post1:{file}.py")
 
 
 @_register(f"{_NORMS}.layer_norm_fn")
@@ -40,8 +40,8 @@ def layer_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, is_rms_norm=False, return_dropout_mask=False,
 ):  # fmt: skip
-    """Return the layer or RMS norm of x or of its sum with a residual; saves row statistics; gradients in parts."""
-    refuse_given(
+    """Return the layer or RMS norm of `x` + `residual`; saves row statistics; partial gradients in the backward."""
+    refuse_any(
         f"{_NORMS}.layer_norm_fn", x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
         return_dropout_mask=return_dropout_mask or None,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def rms_norm_fn(
     x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
     prenorm=False, residual_in_fp32=False, return_dropout_mask=False,
 ):  # fmt: skip
-    """Return the RMS norm of x or of its sum with a residual, as layer_norm_fn does."""
+    """Return the RMS norm of `x` + `residual`; allocates as layer_norm_fn does."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, True,
         return_dropout_mask,
@@ -64,7 +64,7 @@ def rms_norm_fn(
 
 @_register(f"{_NORMS}.RMSNorm")
 class RMSNorm(layers.RMSNorm):
-    """An RMS norm by rms_norm_fn, with its own weight."""
+    """An RMS norm that calls rms_norm_fn."""
 
     norm = staticmethod(rms_norm_fn)
 
@@ -74,19 +74,19 @@ class RMSNorm(layers.RMSNorm):
 
 @_register("mamba_ssm.modules.mlp.GatedMLP")
 class GatedMLP(nn.Module):
-    """A gated MLP: one linear layer for two products, a gate, and one more linear layer."""
+    """A gated MLP: a linear layer for values and gate, their product, and a second linear layer."""
 
     def __init__(
         self, in_features, hidden_features=None, out_features=None, activation=F.silu, bias=False, multiple_of=128,
         device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
-        inner = int(8 * in_features / 3) if hidden_features is None else hidden_features
-        inner = -(-inner // multiple_of) * multiple_of
+        hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
+        hidden = -(-hidden // multiple_of) * multiple_of
         out_features = in_features if out_features is None else out_features
-        self.fc1 = nn.Linear(in_features, 2 * inner, bias=bias, device=device, dtype=dtype)
+        self.fc1 = nn.Linear(in_features, 2 * hidden, bias=bias, device=device, dtype=dtype)
         self.activation = activation
-        self.fc2 = nn.Linear(inner, out_features, bias=bias, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x):
         """Run the MLP: [..., in_features] -> [..., out_features]."""
@@ -97,7 +97,7 @@ class GatedMLP(nn.Module):
 
 @_register("mamba_ssm.modules.block.Block")
 class Block(nn.Module):
-    """A block: sum with the residual and norm, in one kernel or by operators, and a layer; optionally also an MLP."""
+    """A block: norm of the sum with the residual (one kernel if `fused_add_norm`), mixer, and optionally an MLP."""
 
     def __init__(self, dim, mixer_cls, mlp_cls, norm_cls=nn.LayerNorm, fused_add_norm=False, residual_in_fp32=False):
         super().__init__()
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 def _normalize_sum(module: Block | MixerModel, norm, x, residual, *, prenorm: bool):
-    """Return the norm of the sum with a residual, by one kernel or by operators, and with `prenorm` the sum."""
+    """Return the norm of `x` + `residual`, by one kernel if `module.fused_add_norm`; if `prenorm`, also the sum."""
     if module.fused_add_norm:
         return layer_norm_fn(
             x, norm.weight, norm.bias, residual=residual, prenorm=prenorm, residual_in_fp32=module.residual_in_fp32,
@@ -133,7 +133,7 @@ def _normalize_sum(module: Block | MixerModel, norm, x, residual, *, prenorm: bo
 @_register("mamba_ssm.models.config_mamba.MambaConfig")
 @dataclass
 class MambaConfig:
-    """The configuration of a model, which allocates nothing."""
+    """The configuration of MambaLMHeadModel; nothing is allocated."""
 
     d_model: int = 2560
     d_intermediate: int = 0
@@ -154,19 +154,19 @@ def create_block(
     d_model, d_intermediate, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None, norm_epsilon=1e-5, rms_norm=False,
     residual_in_fp32=False, fused_add_norm=False, layer_idx=None, device=None, dtype=None,
 ):  # fmt: skip
-    """Return a block with a layer of the first Mamba and a norm, and an MLP if requested."""
+    """Return a block with a Mamba layer and a norm, and an MLP unless `d_intermediate` is 0."""
     if layer_idx in (attn_layer_idx or ()):
         raise missing_stub_error("mamba_ssm.modules.mha.MHA")
     options: dict[str, Any] = {"device": device, "dtype": dtype}
-    told = copy.deepcopy(ssm_cfg) if ssm_cfg is not None else {}
-    layer = told.pop("layer", "Mamba1")
+    ssm_args = copy.deepcopy(ssm_cfg) if ssm_cfg is not None else {}
+    layer = ssm_args.pop("layer", "Mamba1")
     if layer not in ("Mamba1", "Mamba2"):
         raise ValueError(f"Invalid ssm_layer: {layer}, only support Mamba1 and Mamba2")
     if layer == "Mamba2":
         raise missing_stub_error("mamba_ssm.modules.mamba2.Mamba2")
     network = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **options)
     block = Block(
-        d_model, partial(Mamba, layer_idx=layer_idx, **told, **options), network if d_intermediate else nn.Identity,
+        d_model, partial(Mamba, layer_idx=layer_idx, **ssm_args, **options), network if d_intermediate else nn.Identity,
         partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **options), fused_add_norm, residual_in_fp32,
     )  # fmt: skip
     block.layer_idx = layer_idx
@@ -187,7 +187,7 @@ def _initialize(module: nn.Module, n_layer: int, num_residuals: int = 1) -> None
 
 @_register(f"{_MODEL}.MixerModel")
 class MixerModel(nn.Module):
-    """The model without its head: an embedding, blocks, a norm."""
+    """The Mamba model without its head: embedding, blocks and final norm."""
 
     def __init__(
         self, d_model, n_layer, d_intermediate, vocab_size, ssm_cfg=None, attn_layer_idx=None, attn_cfg=None,
@@ -201,9 +201,9 @@ class MixerModel(nn.Module):
         self.layers = nn.ModuleList(
             create_block(
                 d_model, d_intermediate, ssm_cfg, attn_layer_idx, attn_cfg, norm_epsilon, rms_norm, residual_in_fp32,
-                fused_add_norm, number, **options,
+                fused_add_norm, i, **options,
             )
-            for number in range(n_layer)
+            for i in range(n_layer)
         )  # fmt: skip
         self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **options)
         self.apply(partial(_initialize, n_layer=n_layer, num_residuals=2 if d_intermediate else 1))
@@ -218,19 +218,19 @@ class MixerModel(nn.Module):
 
 @_register(f"{_MODEL}.MambaLMHeadModel", "mamba_ssm.MambaLMHeadModel")
 class MambaLMHeadModel(nn.Module):
-    """A MixerModel with a head, whose weight is the embedding's unless the configuration unties them."""
+    """A MixerModel with a language-model head, whose weight is tied to the embedding if the configuration says so."""
 
     def __init__(self, config, initializer_cfg=None, device=None, dtype=None):
         super().__init__()
         self.config = config
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        words = -(-config.vocab_size // config.pad_vocab_size_multiple) * config.pad_vocab_size_multiple
+        vocab_size = -(-config.vocab_size // config.pad_vocab_size_multiple) * config.pad_vocab_size_multiple
         self.backbone = MixerModel(
-            config.d_model, config.n_layer, config.d_intermediate, words, config.ssm_cfg, config.attn_layer_idx,
+            config.d_model, config.n_layer, config.d_intermediate, vocab_size, config.ssm_cfg, config.attn_layer_idx,
             config.attn_cfg, rms_norm=config.rms_norm, initializer_cfg=initializer_cfg,
             fused_add_norm=config.fused_add_norm, residual_in_fp32=config.residual_in_fp32, **options,
         )  # fmt: skip
-        self.lm_head = nn.Linear(config.d_model, words, bias=False, **options)
+        self.lm_head = nn.Linear(config.d_model, vocab_size, bias=False, **options)
         self.apply(partial(_initialize, n_layer=config.n_layer))
         self.tie_weights()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import HALF, check_on_gpu, keep_for_run, kernel, refuse
+from memprof.stubs.tools import HALF, check_on_gpu, keep_for_run, kernel, refuse_if
 from memprof.stubs.transformer_engine.linear import LayerNormLinear, Linear
 from memprof.stubs.transformer_engine.precision import register
 
@@ -25,7 +25,7 @@ _MAX_HEAD = 256
 
 
 def _find_interleaving_dim(tensors: tuple[torch.Tensor, ...]) -> int | None:
-    """Return the dimension that interleaves the tensors in one (-3: all heads of each, -2: head by head)."""
+    """Return the dimension along which the tensors are slices of one tensor (-3 or -2); None: they are not."""
     first = tensors[0]
     if not all(_has_same_layout(tensor, first) for tensor in tensors):
         return None
@@ -36,13 +36,13 @@ def _find_interleaving_dim(tensors: tuple[torch.Tensor, ...]) -> int | None:
 
 
 def _has_same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both tensors have one storage, one shape and the same strides."""
+    """Return whether two tensors share a storage and have the same shape and strides."""
     has_same_storage = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     return has_same_storage and tensor.shape == other.shape and tensor.stride() == other.stride()
 
 
 def _get_qkv_layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], int, int | None]:
-    """Return the tensors, the number of interleaved ones, and the dimension (get_qkv_layout)."""
+    """Return the tensors, contiguous if needed, how many are slices of one tensor, and its dimension for them."""
     _, key, value = tensors
     if (dim := _find_interleaving_dim(tensors)) is not None:
         return tensors, 3, dim
@@ -57,7 +57,7 @@ def _get_qkv_layout(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tens
 def _allocate_gradients(
     saved: tuple[torch.Tensor, ...], num_interleaved: int, dim: int | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of fused_attn_bwd: interleaved tensors get one gradient tensor."""
+    """Return the gradients of `saved`; those of interleaved tensors are slices of one tensor (fused_attn_bwd)."""
     if dim is None:
         return tuple(tensor.new_empty(tensor.shape) for tensor in saved)
     shape = list(saved[-1].shape)
@@ -68,7 +68,7 @@ def _allocate_gradients(
 
 @register("attention.dot_product_attention.dot_product_attention", "attention")
 class DotProductAttention(nn.Module):
-    """cuDNN's attention: saves queries, keys, values, the output, a sum for each row and the random state."""
+    """cuDNN's attention: saves queries, keys, values, output, a float32 value per row, and the RNG state."""
 
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
@@ -78,7 +78,7 @@ class DotProductAttention(nn.Module):
         return_max_logit=False, name=None,
     ):  # fmt: skip
         super().__init__()
-        refuse(_NAME, {
+        refuse_if(_NAME, {
             f"tp_size={tp_size}": tp_size != 1, "cp_group": cp_group is not None,
             f"softmax_type={softmax_type!r}": softmax_type != "vanilla", "return_max_logit": return_max_logit,
         })  # fmt: skip
@@ -93,14 +93,14 @@ class DotProductAttention(nn.Module):
         inference_params=None, pad_between_seqs=None, fp8_output=False, num_splits=1, score_mod=None,
         score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None,
     ):  # fmt: skip
-        """Attend: saves queries, keys and values, the output, a sum for each row and the random state."""
+        """Return the attention output; saves queries, keys, values, output, a float32 value per row, and RNG state."""
         check_on_gpu(_NAME, query_layer, key_layer, value_layer)
         layout = qkv_format or self.qkv_format
         mask = (attn_mask_type or self.attn_mask_type).replace(",", "_")
         uses_flash = "flash_attn" in sys.modules and os.environ.get("NVTE_FLASH_ATTN", "1") != "0"
         capability = torch.cuda.get_device_capability()
         dtype, head = query_layer.dtype, query_layer.shape[-1]
-        refuse(_NAME, {
+        refuse_if(_NAME, {
             f"qkv_format={layout!r}": layout not in ("sbhd", "bshd"), f"attn_mask_type={mask!r}": mask not in _MASKS,
             "checkpoint_core_attention": checkpoint_core_attention, "inference_params": inference_params is not None,
             f"core_attention_bias_type={core_attention_bias_type!r}": core_attention_bias_type != "no_bias",
@@ -127,15 +127,15 @@ class DotProductAttention(nn.Module):
         def forward_kernel(*tensors: torch.Tensor):
             out = query.new_empty((*query.shape[:-1], value.shape[-1]))
             state = torch.empty(2, dtype=torch.int64, device=query.device)
-            sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if has_grad else None
-            return out, (*tensors, out, sums, state)
+            row_sums = query.new_empty((batch, heads, tokens, 1), dtype=torch.float32) if has_grad else None
+            return out, (*tensors, out, row_sums, state)
 
         def backward_kernel(saved, gradient: torch.Tensor):
             gradient = gradient.contiguous()
             gradients = _allocate_gradients(saved[:3], num_interleaved, dim)
             size = batch * heads * tokens * (saved[0].shape[-1] + 1)
-            accumulated = saved[0].new_empty(size, dtype=torch.float32)
-            del accumulated
+            accumulator = saved[0].new_empty(size, dtype=torch.float32)
+            del accumulator
             return gradients
 
         out = kernel(forward_kernel, backward_kernel, *inputs)
@@ -143,31 +143,31 @@ class DotProductAttention(nn.Module):
 
 
 class _Split(torch.autograd.Function):
-    """SplitAlongDim: gradients that are interleaved in one tensor as the parts are need no copy."""
+    """torch.split with a backward that joins the gradients without a copy if they are adjacent in one tensor."""
 
     @staticmethod
-    def forward(ctx, mixed: torch.Tensor, dim: int, sizes: tuple[int, ...]):
+    def forward(ctx, x: torch.Tensor, dim: int, sizes: tuple[int, ...]):
         ctx.dim, ctx.sizes = dim, sizes
-        return torch.split(mixed, list(sizes), dim=dim)
+        return torch.split(x, list(sizes), dim=dim)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
         first = gradients[0]
         dim = ctx.dim % first.dim()
-        after = first.shape[dim + 1 :].numel()
+        inner_size = first.shape[dim + 1 :].numel()
         offset = 0
         for gradient, size in zip(gradients, ctx.sizes, strict=True):
             has_same_storage = gradient.untyped_storage()._cdata == first.untyped_storage()._cdata
             if not has_same_storage or gradient.stride() != first.stride() or gradient.storage_offset() != offset:
                 return torch.cat(gradients, dim=dim), None, None
-            offset += size * after
+            offset += size * inner_size
         shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
         return first.as_strided(shape, first.stride()), None, None
 
 
 @register("attention.rope", "attention")
 class RotaryPositionEmbedding(nn.Module):
-    """Rotary angles for each position, in float32."""
+    """A module that returns the rotary angles of each position, in float32."""
 
     def __init__(
         self, dim, rotary_percent=1.0, seq_len_interpolation_factor=None, pretrained_max_position_embeddings=None,
@@ -181,22 +181,22 @@ class RotaryPositionEmbedding(nn.Module):
         self._factors = (seq_len_interpolation_factor, pretrained_max_position_embeddings)
 
     def forward(self, max_seq_len, offset=0):
-        """Return the angles [positions, 1, 1, size]."""
+        """Return the angles [max_seq_len, 1, 1, dim] of positions from `offset` on."""
         frequencies: Any = self.inv_freq
         with torch.autocast("cuda", enabled=False):
-            places = torch.arange(max_seq_len, device=frequencies.device, dtype=frequencies.dtype) + offset
+            positions = torch.arange(max_seq_len, device=frequencies.device, dtype=frequencies.dtype) + offset
             if None not in self._factors:
-                places *= 1 / self._factors[0]
-            angles = torch.einsum("i,j->ij", places, frequencies)
+                positions *= 1 / self._factors[0]
+            angles = torch.einsum("i,j->ij", positions, frequencies)
         if self.interleaved:
-            both = torch.stack((angles.view(-1, 1), angles.view(-1, 1)), dim=-1).view(angles.shape[0], -1)
+            doubled = torch.stack((angles.view(-1, 1), angles.view(-1, 1)), dim=-1).view(angles.shape[0], -1)
         else:
-            both = torch.cat((angles, angles), dim=-1)
-        return both.reshape(both.size(0), 1, 1, both.size(1))
+            doubled = torch.cat((angles, angles), dim=-1)
+        return doubled.reshape(doubled.size(0), 1, 1, doubled.size(1))
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return a rotated copy of `x`; saves the angles (FusedRoPEFunc)."""
+    """Return a rotated copy of `x`; saves `angles` in float32 (FusedRoPEFunc)."""
 
     def forward_kernel(x: torch.Tensor):
         return x.new_empty(x.shape), (angles.float(),)
@@ -206,7 +206,7 @@ def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 @register("attention.multi_head_attention", "attention")
 class MultiheadAttention(nn.Module):
-    """Multi-head attention: a product for queries, keys and values, attention, a product of its output."""
+    """Multi-head attention: a projection to queries, keys and values, attention, and an output projection."""
 
     def __init__(
         self, hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, layernorm_epsilon=1e-5,
@@ -220,7 +220,7 @@ class MultiheadAttention(nn.Module):
         qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla",
     ):  # fmt: skip
         super().__init__()
-        refuse("transformer_engine.pytorch.MultiheadAttention", {
+        refuse_if("transformer_engine.pytorch.MultiheadAttention", {
             f"attention_type={attention_type!r}": attention_type != "self",
             f"qk_norm_type={qk_norm_type!r}": qk_norm_type is not None, "tensor parallelism": tp_group or tp_size != 1,
             f"qkv_format={qkv_format!r}": qkv_format not in ("sbhd", "bshd"),
@@ -233,8 +233,8 @@ class MultiheadAttention(nn.Module):
         self.group_size = num_attention_heads // self.groups
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         query, key = self.size * num_attention_heads, self.size * self.groups
-        split = None if fuse_qkv_params else {"query": query, "key": key, "value": key}
-        shared: dict[str, Any] = {
+        split_sizes = None if fuse_qkv_params else {"query": query, "key": key, "value": key}
+        options: dict[str, Any] = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype, "device": device,
             "bias": bias,
         }  # fmt: skip
@@ -242,13 +242,13 @@ class MultiheadAttention(nn.Module):
         if input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
                 hidden_size, query + 2 * key, eps=layernorm_epsilon, init_method=init_method, parallel_mode=mode,
-                return_layernorm_output=return_layernorm_output, parameters_split=split,
-                zero_centered_gamma=zero_centered_gamma, normalization=normalization, **shared,
+                return_layernorm_output=return_layernorm_output, parameters_split=split_sizes,
+                zero_centered_gamma=zero_centered_gamma, normalization=normalization, **options,
             )  # fmt: skip
         else:
             self.qkv = Linear(
-                hidden_size, query + 2 * key, init_method=init_method, parallel_mode=mode, parameters_split=split,
-                **shared,
+                hidden_size, query + 2 * key, init_method=init_method, parallel_mode=mode, parameters_split=split_sizes,
+                **options,
             )  # fmt: skip
         self.core_attention = DotProductAttention(
             num_attention_heads, self.size, num_gqa_groups=self.groups, attention_dropout=attention_dropout,
@@ -256,7 +256,7 @@ class MultiheadAttention(nn.Module):
         )  # fmt: skip
         self.proj = Linear(
             query, hidden_size, init_method=output_layer_init_method, return_bias=return_bias,
-            parallel_mode="row" if set_parallel_mode else None, **shared,
+            parallel_mode="row" if set_parallel_mode else None, **options,
         )  # fmt: skip
 
     def forward(
@@ -266,18 +266,18 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
         max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
-        """Return the output [tokens, batch, channels], with the layout "sbhd"."""
+        """Return the output, with the shape of `hidden_states`; with return_bias or norm output, a tuple."""
         normed = None
         if self.input_layernorm:
-            mixed = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
+            qkv = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
             if self.return_layernorm_output:
-                mixed, normed = mixed
+                qkv, normed = qkv
         else:
-            mixed = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
-        inner = (self.groups, self.group_size + 2) if self.interleaved else (self.group_size + 2, self.groups)
-        mixed = mixed.view(*mixed.shape[:-1], *inner, self.size)
-        parts = _Split.apply(mixed, -2 if self.interleaved else -3, (self.group_size, 1, 1))
-        query, key, value = (part.reshape(*part.shape[:2], -1, self.size) for part in parts)
+            qkv = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
+        head_shape = (self.groups, self.group_size + 2) if self.interleaved else (self.group_size + 2, self.groups)
+        qkv = qkv.view(*qkv.shape[:-1], *head_shape, self.size)
+        groups = _Split.apply(qkv, -2 if self.interleaved else -3, (self.group_size, 1, 1))
+        query, key, value = (t.reshape(*t.shape[:2], -1, self.size) for t in groups)
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             query, key = apply_rotary(query, angles[0]), apply_rotary(key, angles[1])

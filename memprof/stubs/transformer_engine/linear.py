@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse, reserve_workspace
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse_if, reserve_workspace
 from memprof.stubs.transformer_engine import norms, precision
 from memprof.stubs.transformer_engine.precision import Quantized, Recipe, quantize, register, transpose
 
@@ -24,27 +24,27 @@ _PARTS_ROWS = {True: 128, False: 256}
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def multiply(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Return the result of a matrix product (general_gemm); its workspace is allocated once and kept."""
-    hopper = torch.cuda.get_device_capability() >= (9, 0)
-    reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if hopper else _WORKSPACE)
+def allocate_product(rows, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """Return the result [*rows, columns] of a matrix product (general_gemm); its workspace is kept for the run."""
+    is_hopper = torch.cuda.get_device_capability() >= (9, 0)
+    reserve_workspace("transformer_engine workspace", _WORKSPACE_HOPPER if is_hopper else _WORKSPACE)
     return torch.empty((*rows, columns), dtype=dtype, device=like.device)
 
 
 def cast(tensor, dtype: torch.dtype):
-    """Return `tensor` in `dtype`, as cast_if_needed does."""
+    """Return `tensor` cast to `dtype` if needed; None for None."""
     return None if tensor is None else tensor.to(dtype)
 
 
-def free(*tensors: torch.Tensor | None) -> None:
-    """Free the tensors' memory before the function ends, as clear_tensor_data does."""
+def free_data(*tensors: torch.Tensor | None) -> None:
+    """Free the storages of `tensors` now, although references to them exist (clear_tensor_data)."""
     for tensor in tensors:
         if tensor is not None:
             tensor.untyped_storage().resize_(0)
 
 
 def quantize_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: bool, dtype: torch.dtype):
-    """Return the output's gradient, in float8 with a recipe, and then the bias gradient (grad_output_preprocess)."""
+    """Return `gradient`, in float8 if there is a recipe, and then also the bias gradient (grad_output_preprocess)."""
     has_bias = has_bias and recipe is not None
     bias_gradient = gradient.new_empty(gradient.shape[-1], dtype=dtype) if has_bias else None
     result = quantize(gradient, recipe, transposes=True)
@@ -55,29 +55,29 @@ def quantize_gradient(gradient: torch.Tensor, recipe: Recipe | None, has_bias: b
     return result, bias_gradient
 
 
-class Base(nn.Module):
-    """The base of layers (TransformerEngineBaseModule): compute dtype, scales of its tensors, and float8 weights."""
+class BaseLayer(nn.Module):
+    """The base of layers (TransformerEngineBaseModule), with dtype of products, float8 scales and cached weights."""
 
     num_gemms = 1
     is_rms: bool
     normalization: str
 
-    def _begin(self, name: str | None, tp_size: int, tp_group, **refused_options: Any) -> None:
+    def _initialize(self, name: str | None, tp_size: int, tp_group, **refused_options: Any) -> None:
         super().__init__()
         self.name = name
         self._scales: Any = None
         self._weights: dict[str, Quantized] = {}
         options = {f"{option}={value}": value for option, value in refused_options.items()}
-        refuse(self._real_name, {"tensor parallelism": tp_size != 1 or tp_group is not None, **options})
+        refuse_if(self._public_name, {"tensor parallelism": tp_size != 1 or tp_group is not None, **options})
 
     @property
-    def _real_name(self) -> str:
+    def _public_name(self) -> str:
         return f"transformer_engine.pytorch.{type(self).__name__}"
 
     def _prepare(self, x: torch.Tensor, **refused_options: Any) -> tuple[torch.Tensor, torch.dtype, Recipe | None]:
-        """Return the input, the dtype of products, and the float8 recipe, as prepare_forward does."""
-        refuse(self._real_name, refused_options)
-        check_on_gpu(self._real_name, x)
+        """Check a call; return the contiguous input, the dtype of products and the float8 recipe (prepare_forward)."""
+        refuse_if(self._public_name, refused_options)
+        check_on_gpu(self._public_name, x)
         dtype = autocast_dtype(x.dtype)
         if not torch.is_autocast_enabled():
             for name, parameter in self.named_parameters():
@@ -100,19 +100,19 @@ class Base(nn.Module):
         return x.contiguous(), dtype, recipe
 
     def _quantize_weight(
-        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, first, transposes: bool
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None, is_first, transposes: bool
     ) -> Quantized:
-        """Return a weight as products need it (quantize_weight): cast in each forward, or once for all micro-batches if
-        the program names the first."""
-        if recipe is None or first is None:
+        """Return a weight as products need it: cast in each forward, or once for all micro-batches if the program says
+        which is the first (quantize_weight)."""
+        if recipe is None or is_first is None:
             return quantize(weight, recipe, transposes=transposes, dtype=dtype)
         if name not in self._weights:
             self._weights[name] = quantize(weight, recipe, transposes=transposes)
         return self._weights[name]
 
 
-def join(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor for adjacent parts, else a copy of them, as noop_cat does."""
+def join_adjacent(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return one tensor with the rows of all `tensors`: a view if they are adjacent in memory, else a copy."""
     if len(tensors) == 1:
         return tensors[0]
     sizes = [tensor.shape[0] for tensor in tensors]
@@ -132,8 +132,8 @@ def join(tensors: list[torch.Tensor]) -> torch.Tensor:
     return kernel(forward, backward, *tensors)
 
 
-class _Weights(Base):
-    """The base of layers with one weight, or with several adjacent weights in one buffer."""
+class _WeightedLayer(BaseLayer):
+    """The base of linear layers, whose weight may be split into several parameters of one buffer."""
 
     out_features: int
     in_features: int
@@ -164,19 +164,19 @@ class _Weights(Base):
             nn.init.zeros_(getattr(self, name))
 
     def _join_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and the bias, if any, each in one tensor."""
-        weight = join([getattr(self, name) for name in self.weight_names])
-        return weight, join([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
+        """Return all weights in one tensor, and all biases in one tensor (None without bias)."""
+        weight = join_adjacent([getattr(self, name) for name in self.weight_names])
+        return weight, join_adjacent([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
 
 def initialize_normal(weight: torch.Tensor):
-    """Fill a weight from the default distribution."""
+    """Fill `weight` from Transformer Engine's default normal distribution."""
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 @register("module.linear", "module")
-class Linear(_Weights):
-    """A linear layer: saves its input (in float8 transposed) and both forms of the weight."""
+class Linear(_WeightedLayer):
+    """A linear layer: saves input and weight in the dtype of products; in float8 with transposed copies."""
 
     def __init__(
         self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
@@ -185,7 +185,7 @@ class Linear(_Weights):
         ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
         delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None,
     ):  # fmt: skip
-        self._begin(
+        self._initialize(
             name, tp_size, tp_group, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute, save_original_input=save_original_input,
         )  # fmt: skip
@@ -194,7 +194,7 @@ class Linear(_Weights):
         self._make_weights(bias, parameters_split, params_dtype or torch.get_default_dtype(), device, init_method)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Run the layer: saves the input (in float8 transposed) and the weight in the dtype of products."""
+        """Return the layer's output; saves input and weight in the dtype of products, or in float8."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._join_weights()
         if inp.shape[-1] != weight.shape[1]:
@@ -207,18 +207,18 @@ class Linear(_Weights):
             x = quantize(x, recipe, transposes=has_grad and needs_d_weight, dtype=dtype)
             w = self._quantize_weight("weight", w, dtype, recipe, is_first_microbatch, has_grad and needs_d_input)
             b = cast(b, dtype)
-            out = multiply(shape[:-1], rows, dtype, inp)
+            out = allocate_product(shape[:-1], rows, dtype, inp)
             return out, (*(x.select_for_backward() if needs_d_weight else Quantized()), *w, b)
 
         def backward_kernel(saved, gradient: torch.Tensor):
             x = Quantized(*saved[:3])
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             d_out, d_bias = quantize_gradient(gradient, recipe, adds_bias, dtype)
-            d_input = multiply(shape[:-1], shape[-1], dtype, gradient) if needs_d_input else None
+            d_input = allocate_product(shape[:-1], shape[-1], dtype, gradient) if needs_d_input else None
             if not needs_d_weight:
                 return d_input, None, d_bias
             x, d_out = transpose(recipe, x, d_out)
-            d_weight = multiply((rows,), columns, dtype, gradient)
+            d_weight = allocate_product((rows,), columns, dtype, gradient)
             if adds_bias and d_bias is None:
                 d_bias = gradient.new_empty(rows, dtype=dtype)
             return d_input, d_weight, d_bias
@@ -230,8 +230,8 @@ class Linear(_Weights):
 
 
 @register("module.layernorm_linear", "module")
-class LayerNormLinear(_Weights):
-    """A norm and a linear layer: saves the input, the norm's statistics and its output."""
+class LayerNormLinear(_WeightedLayer):
+    """A norm and a linear layer: saves the input, the norm's statistics and output, and the weight."""
 
     def __init__(
         self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
@@ -241,7 +241,7 @@ class LayerNormLinear(_Weights):
         ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
         ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None,
     ):  # fmt: skip
-        self._begin(
+        self._initialize(
             name, tp_size, tp_group, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute, return_layernorm_output_gathered=return_layernorm_output_gathered,
         )  # fmt: skip
@@ -253,7 +253,7 @@ class LayerNormLinear(_Weights):
         self._make_weights(bias, parameters_split, dtype, device, init_method)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Run the layer: saves the input, the norm's output (in float8 transposed) and statistics, and the weight."""
+        """Return the layer's output; saves input, norm's statistics and output, and weight (maybe in float8)."""
         inp, dtype, recipe = self._prepare(inp, fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, bias = self._join_weights()
         adds_bias = bias is not None and not self.return_bias
@@ -263,31 +263,31 @@ class LayerNormLinear(_Weights):
 
         def forward_kernel(x: torch.Tensor, w, b, *norm_parameters: torch.Tensor):
             x = cast(x.view(-1, x.shape[-1]), dtype)
-            norm_weight, *_norm_bias = [cast(one, dtype) for one in norm_parameters]
+            norm_weight, *_norm_bias = [cast(t, dtype) for t in norm_parameters]
             transposes = has_grad and needs_d_weight
             norm_recipe = None if returns_normed else recipe
             normed, statistics = norms.run_forward(x, is_rms, norm_recipe, transposes=transposes)
-            given = quantize(normed, recipe, transposes=transposes) if norm_recipe is None else normed
+            product_input = quantize(normed, recipe, transposes=transposes) if norm_recipe is None else normed
             w = self._quantize_weight("weight", w, dtype, recipe, is_first_microbatch, has_grad)
             b = cast(b, dtype)
-            out = multiply(shape[:-1], rows, dtype, x)
-            saved = given.select_for_backward() if needs_d_weight else Quantized()
+            out = allocate_product(shape[:-1], rows, dtype, x)
+            saved = product_input.select_for_backward() if needs_d_weight else Quantized()
             outputs = (out, normed.view(shape)) if returns_normed else out
             return outputs, (x, *saved, *w, *statistics, b, norm_weight)
 
         def backward_kernel(saved, gradient: torch.Tensor, *normed_gradient: torch.Tensor):
-            x, given, norm_weight = saved[0], Quantized(*saved[1:4]), saved[-1]
+            x, product_input, norm_weight = saved[0], Quantized(*saved[1:4]), saved[-1]
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             d_out, d_bias = quantize_gradient(gradient, recipe, adds_bias, dtype)
-            d_normed = multiply(x.shape[:-1], x.shape[-1], dtype, gradient)
+            d_normed = allocate_product(x.shape[:-1], x.shape[-1], dtype, gradient)
             d_weight = None
             if needs_d_weight:
-                given, d_out = transpose(recipe, given, d_out)
-                d_weight = multiply((rows,), columns, dtype, gradient)
+                product_input, d_out = transpose(recipe, product_input, d_out)
+                d_weight = allocate_product((rows,), columns, dtype, gradient)
                 if adds_bias and d_bias is None:
                     d_bias = gradient.new_empty(rows, dtype=dtype)
                 if not returns_normed:
-                    free(given.data if given.transposed is None else given.transposed)
+                    free_data(product_input.data if product_input.transposed is None else product_input.transposed)
             if normed_gradient:
                 d_normed = d_normed + normed_gradient[0].view_as(d_normed)
             d_x, *norm_gradients = norms.run_backward(x, norm_weight, is_rms)
@@ -303,7 +303,7 @@ class LayerNormLinear(_Weights):
 def create_norm_parameters(
     module, size: int, normalization: str, is_zero_centered: bool, dtype: torch.dtype, device
 ) -> None:
-    """Create the parameters of the norm at the beginning of a layer."""
+    """Create the parameters of a layer's norm, layer_norm_weight and layer_norm_bias, as attributes of `module`."""
     assert normalization in _NORMALIZATIONS, "Unsupported normalization type!"
     module.normalization, module.is_rms = normalization, normalization == "RMSNorm"
     module.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -317,5 +317,5 @@ def create_norm_parameters(
 
 
 def get_norm_parameters(module) -> list[torch.Tensor]:
-    """Return the norm's weight, and its bias if it has one."""
-    return [one for one in (module.layer_norm_weight, module.layer_norm_bias) if one is not None]
+    """Return the weight of the norm of `module`, and its bias if it has one."""
+    return [parameter for parameter in (module.layer_norm_weight, module.layer_norm_bias) if parameter is not None]

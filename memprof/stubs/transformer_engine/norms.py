@@ -1,4 +1,4 @@
-"""transformer_engine's norms.
+"""transformer_engine's LayerNorm and RMSNorm.
 
 Sources: pytorch/ops/basic/layer_norm.py and rmsnorm.py, pytorch/csrc/extensions/normalization.cpp,
 common/normalization/. The backward sums the gradients of weight and bias in parts, one for each concurrent block of
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, num_multiprocessors
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, count_multiprocessors, kernel
 from memprof.stubs.transformer_engine.precision import Recipe, quantize_output, register
 
 
@@ -31,14 +31,14 @@ def run_forward(
 def run_backward(x: torch.Tensor, weight: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the input, the weight and the bias (layernorm_bwd, rmsnorm_bwd)."""
     gradients = (torch.empty_like(x), *(torch.empty_like(weight) for _ in range(1 if is_rms else 2)))
-    blocks = min(num_multiprocessors(), x[..., 0].numel())
+    blocks = min(count_multiprocessors(), x[..., 0].numel())
     parts = x.new_empty((len(gradients) - 1, blocks, x.shape[-1]), dtype=torch.float32)
     del parts
     return gradients
 
 
 class _Norm(nn.Module):
-    """The base of both norms."""
+    """The base of LayerNorm and RMSNorm."""
 
     is_rms = False
     weight: nn.Parameter
@@ -71,7 +71,7 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input):
-        """Normalize the last dimensions; saves the input, in autocast's dtype, and the statistics of the rows."""
+        """Return the norm over the last dimensions; saves the input in autocast's dtype, and row statistics."""
         check_on_gpu(f"transformer_engine.pytorch.{type(self).__name__}", input)
         dtype = autocast_dtype(self.weight.dtype)
         is_rms, shape = self.is_rms, input.shape
@@ -85,18 +85,18 @@ class _Norm(nn.Module):
             gradient = gradient.contiguous().to(dtype)
             x, weight = saved[0], saved[-1]
             d_x, *parameter_gradients = run_backward(x, weight.to(dtype).view(-1), is_rms)
-            return (d_x.view(shape), *(one.view(weight.shape) for one in parameter_gradients))
+            return (d_x.view(shape), *(grad.view(weight.shape) for grad in parameter_gradients))
 
         return kernel(forward_kernel, backward_kernel, input, *self.parameters())
 
 
 @register("module.layernorm", "module")
 class LayerNorm(_Norm):
-    """Layer norm: saves mean and variance; parameter gradients are summed per multiprocessor."""
+    """A layer norm: saves input, mean and variance; partial parameter gradients per multiprocessor."""
 
 
 @register("module.rmsnorm", "module")
 class RMSNorm(_Norm):
-    """RMS norm: saves the root of the mean square; the weight's gradient is summed per multiprocessor."""
+    """An RMS norm: saves input and root mean square; partial weight gradients per multiprocessor."""
 
     is_rms = True

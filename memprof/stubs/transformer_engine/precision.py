@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.stubs.registry import register_in
-from memprof.stubs.tools import refuse
+from memprof.stubs.tools import refuse_if
 
 _SOURCE = "NVIDIA/TransformerEngine@v2.18:transformer_engine/"
 
 
 def register(*modules: str) -> Callable[[Any], Any]:
-    """Register an object in `transformer_engine.pytorch`; the first of `modules` in it defines the real one."""
-    inner = (f"transformer_engine.pytorch.{module}" for module in modules)
+    """Return a decorator that registers a stub in transformer_engine.pytorch, and in its submodules `modules`."""
+    full_names = (f"transformer_engine.pytorch.{module}" for module in modules)
     source = f"{_SOURCE}pytorch/{modules[0].replace('.', '/')}.py, pytorch/csrc"
-    return register_in(*inner, "transformer_engine.pytorch", source=source)
+    return register_in(*full_names, "transformer_engine.pytorch", source=source)
 
 
 _register_recipe = register_in("transformer_engine.common.recipe", source=f"{_SOURCE}common/recipe/__init__.py")
 
 
 class _Range(NamedTuple):
-    """The largest values of a format in the forward pass and in the backward."""
+    """The largest values of a float8 format in forward and backward."""
 
     max_fwd: float
     max_bwd: float
@@ -39,7 +39,7 @@ class _Range(NamedTuple):
 
 @_register_recipe
 class Format(Enum):
-    """Types of float8 in the forward pass and in the backward."""
+    """The low-precision formats of tensors in forward and backward, by their largest values."""
 
     E2M1 = _Range(6, 6)
     E4M3 = _Range(448, 448)
@@ -49,7 +49,7 @@ class Format(Enum):
 
 @_register_recipe
 class Recipe:
-    """The way tensors are scaled."""
+    """The base of recipes, which say how tensors are scaled for float8."""
 
     @classmethod
     def delayed(cls):
@@ -63,7 +63,7 @@ class Recipe:
 @_register_recipe
 @dataclass
 class DelayedScaling(Recipe):
-    """Scaling with one scale for each tensor, from the steps before."""
+    """The recipe with one scale per tensor, computed from the tensor's maxima in previous steps."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -79,7 +79,7 @@ class DelayedScaling(Recipe):
 @_register_recipe
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """Scaling with one scale for each tensor, computed before the cast."""
+    """The recipe with one scale per tensor, computed from the tensor itself before it is cast."""
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
@@ -89,26 +89,25 @@ class Float8CurrentScaling(Recipe):
 
 
 class Quantized(NamedTuple):
-    """A tensor in float8: its data, its transposed data, and its inverse scale; without a scale, data in any dtype."""
+    """A float8 tensor: data, transposed copy and inverse scale; without a scale, a tensor that is not quantized."""
 
     data: torch.Tensor | None = None
     transposed: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
     def select_for_backward(self) -> Quantized:
-        """Return the part that a product for a weight's gradient needs."""
+        """Return what the product for a weight's gradient needs: the transposed copy if there is one, else the data."""
         return self if self.transposed is None else Quantized(None, self.transposed, self.scale)
 
 
 def supports_any_layout() -> bool:
-    """Return whether float8 products on this GPU need no transposed copies."""
-    arch = torch.cuda.get_device_capability()
-    return 100 <= 10 * arch[0] + arch[1] < 120
+    """Return whether the GPU multiplies float8 matrices in any layout, so that transposed copies are not needed."""
+    capability = torch.cuda.get_device_capability()
+    return 100 <= 10 * capability[0] + capability[1] < 120
 
 
 def quantize(x: torch.Tensor, recipe: Recipe | None, *, transposes: bool, dtype: Any = None) -> Quantized:
-    """Return `x`, as a matrix, cast to float8, after its scale is computed if scaling is current; without a recipe, to
-    `dtype`."""
+    """Return `x` cast to float8, with a transposed copy if `transposes`; without a recipe, cast to `dtype`."""
     if recipe is None:
         return Quantized(x if dtype is None else x.to(dtype))
     scale, data = x.new_empty(1, dtype=torch.float32), torch.empty_like(x, dtype=torch.uint8)
@@ -120,7 +119,7 @@ def quantize(x: torch.Tensor, recipe: Recipe | None, *, transposes: bool, dtype:
 
 
 def quantize_output(x: torch.Tensor, recipe: Recipe, *, transposes: bool) -> Quantized:
-    """Return a kernel's output, of the shape of `x`, in float8; for current scaling the output is computed first."""
+    """Return a kernel's float8 output with the shape of `x`; current scaling also allocates it unquantized."""
     result = quantize(x, DelayedScaling(), transposes=transposes)
     if recipe.float8_current_scaling():
         output, maxima = torch.empty_like(x), x.new_empty(2, dtype=torch.float32)
@@ -133,7 +132,7 @@ def _make_transposed(x: torch.Tensor) -> torch.Tensor:
 
 
 def transpose(recipe: Recipe | None, *tensors: Quantized) -> Iterator[Quantized]:
-    """Yield tensors with the transposed data that a weight gradient's float8 product reads (_create_transpose)."""
+    """Yield `tensors`, each with a transposed copy if a weight gradient's float8 product needs it."""
     for x in tensors:
         if recipe is None or x.transposed is not None or supports_any_layout() or x.data is None:
             yield x
@@ -145,21 +144,21 @@ _active_recipe: Recipe | None = None
 
 
 def get_active_recipe() -> Recipe | None:
-    """Return the recipe of float8 products that is active now; None outside a float8 region."""
+    """Return the recipe of the innermost enabled `autocast` region; None outside such regions."""
     return _active_recipe
 
 
 @register("quantization")
 class autocast:  # noqa: N801
-    """A context manager for a float8 region: scales and maxima (amax) of each tensor, in float32."""
+    """A context manager in which layers compute products in float8, with scales and maxima in float32."""
 
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         name = "transformer_engine.pytorch.autocast"
         recipe = DelayedScaling() if recipe is None else recipe
-        known = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
-        unknown = not known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
+        is_known = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
+        is_unsupported = not is_known or recipe.fp8_dpa or recipe.fp8_mha or recipe.backward_override
         if enabled:
-            refuse(name, {"calibrating=True": calibrating, f"the recipe {recipe}": unknown})
+            refuse_if(name, {"calibrating=True": calibrating, f"the recipe {recipe}": is_unsupported})
         self._recipe, self._outer_recipe = recipe if enabled else None, _active_recipe
 
     def __enter__(self):
@@ -176,7 +175,7 @@ class autocast:  # noqa: N801
 
 @register("quantization")
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
-    """Enter autocast, by its older name."""
+    """Return `autocast` with these arguments, by its deprecated name."""
     warnings.warn("fp8_autocast is deprecated: use autocast", category=DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
@@ -195,8 +194,8 @@ def is_bf16_available(return_reason=False):
 
 def _check_availability(name: str, minimum: tuple[int, int], return_reason):
     is_available = torch.cuda.get_device_capability() >= minimum
-    needed = "{}.{}".format(*minimum)
-    reason = "" if is_available else f"Device compute capability {needed} or higher required for {name} execution."
+    required = "{}.{}".format(*minimum)
+    reason = "" if is_available else f"Device compute capability {required} or higher required for {name} execution."
     return (is_available, reason) if return_reason else is_available
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse
+from memprof.stubs.tools import autocast_dtype, check_on_gpu, kernel, refuse_if
 from memprof.stubs.transformer_engine.attention import MultiheadAttention
 from memprof.stubs.transformer_engine.mlp import LayerNormMLP
 from memprof.stubs.transformer_engine.norms import LayerNorm, RMSNorm
@@ -21,7 +21,7 @@ _NAME = "transformer_engine.pytorch.TransformerLayer"
 
 
 def add_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Return the residual plus the dropout of `x` and bias, as _bias_dropout_add does."""
+    """Return residual + dropout(x + bias), as _bias_dropout_add does; saves the dropout mask."""
     if bias is None:
         return residual + nn.functional.dropout(x, p=dropout, training=dropout > 0)
 
@@ -37,7 +37,7 @@ def add_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Ten
 
 @register("transformer")
 class TransformerLayer(nn.Module):
-    """A transformer layer: attention and a feed-forward network, each with a norm before and a residual."""
+    """A pre-norm transformer layer: attention and MLP, each with a residual."""
 
     def __init__(
         self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
@@ -54,7 +54,7 @@ class TransformerLayer(nn.Module):
         qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type="vanilla",
     ):  # fmt: skip
         super().__init__()
-        refuse(_NAME, {
+        refuse_if(_NAME, {
             f"layer_type={layer_type!r}": layer_type != "encoder", "parallel_attention_mlp": parallel_attention_mlp,
             "apply_residual_connection_post_layernorm": apply_residual_connection_post_layernorm,
             f"drop_path_rate={drop_path_rate}": drop_path_rate > 0.0, "ub_tp_comm_overlap": ub_tp_comm_overlap,
@@ -66,7 +66,7 @@ class TransformerLayer(nn.Module):
             )
         self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
         self.hidden_dropout = hidden_dropout
-        shared: dict[str, Any] = {
+        options: dict[str, Any] = {
             "tp_group": tp_group, "tp_size": tp_size, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype, "bias": bias, "return_bias": True, "normalization": normalization,
             "device": device, "zero_centered_gamma": zero_centered_gamma, "set_parallel_mode": set_parallel_mode,
@@ -76,10 +76,10 @@ class TransformerLayer(nn.Module):
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon,
             layer_number=layer_number, num_gqa_groups=num_gqa_groups, input_layernorm=not output_layernorm,
             fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved,
-            qkv_format=attn_input_format, qk_norm_type=qk_norm_type, softmax_type=softmax_type, **shared,
+            qkv_format=attn_input_format, qk_norm_type=qk_norm_type, softmax_type=softmax_type, **options,
         )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **shared
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **options
         )
         self.layernorm: nn.Module | None = None
         if output_layernorm:
@@ -97,12 +97,12 @@ class TransformerLayer(nn.Module):
         core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
         cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None,
     ):  # fmt: skip
-        """Return the layer's output [tokens, batch, channels], with the layout "sbhd"."""
+        """Return the layer's output, with the shape of `hidden_states`."""
         check_on_gpu(_NAME, hidden_states)
         hidden_states = hidden_states.contiguous()
         hidden_states = hidden_states.to(autocast_dtype(hidden_states.dtype))
         dropout = self.hidden_dropout if self.training else 0.0
-        attended, bias = self.self_attention(
+        attention_out, bias = self.self_attention(
             hidden_states, attention_mask=attention_mask,
             attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
             window_size=window_size or self.window_size, is_first_microbatch=is_first_microbatch,
@@ -110,7 +110,7 @@ class TransformerLayer(nn.Module):
             rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
         )  # fmt: skip
-        hidden_states = add_residual(attended, bias, hidden_states, dropout)
+        hidden_states = add_residual(attention_out, bias, hidden_states, dropout)
         mlp_out, bias = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         out = add_residual(mlp_out, bias, hidden_states, dropout)
         return out if self.layernorm is None else self.layernorm(out)

@@ -1,4 +1,4 @@
-"""xformers.ops.fmha.attn_bias: masks by a rule, and the lengths of concatenated sequences.
+"""xformers.ops.fmha.attn_bias: causal and local masks, and block-diagonal masks of concatenated sequences.
 
 Source: xformers/ops/fmha/attn_bias.py of facebookresearch/xformers@v0.0.32.post2. Masks of keys with gaps and of pages
 are not supported.
@@ -19,13 +19,13 @@ from memprof.stubs.tools import missing_stub_error
 _MODULE = "xformers.ops.fmha.attn_bias"
 _Self = TypeVar("_Self", bound="BlockDiagonalMask")
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha/attn_bias.py"
-_public = register_in(_MODULE, source=_SOURCE)
-_of_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", source=_SOURCE)
+_register = register_in(_MODULE, source=_SOURCE)
+_register_in_ops = register_in(_MODULE, "xformers.ops.fmha", "xformers.ops", source=_SOURCE)
 
 
-@_of_ops
+@_register_in_ops
 class AttentionBias:
-    """The base of all biases, which allocates nothing unless a subclass does."""
+    """The base of attention biases; nothing is allocated."""
 
     def to(self, device):
         return self
@@ -36,7 +36,7 @@ class AttentionBias:
         raise missing_stub_error(f"xformers.ops.fmha.attn_bias.{type(self).__name__}.{name}")
 
 
-@_of_ops
+@_register_in_ops
 class LowerTriangularMask(AttentionBias):
     """A causal mask aligned to the first key; nothing is allocated."""
 
@@ -44,7 +44,7 @@ class LowerTriangularMask(AttentionBias):
         return LowerTriangularMaskWithTensorBias(bias)
 
 
-@_public
+@_register
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     """A causal mask plus the caller's tensor."""
 
@@ -55,7 +55,7 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
         return type(self)(self._bias.to(device))
 
 
-@_public
+@_register
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
     """A window around each query, aligned to the last key; nothing is allocated."""
@@ -69,7 +69,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
                 raise ValueError(f"Invalid window_{side}={getattr(self, f'window_{side}')}")
 
 
-@_public
+@_register
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """A causal mask aligned to the last key; nothing is allocated."""
 
@@ -77,7 +77,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
-@_public
+@_register
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
     """A causal mask with a window, aligned to the last key; nothing is allocated."""
@@ -93,15 +93,15 @@ def _check_window(size: int) -> None:
         raise ValueError(f"Expected `window_size > 0`, but window_size={size}")
 
 
-def _to_device(numbers: Iterable[int], device) -> torch.Tensor:
-    made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
-    return made.to(device, non_blocking=True)
+def _to_device(integers: Iterable[int], device) -> torch.Tensor:
+    tensor = torch.tensor(list(integers), dtype=torch.int32, pin_memory=torch.device(device).type != "cpu")
+    return tensor.to(device, non_blocking=True)
 
 
-@_public
+@_register
 @dataclass
 class _SeqLenInfo:
-    """The start of each sequence, in int32 on the GPU and in a list."""
+    """The start offsets of concatenated sequences: an int32 tensor on the GPU, and a list."""
 
     seqstart: torch.Tensor
     max_seqlen: int
@@ -109,9 +109,9 @@ class _SeqLenInfo:
     seqstart_py: list[int]
 
     def to(self, device):
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: Any = {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
-        return replace(self, **moved)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: Any = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)
 
     def intervals(self):
         yield from pairwise(self.seqstart_py)
@@ -121,25 +121,25 @@ class _SeqLenInfo:
         lengths, starts = list(seqlens), [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        most, least = max(lengths, default=-1), min(lengths, default=-1)
-        return cls(_to_device(starts, device or "cuda"), most, least, starts)
+        max_length, min_length = max(lengths, default=-1), min(lengths, default=-1)
+        return cls(_to_device(starts, device or "cuda"), max_length, min_length, starts)
 
     def split(self, x, batch_sizes=None):
-        """Return a view for each batch of a tensor [1, tokens, *]."""
+        """Return views [batch, tokens, *] of the sequences in `x` [1, tokens, *], grouped by `batch_sizes`."""
         if self.seqstart_py[-1] != x.shape[1] or x.shape[0] != 1:
             raise ValueError(f"Invalid `torch.Tensor` of shape {x.shape}, expected (1, {self.seqstart_py[-1]}, *)")
-        sizes, at, parts = batch_sizes or [1] * (len(self.seqstart_py) - 1), 0, []
+        sizes, begin, lengths = batch_sizes or [1] * (len(self.seqstart_py) - 1), 0, []
         for size in sizes:
-            parts.append(self.seqstart_py[at + size] - self.seqstart_py[at])
-            at += size
-        pieces = x.split(parts, dim=1)
-        return [piece.reshape(size, -1, *piece.shape[2:]) for size, piece in zip(sizes, pieces, strict=True)]
+            lengths.append(self.seqstart_py[begin + size] - self.seqstart_py[begin])
+            begin += size
+        views = x.split(lengths, dim=1)
+        return [view.reshape(size, -1, *view.shape[2:]) for size, view in zip(sizes, views, strict=True)]
 
 
-@_public
+@_register
 @dataclass
 class _PaddedSeqLenInfo(_SeqLenInfo):
-    """The start of each sequence in padded spaces of equal size, whose first `seqlen` keys are used."""
+    """The start offsets of sequences that are padded to one length; of each, the first `seqlen` keys are used."""
 
     seqlen: torch.Tensor
     seqlen_py: list[int]
@@ -151,7 +151,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 
     @classmethod
     def from_seqlens_padded(cls, seqlens, padding, *, device=None):
-        """Return the bias of sequences with `seqlens` keys each, in spaces of `padding` keys."""
+        """Return the offsets of sequences with `seqlens` keys, each padded to `padding` keys."""
         assert all(length <= padding for length in seqlens), f"Seqlens {seqlens} Padding {padding}"
         device, starts = device or "cuda", list(range(0, len(seqlens) * padding + 1, padding))
         lengths = _to_device(seqlens, device)
@@ -161,7 +161,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 @register_in(_MODULE, "xformers.ops.fmha", source=_SOURCE)
 @dataclass
 class BlockDiagonalMask(AttentionBias):
-    """A mask of sequences that do not attend to each other; keeps their starts in int32."""
+    """A mask of concatenated sequences that do not attend to each other; allocates their int32 start offsets."""
 
     q_seqinfo: Any
     k_seqinfo: Any
@@ -173,28 +173,28 @@ class BlockDiagonalMask(AttentionBias):
     @classmethod
     def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen)
-        of_queries = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
+        query_info = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
         if kv_seqlen is None or q_seqlen == kv_seqlen:
-            return cls(of_queries, of_queries)
-        return cls(of_queries, _SeqLenInfo.from_seqlens(kv_seqlen, device=device))
+            return cls(query_info, query_info)
+        return cls(query_info, _SeqLenInfo.from_seqlens(kv_seqlen, device=device))
 
     @classmethod
     def from_tensor_list(cls, tensors):
-        """Return the bias of the tensors' rows, and all tensors in one [1, tokens, *], a copy."""
-        made = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
-        made._batch_sizes = [x.shape[0] for x in tensors]
-        return made, _concat(tensors)
+        """Return the mask of the sequences in `tensors`, and a copy of all as one tensor [1, tokens, *]."""
+        mask = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
+        mask._batch_sizes = [x.shape[0] for x in tensors]
+        return mask, _concat(tensors)
 
     @classmethod
     def from_tensor_lists_qkv(cls, tensors_q, tensors_k, tensors_v=None):
         assert len(tensors_q) == len(tensors_k) and (tensors_v is None or len(tensors_v) == len(tensors_q))
         lengths = ([x.shape[1] for x in tensors for _ in range(x.shape[0])] for tensors in (tensors_q, tensors_k))
-        made = cls.from_seqlens(*lengths)
-        made._batch_sizes = [x.shape[0] for x in tensors_q]
-        return made, _concat(tensors_q), _concat(tensors_k), None if tensors_v is None else _concat(tensors_v)
+        mask = cls.from_seqlens(*lengths)
+        mask._batch_sizes = [x.shape[0] for x in tensors_q]
+        return mask, _concat(tensors_q), _concat(tensors_k), None if tensors_v is None else _concat(tensors_v)
 
     def split_queries(self, tensor):
-        """Return a view for each batch of a tensor [1, tokens, *]."""
+        """Return views of the query sequences in `tensor` [1, tokens, *], grouped as the mask was created."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
     def split_kv(self, tensor):
@@ -216,39 +216,39 @@ class BlockDiagonalMask(AttentionBias):
     def make_local_attention_from_bottomright(self, window_size):
         return self._convert_to(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
 
-    def _convert_to(self, kind, *window_size: int):
-        return kind(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *window_size)
+    def _convert_to(self, mask_class, *window_size: int):
+        return mask_class(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *window_size)
 
 
 def _concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], dim=1)
 
 
-@_public
+@_register
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """A mask of separate sequences, each causal from its first key."""
+    """A block-diagonal mask, causal within each sequence from its first key on."""
 
 
-@_public
+@_register
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
-    """A mask of separate sequences, each causal from its last key."""
+    """A block-diagonal mask, causal within each sequence and aligned to its last key."""
 
     def __post_init__(self):
         spans = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=False)
-        for number, ((begin, end), (first, last)) in enumerate(spans):
-            if last - first < end - begin:
+        for i, ((begin, end), (key_begin, key_end)) in enumerate(spans):
+            if key_end - key_begin < end - begin:
                 raise ValueError(
-                    f"Block #{number} has num_keys={last - first} and num_queries={end - begin}."
+                    f"Block #{i} has num_keys={key_end - key_begin} and num_queries={end - begin}."
                     " Expected `num_keys >= num_queries`"
                 )
 
 
-@_public
+@_register
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
-    """A mask of separate sequences, each causal in a window."""
+    """A block-diagonal mask, causal and windowed within each sequence."""
 
     _window_size: int = 0
 
@@ -256,10 +256,10 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
         _check_window(self._window_size)
 
 
-@_public
+@_register
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
-    """A mask of separate sequences, each causal in a window from its last key."""
+    """A block-diagonal mask, causal and windowed within each sequence and aligned to its last key."""
 
     _window_size: int = 0
 
@@ -268,10 +268,10 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
         _check_window(self._window_size)
 
 
-@_public
+@_register
 @dataclass
 class BlockDiagonalPaddedKeysMask(AttentionBias):
-    """A mask of separate sequences with padded keys, as in a cache: starts and lengths in int32; no backward."""
+    """A block-diagonal mask with padded keys, as in a KV cache: allocates int32 offsets and lengths; no backward."""
 
     q_seqinfo: Any
     k_seqinfo: Any
@@ -282,13 +282,13 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
     @classmethod
     def from_seqlens(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal=None, *, device=None):
         assert kv_seqlen is None or len(q_seqlen) == len(kv_seqlen), (q_seqlen, kv_seqlen)
-        of_keys = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
-        return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), of_keys)
+        key_info = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
+        return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), key_info)
 
 
-@_public
+@_register
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """A mask of separate sequences with padded keys, each causal from its last key; no backward."""
+    """A block-diagonal mask with padded keys, causal and aligned to the last key of each sequence; no backward."""
 
     causal_diagonal: Any = None

@@ -13,8 +13,8 @@ from memprof.stubs.tools import check_on_gpu, kernel, mark_written, require
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/indexing.py"
 
 
-class _Add(torch.autograd.Function):
-    """The in-place addition; saves index, scaling and source."""
+class _IndexAdd(torch.autograd.Function):
+    """The autograd function of scaled_index_add, which writes `x` in place; saves index, scaling and source."""
 
     @staticmethod
     def forward(ctx, x, index, source, scaling):
@@ -33,16 +33,16 @@ class _Add(torch.autograd.Function):
 
 @stub("xformers.ops.indexing.scaled_index_add", "xformers.ops.scaled_index_add", source=_SOURCE)
 def scaled_index_add(input, index, source, scaling=None, alpha=1.0):
-    """Add into `input` in place; the gradient of `scaling` has one number for each element of `source`."""
+    """Add scaled rows of `source` to `input` in place; the gradient of `scaling` has the shape of `source`."""
     name = "xformers.ops.scaled_index_add"
     check_on_gpu(name, input, index, source, scaling)
     require(input.shape[1:] == source.shape[1:], name, "rows of one shape")
-    return _Add.apply(input, index, source, scaling)  # type: ignore[no-any-return]
+    return _IndexAdd.apply(input, index, source, scaling)  # type: ignore[no-any-return]
 
 
 @stub("xformers.ops.indexing.index_select_cat", "xformers.ops.index_select_cat", source=_SOURCE)
 def index_select_cat(sources, indices):
-    """Return the rows of all sources in one vector; gradients are zeros that are filled."""
+    """Return the rows of all `sources` at `indices` in one vector; gradients are allocated as zeros."""
     shapes = [source.shape for source in sources]
 
     def forward(*tensors: torch.Tensor):

@@ -13,7 +13,7 @@ from memprof.stubs.registry import stub
 
 
 class _ScheduledProfiler:
-    """A part of a schedule, from which programs derive classes; nothing is recorded."""
+    """The base of the profilers that xformers runs by a schedule, which programs may subclass; records nothing."""
 
     ACTIVITIES = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
@@ -41,7 +41,7 @@ for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
 
 @stub("xformers.profiler.api.profile", "xformers.profiler.profile", source=f"{_PROFILER}/api.py")
 class _Profile:
-    """A profiler of a program's steps, which does nothing here."""
+    """xformers' profiler of a program's steps, which records nothing."""
 
     def __init__(self, output_dir, module=None, schedule=DEFAULT_SCHEDULE):
         self.output_dir = output_dir
@@ -57,4 +57,4 @@ class _Profile:
 
 @stub("xformers.profiler.api.step", "xformers.profiler.step", source=f"{_PROFILER}/api.py")
 def _step():
-    """Do nothing, at the end of a step."""
+    """Do nothing; in the real package, count a step of the profiler."""

@@ -52,9 +52,9 @@ def test_shards_are_parts_of_the_whole():
 def test_stages_have_all_layers():
     subject = build_from_model("llama-3.1-8b")
     plan = parse_plan("pp=3:1f1b:microbatches=6", 3)
-    parts = [build_rank(plan, stage).elements(subject.geometry) for stage in range(3)]
-    assert [part.layers for part in parts] == [11, 11, 10]
-    assert sum(part.all for part in parts) == subject.num_parameters
+    parts = [build_rank(plan, stage).count_elements(subject.geometry) for stage in range(3)]
+    assert [part.num_layers for part in parts] == [11, 11, 10]
+    assert sum(part.total for part in parts) == subject.num_parameters
     assert [build_rank(plan, stage).in_flight for stage in range(3)] == [3, 2, 1]
     assert build_rank(parse_plan("pp=3:gpipe:microbatches=6", 3), 2).in_flight == 6
 

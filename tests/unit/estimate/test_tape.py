@@ -37,7 +37,7 @@ def test_a_view_keeps_the_whole():
 def test_the_backward_gives_everything_back_and_leaves_gradients():
     tape = Tape(tokens=10, training=True)
     x = tape.add_input(8, 2, needs_grad=True, name="x")
-    y = tape.record([x], 8, 2, saves=[x], trains=True, param_grad=1000, name="y")
+    y = tape.record([x], 8, 2, saves=[x], trains=True, grad_bytes=1000, name="y")
     z = tape.add(x, y)
     tape.drop(y, z)
     assert tape.run_backward(z) == 1000
@@ -52,7 +52,7 @@ def test_autocast_makes_a_gradient_in_half_precision_first():
     for half in (0, 500):
         tape = Tape(tokens=1, training=True)
         x = tape.add_input(1, 4, needs_grad=False, name="x")
-        y = tape.record([x], 1, 4, trains=True, param_grad=1000, param_temporary_bytes=half)
+        y = tape.record([x], 1, 4, trains=True, grad_bytes=1000, param_temp_bytes=half)
         tape.drop(y)
         tape.run_backward(y)
         peaks.append(tape.peak)

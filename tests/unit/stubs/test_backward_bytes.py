@@ -121,10 +121,10 @@ def scanned() -> Case:
 
 
 def joined() -> Case:
-    from memprof.stubs.transformer_engine.linear import join
+    from memprof.stubs.transformer_engine.linear import join_adjacent
 
     parts = [tensor(64, 32), tensor(32, 32)]
-    return join(parts), parts
+    return join_adjacent(parts), parts
 
 
 OF_INNER, OF_STATES = half(BATCH, INNER, TIME), single(BATCH, STATES, TIME)
@@ -188,7 +188,7 @@ CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
     "rotated": (f"{TE}attention.py:apply_rotary", turned, [half(128, 2, 4, 64)]),
     "added": (f"{TE}transformer.py:add_residual", lambda: added(0.0), [half(SIZE)]),
     "added with dropout": (f"{TE}transformer.py:add_residual", lambda: added(0.1), [half(ROWS, SIZE), half(SIZE)]),
-    "joined": (f"{TE}linear.py:join", joined, []),
+    "joined": (f"{TE}linear.py:join_adjacent", joined, []),
 }  # fmt: skip
 # Where the bytes of a backward are tested that have no row.
 ELSEWHERE = {
@@ -214,10 +214,10 @@ ELSEWHERE = {
         "test_transformer_engine.test_the_feed_forward_network_keeps_two_wide_tensors"
     ),
     "xformers/attention.py:memory_efficient_attention": "test_xformers.test_flash_attention_3_and_its_sums",
-    "xformers/swiglu.py:_Fused": "test_xformers.test_swiglu_keeps_both_gates_and_makes_their_product_again",
-    "xformers/indexing.py:_Add": "test_xformers.test_rows_by_an_index_as_stochastic_depth_has_them",
+    "xformers/swiglu.py:_FusedSwiGLU": "test_xformers.test_swiglu_keeps_both_gates_and_makes_their_product_again",
+    "xformers/indexing.py:_IndexAdd": "test_xformers.test_rows_by_an_index_as_stochastic_depth_has_them",
     "xformers/indexing.py:index_select_cat": "test_xformers.test_rows_by_an_index_as_stochastic_depth_has_them",
-    "xformers/swiglu.py:_Cast": "test_xformers.test_swiglu_under_autocast_casts_each_weight",
+    "xformers/swiglu.py:_CastPackedWeights": "test_xformers.test_swiglu_under_autocast_casts_each_weight",
     "xformers/swiglu.py:_Unbind": "test_xformers.test_gradients_of_a_packed_tensor_are_one",
     f"{TE}attention.py:_Split": "test_transformer_engine.test_attention_copies_what_lies_in_no_known_way",
     "flash_attn/dense.py:fused_dense_func": "test_flash_dense.test_a_product_has_both_gradients_by_one_call",

@@ -18,7 +18,7 @@ from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.stubs import registry
 from memprof.stubs.extension import StubExtension
-from memprof.stubs.packages import PACKAGES, WITHOUT_STUB
+from memprof.stubs.packages import PACKAGES, PACKAGES_WITHOUT_STUB
 from memprof.virtual import VirtualGpu
 
 GPU = find_gpu("h100-80gb")
@@ -72,7 +72,7 @@ def test_a_stub_that_is_kept_is_refused_after_the_run() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_real_package_is_used(packages: Path, package: str) -> None:
     """With each of its modules that have a stub, and as a library looks for it."""
-    modules = [name for name in registry.modules(package) if name != package]
+    modules = [name for name in registry.find_modules(package) if name != package]
     for name in [package, *modules]:
         file = packages.joinpath(*name.split("."), "__init__.py")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -205,17 +205,17 @@ def test_a_package_brings_its_own(packages: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made_up_norm_for_memprof\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[memprof.stubs]\nmade_up_norm = made_up_norm_for_memprof\n")
-    registry._load.cache_clear()
+    registry._load_stubs.cache_clear()
     try:
         with VirtualGpu(GPU, extensions=[StubExtension()]):
             from made_up_norm import norm
 
             assert norm(torch.zeros(3, device="cuda")).shape == (3,)
     finally:
-        registry._load.cache_clear()
+        registry._load_stubs.cache_clear()
 
 
-@pytest.mark.parametrize("package", WITHOUT_STUB)
+@pytest.mark.parametrize("package", PACKAGES_WITHOUT_STUB)
 def test_a_package_without_stub_is_refused_by_name(gpu: VirtualGpu, package: str) -> None:
     with pytest.raises(MemprofError, match=f"imports {package}, which is not installed and has no stub") as refused:
         importlib.import_module(f"{package}.inner")
@@ -241,7 +241,7 @@ def test_where_the_real_package_can_be_imported_it_is_used(gpu: VirtualGpu, pack
     real = importlib.import_module(package)
     assert real.here == "the real one"
     assert str(real.__file__).startswith(str(packages))
-    inner = next((module for module in registry.modules(package) if "." in module), f"{package}.inner")
+    inner = next((module for module in registry.find_modules(package) if "." in module), f"{package}.inner")
     with pytest.raises(ImportError):  # nothing is put into it that it does not have
         importlib.import_module(inner)
     assert not said(gpu)
@@ -255,7 +255,7 @@ def test_misuse_is_an_error_with_the_name(gpu: VirtualGpu, package: str) -> None
         module.made_up_name  # noqa: B018
     with pytest.raises(ImportError, match="made_up_module"):
         importlib.import_module(f"{package}.made_up_module")
-    for held in registry.modules(package).values():
+    for held in registry.find_modules(package).values():
         for name, one in held.items():
             takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(one.value).parameters.values())
             if not takes_any:  # as the real one does

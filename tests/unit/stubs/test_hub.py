@@ -57,7 +57,7 @@ def test_the_installed_package_is_asked_for_the_others() -> None:
     asked: list[str] = []
     real: Any = ModuleType("kernels.load")
     real.get_kernel = real.has_kernel = lambda repo_id, **how: asked.append(repo_id)
-    for owner, name, replacement in hub.patches(real):
+    for owner, name, replacement in hub.get_patches(real):
         setattr(owner, name, replacement)
     assert real.get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface.flash_attn_func
     assert not asked

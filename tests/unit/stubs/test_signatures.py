@@ -9,7 +9,7 @@ import pytest
 
 import memprof
 from memprof.stubs import registry
-from memprof.stubs.packages import PACKAGES, public_names
+from memprof.stubs.packages import PACKAGES, read_public_names
 from tests.accuracy import stub_signatures
 
 SOURCE = """
@@ -70,9 +70,9 @@ def test_a_parameter_with_another_name_or_default_is_told(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_stub_is_a_name_of_the_real_package(package: str) -> None:
-    names = public_names(package)
+    names = read_public_names(package)
     assert names
-    for module, held in registry.modules(package).items():
+    for module, held in registry.find_modules(package).items():
         assert set(held) <= names[module], module
         assert all("@" in one.source for one in held.values())
 
