@@ -24,7 +24,7 @@ from memprof.trace.events import Trace
 from memprof.trace.io import save_trace
 from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
-from memprof.virtual.arguments import copied, to_gpu
+from memprof.virtual.arguments import copy_arguments, move_to_gpu
 
 __all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu", "virtual_gpus"]
 
@@ -248,7 +248,7 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
     A `TargetSpec` is run as by `memprof profile` (memprof.flows.profile); the result is the trace and the report.
 
     A function is called `steps` times on a virtual GPU with the other arguments; the result is the report. Modules and
-    tensors among the arguments, also in lists, tuples and dictionaries, are copied to the GPU, and all arguments are
+    tensors among the arguments, also in lists, tuples and dictionaries, are copy_arguments to the GPU, and all arguments are
     copies, so that the caller's objects do not change. Backward and optimizer steps are recognized.
 
     Args:
@@ -261,7 +261,7 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
         **kwargs: keyword arguments of the function, except the names above.
 
     Raises:
-        UsageError: the GPU is not known, an argument cannot be copied, or `steps` is below 1.
+        UsageError: the GPU is not known, an argument cannot be copy_arguments, or `steps` is below 1.
         RunFailedError: the function raised; `trace` and `document` describe the run until then.
         EmptyTraceError: the function put nothing on the GPU.
 
@@ -295,10 +295,10 @@ def _profile_function(
     if steps < 1:
         raise UsageError("nothing is run", value=f"steps={steps}", hint="give at least 1, or 2 for the steady state")
     active = virtual_gpu(gpu, vram=vram)
-    args, kwargs = copied((args, kwargs))
+    args, kwargs = copy_arguments((args, kwargs))
     try:
         with active:
-            args, kwargs = to_gpu((args, kwargs))
+            args, kwargs = move_to_gpu((args, kwargs))
             for _ in range(steps):
                 function(*args, **kwargs)
     except MemprofError:

@@ -74,7 +74,7 @@ def check_gpus(num_gpus: int) -> None:
 def get_cublas_workspace(gpu: int) -> CublasWorkspace:
     """Return the workspace of torch's cuBLAS handles on a GPU."""
     major, minor = torch.__version__.split(".")[:2]
-    return CublasWorkspace.of(torch.cuda.get_device_capability(gpu), (int(major), int(minor)))
+    return CublasWorkspace.for_gpu(torch.cuda.get_device_capability(gpu), (int(major), int(minor)))
 
 
 def set_current_gpu(gpu: int) -> None:

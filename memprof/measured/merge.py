@@ -248,7 +248,7 @@ class _Merge:
         # Memory that a handle keeps until the end of the process is not an operator's result.
         workspace = None
         if self._cublas is not None and item.dtype is None and item.freed_ns is None and not claims:
-            workspace = self._cublas.name(item.origin.op, item.num_bytes)
+            workspace = self._cublas.find_name(item.origin.op, item.num_bytes)
         op = workspace or item.origin.op
         made_by = (self._ops.setdefault(op, len(self._ops)), module, source, self._phase, forward_event)
         hidden = workspace is not None or (not claims and item.is_temporary)

@@ -21,7 +21,7 @@ from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_map_only
 from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.cublas_workspaces import CublasWorkspaces
-from memprof.virtual.device_checks import breaks_rule, check_devices, note_mismatch, settle_gpu
+from memprof.virtual.device_checks import breaks_device_rule, resolve_mixed_devices, note_mismatch, choose_gpu
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
@@ -35,7 +35,7 @@ from memprof.virtual.layout_cache import UNCACHED, maker_of
 from memprof.virtual.limits import unsupported_error
 from memprof.virtual.op_info import describe_operator
 from memprof.virtual.operator_call import (
-    HOST_VIRTUAL_BYTES,
+    MIN_VIRTUAL_HOST_BYTES,
     OVERWRITES,
     OperatorCall,
     OpInfo,
@@ -103,8 +103,8 @@ class DispatchMode(DeviceState):
         if self.is_off:
             self._refuse_virtual(args, kwargs)
             return func(*args, **(kwargs or {}))
-        if self.recorder.writer.has_worker_threads and not self.turn.is_taken:
-            with self.turn.taken():
+        if self.recorder.writer.has_worker_threads and not self.operator_lock.is_held:
+            with self.operator_lock.hold():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if torch.empty is not _FACTORIES["empty"]:
             with _restore_factories():
@@ -125,7 +125,7 @@ class DispatchMode(DeviceState):
                             set_python_dispatch(),
                             self.function_mode,
                             self,
-                            self.turn.suspended(),
+                            self.operator_lock.release(),
                         ):
                             return operator.expansion(*args, **(kwargs or {}))
                     with self:
@@ -137,7 +137,7 @@ class DispatchMode(DeviceState):
                     and not (args[0].is_sparse and operator.packet in sparse.sparse_kernel)  # transposed: a copy
                 ):
                     if self.gpus.several:
-                        self.nodes.note_gpu(self.device_of(args[0]))
+                        self.autograd_nodes.note_gpu(self.device_of(args[0]))
                     result = func(*args, **kwargs) if kwargs else func(*args)
                     attribution = self.recorder.attribution
                     attribution.record_forward_operator(attribution.find_call_site(sys._getframe(1)))
@@ -157,10 +157,10 @@ class DispatchMode(DeviceState):
                 if self.recorder.streams.uses_other_streams and call.on_gpu:
                     self.recorder.record_stream_use(call.tensors)
                 if self.gpus.several:
-                    settle_gpu(self, operator, call, place)
+                    choose_gpu(self, operator, call, place)
                 mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
                 if mixed and not operator.mixes_devices:
-                    check_devices(self, operator, call, place)
+                    resolve_mixed_devices(self, operator, call, place)
                 self.recorder.attribution.record_forward_operator(place)
                 if operator.is_partial_write and self.caches.is_watching:
                     self.caches.record_write(args[0])
@@ -178,7 +178,7 @@ class DispatchMode(DeviceState):
                     if operator.kind is OpKind.IN_PLACE:
                         result = self._in_place.run(self, operator, call, place)
                     else:
-                        result = self.allocating(operator, call, place)
+                        result = self.run_allocating(operator, call, place)
                 self.meter.count(operator, call, result)
                 if updates is not None:
                     _note_update(updates, call, result)
@@ -195,7 +195,7 @@ class DispatchMode(DeviceState):
             return call.func(*call.args, **call.kwargs)
         if call.quantized:
             return quantized_tensors.run_quantized(KernelContext(self, operator, call, place))
-        if call.on_gpu and breaks_rule(self, operator, call):
+        if call.on_gpu and breaks_device_rule(self, operator, call):
             note_mismatch(self, operator.name, call.tensors, place)
         if call.real and call.device is not None:
             with self, self.factory_device_as(HOST):
@@ -215,7 +215,7 @@ class DispatchMode(DeviceState):
         """Return the device of a tensor that a C++ function creates like one of the tensors in its arguments."""
         if self.gpus.several and in_backward():
             return call.gpu
-        devices = [self.device_of(tensor) for tensor in find_tensors(list(self.calling)) if tensor.is_meta]
+        devices = [self.device_of(tensor) for tensor in find_tensors(list(self.current_arguments)) if tensor.is_meta]
         on_gpus = [device for device in devices if is_gpu(device)]
         return on_gpus[0] if on_gpus else HOST if HOST in devices else call.gpu
 
@@ -243,7 +243,7 @@ class DispatchMode(DeviceState):
 
     # -- the three kinds --------------------------------------------------------------------------------------------
 
-    def allocating(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
+    def run_allocating(self, operator: OpInfo, call: OperatorCall, place: CallSite) -> Any:
         """Run an operator that allocates its results, and record these with the other memory that its kernel takes."""
         target = self._target_device(call)
         if target == "real":
@@ -254,13 +254,13 @@ class DispatchMode(DeviceState):
         if operator.uses_cublas:
             # The output is allocated first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
-            with self.hidden(copies, operator.name, place, target):
-                self.take_workspace(operator, call.args, place, target)
+            with self.hold_scratch(copies, operator.name, place, target):
+                self.allocate_cublas_workspace(operator, call.args, place, target)
             return result
-        with self.hidden(copies, operator.name, place, target):
+        with self.hold_scratch(copies, operator.name, place, target):
             sizes = operator.scratch(call.args, self.gpu) if operator.scratch else ()
             result = self._run(operator, call, place, target)
-            self.transients(sizes, operator.name, place, target)
+            self.allocate_transients(sizes, operator.name, place, target)
         return result
 
     def _run(self, operator: OpInfo, call: OperatorCall, place: CallSite, target: str | None) -> Any:
@@ -292,7 +292,7 @@ class DispatchMode(DeviceState):
         # Pinning needs the CUDA driver; it does not change memory on the GPU.
         kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
         # A host tensor made in a backward formula is for the gradient of a real tensor.
-        if call.factory_bytes() >= HOST_VIRTUAL_BYTES and not (in_backward() and called_by_engine()):
+        if call.factory_bytes() >= MIN_VIRTUAL_HOST_BYTES and not (in_backward() and called_by_engine()):
             result = call.func(*call.args, **{**kwargs, "device": _META})
             made = find_tensors(result)
             self.record(made, operator.name, place, HOST)
@@ -309,10 +309,10 @@ class DispatchMode(DeviceState):
                 self.record_real(tensor, operator.name, place)
         return result
 
-    def take_workspace(self, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
+    def allocate_cublas_workspace(self, operator: OpInfo, args: Any, place: CallSite, gpu: str) -> None:
         """Allocate the cuBLAS workspace of a call, unless the handle and stream have one."""
         if self.workspaces:
-            self._cublas.take(self, operator, args, place, gpu)
+            self._cublas.allocate_if_missing(self, operator, args, place, gpu)
 
     def clear_workspaces(self) -> None:
         """Free the cuBLAS workspaces."""

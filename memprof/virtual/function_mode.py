@@ -47,7 +47,7 @@ class FunctionMode(OwnFunctionMode):
         self.answers = answers = DeviceAnswers(device_state)
         moves = Moves(device_state, answers, self, self._run)
         self.kinds = moves.kinds
-        self._mixed = mixed = MixedDevices(device_state, answers.believed, moves.to, self.kinds)
+        self._mixed = mixed = MixedDevices(device_state, answers.get_device_name, moves.to, self.kinds)
         self.autocast = Autocast(device_state.is_on_gpu)
         self.interchange = Interchange(device_state, moves.to, self)
         read, note_pinned = self.interchange.read_values, self.interchange.mark_pinned
@@ -139,11 +139,11 @@ class FunctionMode(OwnFunctionMode):
         before = len(mismatches)
         try:
             # The same as `MixedDevices.inside`, which would add a frame below every operator.
-            outer, device_state.calling = device_state.calling, args
+            outer, device_state.current_arguments = device_state.current_arguments, args
             try:
                 result = func(*args, **kwargs)
             finally:
-                device_state.calling = outer
+                device_state.current_arguments = outer
         except RuntimeError as error:
             if not self._mixed.is_mismatch(error, func, args, kwargs, noted=len(mismatches) > before):
                 raise

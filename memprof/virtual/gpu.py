@@ -120,7 +120,7 @@ class VirtualGpu(Watch):
         return self
 
     def _oom_message(self, device: str) -> str | None:
-        message = self._context.memory.of(device).refusal()
+        message = self._context.memory.get_statistics(device).find_oom_message()
         if message is not None:
             self._claim_registered()
         return message

@@ -36,9 +36,11 @@ class InPlaceOperators:
         if target is None or "out" in call.kwargs:
             return self._run_on_lists_or_out(device_state, operator, call, place)
         if operator.scratch is not None and call.on_gpu:
-            device_state.transients(operator.scratch(call.args, device_state.gpu), operator.name, place, call.gpu)
+            device_state.allocate_transients(
+                operator.scratch(call.args, device_state.gpu), operator.name, place, call.gpu
+            )
         if operator.uses_cublas and call.on_gpu:
-            device_state.take_workspace(operator, call.args, place, call.gpu)
+            device_state.allocate_cublas_workspace(operator, call.args, place, call.gpu)
         address = target.untyped_storage()._cdata if target.is_meta else NONE
         # The program's own meta tensors are not recorded: their addresses may be reused by recorded storages.
         is_live = address in device_state.recorder.storages.index_by_address
@@ -80,9 +82,9 @@ class InPlaceOperators:
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
             empty = torch.empty(0, dtype=outs[0].dtype)
             known = device_state.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
-        with device_state.hidden(copies, operator.name, place, call.gpu):
+        with device_state.hold_scratch(copies, operator.name, place, call.gpu):
             if operator.uses_cublas and call.on_gpu:
-                device_state.take_workspace(operator, call.args, place, call.gpu)
+                device_state.allocate_cublas_workspace(operator, call.args, place, call.gpu)
             try:
                 result = self._run_into_out(operator, call)
             except NotImplementedError:

@@ -14,7 +14,7 @@ from memprof.patching import PatchSet
 from memprof.torch_private.check import refuse_missing
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
-from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, SettingsOfRun
+from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, RunSettings
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.dispatch_mode import DispatchMode
 from memprof.virtual.function_mode import FunctionMode
@@ -91,13 +91,13 @@ class InstallContext:
         self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
         self.dispatch_mode = DispatchMode(
-            recorder, self.values, DeviceProperties.of(gpu), self.gpus, options.workspaces
+            recorder, self.values, DeviceProperties.from_gpu(gpu), self.gpus, options.workspaces
         )
         self.function_mode = FunctionMode(self.dispatch_mode)
         self.dispatch_mode.function_mode = self.function_mode
         self.is_on_gpu = self.dispatch_mode.is_on_gpu
         self.memory = AllocatorAnswers(recorder, options.memory)
-        self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
+        self.settings = RunSettings(options.allocator_settings, self.memory, recorder, assume)
         self.channel = channel = options.channel
         self.rank_backend = (
             SingleRankBackend(assume, self.values)
@@ -130,4 +130,4 @@ class InstallContext:
 
     def used_bytes(self, device: str) -> int:
         """Return the bytes in use on a GPU, as nvidia-smi shows them."""
-        return self.options.context_bytes + self.memory.of(device).stats()["reserved_bytes.all.current"]
+        return self.options.context_bytes + self.memory.get_statistics(device).stats()["reserved_bytes.all.current"]

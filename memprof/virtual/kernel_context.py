@@ -92,12 +92,12 @@ class KernelContext:
         host."""
         if self.device == HOST:
             return contextlib.nullcontext()
-        return self.device_state.hidden(sizes, self.operator.name, self.place, gpu or self.call.gpu)
+        return self.device_state.hold_scratch(sizes, self.operator.name, self.place, gpu or self.call.gpu)
 
     def transients(self, *sizes: int, gpu: str | None = None) -> None:
         """Allocate scratch memory of these sizes in bytes, then free it at once; none on the host."""
         if self.device != HOST:
-            self.device_state.transients(sizes, self.operator.name, self.place, gpu or self.call.gpu)
+            self.device_state.allocate_transients(sizes, self.operator.name, self.place, gpu or self.call.gpu)
 
     def workspace(self, num_bytes: int, most_bytes: int) -> None:
         """Allocate and free a library's workspace for this call: `num_bytes` by a rule, `most_bytes` at most."""
@@ -109,7 +109,7 @@ class KernelContext:
 
     def run(self) -> Any:
         """Run and record the operator as one without a kernel of its own."""
-        return self.device_state.allocating(self.operator, self.call, self.place)
+        return self.device_state.run_allocating(self.operator, self.call, self.place)
 
     def inside(self) -> AbstractContextManager[Any]:
         """Context manager: operators called under it run on the virtual GPU in turn."""

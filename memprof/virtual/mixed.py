@@ -110,11 +110,11 @@ class MixedDevices:
     def inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `func` with its arguments noted in the dispatch mode: C++ makes new tensors on their device."""
         device_state = self._device_state
-        outer, device_state.calling = device_state.calling, args
+        outer, device_state.current_arguments = device_state.current_arguments, args
         try:
             return func(*args, **kwargs)
         finally:
-            device_state.calling = outer
+            device_state.current_arguments = outer
 
     def _to_gpu(self, value: Any, reference: Any, numbers: bool = False) -> Any:
         """Return arguments of a call that mixed devices, with host tensors moved, and recorded by autograd, to the GPU

@@ -27,7 +27,7 @@ class Moves:
         self, device_state: DeviceState, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
     ) -> None:
         self._device_state = device_state
-        self._believed = answers.believed
+        self._believed = answers.get_device_name
         self._device = answers.device
         self._mode = mode
         self._run = run

@@ -12,7 +12,7 @@ import torch
 from memprof.torch_private.pytree import tree_map_only
 from memprof.trace.events import GPU, HOST, is_gpu
 from memprof.virtual import shapes
-from memprof.virtual.device_rules import takes_numbers_of_host
+from memprof.virtual.device_rules import accepts_host_scalars
 from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
@@ -20,8 +20,8 @@ _META = torch.device("meta")
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 # Minimum size of virtual host tensors: an 8B model built on the CPU must not fill a laptop's memory.
-HOST_VIRTUAL_BYTES = 1 << 20
-HOST_COUNTED_BYTES = 1 << 12  # minimum size of counted host tensors; smaller ones are not worth an event
+MIN_VIRTUAL_HOST_BYTES = 1 << 20
+MIN_COUNTED_HOST_BYTES = 1 << 12  # minimum size of counted host tensors; smaller ones are not worth an event
 
 MOVES_STORAGE = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
@@ -64,9 +64,9 @@ class OpInfo:
     maybe_in_place: bool  # in a backward pass without modes
     is_partial_write: bool
 
-    def takes_of_host(self, tensor: torch.Tensor) -> bool:
+    def accepts_host_tensor(self, tensor: torch.Tensor) -> bool:
         """Return whether the kernel on a GPU accepts `tensor` on the host."""
-        return tensor.dim() == 0 and takes_numbers_of_host(self.func)
+        return tensor.dim() == 0 and accepts_host_scalars(self.func)
 
 
 class DeviceTable(Protocol):

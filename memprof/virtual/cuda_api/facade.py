@@ -278,7 +278,7 @@ class _Answers:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _statistics_of(self, device: Any) -> MemoryStatistics:
-        return self._context.memory.of(self._gpus.named(device))
+        return self._context.memory.get_statistics(self._gpus.named(device))
 
     def statistic(self, name: str) -> Callable[..., int]:
         return lambda device=None: self._statistics_of(device).stats()[name]
@@ -323,7 +323,7 @@ class _Answers:
         return self._fraction
 
     def snapshot(self, *args: Any) -> dict[str, Any]:
-        snapshots = [self._context.memory.of(device).snapshot() for device in self._gpus.devices]
+        snapshots = [self._context.memory.get_statistics(device).snapshot() for device in self._gpus.devices]
         segments = [{**one, "device": index} for index, each in enumerate(snapshots) for one in each["segments"]]
         traces = [trace for each in snapshots for trace in each["device_traces"]]
         return self.history.cut({**snapshots[0], "segments": segments, "device_traces": traces})

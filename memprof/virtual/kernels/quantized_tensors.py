@@ -18,7 +18,7 @@ import torch
 
 from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
-from memprof.virtual.device_rules import lacks_quantized_kernel
+from memprof.virtual.device_rules import find_missing_quantized_kernel
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import contiguous, suggest_layout
 from memprof.virtual.kernels.registry import META, Table, aten, kernel
@@ -55,7 +55,7 @@ def run_quantized(launch: KernelContext) -> Any:
         MemprofError: the CUDA kernel is not simulated.
     """
     name = launch.func.name()
-    missing_kernel = lacks_quantized_kernel(name) if launch.device != HOST else ""
+    missing_kernel = find_missing_quantized_kernel(name) if launch.device != HOST else ""
     if missing_kernel:
         raise _missing_kernel_error(missing_kernel, "QuantizedCUDA")
     found = quantized_kernel.get(launch.operator.packet)

@@ -15,7 +15,7 @@ from memprof.virtual.device_state import REAL
 from memprof.virtual.engine import called_by_engine
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import META, aten, kernel
-from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES
+from memprof.virtual.operator_call import MIN_VIRTUAL_HOST_BYTES
 
 
 @kernel(aten._local_scalar_dense, on_host=True)
@@ -59,16 +59,16 @@ def to_copy(launch: KernelContext) -> Any:
         if launch.device_state.factory_device == HOST:
             launch.device_state.record_copy(result)
         elif launch.device_state.factory_device != "meta":
-            launch.record(result, device=HOST if launch.device_state.nodes.returns_to_host() else None)
+            launch.record(result, device=HOST if launch.device_state.autograd_nodes.returns_to_host() else None)
         if launch.device_state.factory_device != "meta" and launch.values.store.is_trackable(result):
             launch.values.store.set(result, source.to(dtype))
         return result
     if copies_gradient_of_real_tensor(launch):
-        launch.device_state.nodes.note_copy(
+        launch.device_state.autograd_nodes.note_copy(
             launch.device_state.device_of(source)
         )  # the gradient returns to the source's device
         return _read_to_host(launch, source, dtype, layout)
-    is_large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
+    is_large = source.numel() * dtype.itemsize >= MIN_VIRTUAL_HOST_BYTES
     # Several unknown elements stay unknown on the host (`scores.cpu() < 0.5` is an unknown mask), and so do chosen
     # tokens.
     has_several = source.numel() > 1
