@@ -248,7 +248,7 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
     A `TargetSpec` is run as by `memprof profile` (memprof.flows.profile); the result is the trace and the report.
 
     A function is called `steps` times on a virtual GPU with the other arguments; the result is the report. Modules and
-    tensors among the arguments, also in lists, tuples and dictionaries, are copy_arguments to the GPU, and all arguments are
+    tensors among the arguments, also in lists, tuples and dictionaries, are copied to the GPU, and all arguments are
     copies, so that the caller's objects do not change. Backward and optimizer steps are recognized.
 
     Args:

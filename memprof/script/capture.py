@@ -128,7 +128,7 @@ def capture_script(
         channel: connection to the other ranks; stops the script where these have ended.
     """
     if isinstance(device, VirtualGpu):
-        device.instead_of_another = "memprof run has made it: run this script with plain python instead"
+        device.advice_if_active = "memprof run has made it: run this script with plain python instead"
     stop_record = _StopRecord(device, rule, channel)
     if channel is not None:
         channel.on_stop = stop_record.wrap_stop(channel.on_stop)

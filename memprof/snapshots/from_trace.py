@@ -76,9 +76,7 @@ class _WritingDriver(SimulatedDriver):
         self.time = 0
         self.stack: Stack = ()
         self.stream = 0
-        self._streams: SortedDict[int, int] = (
-            SortedDict()
-        )  # stream of each segment and of each range of mapped memory, by address
+        self._streams: SortedDict[int, int] = SortedDict()  # stream of each segment and of each range of mapped memory, by address
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)

@@ -46,7 +46,7 @@ class Bitsandbytes(Extension):
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of its native library, and run its Python code for CUDA."""
         yield from _patches(context.assume)
-        context.function_mode.run_cuda_kernels_of(_operators())
+        context.function_mode.register_cuda_kernels(_operators())
 
 
 class _NoKernels:

@@ -85,7 +85,7 @@ class _Extension(ModuleType):
 def patches(module: Any, context: InstallContext) -> Iterator[Patch]:
     """Yield patches of the functions that build extensions in `module`, torch.utils.cpp_extension, if kernels may be
     skipped."""
-    if not context.options.passes_kernels:
+    if not context.options.skips_kernels:
         return
     build, build_inline = module.load, module.load_inline
 

@@ -37,7 +37,7 @@ class Assignments:
         read_values: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._device_state = device_state
-        self._device_name = answers.get_device_name
+        self._device_of = answers.get_device_name
         self._get_device = answers.get_device
         self._move = move
         self._mixed_devices = mixed_devices
@@ -70,13 +70,13 @@ class Assignments:
     def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         if _has_list(index):
             index = self._convert_lists(tensor, index)
-        if isinstance(value, (bool, int, float)) and is_gpu(self._device_name(tensor)):
+        if isinstance(value, (bool, int, float)) and is_gpu(self._device_of(tensor)):
             # The number stays on the host for a CUDA tensor (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
         elif isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
             value = self._mixed_devices.move_assigned_value(tensor, index, value)
-            if self._device_name(tensor) == HOST == self._device_name(value):
-                value = self._host_kinds.like(value, tensor)
+            if self._device_of(tensor) == HOST == self._device_of(value):
+                value = self._host_kinds.match_kind(value, tensor)
         torch.Tensor.__setitem__(tensor, index, value)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -110,11 +110,7 @@ class Assignments:
                         f"attempting to assign a gradient with device type '{value_type}' to a tensor with device type "
                         f"'{tensor_type}'. Please ensure that the gradient and the tensor are on the same device"
                     )
-            if (
-                isinstance(value, torch.Tensor)
-                and value.is_meta != tensor.is_meta
-                and self._device_name(tensor) == HOST
-            ):
+            if isinstance(value, torch.Tensor) and value.is_meta != tensor.is_meta and self._device_of(tensor) == HOST:
                 value = self._match_kind(tensor, value)
             tensor.grad = value
 
@@ -132,7 +128,7 @@ class Assignments:
         if value.is_meta == tensor.is_meta:
             return value
         if value.layout is not torch.strided:
-            return self._host_kinds.like(value, tensor)
+            return self._host_kinds.match_kind(value, tensor)
         if value.is_meta:
             return self._read_values(value).clone()
         with disable_current_modes():

@@ -4,7 +4,7 @@ torch's own autocast casts only tensors on CUDA, and ignores meta tensors. Here 
 arguments of a call before the call, by the lists of torch's documentation (Automatic Mixed Precision, "CUDA Ops that
 can autocast to ..."); torch's dispatcher says which operators of the lists this release has.
 
-Differences from torch: a C++ function that calls a listed operator is listed here by its own name (`_COMPOSITE_POLICIES`,
+Differences from torch: a C++ function that calls a listed operator is itself listed here (`_COMPOSITE_POLICIES`,
 kernels/losses.py), since the function mode does not see the inner call. Functions outside that list
 (matrix_power, cov, corrcoef, trapezoid) run in the dtype of their input, and so does an overload called by its full
 name (torch.ops.aten.mm.default).
@@ -206,7 +206,7 @@ def _caches_with_gradient() -> bool:
     """Return whether a weight first cast under no_grad gets a gradient later in the same autocast region, which
     depends on the torch release.
 
-    Releases in which it does cache nothing in inference mode (torch issue 158232). The CPU shares the cache: test there.
+    Releases in which it does cache nothing in inference mode (torch issue 158232). The CPU has the same cache.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     data = torch.ones(1, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from memprof.device.cublas import LT_WORKSPACE, WORKSPACE, CublasWorkspace
 from memprof.virtual.device_state import DeviceState
-from memprof.virtual.engine import in_backward
+from memprof.virtual.engine import is_in_backward
 from memprof.virtual.operator_call import OpInfo
 from memprof.watch.forward import CallSite
 
@@ -19,26 +19,22 @@ class CublasWorkspaces:
         self._size: CublasWorkspace | None = None
         self._workspaces: dict[str, int] = {}
 
-    def allocate_if_missing(
-        self, device_state: DeviceState, operator: OpInfo, args: Any, site: CallSite, gpu: str
-    ) -> None:
-        """Allocate the workspace of a matrix product of `args` on `gpu`, unless the current handle and stream have one."""
+    def allocate_once(self, device_state: DeviceState, operator: OpInfo, args: Any, site: CallSite, gpu: str) -> None:
+        """Allocate the workspace of a matrix product on `gpu`, unless the current handle and stream have one."""
         if self._size is None:
             self._size = CublasWorkspace.for_gpu(device_state.gpu.compute_capability, device_state.gpu.release)
         if not self._size.is_permanent:
             device_state.allocate_transients([self._size.num_bytes], operator.name, site, gpu)
             return
-        thread = "backward" if in_backward() else device_state.operator_lock.thread_name or "forward"
+        thread = "backward" if is_in_backward() else device_state.operator_lock.thread_name or "forward"
         key = f"{thread} {gpu} {device_state.recorder.streams.get_current_stream(gpu)}"
         storages = device_state.recorder.storages
         if key not in self._workspaces:
             self._workspaces[key] = storages.allocate_without_tensor(self._size.num_bytes, WORKSPACE, site, gpu)
-        lt_key = "lt " + key
+        key = "lt " + key
         is_lt = operator.uses_cublaslt is not None and operator.uses_cublaslt(args)
-        if is_lt and self._size.lt_num_bytes and lt_key not in self._workspaces:
-            self._workspaces[lt_key] = storages.allocate_without_tensor(
-                self._size.lt_num_bytes, LT_WORKSPACE, site, gpu
-            )
+        if is_lt and self._size.lt_num_bytes and key not in self._workspaces:
+            self._workspaces[key] = storages.allocate_without_tensor(self._size.lt_num_bytes, LT_WORKSPACE, site, gpu)
 
     def clear(self, device_state: DeviceState) -> None:
         """Free all workspaces, as torch's `clearCublasWorkspaces` (CublasHandlePool.cpp) does."""

@@ -1,4 +1,4 @@
-"""Answers to the program's queries of the device of a tensor `t`: `t.device`, `t.is_cuda`, `repr(t)`, groups by device."""
+"""Answers to the program's queries of a tensor's device: `tensor.device`, `is_cuda`, `repr(tensor)`, grouping."""
 
 from __future__ import annotations
 
@@ -63,13 +63,11 @@ class DeviceAnswers:
                 values = self._device_state.values.store.get(tensor.detach())
                 if values is None and tensor.dim() == 0:
                     values = read_values(tensor)
-                tensor_class = (
-                    torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)
-                )  # as torch prints it
+                cls = torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)  # as torch prints it
                 if values is None:
-                    name = "tensor" if tensor_class is torch.Tensor else tensor_class.__name__
+                    name = "tensor" if cls is torch.Tensor else cls.__name__
                     return f"{name}(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
-                return f"{original(values.as_subclass(tensor_class), **kwargs)[:-1]}, device='{device}')"
+                return f"{original(values.as_subclass(cls), **kwargs)[:-1]}, device='{device}')"
 
         return _str
 

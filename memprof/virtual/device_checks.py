@@ -34,7 +34,7 @@ def choose_gpu(device_state: DeviceState, operator: OpInfo, call: OperatorCall, 
     if not gpus_of_tensors:
         requested = device_state.factory_device
         call.gpu = (
-            requested if requested is not None and is_gpu(requested) else device_state.autograd_nodes.current_gpu()
+            requested if requested is not None and is_gpu(requested) else device_state.autograd_nodes.get_current_gpu()
         )
         return
     call.gpu = gpus_of_tensors[0]

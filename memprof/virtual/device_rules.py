@@ -32,12 +32,12 @@ MIXES_DEVICES = frozenset(
 
 def accepts_host_scalars(func: Any) -> bool:
     """Return whether the CUDA kernel of the operator `func` accepts a 0-dimensional tensor on the host."""
-    return func.name() not in _overloads_with_check()
+    return func.name() not in _list_checked_overloads()
 
 
 def find_missing_quantized_kernel(name: str) -> str:
     """Return the overload without a CUDA kernel for quantized tensors that a call of `name` needs; empty if none."""
-    entry = _read_native_functions().get(name, "")
+    entry = _read_entries().get(name, "")
     delegate = re.search(r"structured_delegate: (\S+)", entry)
     if re.search(r"QuantizedCUDA|: Composite|    Composite", entry) or not (delegate or "  dispatch:" in entry):
         return ""
@@ -45,20 +45,18 @@ def find_missing_quantized_kernel(name: str) -> str:
 
 
 @functools.cache
-def _overloads_with_check() -> frozenset[str]:
+def _list_checked_overloads() -> frozenset[str]:
     """Return the overloads, `aten::name.overload`, with the generated check (torchgen/dest/register_dispatch_key.py,
     gen_device_check): those with a CUDA kernel, or structured, and without `device_check: NoCheck`."""
     kernels = re.compile(r"(?m)^    .*\bCUDA\b|^  structured_delegate:")
     return frozenset(
-        name
-        for name, entry in _read_native_functions().items()
-        if "device_check: NoCheck" not in entry and kernels.search(entry)
+        name for name, text in _read_entries().items() if "device_check: NoCheck" not in text and kernels.search(text)
     )
 
 
 @functools.cache
-def _read_native_functions() -> dict[str, str]:
-    """Return the entries of torch's native_functions.yaml, by overload, such as `aten::add.Tensor`.
+def _read_entries() -> dict[str, str]:
+    """Return the entries of torch's native_functions.yaml by overload, such as `aten::add.Tensor`.
 
     The file comes with torch. It is read when a run first mixes devices or needs a quantized kernel; without the file
     no device check is made.

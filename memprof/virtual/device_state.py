@@ -19,7 +19,7 @@ from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.engine import Accumulation
 from memprof.virtual.flops import Meter
 from memprof.virtual.gpus import AutogradNodes, Gpus
-from memprof.virtual.operator_call import MIN_COUNTED_HOST_BYTES, OperatorCall, OpInfo
+from memprof.virtual.operator_call import MIN_COUNTED_BYTES, OperatorCall, OpInfo
 from memprof.virtual.values import Values
 from memprof.watch.forward import CallSite
 from memprof.watch.recorder import Recorder
@@ -33,12 +33,10 @@ _NO_MEMORY = contextlib.nullcontext()
 class OperatorLock:
     """Lock that lets one thread at a time run operators on the virtual GPU."""
 
-    def __init__(
-        self, writer: TraceWriter, thread_name: str = "", on_first_hold: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, writer: TraceWriter, thread: str = "", on_begin: Callable[[], None] | None = None) -> None:
         self._writer = writer
-        self.thread_name = thread_name
-        self._on_first_hold = on_first_hold
+        self.thread_name = thread
+        self._on_begin = on_begin
         self.is_held = False
 
     @contextlib.contextmanager
@@ -47,9 +45,9 @@ class OperatorLock:
         with self._writer.lock:
             if self.thread_name and self._writer.is_closed:
                 raise SystemExit
-            if self._on_first_hold is not None:
-                self._on_first_hold()
-                self._on_first_hold = None
+            if self._on_begin is not None:
+                self._on_begin()
+                self._on_begin = None
             self.is_held = True
             try:
                 yield
@@ -140,9 +138,9 @@ class DeviceState(TorchDispatchMode):
         self.recorder.storages.record_allocations(tensors, op, site, device)
 
     def record_real(self, tensor: torch.Tensor, op: str, site: CallSite) -> None:
-        """Record a new host tensor that has data, if it has at least `MIN_COUNTED_HOST_BYTES`."""
+        """Record a new host tensor that has data, if it has at least `MIN_COUNTED_BYTES`."""
         storage, storages = tensor.untyped_storage(), self.recorder.storages
-        if storage.nbytes() >= MIN_COUNTED_HOST_BYTES and storage._cdata not in storages.index_by_address:
+        if storage.nbytes() >= MIN_COUNTED_BYTES and storage._cdata not in storages.index_by_address:
             storages.allocate(storage, tensor.size(), tensor.dtype, HOST, op, site)
 
     def record_copy(self, copy: torch.Tensor) -> None:
@@ -184,7 +182,7 @@ class DeviceState(TorchDispatchMode):
             pass
 
     def workspace(self, num_bytes: int, max_bytes: int, op: str, site: CallSite, device: str) -> None:
-        """Allocate and free a library's workspace for one call: `num_bytes` by a rule, `max_bytes` at most."""
+        """Allocate and free a library's workspace for one call: `num_bytes` as estimated, at most `max_bytes`."""
         if self.workspaces:
             trace = self.recorder.trace
             trace.workspaces.append(Workspace(len(trace.events), device, num_bytes, max_bytes))

@@ -49,12 +49,12 @@ def patches(device_state: DeviceState) -> Iterator[tuple[Any, str, Any]]:
         # The class's own dispatch would handle the copy, before functionalization is set up.
         with dispatch.DisableTorchDispatch():
             return original_subclass(
-                cls, result, result.requires_grad, device_for_backend_keys=torch.device(device_state.gpus.named())
+                cls, result, result.requires_grad, device_for_backend_keys=torch.device(device_state.gpus.get_name())
             )
 
     def make_fake_tensor(cls: Any, fake_mode: Any, elem: Any, *args: Any, **kwargs: Any) -> Any:
         # C++ also makes tensors on the device of its inputs, which is meta for C++.
-        gpu = torch.device(device_state.gpus.named())
+        gpu = torch.device(device_state.gpus.get_name())
         args = tuple(gpu if arg == _META else arg for arg in args)
         kwargs = {name: gpu if value == _META else value for name, value in kwargs.items()}
         return original_fake(cls, fake_mode, elem, *args, **kwargs)
@@ -93,9 +93,9 @@ def _replace_meta_device(dispatch: Callable[..., Any], device_state: DeviceState
 
     def dispatch_on_gpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == _META:
-            kwargs = {**kwargs, "device": torch.device(device_state.gpus.named())}
+            kwargs = {**kwargs, "device": torch.device(device_state.gpus.get_name())}
         if any(arg == _META for arg in args if isinstance(arg, torch.device)):
-            gpu = torch.device(device_state.gpus.named())
+            gpu = torch.device(device_state.gpus.get_name())
             args = tuple(gpu if isinstance(arg, torch.device) and arg == _META else arg for arg in args)
         return dispatch(mode, func, types, args, kwargs)
 

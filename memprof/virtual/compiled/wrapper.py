@@ -59,7 +59,7 @@ def patches(
             buffer = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
             op, call_site = origins.find_call_site(frame, device_state.recorder.attribution.find_call_site(frame))
-            device_state.record([buffer], op, call_site, device_state.gpus.named())
+            device_state.record([buffer], op, call_site, device_state.gpus.get_name())
         return buffer
 
     def copy_if_misaligned(tensor: Any) -> Any:
@@ -75,7 +75,7 @@ def patches(
     def make_kernel(compiler: Any, name: str, source: str, device_str: str = "cuda") -> SkippedKernel:
         on_kernel(source)
         return SkippedKernel(
-            source, forget_values, lambda tensors: device_state.meter.kernel(UNKNOWN_OPERATOR, tensors)
+            source, forget_values, lambda tensors: device_state.meter.count_kernel(UNKNOWN_OPERATOR, tensors)
         )
 
     def reject_host_code(*args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from memprof.torch_private.pytree import tree_leaves
 from memprof.virtual.distributed import process_groups
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import (
-    SEND_NUMBERS,
+    SEND_NUMBERS_HINT,
     invalid_on_cuda_error,
     set_unsupported_handler,
     unsupported_error,
@@ -93,7 +93,7 @@ def _wrap_put(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor],
     def put(queue: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(part, torch.Tensor) and is_virtual(part) for part in tree_leaves(obj)):
             raise unsupported_error(
-                "sends another process a tensor of the virtual GPU, which has no data", SEND_NUMBERS
+                "sends another process a tensor of the virtual GPU, which has no data", SEND_NUMBERS_HINT
             )
         original(queue, obj, *args, **kwargs)
 
@@ -119,7 +119,7 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """Return `torch.multiprocessing.spawn` for at most as many processes as GPUs: the run simulates one of them."""
-    assume, dispatch_mode, gpus = context.assume, context.dispatch_mode, context.gpus.number
+    assume, dispatch_mode, gpus = context.assume, context.dispatch_mode, context.gpus.num_gpus
     is_exact = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(
@@ -146,7 +146,7 @@ def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callab
             fn(context.options.rank % nprocs, *args)
         # The next rank is a process of its own.
         gc.collect()
-        dispatch_mode.process_ended(first_storage)
+        dispatch_mode.free_process_memory(first_storage)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         # Else the context of a process that has ended.

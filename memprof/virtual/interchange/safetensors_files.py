@@ -34,7 +34,7 @@ from memprof.virtual.interchange.checkpoints import (
     EMPTY_SHELLS_ASSUMPTION,
     UNREAD_DATA_ASSUMPTION,
 )
-from memprof.virtual.operator_call import MIN_VIRTUAL_HOST_BYTES
+from memprof.virtual.operator_call import MIN_VIRTUAL_BYTES
 from memprof.virtual.values.budget import is_cheap_to_compute
 
 _META = torch.device("meta")
@@ -105,9 +105,7 @@ class SafetensorsFiles:
     def _find_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of `tensor` to write; None if they are not known, or too many."""
         with disable_current_modes():
-            is_large = tensor.numel() * tensor.element_size() >= MIN_VIRTUAL_HOST_BYTES or not is_cheap_to_compute(
-                tensor
-            )
+            is_large = tensor.numel() * tensor.element_size() >= MIN_VIRTUAL_BYTES or not is_cheap_to_compute(tensor)
             return None if is_large and tensor.is_meta else self._device_state.values.store.get(tensor.detach())
 
     def _serialize(self, flat: Any, metadata: Any = None) -> bytes:
@@ -164,7 +162,7 @@ class SafetensorsFiles:
                 tensor = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
                 place = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
-                name = self._device_state.gpus.named(device) if device.type == "cuda" else HOST
+                name = self._device_state.gpus.get_name(device) if device.type == "cuda" else HOST
                 self._device_state.record([tensor], _OPERATOR_NAME, place, name)
         return tensor
 
@@ -238,7 +236,7 @@ class _TensorSlice:
         file, dtype, is_empty = self._file, _DTYPES_BY_CODE[self._code], _SHELL_DTYPE_SUFFIX in self._entry["dtype"]
         with torch.DisableTorchFunction(), disable_current_modes():
             layout = torch.empty(self._entry["shape"], dtype=dtype, device=_META)[index]
-            max_bytes = _MAX_READ_BYTES if dtype in ALWAYS_READ_DTYPES else MIN_VIRTUAL_HOST_BYTES
+            max_bytes = _MAX_READ_BYTES if dtype in ALWAYS_READ_DTYPES else MIN_VIRTUAL_BYTES
             is_read = not is_empty and layout.numel() * dtype.itemsize < max_bytes
             tensor = _read_values(file.path, self._entry, dtype, index) if is_read else None
         if tensor is not None:
