@@ -241,7 +241,7 @@ class DispatchMode(DeviceState):
             return None
         return "real"
 
-    # -- kinds of operators --------------------------------------------------------------------------------------------
+    # -- kinds of operators -------------------------------------------------------------------------------------------
 
     def run_allocating(self, operator: OpInfo, call: OperatorCall, site: CallSite) -> Any:
         """Return the result of an operator that allocates; record its outputs and the scratch memory of its kernel."""

@@ -47,7 +47,7 @@ def _is_structured(func: Any) -> bool:
     return is_replaced and _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional")
 
 
-# -- other operators ----------------------------------------------------------------------------------------
+# -- other operators --------------------------------------------------------------------------------------------------
 
 
 def compute_iterator_strides(*operands: Any) -> tuple[int, ...]:
