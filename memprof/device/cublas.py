@@ -41,7 +41,7 @@ class CublasWorkspace:
         return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, is_permanent)
 
     def find_name(self, op: str, num_bytes: int) -> str | None:
-        """Return the name of a workspace of `num_bytes` that `op` allocated; None for other memory."""
+        """Return the workspace's name if an allocation of `num_bytes` by `op` is a workspace; else None."""
         if op.removeprefix("aten.") not in PRODUCTS:
             return None
         return {self.num_bytes: WORKSPACE, self.lt_num_bytes: LT_WORKSPACE}.get(num_bytes)

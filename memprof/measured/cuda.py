@@ -170,11 +170,11 @@ class NvmlUse:
 
     def used_bytes(self) -> int | None:
         """Return the bytes in use on the whole GPU, by all processes; None if NVML is not available."""
-        return self._nvml.use(self._gpu).used_bytes
+        return self._nvml.read_usage(self._gpu).used_bytes
 
     def facts(self) -> NvmlFacts:
         """Return NVML's facts for the bridge from reserved to device memory (ledger/bridge.py), as of now."""
-        use = self._nvml.use(self._gpu)
+        use = self._nvml.read_usage(self._gpu)
         others = [process for process in use.by_process if process.pid != os.getpid()]
         seen = tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in others)
         return NvmlFacts(

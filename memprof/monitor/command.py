@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from memprof.device.processes import own_peak_bytes
+from memprof.device.processes import read_own_peak_bytes
 from memprof.errors import MemprofError
 
 # siginfo's si_code: at most 0 if a process sent the signal, above 0 if the kernel did (a terminal's keys).
@@ -112,7 +112,7 @@ class RunningCommand:
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
         # Until exec, a started process counts memprof's pages as its own. memprof's own ru_maxrss is not used: it
         # includes the parent's pages in the same way.
-        own_peak = own_peak_bytes()
+        own_peak = read_own_peak_bytes()
         return peak if own_peak is not None and peak > own_peak else 0
 
     def forward_signal(self, signal_info: signal.struct_siginfo) -> None:

@@ -1,7 +1,7 @@
-"""Diagnostics of Dynamo's graphs: functions that are compiled again, and graph breaks.
+"""Diagnostics of Dynamo's graphs: recompilations and graph breaks.
 
-Each is reported once. A graph break has a cost in bytes: the results that one graph leaves in memory for the next,
-which a single graph might have fused.
+Each cause is reported once. The cost of a graph break, in bytes, is the results that one graph leaves in memory for
+the next graph, which a single graph might have fused.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class CompileDiagnostics:
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield the patches (owner, name, replacement) of Dynamo's functions."""
 
-        original_reasons = dynamo.get_and_maybe_log_recompilation_reasons.get()
-        original_subgraph, compile_graph = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
+        original_find_reasons = dynamo.get_and_maybe_log_recompilation_reasons.get()
+        original_compile_subgraph, original_compiler = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
 
         def find_reasons(entries: Any, frame: Any, *args: Any, **kwargs: Any) -> list[str]:
             # Guards are evaluated under memprof's patches, as while the program runs.
             with self._suspension.resume():
-                found: list[str] = original_reasons(entries, frame, *args, **kwargs)
-            self._report_recompilation(frame.f_code, found)
-            return found
+                reasons: list[str] = original_find_reasons(entries, frame, *args, **kwargs)
+            self._report_recompilation(frame.f_code, reasons)
+            return reasons
 
         def compile_subgraph(graph: Any, tracer: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
             self._graph_break = reason if reason.graph_break else None
             self._compiled_code.add(tracer.f_code)
-            return original_subgraph(graph, tracer, reason, *args, **kwargs)
+            return original_compile_subgraph(graph, tracer, reason, *args, **kwargs)
 
         def call_user_compiler(graph: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
             if self._graph_break is not None:
                 self._report_graph_break(self._graph_break, module)
-            return compile_graph(graph, module, *args, **kwargs)
+            return original_compiler(graph, module, *args, **kwargs)
 
         yield dynamo.get_and_maybe_log_recompilation_reasons.patch(find_reasons)
         yield dynamo.compile_subgraph.patch(compile_subgraph)
@@ -74,11 +74,11 @@ class CompileDiagnostics:
         self._recorder.trace.compiling = CompileStats(round(self._seconds, 3), len(self._kernels))
 
     def record_kernel(self, source: str) -> None:
-        """Record the source of a kernel that Inductor generated."""
+        """Record the source code of a kernel that Inductor generated."""
         self._kernels.add(source)
 
     def record_saved_tensors(self, saved: list[SavedResult], excess_bytes: int) -> None:
-        """Record the results that a graph saves for the backward, and the bytes beyond those of eager code."""
+        """Record the results that a graph saves for the backward, and the bytes by which they exceed eager code's."""
         self._num_saving_graphs += 1
         for result, count in Counter(saved).items():
             key = (
@@ -93,7 +93,7 @@ class CompileDiagnostics:
             self._recorder.trace.compiled_keeps.append(CompiledSavedTensors(*key))
 
     def report_recompile_limit(self, name: str) -> None:
-        """Report that the function `name` (with its source line) reached Dynamo's recompile limit."""
+        """Report that the function `name`, given with its source line, reached Dynamo's recompile limit."""
         limit = dynamo.config.get().recompile_limit
         self._assume(
             f"{name} was compiled {limit} times (torch._dynamo.config.recompile_limit), and for whatever fits none of "
