@@ -25,7 +25,7 @@ from memprof.measured.operators import Profile, quiet_profiler, read_events
 from memprof.patching import Patch
 from memprof.torch_private import autograd
 from memprof.torch_private import cuda as private_cuda
-from memprof.torch_private.check import refuse_missing
+from memprof.torch_private.check import check_required_names
 from memprof.trace.events import CPU, GPU, HOST, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import Facts
 from memprof.trace.snapshot import Action
@@ -74,7 +74,7 @@ class MeasuredDevice(Watch):
         self.trace = Trace(source="measured", modules=self.modules.table, device=CPU if name == "cpu" else GPU)
 
     def __enter__(self) -> MeasuredDevice:
-        refuse_missing()
+        check_required_names()
         try:
             self._install()
         except BaseException:

@@ -11,7 +11,7 @@ import torch
 
 from memprof.device.catalog import Gpu
 from memprof.patching import PatchSet
-from memprof.torch_private.check import refuse_missing
+from memprof.torch_private.check import check_required_names
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
 from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, RunSettings
@@ -84,7 +84,7 @@ class InstallContext:
         refused: UnsupportedHandler,
         leave_in_child: Callable[[], None],
     ) -> None:
-        refuse_missing()
+        check_required_names()
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
         self.assume, self.refused, self.leave_in_child = assume, refused, leave_in_child
         # GeForce GPUs do not read each other's memory: NVIDIA's driver disables peer access.
