@@ -72,14 +72,14 @@ def monitor(
         sample = sampler.sample()
         gpu_indices = [gpu.index for gpu in sample.gpus]
         peaks = Peaks()
-        csv_log = Log(log, csv_header(gpu_indices))
-        stack.callback(csv_log.close)
+        file = Log(log, csv_header(gpu_indices))
+        stack.callback(file.close)
         stack.callback(view.pause)  # whatever happens, the terminal is released
 
         def record(sample: MonitorSample) -> None:
             peaks.add(sample)
-            csv_log.write(csv_row(sample, peaks, gpu_indices))
-            view.show(replace(sample, notes=tuple(filter(None, (*sample.notes, csv_log.note)))), peaks)
+            file.write(csv_row(sample, peaks, gpu_indices))
+            view.show(replace(sample, notes=tuple(filter(None, (*sample.notes, file.note)))), peaks)
 
         record(sample)
         end_signal = 0
@@ -92,14 +92,12 @@ def monitor(
             # A last sample with the peaks in the command's last messages; the command has ended.
             record(sampler.sample())
             peaks.resident_bytes = max(peaks.resident_bytes, command.read_peak_resident_bytes() if command else 0)
-        csv_log.close()
+        file.close()
         code = command.exit_code if command is not None else int(not gpu_indices)
         if end_signal not in (0, signal.SIGINT):
             code = 128 + end_signal
         text, ending = (command.command_line, command.describe_end()) if command is not None else ("", "")
-        outcome = MonitorOutcome(
-            code or 0, text, ending, sampler.elapsed, peaks, (csv_log.note,) if csv_log.note else ()
-        )
+        outcome = MonitorOutcome(code or 0, text, ending, sampler.elapsed, peaks, (file.note,) if file.note else ())
         view.close(outcome)
     return outcome
 

@@ -86,8 +86,6 @@ TensorMeta = _dynamo_name("torch._prims:TensorMeta")
 rng_prims = _dynamo_name("torch._prims.rng_prims")
 suggest_memory_format = _dynamo_name("torch._prims_common:suggest_memory_format")
 ConvBackend = _dynamo_name("torch._C:_ConvBackend")
-_CPU_LAYOUTS = "convolutions are traced in the layouts of the CPU"
-select_conv_backend = PrivateName("torch._C:_select_conv_backend", fallback=_CPU_LAYOUTS)
-conv_determine_backend_memory_format = PrivateName(
-    "torch._C:_conv_determine_backend_memory_format", fallback=_CPU_LAYOUTS
-)
+_ON_CPU = "convolutions are traced in the layouts of the CPU"
+select_conv_backend = PrivateName("torch._C:_select_conv_backend", fallback=_ON_CPU)
+conv_determine_backend_memory_format = PrivateName("torch._C:_conv_determine_backend_memory_format", fallback=_ON_CPU)
