@@ -18,7 +18,7 @@ MIN_LIMIT_BYTES = 2 * GIB  # limit for small files
 MEMORY_BYTES_PER_FILE_BYTE = 12  # maximum for reading and analysing a snapshot: measured by tests/benchmarks/analyze.py
 # Maximum where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured.
 MEMORY_BYTES_PER_COLUMN_FILE_BYTE = 4
-_MEMORY_PER_PACKED_BYTE = 400  # maximum for a compressed capture; a run of 150 steps took 280
+_MEMORY_BYTES_PER_COMPRESSED_BYTE = 400  # maximum for a compressed capture; a run of 150 steps took 280
 _UNLIMITED = 1 << 62
 _GZIP = b"\x1f\x8b"
 
@@ -67,8 +67,8 @@ def _estimate_bytes(file: Path) -> int:
         if not file.is_file():  # opening a pipe would consume its data
             return 0
         with file.open("rb") as stream:
-            memory_per_byte = _MEMORY_PER_PACKED_BYTE if stream.read(2) == _GZIP else MEMORY_BYTES_PER_FILE_BYTE
-        return file.stat().st_size * memory_per_byte
+            ratio = _MEMORY_BYTES_PER_COMPRESSED_BYTE if stream.read(2) == _GZIP else MEMORY_BYTES_PER_FILE_BYTE
+        return file.stat().st_size * ratio
     except (OSError, ValueError):
         return 0  # the reader reports the error
 

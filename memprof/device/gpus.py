@@ -37,7 +37,7 @@ class NvmlGpu:
     index: int
     name: str  # as `torch.cuda.get_device_properties(i).name`.
     uuid: str = ""  # "GPU-...", the permanent id of the GPU.
-    total_bytes: int | None = None  # all memory; `used`, `free` and `reserved` sum to it.
+    total_bytes: int | None = None  # all memory; `used_bytes`, `free_bytes` and `reserved_bytes` sum to it.
     used_bytes: int | None = None  # in use by all processes and their contexts, what nvidia-smi shows.
     free_bytes: int | None = None  # available memory.
     # kept by driver and firmware; None if the driver is too old to tell it from `used_bytes`.

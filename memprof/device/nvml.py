@@ -124,7 +124,7 @@ class Nvml:
             notes.append(f"memory of GPU {index} cannot be read: {memory.note}")
         elif memory.note:
             notes.append(f"GPU {index} is sliced (MIG), and its memory as a whole cannot be read: {memory.note}")
-        processes, processes_refusal = self._read_processes(handle, sliced=bool(slices))
+        processes, processes_refusal = self._read_processes(handle, is_sliced=bool(slices))
         if processes_refusal:
             notes.append(f"processes on GPU {index} cannot be listed: {processes_refusal}")
         elif not processes and memory.used and memory.used > _MAX_DRIVER_BYTES:
@@ -184,24 +184,24 @@ class Nvml:
                 slices.append(Slice(index, name, uuid, instance, memory.total, memory.used, memory.free))
         return tuple(slices)
 
-    def _read_processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[GpuProcess, ...], str]:
+    def _read_processes(self, handle: Any, *, is_sliced: bool) -> tuple[tuple[GpuProcess, ...], str]:
         nvml_call = _NvmlCaller(self._nvml)
         process_by_key: dict[tuple[int, int | None], GpuProcess] = {}
-        for kind, call in (
+        for kind, function_name in (
             ("compute", "nvmlDeviceGetComputeRunningProcesses"),
             ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
         ):
             previous_refusal = nvml_call.refusal
-            listed_processes = nvml_call(call, handle)
+            listed_processes = nvml_call(function_name, handle)
             if listed_processes is None and nvml_call.code is None:  # a driver before 510 has only the second version
                 nvml_call.refusal = previous_refusal
-                listed_processes = nvml_call(f"{call}_v2", handle)
+                listed_processes = nvml_call(f"{function_name}_v2", handle)
             if kind == "graphics":
                 # GPUs without a display refuse this call, and have no graphics processes.
                 nvml_call.refusal = previous_refusal
             for process in listed_processes or ():
                 instance = getattr(process, "gpuInstanceId", _NO_INSTANCE)
-                key = (process.pid, instance if sliced and instance != _NO_INSTANCE else None)
+                key = (process.pid, instance if is_sliced and instance != _NO_INSTANCE else None)
                 if key not in process_by_key:
                     # Both lists give the process's whole use of the GPU.
                     name = self._process_name(process.pid)

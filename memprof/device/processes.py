@@ -76,17 +76,17 @@ class ProcessTree:
 
     def read(self) -> tuple[Process, ...]:
         """Return the running processes of the tree, in order of pid; empty where there is no /proc."""
-        running = _read_parents_and_starts()
-        start_by_pid = {pid: start for pid, (_, start) in running.items()}
+        parents_and_starts = _read_parents_and_starts()
+        start_by_pid = {pid: start for pid, (_, start) in parents_and_starts.items()}
         tree_pids = {pid for pid, start in self._start_by_pid.items() if start_by_pid.get(pid) == start}
         if self._root in start_by_pid:
             tree_pids.add(self._root)
-        children: dict[int, list[int]] = {}
-        for pid, (parent, _) in running.items():
-            children.setdefault(parent, []).append(pid)
+        children_by_pid: dict[int, list[int]] = {}
+        for pid, (parent, _) in parents_and_starts.items():
+            children_by_pid.setdefault(parent, []).append(pid)
         pending = list(tree_pids)
         while pending:
-            for pid in children.get(pending.pop(), ()):
+            for pid in children_by_pid.get(pending.pop(), ()):
                 if pid not in tree_pids:
                     tree_pids.add(pid)
                     pending.append(pid)

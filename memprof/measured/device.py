@@ -44,7 +44,7 @@ class MeasuredDevice(Watch):
 
     Args:
         name: "cpu" or "cuda": the device of the workload's tensors.
-        outside: NVML's view of GPU memory besides torch's own; None: NVML is not queried.
+        nvml_use: NVML's view of GPU memory outside torch's allocator; None: NVML is not queried.
         detail: whether to record stacks, so that allocations have source lines. Steps take longer then.
     """
 
@@ -104,8 +104,8 @@ class MeasuredDevice(Watch):
         # Modules that were never called have no source.
         self._module_sources += [NONE] * (len(self.modules.table) - len(self._module_sources))
         self.trace.sources = list(self._sources)
-        recorded = collect_allocations(profile, history, self._marks.freed_storages)
-        merge(self.trace, self._marks, recorded, self._module_sources, self._cublas)
+        allocations = collect_allocations(profile, history, self._marks.freed_storages)
+        merge(self.trace, self._marks, allocations, self._module_sources, self._cublas)
         self._write_facts(self.trace)
 
     @contextlib.contextmanager

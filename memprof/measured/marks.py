@@ -72,5 +72,5 @@ class Marks:
     def read_counters(self) -> None:
         """Read the device's counters, and record them with the time."""
         # The time is taken after the read: the GPU work that the read waited for is done.
-        values = self._read_device()
-        self.counter_samples.append((time.time_ns(), values))
+        counters = self._read_device()
+        self.counter_samples.append((time.time_ns(), counters))

@@ -161,11 +161,11 @@ class _Merger:
                 self._append_release(storages[index])
             times += [time_ns] * (len(events) - len(times))
         self.trace.ops, self.trace.sources = list(self._ops), list(self._lines)
-        begin = times[0] if times else 0
-        self.trace.times = [time_ns - begin for time_ns in times]
+        begin_ns = times[0] if times else 0
+        self.trace.times = [time_ns - begin_ns for time_ns in times]
         for time_ns, counters in marks.counter_samples:
             event_index = bisect.bisect_right(times, time_ns) - 1
-            self.trace.samples.append(Sample(event_index, (time_ns - begin) / 1e9, *counters))
+            self.trace.samples.append(Sample(event_index, (time_ns - begin_ns) / 1e9, *counters))
 
     def _sort_events(self) -> list[tuple[int, int, int]]:
         """Return (time, kind, index of the mark, allocation or pool) of all events, in order."""
@@ -251,8 +251,8 @@ class _Merger:
             workspace = self._cublas.find_name(allocation.origin.op, allocation.num_bytes)
         op = workspace or allocation.origin.op
         origin = (self._ops.setdefault(op, len(self._ops)), module, source, self._phase, forward_event)
-        hidden = workspace is not None or (not marks and allocation.is_temporary)
-        trace.storages.append(Storage(allocation.num_bytes, shape, dtype or "uint8", device, *origin, hidden=hidden))
+        is_hidden = workspace is not None or (not marks and allocation.is_temporary)
+        trace.storages.append(Storage(allocation.num_bytes, shape, dtype or "uint8", device, *origin, hidden=is_hidden))
         return index
 
 

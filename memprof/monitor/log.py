@@ -34,10 +34,10 @@ class Log:
         """Append a line; after an error, such as a full disk, later lines are still tried."""
         if self._descriptor < 0:
             return
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([*self._unwritten_header, row])
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows([*self._unwritten_header, row])
         try:
-            self._write_all(text.getvalue().encode())
+            self._write_all(buffer.getvalue().encode())
         except OSError as error:
             self._num_missing_lines += 1
             self._error = error.strerror or str(error)

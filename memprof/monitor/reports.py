@@ -31,8 +31,8 @@ class _Counter:
     highest: int = 0
 
     def add(self, current: int, cumulative_peak: int) -> None:
-        """Update the counter from a report. A lower cumulative peak than before means that the program reset the peak,
-        and is the peak since then."""
+        """Update the counter from a report. If `cumulative_peak` is lower than before, the program has reset torch's
+        peak, and it is the peak since then."""
         new_peak = cumulative_peak if cumulative_peak != self.cumulative_peak else 0
         self.interval_peak = max(self.interval_peak, current, new_peak)
         self.highest = max(self.highest, current, cumulative_peak)

@@ -2,7 +2,7 @@
 
 Allocated and reserved are counters of torch's CUDA caching allocator (`torch.cuda.memory_stats`). A counter has a peak
 since the program began or reset the peak, but no peak per sample: where the peak rose since the last sample,
-`interval_peak` is exact; where the peak did not rise, `interval_peak` is the highest of ten readings.
+the interval's peak is exact; where the peak did not rise, the interval's peak is the highest of ten readings.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class _StopRecord:
             if self._events is None and stop.why is EndReason.STEPS:
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
-                self._failure = self._device.refused if isinstance(self._device, VirtualGpu) else None
+                self._failure = self._device.unsupported if isinstance(self._device, VirtualGpu) else None
             raise
 
     def wrap_stop(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:

@@ -117,12 +117,12 @@ class Assignments:
     def _match_kind(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
-            parts = {name: getattr(value, name) for name in names}
-            for name, inner in parts.items():
-                if isinstance(inner, torch.Tensor):
-                    parts[name] = self._match_kind(getattr(tensor, name), inner)
+            inner_tensors = {name: getattr(value, name) for name in names}
+            for name, inner_tensor in inner_tensors.items():
+                if isinstance(inner_tensor, torch.Tensor):
+                    inner_tensors[name] = self._match_kind(getattr(tensor, name), inner_tensor)
             rebuilt: torch.Tensor = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
-                parts, context, value.size(), value.stride()
+                inner_tensors, context, value.size(), value.stride()
             )
             return rebuilt
         if value.is_meta == tensor.is_meta:

@@ -47,7 +47,7 @@ _FLOAT32 = frozenset(
 _FLOAT32_RESULT = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"]
 )
-_WIDEST = frozenset(
+_WIDEST_DTYPE = frozenset(
     [
         "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
         "scatter_add",
@@ -58,7 +58,7 @@ _REJECTED = frozenset({"binary_cross_entropy"})
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _COMPOSITE_POLICIES = {
     "lstm": _RECURRENT, "gru": _RECURRENT, "rnn_tanh": _RECURRENT, "rnn_relu": _RECURRENT, "nll_loss_nd": _FLOAT32,
-    "linalg_norm": _FLOAT32_RESULT, "inner": _WIDEST,
+    "linalg_norm": _FLOAT32_RESULT, "inner": _WIDEST_DTYPE,
 }  # fmt: skip
 # Other names of listed operators -> name of the operator.
 _OPERATOR_BY_ALIAS = {
@@ -68,7 +68,7 @@ _OPERATOR_BY_ALIAS = {
     "special_softmax": "softmax",
 }  # fmt: skip
 POLICIES = {
-    name: policy for policy in (_LOWER_PRECISION, _FLOAT32, _FLOAT32_RESULT, _WIDEST, _REJECTED) for name in policy
+    op: policy for policy in (_LOWER_PRECISION, _FLOAT32, _FLOAT32_RESULT, _WIDEST_DTYPE, _REJECTED) for op in policy
 }
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -121,7 +121,7 @@ class Autocast:
             if has_dtype or not self._is_castable(data):
                 return args, kwargs
             return args, {**kwargs, "dtype": torch.float32}
-        if policy is _WIDEST:
+        if policy is _WIDEST_DTYPE:
             return self.cast_to(args, kwargs, self._find_widest_dtype(args, kwargs))
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "

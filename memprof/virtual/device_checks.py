@@ -30,18 +30,18 @@ def choose_gpu(device_state: DeviceState, operator: OpInfo, call: OperatorCall, 
     virtual_tensors = [tensor for tensor in call.tensors if tensor.is_meta]
     # An empty tensor has no storage in the trace, and so no known device, unless the program made it itself.
     devices = map(device_state.device_of, [tensor for tensor in virtual_tensors if tensor.numel()] or virtual_tensors)
-    gpus_of_tensors = list(filter(is_gpu, devices))
-    if not gpus_of_tensors:
+    tensor_gpus = list(filter(is_gpu, devices))
+    if not tensor_gpus:
         requested = device_state.factory_device
         call.gpu = (
             requested if requested is not None and is_gpu(requested) else device_state.autograd_nodes.get_current_gpu()
         )
         return
-    call.gpu = gpus_of_tensors[0]
-    device_state.autograd_nodes.note_gpu(gpus_of_tensors[0])
+    call.gpu = tensor_gpus[0]
+    device_state.autograd_nodes.note_gpu(tensor_gpus[0])
     # Operators on lists process the tensors one by one where they are on several GPUs (native/ForeachUtils.h).
     if (
-        len(set(gpus_of_tensors)) > 1
+        len(set(tensor_gpus)) > 1
         and operator.packet not in _ACCEPTS_SEVERAL_GPUS
         and not operator.name.startswith("aten._foreach_")
     ):

@@ -46,8 +46,8 @@ def find_missing_quantized_kernel(name: str) -> str:
 
 @functools.cache
 def _list_checked_overloads() -> frozenset[str]:
-    """Return the overloads, `aten::name.overload`, with the generated check (torchgen/dest/register_dispatch_key.py,
-    gen_device_check): those with a CUDA kernel, or structured, and without `device_check: NoCheck`."""
+    """Return the overloads, such as `aten::add.Tensor`, with the device check that torchgen generates: those with a CUDA
+    kernel, or structured, and without `device_check: NoCheck` (torchgen/dest/register_dispatch_key.py)."""
     kernels = re.compile(r"(?m)^    .*\bCUDA\b|^  structured_delegate:")
     return frozenset(
         name for name, text in _read_entries().items() if "device_check: NoCheck" not in text and kernels.search(text)

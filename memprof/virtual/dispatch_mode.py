@@ -77,7 +77,7 @@ class DispatchMode(DeviceState):
         self._factories: dict[Any, Callable[[], Any]] = {}
         self._in_place = InPlaceOperators()
         self._cublas = CublasWorkspaces()
-        self.caches = KVCacheDetector(recorder)
+        self.kv_caches = KVCacheDetector(recorder)
         self.updates: UpdateDetector | None = None  # None: the workload has torch's optimizers alone
         # Autocast in a backward pass inside its region: no function mode sees the operators that the engine calls.
         self.cast_arguments: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
@@ -162,10 +162,10 @@ class DispatchMode(DeviceState):
                 if is_mixed and not operator.mixes_devices:
                     resolve_mixed_devices(self, operator, call, site)
                 self.recorder.attribution.record_forward_operator(site)
-                if operator.is_partial_write and self.caches.is_watching:
-                    self.caches.record_write(args[0])
-                elif operator.is_concatenation and self.caches.is_watching:
-                    self.caches.record_concatenation(args[0])
+                if operator.is_partial_write and self.kv_caches.is_watching:
+                    self.kv_caches.record_write(args[0])
+                elif operator.is_concatenation and self.kv_caches.is_watching:
+                    self.kv_caches.record_concatenation(args[0])
                 if operator.may_run_in_place and is_in_backward():
                     in_place_func = self._find_in_place_operator(call)
                     if in_place_func is not None:

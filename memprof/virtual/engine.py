@@ -103,7 +103,7 @@ def is_in_backward() -> bool:
 
 
 def is_called_by_engine() -> bool:
-    """Return whether the engine's C++ called the operator: no hook, custom backward or recomputation in between."""
+    """Return whether the autograd engine itself called the operator, not a hook, custom backward or recomputation."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back

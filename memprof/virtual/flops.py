@@ -98,10 +98,10 @@ class Meter:
             copy = outputs[0] if operator.packet is _aten._to_copy and outputs else call.tensors[0]
             devices = self._device_of(call.tensors[-1]), self._device_of(copy)
             if HOST in devices and any(map(is_gpu, devices)):
-                crossing = _num_bytes(copy)
+                copied_bytes = _num_bytes(copy)
                 gpu = next(filter(is_gpu, devices))
-                to_gpu = crossing if devices[1] == gpu else 0
-                return operator.name, gpu, _dtype(copy), 0, 0, to_gpu, crossing - to_gpu, 0
+                to_gpu = copied_bytes if devices[1] == gpu else 0
+                return operator.name, gpu, _dtype(copy), 0, 0, to_gpu, copied_bytes - to_gpu, 0
         if call.func.namespace == COLLECTIVES:
             sent = _count_sent_bytes(call)
             return None if not sent else (operator.name, device or GPU, _dtype(call.tensors[0]), 0, 0, 0, 0, sent)

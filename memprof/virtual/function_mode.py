@@ -34,11 +34,11 @@ _CUDA_KERNEL = torch.DispatchKeySet(torch.DispatchKey.CUDA)
 _default_device: Any = dispatch.default_device.get()
 
 
-class OwnFunctionMode(TorchFunctionMode):
-    """A function mode of memprof; torch's Python functions run under it (integrations/python_functions.py)."""
+class MemprofFunctionMode(TorchFunctionMode):
+    """Base class of memprof's function modes, by which integrations/python_functions.py recognizes them."""
 
 
-class FunctionMode(OwnFunctionMode):
+class FunctionMode(MemprofFunctionMode):
     """Function mode that runs torch functions on the virtual GPU; each attribute handles one kind of function."""
 
     def __init__(self, device_state: DeviceState) -> None:

@@ -56,7 +56,7 @@ class VirtualGpu(Watch):
         self._is_display_line: dict[int, bool] = {}
         self._growth = GrowthWatch(self.recorder)
         self._extensions = [*(extension_class() for extension_class in find_extensions(*_FOLDERS)), *extensions]
-        self._refused: Failure | None = None
+        self._unsupported: Failure | None = None
         self._num_described_models = 0  # number of models whose distribution over ranks is noted
         self._context = InstallContext(
             gpu,
@@ -65,7 +65,7 @@ class VirtualGpu(Watch):
             self._patches,
             self.assume,
             environment={name: value for extension in extensions for name, value in extension.environment.items()},
-            refused=self._record_unsupported,
+            on_unsupported=self._record_unsupported,
             leave_in_child=self._leave_in_child,
         )
         if gpu_options.raises_oom:
@@ -96,11 +96,11 @@ class VirtualGpu(Watch):
         return len(self.recorder.trace.events)
 
     @property
-    def refused(self) -> Failure | None:
+    def unsupported(self) -> Failure | None:
         """Return the first unsupported operation of the program or its processes, even if the error was caught."""
-        for problem, hint in self._context.children.read_refusals() if self._refused is None else ():
+        for problem, hint in self._context.subprocesses.read_refusals() if self._unsupported is None else ():
             self._record_unsupported(problem, hint, None)
-        return self._refused
+        return self._unsupported
 
     # -- in and out -------------------------------------------------------------------------------------------------
 
@@ -125,15 +125,15 @@ class VirtualGpu(Watch):
             self._claim_registered()
         return message
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._claim_registered()
         self._updates.record_run_end()
         if is_caused_by_oom(error) and self.recorder.trace.refused:
             # Out of memory on the GPU is the verdict of the run, and no failure.
             self.recorder.trace.refused.pop()
             self.recorder.trace.ended_out_of_memory = True
-        elif (refused := self.refused) is not None:
-            self.recorder.trace.failure = refused
+        elif (unsupported := self.unsupported) is not None:
+            self.recorder.trace.failure = unsupported
         elif isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, UsageError):
             self.recorder.trace.failure = describe_failure(
                 error,
@@ -154,8 +154,8 @@ class VirtualGpu(Watch):
             self._unknown_read = (line, message)
 
     def _record_unsupported(self, problem: str, hint: str | None, line: str | None) -> None:
-        if self._refused is None:
-            self._refused = make_refused_failure(problem, hint, line, self.current_phase)
+        if self._unsupported is None:
+            self._unsupported = make_refused_failure(problem, hint, line, self.current_phase)
 
     def _install(self) -> None:
         """Install the hooks on the program, then every extension, and last the function mode and the dispatch mode."""
@@ -205,7 +205,7 @@ class VirtualGpu(Watch):
 
     def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._handle_outermost_call(module, index, args, kwargs)
-        self.dispatch_mode.caches.record_call(index, (*args, *kwargs.values()))
+        self.dispatch_mode.kv_caches.record_call(index, (*args, *kwargs.values()))
         if self._is_recognizing_calls:
             self._growth.record_call(module, index)
 
@@ -216,7 +216,7 @@ class VirtualGpu(Watch):
 
     def _outermost_return(self, result: Any) -> None:
         """Record that the outermost call of a model returns `result`."""
-        self.dispatch_mode.caches.record_call_result(result)
+        self.dispatch_mode.kv_caches.record_call_result(result)
         if self._is_recognizing_calls:
             self._growth.record_call_result(result)
 

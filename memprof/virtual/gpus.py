@@ -117,6 +117,6 @@ class AutogradNodes:
             self._host_copies.add(autograd.get_sequence_nr() - 1)
 
     def is_host_copy(self) -> bool:
-        """Return whether the running node is the copy of a virtual host tensor."""
+        """Return whether the running autograd node is the copy of a virtual host tensor."""
         node = autograd.current_autograd_node()
         return node is not None and node._sequence_nr() in self._host_copies

@@ -73,15 +73,15 @@ class HostKinds:
             return args, kwargs
 
         with torch.DisableTorchFunction():
-            tracked = [
+            tracked_tensors = [
                 leaf
                 for leaf in tree_leaves((args, kwargs))
                 if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.requires_grad and self._is_real(leaf)
             ]
             # The engine runs the newest node first, and a gradient reaches the first operand first.
             if getattr(func, "__wrapped__", func) is not _linear:  # addmm(bias, input, weight.t()), native/Linear.cpp
-                tracked.reverse()
-            copies = {id(tensor): self.to_virtual(tensor) for tensor in tracked}
+                tracked_tensors.reverse()
+            copies = {id(tensor): self.to_virtual(tensor) for tensor in tracked_tensors}
             return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
 
     def make_virtual(self, args: Any, is_selected: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Any:
@@ -148,11 +148,11 @@ class HostKinds:
         """Return a replacement for the engine's run_backward that converts gradients to the kind of their outputs."""
 
         def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-            checked = tuple(
+            checked_gradients = tuple(
                 self._check_gradient(gradient, self._get_placement(output), f"invalid gradient at index {index}")
                 for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
             )
-            return original(outputs, checked, *args, **kwargs)
+            return original(outputs, checked_gradients, *args, **kwargs)
 
         return run_backward
 
@@ -181,13 +181,13 @@ class HostKinds:
         """Return a replacement for a Function's backward that converts gradients to the kind of the inputs."""
 
         def apply(node: Any, *gradients: Any) -> Any:
-            returned = original(node, *gradients)
-            results = list(returned) if isinstance(returned, tuple) else [returned]
+            result = original(node, *gradients)
+            results = list(result) if isinstance(result, tuple) else [result]
             for input_index, (argument_index, placement) in enumerate(self._placements.get(node, {}).items()):
                 if argument_index < len(results) and node.needs_input_grad[argument_index]:
                     message = f"Function {type(node).__name__} returned an invalid gradient at index {input_index}"
                     results[argument_index] = self._check_gradient(results[argument_index], placement, message)
-            return tuple(results) if isinstance(returned, tuple) else results[0]
+            return tuple(results) if isinstance(result, tuple) else results[0]
 
         return apply
 

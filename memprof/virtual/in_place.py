@@ -77,10 +77,10 @@ class InPlaceOperators:
         outs = [t for t in find_tensors(list(call.kwargs.values())) if t.is_meta]
         sizes_before = [t.untyped_storage().nbytes() for t in outs]
         copies = operator.input_copies(call.args) if operator.input_copies and call.on_gpu else ()
-        values: Any = None
+        new_values: Any = None
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
             empty = torch.empty(0, dtype=outs[0].dtype)
-            values = device_state.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
+            new_values = device_state.values.evaluator.compute(call.func, call.args, {**call.kwargs, "out": empty})
         with device_state.hold_scratch(copies, operator.name, site, call.gpu):
             if operator.uses_cublas and call.on_gpu:
                 device_state.allocate_cublas_workspace(operator, call.args, site, call.gpu)
@@ -96,9 +96,9 @@ class InPlaceOperators:
             if out.untyped_storage().nbytes() != size:
                 _record_growth(device_state, out, operator, site)
         is_full = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
-        is_new_value = is_full and isinstance(values, torch.Tensor) and values.shape == outs[0].shape
+        is_new_value = is_full and isinstance(new_values, torch.Tensor) and new_values.shape == outs[0].shape
         if is_new_value and store.is_trackable(outs[0]):
-            store.set(outs[0], values)
+            store.set(outs[0], new_values)
         return result
 
     def _run_into_out(self, operator: OpInfo, call: OperatorCall) -> Any:
@@ -109,9 +109,9 @@ class InPlaceOperators:
         key, changes_nothing = self._look_up(call)
         if changes_nothing:
             return out
-        before = _layout(out)
+        layout = _layout(out)
         result = call.func(*call.args, **call.kwargs)
-        if key is not None and result is out and _layout(out) == before:
+        if key is not None and result is out and _layout(out) == layout:
             self._changes_nothing.add(key)
         return result
 

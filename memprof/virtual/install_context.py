@@ -66,7 +66,7 @@ class InstallContext:
         run_patches: set of patches, which are removed when the run ends.
         assume: called with each assumption of the run.
         environment: environment variables of the Python processes that the program starts.
-        refused: called with the problem, the hint and the source line of each unsupported operation.
+        on_unsupported: called with the problem, the hint and the source line of each unsupported operation.
         leave_in_child: called in a process that the run forks.
 
     Raises:
@@ -81,12 +81,12 @@ class InstallContext:
         run_patches: PatchSet,
         assume: Callable[[str], None],
         environment: Mapping[str, str],
-        refused: UnsupportedHandler,
+        on_unsupported: UnsupportedHandler,
         leave_in_child: Callable[[], None],
     ) -> None:
         check_required_names()
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
-        self.assume, self.refused, self.leave_in_child = assume, refused, leave_in_child
+        self.assume, self.on_unsupported, self.leave_in_child = assume, on_unsupported, leave_in_child
         # GeForce GPUs do not read each other's memory: NVIDIA's driver disables peer access.
         self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
@@ -104,7 +104,7 @@ class InstallContext:
             if channel is None
             else MultiRankBackend(assume, self.values, channel)
         )
-        self.children = Subprocesses(environment)
+        self.subprocesses = Subprocesses(environment)
 
     def mark_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """Treat the values of `tensor` as unknown: a skipped kernel had it as an argument, and may have written it."""

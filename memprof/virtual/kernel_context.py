@@ -59,8 +59,8 @@ class KernelContext:
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
         """Record `tensors`, new meta tensors, as allocated in this order by the operator, or by `op` that it calls."""
-        recorded = [tensor for tensor in tensors if tensor is not None]
-        self.device_state.record(recorded, op or self.operator.name, self.site, device or self.device)
+        new_tensors = [tensor for tensor in tensors if tensor is not None]
+        self.device_state.record(new_tensors, op or self.operator.name, self.site, device or self.device)
 
     def new(
         self, shape: Any, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
@@ -74,18 +74,18 @@ class KernelContext:
         """Record a new host tensor that has data."""
         self.device_state.record_real(tensor, self.operator.name, self.site)
 
-    def known(self, result: Any) -> Any:
+    def make_virtual(self, result: Any) -> Any:
         """Return `result` with a new virtual tensor for each tensor, with the values of real tensors."""
 
-        def lift(value: Any) -> Any:
+        def copy_tensor(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            lifted = self.new(value.shape, value.dtype)
-            if not value.is_meta and self.values.store.is_trackable(lifted):
-                self.values.store.set(lifted, value)
-            return lifted
+            virtual = self.new(value.shape, value.dtype)
+            if not value.is_meta and self.values.store.is_trackable(virtual):
+                self.values.store.set(virtual, value)
+            return virtual
 
-        return tree_map(lift, result)
+        return tree_map(copy_tensor, result)
 
     def scratch(self, *sizes: int, gpu: str | None = None) -> AbstractContextManager[None]:
         """Context manager: hold scratch memory of these `sizes` in bytes on `gpu`, by default the call's GPU. Does

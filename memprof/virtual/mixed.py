@@ -40,7 +40,7 @@ class MixedDevices:
     ) -> bool:
         """Return whether `func` raised `error` because these arguments mix devices; record the mismatch.
 
-        The devices are compared in C++ above all operators, or in a meta kernel, each with its own error text.
+        torch compares devices in C++ before any operator, or in meta kernels, with different error messages.
         """
         if not _DEVICES.search(error_text(error)) or not self._is_mixed([*args, *kwargs.values()]):
             return False

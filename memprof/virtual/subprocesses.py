@@ -48,7 +48,7 @@ class Subprocesses:
         self._environment = environment
         self.file = ""  # file in which the processes report unsupported operations
         self._process = 0
-        self._ended = threading.Event()
+        self._run_ended = threading.Event()
         self._previous_handler: Any = None  # previous handler of the signal that ends an endless wait
 
     def __enter__(self) -> Subprocesses:
@@ -61,7 +61,7 @@ class Subprocesses:
     def __exit__(self, *error: object) -> None:
         if os.getpid() == self._process:  # a forked child leaves the same blocks
             os.unlink(self.file)
-            self._ended.set()
+            self._run_ended.set()
             if self._previous_handler is not None:
                 signal.signal(_SIGNAL, self._previous_handler)
         for name in (REFUSALS, *self._environment):
@@ -130,7 +130,7 @@ class Subprocesses:
         assert thread is not None
         clock = time.pthread_getcpuclockid(thread)
         last_cpu_time, idle_since = -1.0, time.monotonic()
-        while not self._ended.wait(_MAX_WAIT_SECONDS / 5):
+        while not self._run_ended.wait(_MAX_WAIT_SECONDS / 5):
             cpu_time = time.clock_gettime(clock)
             if cpu_time - last_cpu_time > _MAX_IDLE_SECONDS or not os.stat(self.file).st_size:
                 last_cpu_time, idle_since = cpu_time, time.monotonic()

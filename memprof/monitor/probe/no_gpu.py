@@ -29,10 +29,10 @@ def refuse(cuda: "Any", file: str, make_error: "Callable[[str], Exception]" = Ru
     """
     torch_c = sys.modules["torch"]._C
 
-    def patch_during_run(name: str, value: "Any", owner: "Any" = cuda) -> None:
+    def patch_during_run(name: str, get_value: "Any", owner: "Any" = cuda) -> None:
         original = getattr(owner, name, None)
         if original is not None:
-            setattr(owner, name, lambda: value() if os.path.exists(file) else original())
+            setattr(owner, name, lambda: get_value() if os.path.exists(file) else original())
 
     def refuse_use() -> None:
         problem = f"not yet: {_find_program_line()} {WHAT}"

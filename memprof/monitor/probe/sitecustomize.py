@@ -110,14 +110,14 @@ def _start_sender(cuda: "Any") -> None:
         import atexit
         import threading
 
-        sender = _Sender(cuda, os.environ[SOCKET])
+        sender = _CounterSender(cuda, os.environ[SOCKET])
         threading.Thread(target=sender.run, name="memprof-monitor", daemon=True).start()
         atexit.register(sender.finish)
     except Exception:
         return
 
 
-class _Sender:
+class _CounterSender:
     """Sender of the CUDA allocator's counters to memprof's socket."""
 
     def __init__(self, cuda: "Any", address: str) -> None:
@@ -151,9 +151,9 @@ class _Sender:
         self._socket.close()
 
     def _send_error(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_ERROR_LENGTH]
+        description = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_ERROR_LENGTH]
         try:
-            self._send(devices={}, gpus={}, error=text)
+            self._send(devices={}, gpus={}, error=description)
         except Exception:  # memprof has gone, or the program is at its end
             return
 

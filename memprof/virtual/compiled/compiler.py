@@ -301,9 +301,9 @@ class Compiler(Extension):
         yield inductor.compile_fx.patch(compile_on_gpu)
         original_to_module = inductor.compile_to_module.get()
 
-        def compile_to_module(lowered: Any) -> Any:
-            module = original_to_module(lowered)
-            self._origins.record_buffers(lowered, str(module.__file__))
+        def compile_to_module(graph: Any) -> Any:
+            module = original_to_module(graph)
+            self._origins.record_buffers(graph, str(module.__file__))
             return module
 
         yield inductor.compile_to_module.patch(compile_to_module)
@@ -318,7 +318,7 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def _prepare_compilation(self) -> Iterator[None]:
-        """Context manager: patches and settings for torch's compiler are active, as needed while it compiles."""
+        """Context manager: apply the patches and settings with which torch's compiler compiles for the virtual GPU."""
         from memprof.virtual.compiled import convolution_formats, tracing
 
         dynamo_config, aot_config = dynamo.config.get(), dynamo.functorch_config.get()

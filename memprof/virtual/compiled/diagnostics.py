@@ -33,7 +33,7 @@ class CompileDiagnostics:
         self._suspension = suspension
         self._recorder = recorder
         self._assume = assume
-        self._reported: set[tuple[Any, str]] = set()
+        self._reported_keys: set[tuple[Any, str]] = set()
         # Code objects of functions that were compiled in this run; Dynamo's caches also have those of earlier runs.
         self._compiled_code: set[Any] = set()
         self._graph_break: Any = None
@@ -77,10 +77,10 @@ class CompileDiagnostics:
         """Record the source code of a kernel that Inductor generated."""
         self._kernels.add(source)
 
-    def record_saved_tensors(self, saved: list[SavedResult], excess_bytes: int) -> None:
+    def record_saved_tensors(self, saved_results: list[SavedResult], excess_bytes: int) -> None:
         """Record the results that a graph saves for the backward, and the bytes by which they exceed eager code's."""
         self._num_saving_graphs += 1
-        for result, count in Counter(saved).items():
+        for result, count in Counter(saved_results).items():
             key = (
                 self._num_saving_graphs,
                 excess_bytes,
@@ -108,9 +108,9 @@ class CompileDiagnostics:
         reason = reasons[-1].partition(": ")[2].partition("\n")[0] or reasons[-1]
         reason = reason.partition("  # ")[0].strip().rstrip(".")
         key = (code, _NUMBERS.sub("", reason))
-        if key in self._reported:
+        if key in self._reported_keys:
             return
-        self._reported.add(key)
+        self._reported_keys.add(key)
         self._assume(
             f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is compiled again ({reason[:_MAX_CHARS]}), "
             "which costs time, and memory of the GPU where it runs in CUDA graphs; more of the kind is not told."
@@ -121,9 +121,9 @@ class CompileDiagnostics:
         if not frames:
             return
         location = f"{frames[-1].filename}:{frames[-1].lineno}"
-        if (location, "") in self._reported:
+        if (location, "") in self._reported_keys:
             return
-        self._reported.add((location, ""))
+        self._reported_keys.add((location, ""))
         cause = str(reason.reason).strip().partition("\n")[0].rstrip(".")
         entry = GraphBreak(f"{location} {frames[-1].name}", cause[:_MAX_CHARS], _count_output_bytes(module))
         self._recorder.trace.graph_ends.append(entry)

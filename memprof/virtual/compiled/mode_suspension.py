@@ -81,7 +81,7 @@ class Suspension:
             _push_modes(dispatch_modes, dispatch.push_dispatch_mode)
 
 
-def _push_modes(modes: list[Any], push: Callable[[Any], None], excluded: tuple[object, ...] = ()) -> None:
+def _push_modes(modes: list[Any], push: Callable[[Any], None], excluded_modes: tuple[object, ...] = ()) -> None:
     for mode in reversed(modes):
-        if not any(mode is excluded_mode for excluded_mode in excluded):
+        if not any(mode is excluded for excluded in excluded_modes):
             push(mode)

@@ -49,7 +49,7 @@ class BufferOrigins:
         self._origins_by_file[file] = {name: find_node_origin(node) for name, node in _find_buffer_nodes(graph)}
 
     def find_call_site(self, frame: FrameType | None, call_site: CallSite) -> tuple[str, CallSite]:
-        """Return operator and call site of an allocation in generated code, the nearest caller of `frame`."""
+        """Return operator and call site of an allocation by generated code at or above `frame`; else `call_site`."""
         while frame is not None and not frame.f_code.co_filename.startswith(self._folder()):
             frame = frame.f_back
         origin = None if frame is None else self._find_origin(frame.f_code.co_filename, frame.f_lineno)
@@ -67,8 +67,8 @@ class BufferOrigins:
     def _find_origin(self, file: str, line: int) -> BufferOrigin | None:
         key = (file, line)
         if key not in self._origins_by_line:
-            with open(file, encoding="utf-8") as text:
-                match = _ALLOCATION.match(text.read().splitlines()[line - 1])
+            with open(file, encoding="utf-8") as stream:
+                match = _ALLOCATION.match(stream.read().splitlines()[line - 1])
             self._origins_by_line[key] = self._origins_by_file.get(file, {}).get(match[1]) if match else None
         return self._origins_by_line[key]
 

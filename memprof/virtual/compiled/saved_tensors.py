@@ -60,7 +60,7 @@ def patches(report: Callable[[list[SavedResult], int], None]) -> Iterator[tuple[
 
 
 def _find_eager_saved(graph: Any) -> tuple[dict[str, int], set[str]]:
-    """Return bytes by name of the results that eager autograd saves, and the names of recomputed results."""
+    """Return the bytes of results that eager autograd saves, by name, and the names of those that it recomputes."""
     bytes_by_name: dict[str, int] = {}
     recomputed_names: set[str] = set()
     computations: dict[Any, int] = {}  # key of a computation -> index

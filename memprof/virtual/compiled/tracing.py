@@ -20,7 +20,7 @@ from memprof.torch_private.dispatch import TorchDispatchMode
 from memprof.torch_private.pytree import tree_map
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.device_state import DeviceState
-from memprof.virtual.function_mode import OwnFunctionMode
+from memprof.virtual.function_mode import MemprofFunctionMode
 from memprof.virtual.integrations import python_functions
 from memprof.virtual.kernels import registry
 
@@ -120,7 +120,7 @@ def _wrap_deduce_value(original_deduce: Callable[..., Any]) -> Callable[..., Any
     return _deduce_value
 
 
-class DeviceChoices(OwnFunctionMode):
+class DeviceChoices(MemprofFunctionMode):
     """Function mode that replaces C++ choices that depend on the device: autocast, and composites of kernels/."""
 
     def __init__(self, device_state: DeviceState) -> None:

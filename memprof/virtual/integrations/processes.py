@@ -52,7 +52,7 @@ def _disable_in_child(context: InstallContext) -> None:
     """Disable the modes in a forked child; they stay on their stacks, where running code expects them."""
     context.leave_in_child()
     context.function_mode.is_off = context.dispatch_mode.is_off = True
-    file = context.children.file
+    file = context.subprocesses.file
     set_unsupported_handler(lambda problem, hint, line: no_gpu.report_refusal(file, problem, hint))
     no_gpu.refuse(torch.cuda, file, lambda problem: MemprofError(problem, hint=no_gpu.HINT))
 
@@ -68,7 +68,7 @@ class Processes(Extension):
         yield pool, "submit", _wrap_submit(pool.submit)
         for name in ("spawn", "start_processes"):
             yield torch.multiprocessing, name, _wrap_spawn(getattr(torch.multiprocessing, name), context)
-        yield from context.children.patches()
+        yield from context.subprocesses.patches()
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
@@ -78,9 +78,9 @@ class Processes(Extension):
         """
         _watch_forks()
         _in_child.append(functools.partial(_disable_in_child, context))
-        set_unsupported_handler(context.refused)
+        set_unsupported_handler(context.on_unsupported)
         try:
-            with context.children:
+            with context.subprocesses:
                 yield
         finally:
             _in_child.pop()

@@ -33,7 +33,7 @@ def nonzero(launch: KernelContext) -> Any:
     mask = launch.args[0]
     if not mask.is_meta:
         return NotImplemented
-    return _select_indices(launch, mask, lambda: launch.known(launch.values.policy.find_selected_indices(mask)))
+    return _select_indices(launch, mask, lambda: launch.make_virtual(launch.values.policy.find_selected_indices(mask)))
 
 
 def _select_indices(launch: KernelContext, mask: torch.Tensor, select: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -63,7 +63,7 @@ def run_on_values(launch: KernelContext) -> Any:
     )
     if is_flat and launch.call.on_gpu and data.numel() and data.dtype is not torch.bool:
         return _unique(launch, data, *result)
-    return launch.known(result)
+    return launch.make_virtual(result)
 
 
 def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ def _unique(
     def make_with_capacity(value: torch.Tensor) -> torch.Tensor:
         buffer = value.new_empty(count)
         buffer[: len(value)] = value
-        view: torch.Tensor = launch.known(buffer).narrow(0, 0, len(value))
+        view: torch.Tensor = launch.make_virtual(buffer).narrow(0, 0, len(value))
         return view
 
     with contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ def _unique(
             with launch.scratch(8 * count if inverse else 0):
                 stack.enter_context(launch.scratch(8 * count if inverse else 0))
                 launch.transients(radix_sort_bytes(count, item, 8 if inverse else 0, 8 * item, gpu))
-        inverse_indices = launch.known(inverse_indices)
+        inverse_indices = launch.make_virtual(inverse_indices)
         if inverse:
             with launch.scratch((4 if is_consecutive else 8) * count):
                 launch.transients(scan_bytes(count, 4, gpu, "sum of int32"))
@@ -114,7 +114,7 @@ def _unique(
             counts = make_with_capacity(counts)
             launch.transients(run_length_bytes(count))
         else:
-            counts = launch.known(counts)
+            counts = launch.make_virtual(counts)
             launch.transients(scan_bytes(count, 4, gpu, f"unique of int{32 if item <= 4 else 64}"))
     return rows, inverse_indices, counts
 

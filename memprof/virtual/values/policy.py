@@ -1,5 +1,4 @@
-"""Policy for unknown values: fixed values, which the run's assumptions state.
-
+"""Policy for unknown values: fixed values, which the run's assumptions state:
 
 * a float that the program reads is 1.0 (losses and norms are finite), an integer 1, a condition False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;

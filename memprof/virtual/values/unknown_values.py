@@ -23,12 +23,12 @@ _FIRST_PLACEHOLDER_FRACTION = 0.6180339887
 
 
 def spread_choices(
-    overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], avoided: Collection[int]
+    overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], avoided_tokens: Collection[int]
 ) -> tuple[torch.Tensor, range] | None:
     """Return indices that `overload` is assumed to choose (shaped as `outputs[-1]`), and the range of chosen tokens.
 
     None if `overload` does not choose indices. Each index is chosen equally often over all rows, and not twice in a
-    row. Tokens in `avoided` are not chosen if possible.
+    row. Tokens in `avoided_tokens` are not chosen if possible.
     """
     dim_argument = _DIM_ARGUMENTS.get(overload.overloadpacket)
     if dim_argument is None or (overload.overloadpacket in _CHOOSING_WITH_TWO_RESULTS and len(outputs) != 2):
@@ -41,11 +41,11 @@ def spread_choices(
     size, rows = max(1, data.numel() if is_flat else data.shape[dim]), output.reshape(-1) if is_flat else output
     num_chosen = output.numel()
     last_start = max(0, size - num_chosen)
-    first = min(int(_FIRST_PLACEHOLDER_FRACTION * size), last_start)
-    starts = chain(range(first, last_start + 1), range(first))
-    first = next((s for s in starts if not any(s <= token < s + num_chosen for token in avoided)), first)
-    tokens = range(first, first + num_chosen) if size > max(MAX_EXPERTS, num_chosen) else range(0)
-    indices = (torch.arange(num_chosen) + first).remainder(size).to(output.dtype)
+    start = min(int(_FIRST_PLACEHOLDER_FRACTION * size), last_start)
+    starts = chain(range(start, last_start + 1), range(start))
+    start = next((s for s in starts if not any(s <= token < s + num_chosen for token in avoided_tokens)), start)
+    tokens = range(start, start + num_chosen) if size > max(MAX_EXPERTS, num_chosen) else range(0)
+    indices = (torch.arange(num_chosen) + start).remainder(size).to(output.dtype)
     if output.dim() != data.dim() or output.shape[dim] == 1:
         return indices.reshape(output.shape), tokens
     return indices.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(output.shape), tokens

@@ -158,7 +158,7 @@ class _TriangleCache:
 
     def __init__(self, store: ValueStore) -> None:
         self._store = store
-        self._last: tuple[Any, torch.Tensor] | None = None
+        self._entry: tuple[Any, torch.Tensor] | None = None
 
     def make_key(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> Any:
         """Return the cache key of `output` of `func`; None if it is not a triangular mask that is cached."""
@@ -171,7 +171,7 @@ class _TriangleCache:
 
     def get(self, key: Any) -> torch.Tensor | None:
         """Return the elements of the cached mask, [num_elements], if its key is `key`; else None."""
-        return self._last[1] if key is not None and self._last is not None and self._last[0] == key else None
+        return self._entry[1] if key is not None and self._entry is not None and self._entry[0] == key else None
 
     def set(self, key: Any, output: torch.Tensor) -> None:
         """Cache the elements of `output` under `key`; writes to `output` do not change the cached elements."""
@@ -179,4 +179,4 @@ class _TriangleCache:
         flat = None if shadow is None else shadow.read()
         if shadow is not None and flat is not None:
             shadow.has_pending_readers = True
-            self._last = key, flat
+            self._entry = key, flat
