@@ -107,10 +107,10 @@ def read_history(snapshot: Mapping[str, Any], gpu: int, profiler_events: Sequenc
         if action == Action.ALLOC:
             origin = origins.get(index, OUTSIDE_OPERATORS)
             allocation = Allocation(time_ns, address, size, history.device, origin, entry["stream"], pool)
-            overwritten = live_by_address.pop(address, None)
-            if overwritten is not None:
-                overwritten.freed_ns = time_ns
-                requested_bytes -= overwritten.num_bytes
+            previous = live_by_address.pop(address, None)
+            if previous is not None:
+                previous.freed_ns = time_ns
+                requested_bytes -= previous.num_bytes
             live_by_address[address] = allocation
             history.allocations.append(allocation)
             requested_bytes += size

@@ -75,9 +75,9 @@ def _collect_profiled(
     ]
     for time_ns, _, change in sorted(changes, key=lambda item: item[:2]):
         key = ("cpu", change.address) if isinstance(change, FreedStorage) else (change.device, change.address)
-        overwritten = live_by_key.get(key)
-        if overwritten is not None and not (isinstance(change, FreedStorage) and overwritten.time_ns > change.seen_ns):
-            overwritten.freed_ns = time_ns
+        previous = live_by_key.get(key)
+        if previous is not None and not (isinstance(change, FreedStorage) and previous.time_ns > change.seen_ns):
+            previous.freed_ns = time_ns
             del live_by_key[key]
         if isinstance(change, MemoryEvent) and change.num_bytes >= 0:
             live_by_key[key] = Allocation(time_ns, change.address, change.num_bytes, change.device, change.origin)

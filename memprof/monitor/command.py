@@ -116,7 +116,7 @@ class RunningCommand:
         return peak if own_peak is not None and peak > own_peak else 0
 
     def forward_signal(self, signal_info: signal.struct_siginfo) -> None:
-        """Forward a signal to the command if a process sent it; the command receives those of the terminal itself."""
+        """Forward a signal to the command if a process sent it: the command receives the terminal's signals itself."""
         number = signal_info.si_signo
         if signal_info.si_code <= _MAX_PROCESS_SI_CODE and number not in (signal.SIGCHLD, signal.SIGTSTP):
             self._process.send_signal(number)

@@ -140,7 +140,7 @@ def _record_until_end(
 
 
 class _Sampler:
-    """Collector of samples of the GPUs and the command."""
+    """Sampler of the state of the GPUs and of the command's processes."""
 
     def __init__(self, nvml: Nvml, reports: Reports | None, command: RunningCommand | None) -> None:
         self._nvml = nvml

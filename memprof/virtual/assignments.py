@@ -53,7 +53,7 @@ class Assignments:
         }
 
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
-        """Run `tensor[index]`."""
+        """Return `tensor[index]`."""
         if _has_list(index):
             index = self._convert_lists(tensor, index)
         return torch.Tensor.__getitem__(tensor, index)
@@ -80,7 +80,7 @@ class Assignments:
         torch.Tensor.__setitem__(tensor, index, value)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `tensor.data`; a real and a virtual tensor swap their C++ implementations."""
+        """Set `tensor.data` to `value`; if only one of both has data, replace the C++ tensor behind `tensor`."""
         with torch.DisableTorchFunction():
             if tensor.is_meta == value.is_meta:
                 tensor.data = value

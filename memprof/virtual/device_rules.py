@@ -46,7 +46,7 @@ def find_missing_quantized_kernel(name: str) -> str:
 
 @functools.cache
 def _list_checked_overloads() -> frozenset[str]:
-    """Return the overloads, such as `aten::add.Tensor`, with the device check that torchgen generates: those with a CUDA
+    """Return the overloads, such as `aten::add.Tensor`, with the device check of torchgen: those with a CUDA
     kernel, or structured, and without `device_check: NoCheck` (torchgen/dest/register_dispatch_key.py)."""
     kernels = re.compile(r"(?m)^    .*\bCUDA\b|^  structured_delegate:")
     return frozenset(

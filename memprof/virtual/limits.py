@@ -55,7 +55,7 @@ def find_program_line() -> str:
     return "the program"
 
 
-class HostOnly(TorchFunctionMode):
+class HostOnlyMode(TorchFunctionMode):
     """Mode for code that a real run executes without a GPU; functions that return GPU tensors raise MemprofError."""
 
     def __init__(self, is_on_gpu: Callable[[torch.Tensor], bool]) -> None:

@@ -116,8 +116,8 @@ class MixedDevices:
             device_state.current_arguments = previous
 
     def _to_gpu(self, value: Any, reference: Any, with_scalars: bool = False) -> Any:
-        """Return `value` with its host tensors moved, differentiably, to the first GPU in `reference`;
-        if `with_scalars`, 0-dimensional tensors too."""
+        """Return `value` with its host tensors moved by autograd operations to the GPU of the first GPU tensor in
+        `reference`; if `with_scalars`, 0-dimensional tensors too."""
         gpu = next(filter(is_gpu, map(self._locate, find_tensors(reference))), "cuda")
 
         def move_item(item: Any) -> Any:
