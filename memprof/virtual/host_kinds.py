@@ -178,7 +178,7 @@ class HostKinds:
         return classmethod(apply)
 
     def _wrap_backward_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for an autograd Function's backward, with gradients converted to the kind of its inputs."""
+        """Return a replacement for a Function's backward, with gradients converted to the kind of its inputs."""
 
         def apply(node: Any, *gradients: Any) -> Any:
             result = original(node, *gradients)

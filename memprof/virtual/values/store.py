@@ -198,7 +198,7 @@ class ChosenTokens:
                 self.mark_placeholders(tensor, placeholders)
 
     def mask_comparison(self, func: Any, args: Any, inputs: Any, result: Any) -> Any:
-        """Return `result` of `func`; if `func` compares `inputs`, change it so that placeholders equal no other token."""
+        """Return `result` of `func`; if `func` compares `inputs`, changed so that placeholders equal no other token."""
         if not self._placeholders or func.overloadpacket not in _COMPARISONS:
             return result
         left, right = (self.find_placeholders([arg]) for arg in args[:2])
