@@ -102,7 +102,7 @@ class TensorsFromData:
 
     def _make_sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """Return a sparse tensor. Indices and values that are tensors are moved to `device` if given, values first
-        (torch/csrc/utils/tensor_new.cpp), and converted to one kind of host tensors."""
+        (utils/tensor_new.cpp), and converted to one kind of host tensors."""
         device = _default_device.CURRENT_DEVICE if device is None else _make_device(device)
         if device is None:
             return self._run(func, *self._host_kinds.make_virtual((args, kwargs)))
