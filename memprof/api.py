@@ -24,7 +24,7 @@ from memprof.trace.events import Trace
 from memprof.trace.io import save_trace
 from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
-from memprof.virtual.arguments import copied, to_gpu
+from memprof.virtual.arguments import copy_arguments, move_to_gpu
 
 __all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu", "virtual_gpus"]
 
@@ -261,7 +261,7 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
         **kwargs: keyword arguments of the function, except the names above.
 
     Raises:
-        UsageError: the GPU is not known, an argument cannot be copied, or `steps` is below 1.
+        UsageError: the GPU is not known, an argument cannot be copy_arguments, or `steps` is below 1.
         RunFailedError: the function raised; `trace` and `document` describe the run until then.
         EmptyTraceError: the function put nothing on the GPU.
 
@@ -295,10 +295,10 @@ def _profile_function(
     if steps < 1:
         raise UsageError("nothing is run", value=f"steps={steps}", hint="give at least 1, or 2 for the steady state")
     profiled_gpu = virtual_gpu(gpu, vram=vram)
-    args, kwargs = copied((args, kwargs))
+    args, kwargs = copy_arguments((args, kwargs))
     try:
         with profiled_gpu:
-            args, kwargs = to_gpu((args, kwargs))
+            args, kwargs = move_to_gpu((args, kwargs))
             for _ in range(steps):
                 function(*args, **kwargs)
     except MemprofError:

@@ -27,7 +27,7 @@ class LiveAllocator:
         self._replay = TraceReplay(trace, gpu, config, release)
         self._reset_values: dict[str, int] = {}  # accumulated counters at their last reset
 
-    def refusal(self) -> str | None:
+    def find_oom_message(self) -> str | None:
         """Return the text of torch.OutOfMemoryError if the GPU refuses the last event's request; None if it is served.
 
         The allocator continues as torch's does: its cache was released, and nothing was allocated. The caller adds the

@@ -51,13 +51,13 @@ def monitor(
         raise UsageError("--once is of the GPUs alone", hint="leave the command out, or give a longer --interval")
     if not hasattr(signal, "sigtimedwait"):
         raise MemprofError("memprof monitor needs Linux", value=sys.platform)
-    from memprof.monitor.log import FORM
+    from memprof.monitor.log import LOG_KIND
     from memprof.monitor.run import monitor as watch
     from memprof.report.terminal.monitor import make_view
     from memprof.trace.files import check_output_path
 
     if log is not None:
-        check_output_path(log, FORM, force=request.force)
+        check_output_path(log, LOG_KIND, force=request.force)
     stream = sys.stderr if command else sys.stdout
     view = make_view(stream, has_command=bool(command), as_json=request.as_json, quiet=request.quiet)
     outcome = watch(command or (), view, interval=interval, log=log, once=once)

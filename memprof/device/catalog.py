@@ -1,4 +1,4 @@
-"""Catalog of GPUs: values reported by CUDA and published by the makers, for predictions without a GPU.
+"""Catalog of GPUs: values reported by CUDA or published by the vendors, for predictions without a GPU.
 
 The capacity is the value that CUDA reports (`cudaDeviceProp.totalGlobalMem`; torch's "GPU 0 has a total capacity of"),
 not the advertised size: the driver and ECC reserve a part, so an "80 GB" H100 has 79.1 GiB. The capacity varies by up
@@ -53,18 +53,18 @@ class Gpu:
 
     @property
     def context_bytes(self) -> int:
-        """Return the bytes of a process on the GPU besides torch's allocator: CUDA's context and libraries."""
+        """Return the bytes of a process on the GPU outside torch's allocator: CUDA's context and libraries."""
         return get_context_bytes(self.compute_capability)
 
     @property
     def link_bandwidth(self) -> int:
-        """Return bytes per second to other GPUs of the machine, in one direction: NVLink's, else the host link's."""
+        """Return bytes per second to other GPUs of the machine, in one direction: by NVLink, else by the host link."""
         return self.nvlink_bandwidth or self.host_bandwidth
 
 
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
-    """Return all GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
+    """Return all GPUs of the catalog, in the order of gpus.toml (data centre, workstation, desktop)."""
     # Imported here, because these imports would take most of this file's import time.
     import tomllib
     from importlib import resources
@@ -85,25 +85,25 @@ def find_gpu(name: str) -> Gpu:
 
 
 def custom_gpu(total_bytes: int) -> Gpu:
-    """Return a GPU with this capacity in bytes (above 0, else UsageError), otherwise like an A100 80GB SXM."""
+    """Return a GPU with a capacity of `total_bytes`, otherwise like an A100 80GB SXM. Raises UsageError if below 1."""
     if total_bytes <= 0:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
-    model = find_gpu("a100-80gb")
+    base = find_gpu("a100-80gb")
     size_pattern = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
     matching_gpus = [gpu for gpu in list_gpus() if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
-    least = min(matching_gpus, key=lambda gpu: gpu.total_bytes, default=None)
-    less = ""
-    if least is not None:
-        less = f"a GPU sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
+    smallest = min(matching_gpus, key=lambda gpu: gpu.total_bytes, default=None)
+    remark = ""
+    if smallest is not None:
+        remark = f"a GPU sold with so many GB has less (--gpu {smallest.key}: {gib(smallest.total_bytes)} GiB); "
     return replace(
-        model,
+        base,
         key="custom",
         name=f"custom GPU with {gib(total_bytes)} GiB",
         total_bytes=total_bytes,
         capacity_kind="given",
         sources=("given by the user",),
         aliases=(),
-        note=f"{less}only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
+        note=f"{remark}only the capacity was given; compute capability, speeds and caches are those of the {base.name}",
     )
 
 
@@ -133,8 +133,8 @@ def _make_gpu(key: str, table: Mapping[str, Any]) -> Gpu:
 
 
 def _read_capacity(key: str, table: Mapping[str, Any]) -> int:
-    """Return the capacity in bytes, from the one field that the source gave: bytes, torch's
-    "total_memory=…MB", or GiB."""
+    """Return the capacity in bytes from `table`, which has one of the fields bytes, mib (torch's "total_memory=…MB")
+    and gib."""
     units = {"bytes": 1, "mib": MIB, "gib": GIB}
     values: list[float] = [table[name] * unit for name, unit in units.items() if name in table]
     if len(values) != 1:

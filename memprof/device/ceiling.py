@@ -1,4 +1,4 @@
-"""Limit on the memory that memprof may use to read files (`--max-memory`), enforced by the operating system.
+"""Limit on host memory while files are read, set by `--max-memory` and enforced by the system.
 
 A small file can make a reader allocate any amount. Readers check file sizes first; the limit stops the remaining cases.
 """
@@ -18,7 +18,7 @@ MIN_LIMIT_BYTES = 2 * GIB  # limit for small files
 MEMORY_BYTES_PER_FILE_BYTE = 12  # maximum for reading and analysing a snapshot: measured by tests/benchmarks/analyze.py
 # Maximum where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured.
 MEMORY_BYTES_PER_COLUMN_FILE_BYTE = 4
-_MEMORY_PER_PACKED_BYTE = 400  # maximum for a compressed capture; a run of 150 steps took 280
+_MEMORY_BYTES_PER_COMPRESSED_BYTE = 400  # maximum for a compressed capture; a run of 150 steps took 280
 _UNLIMITED = 1 << 62
 _GZIP = b"\x1f\x8b"
 
@@ -26,7 +26,7 @@ _current_limit: int | None = None
 
 
 def compute_limit_bytes(*files: Path) -> int:
-    """Return the limit in bytes for reading files: the limit in force, else by size; at most available memory."""
+    """Return the memory limit in bytes for reading `files`: the active one, else by file sizes and available memory."""
     if _current_limit is not None:
         return _current_limit
     limit, available = max(MIN_LIMIT_BYTES, sum(map(_estimate_bytes, files))), available_bytes()
@@ -34,18 +34,18 @@ def compute_limit_bytes(*files: Path) -> int:
 
 
 def suggest_limit(needed_bytes: int) -> str:
-    """Return the hint for a file that needs `needed_bytes`."""
+    """Return the hint to set --max-memory for a file whose reading needs `needed_bytes`."""
     rounded_bytes = -(-needed_bytes // GIB) * GIB
     return f"if you trust it, let it take more: --max-memory {format_size_option(rounded_bytes)}"
 
 
 @contextlib.contextmanager
 def limit_memory(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Context manager: limit this process's additional memory (on Linux); raises UsageError where the body exceeds the
-    limit."""
+    """Context manager: limit this process's additional memory (on Linux) to `given_bytes`, or by the sizes of `files`.
+    Raises UsageError if the body exceeds the limit."""
     global _current_limit
     limit = compute_limit_bytes(*files) if given_bytes is None else given_bytes
-    before, _current_limit = _current_limit, limit
+    previous, _current_limit = _current_limit, limit
     try:
         with _limit_process_memory(limit):
             yield
@@ -59,34 +59,34 @@ def limit_memory(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterato
             hint=suggest_limit(2 * limit),
         ) from None
     finally:
-        _current_limit = before
+        _current_limit = previous
 
 
 def _estimate_bytes(file: Path) -> int:
     try:
         if not file.is_file():  # opening a pipe would consume its data
             return 0
-        with file.open("rb") as opened:
-            per_byte = _MEMORY_PER_PACKED_BYTE if opened.read(2) == _GZIP else MEMORY_BYTES_PER_FILE_BYTE
-        return file.stat().st_size * per_byte
+        with file.open("rb") as stream:
+            ratio = _MEMORY_BYTES_PER_COMPRESSED_BYTE if stream.read(2) == _GZIP else MEMORY_BYTES_PER_FILE_BYTE
+        return file.stat().st_size * ratio
     except (OSError, ValueError):
         return 0  # the reader reports the error
 
 
 @contextlib.contextmanager
 def _limit_process_memory(max_bytes: int) -> Iterator[None]:
-    """Context manager: let the system refuse more than `most_bytes` of additional memory, where there is /proc."""
+    """Context manager: limit this process's additional memory to `max_bytes`, by RLIMIT_DATA; needs /proc."""
     try:
         import resource
 
-        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        known = [limit for limit in before if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([used + max_bytes, _UNLIMITED, *known]), before[1]))
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        old_limits = resource.getrlimit(resource.RLIMIT_DATA)
+        finite = [limit for limit in old_limits if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([used_bytes + max_bytes, _UNLIMITED, *finite]), old_limits[1]))
     except (ImportError, OSError, ValueError, IndexError):
         yield
         return
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, old_limits)

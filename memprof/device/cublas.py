@@ -27,21 +27,21 @@ class CublasWorkspace:
 
     num_bytes: int
     lt_num_bytes: int  # the separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one
-    permanent: bool
+    is_permanent: bool  # whether a handle keeps its workspace until the end of the process
 
     @classmethod
-    def of(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
+    def for_gpu(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
         """Return the workspace of a GPU under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
-        big = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
-        num_bytes = 4096 * 8 * KIB if big else (4096 * 2 + 16 * 8) * KIB
+        is_large = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
+        num_bytes = 4096 * 8 * KIB if is_large else (4096 * 2 + 16 * 8) * KIB
         pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         if pairs:
             num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
-        permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-        return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, permanent)
+        is_permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, is_permanent)
 
-    def name(self, op: str, num_bytes: int) -> str | None:
-        """Return the name of a workspace of `num_bytes` that `op` allocated; None for other memory."""
+    def find_name(self, op: str, num_bytes: int) -> str | None:
+        """Return the workspace's name if an allocation of `num_bytes` by `op` is a workspace; else None."""
         if op.removeprefix("aten.") not in PRODUCTS:
             return None
         return {self.num_bytes: WORKSPACE, self.lt_num_bytes: LT_WORKSPACE}.get(num_bytes)

@@ -1,6 +1,6 @@
-"""Environment of a run: releases, driver, and the variables that affect memory use.
+"""Environment of a run: versions, driver, and the environment variables that affect memory use.
 
-The module only reads, and imports no torch: a release is read from the installed package's metadata.
+torch is not imported: its version is read from the installed package's metadata.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Software and hardware of a run. None or absent: not there, or not known."""
+    """Versions and environment variables of a run. A value is None if not installed or unknown."""
 
     torch_version: str | None  # such as "2.13.0+cu130".
     torch_cuda: str | None  # CUDA release of torch's build, None for a CPU build (or ROCm: `torch_hip`).
@@ -48,7 +48,7 @@ class Environment:
 
 
 def read_environment(gpus: NvmlSample | None = None, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment of this process; without `gpus` the driver is read from /proc alone.
+    """Return the environment of this process; if `gpus` is None, the driver version is read from /sys.
 
     `variables` replace `os.environ`.
     """
@@ -80,8 +80,8 @@ def _find_mismatches(
         notes.append("there is a GPU, and the installed torch is built without CUDA")
     if variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         notes.append("CUDA_VISIBLE_DEVICES hides every GPU")
-    older, newer = variables.get("PYTORCH_CUDA_ALLOC_CONF"), variables.get("PYTORCH_ALLOC_CONF")
-    if older is not None and newer is not None and older != newer:
+    old_setting, new_setting = variables.get("PYTORCH_CUDA_ALLOC_CONF"), variables.get("PYTORCH_ALLOC_CONF")
+    if old_setting is not None and new_setting is not None and old_setting != new_setting:
         notes.append("PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set and differ: torch reads the first")
     return notes
 
@@ -92,26 +92,26 @@ def _parse_major(version: str) -> int:
 
 
 def _read_torch_version() -> dict[str, str]:
-    """Return the constants of the installed torch/version.py, which name the build where metadata may not."""
+    """Return the string constants of the installed torch/version.py, which also name the build; empty without torch."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = {"__version__": distribution.version}
+    constants = {"__version__": distribution.version}
     try:
         tree = ast.parse(Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
-        return found
+        return constants
     for statement in tree.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         value = getattr(statement, "value", None)
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            found |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
-    return found
+            constants |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return constants
 
 
-def installed_release(name: str) -> str | None:
-    """Return the release of an installed package; None if the package is not installed."""
+def find_installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if the package is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -119,7 +119,7 @@ def installed_release(name: str) -> str | None:
 
 
 def _read_loaded_driver() -> str | None:
-    """Return the release of the loaded kernel module, without NVML."""
+    """Return the version of the loaded NVIDIA kernel module, read without NVML; None if none is loaded."""
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip() or None
     except (OSError, UnicodeDecodeError):

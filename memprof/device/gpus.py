@@ -1,4 +1,4 @@
-"""Plain data on GPUs, their processes and their memory, as read by `device/nvml.py`. All amounts are bytes."""
+"""Data classes for GPUs, their processes and their memory, as read by `device/nvml.py`. All amounts are bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One MIG device of a GPU. Amounts are None where the caller may not read them."""
+    """One MIG device of a GPU. An amount is None if this process has no permission to read it."""
 
     index: int
     name: str
@@ -31,13 +31,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """One GPU. An amount that NVML does not report is None; for memory, `notes` has the reason."""
+    """One GPU, as NVML reports it. Unreported values are None; for memory, `notes` has the reason."""
 
     # NVML's index, in the order of the PCI bus; CUDA's ordinal may differ (CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER).
     index: int
     name: str  # as `torch.cuda.get_device_properties(i).name`.
     uuid: str = ""  # "GPU-...", the permanent id of the GPU.
-    total_bytes: int | None = None  # all memory; `used`, `free` and `reserved` sum to it.
+    total_bytes: int | None = None  # all memory; `used_bytes`, `free_bytes` and `reserved_bytes` sum to it.
     used_bytes: int | None = None  # in use by all processes and their contexts, what nvidia-smi shows.
     free_bytes: int | None = None  # available memory.
     # kept by driver and firmware; None if the driver is too old to tell it from `used_bytes`.
@@ -58,7 +58,7 @@ class NvmlGpu:
 
 @dataclass(frozen=True, slots=True)
 class NvmlSample:
-    """All GPUs at one moment. If there are none, `notes` has the reason."""
+    """All GPUs of the machine at one moment. If there are none, `notes` has the reason."""
 
     gpus: tuple[NvmlGpu, ...] = ()
     driver_version: str | None = None

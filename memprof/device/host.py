@@ -1,4 +1,4 @@
-"""The computer as a device to measure on: processor name and memory. Read-only."""
+"""The host: processor name and memory, read from the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def processor_name() -> str:
-    """Return the system's name of the processor."""
+    """Return the processor's name, such as "AMD EPYC 7543"."""
     for key, value in read_key_values(_CPUINFO):
         if key in ("model name", "Model", "Hardware") and value:
             return value
@@ -19,7 +19,7 @@ def processor_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Return physical memory in bytes; None where the system does not report it."""
+    """Return the bytes of physical memory; None where the system does not report them."""
     total = _read_meminfo("MemTotal")
     if total is not None:
         return total
@@ -42,7 +42,7 @@ def _read_meminfo(key: str) -> int | None:
 
 
 def read_key_values(file: Path) -> list[tuple[str, str]]:
-    """Return names and values of a kernel file such as /proc/meminfo; an empty list where there is no such file."""
+    """Return names and values in a file such as /proc/meminfo; an empty list if the file cannot be read."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:

@@ -26,7 +26,7 @@ _NO_INSTANCE = 0xFFFFFFFF  # NVML's instance of a process on a GPU without slice
 
 
 def read_gpus() -> NvmlSample:
-    """Return all GPUs now."""
+    """Return the current state of all GPUs."""
     with Nvml() as nvml:
         return nvml.read()
 
@@ -35,16 +35,15 @@ def read_gpu_usage(gpu: int | str) -> GpuUsage:
     """Return the current memory use of a GPU: in total, by process, and by this process.
 
     Args:
-        gpu: NVML's index, or better the UUID of the GPU or slice, with or without its "GPU-" or "MIG-", which is
-            `str(torch.cuda.get_device_properties(0).uuid)`: CUDA's ordinal is not NVML's index where
-            CUDA_VISIBLE_DEVICES is set.
+        gpu: NVML's index, or the UUID of the GPU or slice, such as `str(torch.cuda.get_device_properties(0).uuid)`; the
+            prefix "GPU-" or "MIG-" may be missing. CUDA's index differs from NVML's where CUDA_VISIBLE_DEVICES is set.
     """
     with Nvml() as nvml:
-        return nvml.use(gpu)
+        return nvml.read_usage(gpu)
 
 
 class Nvml:
-    """Context manager: NVML, opened once for repeated reads."""
+    """Context manager: connection to NVML, opened once for repeated reads."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -58,7 +57,7 @@ class Nvml:
         self._close()
 
     def read(self) -> NvmlSample:
-        """Return all GPUs now. After the driver has gone, the next call looks for a driver again."""
+        """Return the current state of all GPUs. If NVML is not open, try to open it again."""
         if self._nvml is None:
             self._open()
         if self._nvml is None:
@@ -76,20 +75,20 @@ class Nvml:
             notes=() if count else ("the driver lists no GPU",),
         )
 
-    def use(self, gpu: int | str) -> GpuUsage:
-        """Return the use of one GPU; see `read_gpu_usage`."""
+    def read_usage(self, gpu: int | str) -> GpuUsage:
+        """Return the current memory use of one GPU; `gpu` is as in the function `read_gpu_usage`."""
         sample = self.read()
         if not sample.gpus:
             return GpuUsage(None, None, note="; ".join(sample.notes))
-        for found in sample.gpus:
-            if found.index == gpu or (isinstance(gpu, str) and _same_uuid(found.uuid, gpu)):
-                return _make_usage(found, found.total_bytes, found.used_bytes, found.processes)
-            for mig_device in found.slices:
-                if isinstance(gpu, str) and _same_uuid(mig_device.uuid, gpu):
+        for candidate in sample.gpus:
+            if candidate.index == gpu or (isinstance(gpu, str) and _is_same_uuid(candidate.uuid, gpu)):
+                return _make_usage(candidate, candidate.total_bytes, candidate.used_bytes, candidate.processes)
+            for mig_device in candidate.slices:
+                if isinstance(gpu, str) and _is_same_uuid(mig_device.uuid, gpu):
                     slice_processes = tuple(
-                        process for process in found.processes if process.gpu_instance == mig_device.gpu_instance
+                        process for process in candidate.processes if process.gpu_instance == mig_device.gpu_instance
                     )
-                    return _make_usage(found, mig_device.total_bytes, mig_device.used_bytes, slice_processes)
+                    return _make_usage(candidate, mig_device.total_bytes, mig_device.used_bytes, slice_processes)
         return GpuUsage(None, None, note=f"NVML lists no GPU {gpu}: it has {len(sample.gpus)}")
 
     def _open(self) -> None:
@@ -125,9 +124,9 @@ class Nvml:
             notes.append(f"memory of GPU {index} cannot be read: {memory.note}")
         elif memory.note:
             notes.append(f"GPU {index} is sliced (MIG), and its memory as a whole cannot be read: {memory.note}")
-        processes, why = self._read_processes(handle, sliced=bool(slices))
-        if why:
-            notes.append(f"processes on GPU {index} cannot be listed: {why}")
+        processes, processes_refusal = self._read_processes(handle, is_sliced=bool(slices))
+        if processes_refusal:
+            notes.append(f"processes on GPU {index} cannot be listed: {processes_refusal}")
         elif not processes and memory.used and memory.used > _MAX_DRIVER_BYTES:
             notes.append(
                 f"GPU {index} is in use, and no process is listed: those of other containers and of other users "
@@ -159,17 +158,17 @@ class Nvml:
         nvml_call = _NvmlCaller(self._nvml)
         # Version 2 separates the driver's reserved memory from used memory; drivers before 510 do not have version 2.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
-        found = None if version is None else nvml_call("nvmlDeviceGetMemoryInfo", handle, version)
-        if found is not None:
-            total, used, free, reserved = (int(n) for n in (found.total, found.used, found.free, found.reserved))
+        info = None if version is None else nvml_call("nvmlDeviceGetMemoryInfo", handle, version)
+        if info is not None:
+            total, used, free, reserved = (int(value) for value in (info.total, info.used, info.free, info.reserved))
             if reserved and used + free == total:
                 used -= reserved  # the reference says in one place that `used` includes it, and in another not
             return _Memory(total, used, free, reserved)
         nvml_call = _NvmlCaller(self._nvml)
-        found = nvml_call("nvmlDeviceGetMemoryInfo", handle)
-        if found is None:
+        info = nvml_call("nvmlDeviceGetMemoryInfo", handle)
+        if info is None:
             return _Memory(note=nvml_call.refusal)
-        return _Memory(int(found.total), int(found.used), int(found.free))
+        return _Memory(int(info.total), int(info.used), int(info.free))
 
     def _read_slices(self, handle: Any) -> tuple[Slice, ...]:
         nvml_call = _NvmlCaller(self._nvml)
@@ -185,34 +184,34 @@ class Nvml:
                 slices.append(Slice(index, name, uuid, instance, memory.total, memory.used, memory.free))
         return tuple(slices)
 
-    def _read_processes(self, handle: Any, *, sliced: bool) -> tuple[tuple[GpuProcess, ...], str]:
+    def _read_processes(self, handle: Any, *, is_sliced: bool) -> tuple[tuple[GpuProcess, ...], str]:
         nvml_call = _NvmlCaller(self._nvml)
-        found: dict[tuple[int, int | None], GpuProcess] = {}
-        for kind, call in (
+        process_by_key: dict[tuple[int, int | None], GpuProcess] = {}
+        for kind, function_name in (
             ("compute", "nvmlDeviceGetComputeRunningProcesses"),
             ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
         ):
-            before = nvml_call.refusal
-            listed = nvml_call(call, handle)
-            if listed is None and nvml_call.code is None:  # a driver before 510 has only the second version
-                nvml_call.refusal = before
-                listed = nvml_call(f"{call}_v2", handle)
+            previous_refusal = nvml_call.refusal
+            listed_processes = nvml_call(function_name, handle)
+            if listed_processes is None and nvml_call.code is None:  # a driver before 510 has only the second version
+                nvml_call.refusal = previous_refusal
+                listed_processes = nvml_call(f"{function_name}_v2", handle)
             if kind == "graphics":
                 # GPUs without a display refuse this call, and have no graphics processes.
-                nvml_call.refusal = before
-            for process in listed or ():
+                nvml_call.refusal = previous_refusal
+            for process in listed_processes or ():
                 instance = getattr(process, "gpuInstanceId", _NO_INSTANCE)
-                key = (process.pid, instance if sliced and instance != _NO_INSTANCE else None)
-                if key not in found:
+                key = (process.pid, instance if is_sliced and instance != _NO_INSTANCE else None)
+                if key not in process_by_key:
                     # Both lists give the process's whole use of the GPU.
                     name = self._process_name(process.pid)
-                    found[key] = GpuProcess(process.pid, name, process.usedGpuMemory, kind, key[1])
-        largest_first = sorted(found.values(), key=lambda process: (-(process.used_bytes or 0), process.pid))
+                    process_by_key[key] = GpuProcess(process.pid, name, process.usedGpuMemory, kind, key[1])
+        largest_first = sorted(process_by_key.values(), key=lambda process: (-(process.used_bytes or 0), process.pid))
         return tuple(largest_first), nvml_call.refusal
 
     def _process_name(self, pid: int) -> str:
-        """Return NVML's process name, or a clearer one by /proc if both name the same process, not
-        another container's."""
+        """Return NVML's name of the process, or the longer name from /proc if both name the same program: in a
+        container, a pid in /proc may be another process."""
         nvml_call = _NvmlCaller(self._nvml)
         nvml_name = os.path.basename(_decode(nvml_call("nvmlSystemGetProcessName", pid)).partition(" ")[0])
         name = process_name(pid)
@@ -246,8 +245,8 @@ class _Memory:
 
 @dataclass(slots=True)
 class _NvmlCaller:
-    """Caller of NVML functions by name: returns None for refused calls; `refusal` is the reason for the
-    last refusal."""
+    """Caller of NVML functions by name. Returns None if a call fails; `refusal` is the reason for the last failure,
+    `code` is NVML's error code."""
 
     nvml: Any
     refusal: str = ""
@@ -273,31 +272,32 @@ def _is_lost(nvml: Any, nvml_call: _NvmlCaller) -> bool:
 
 
 def _explain_refusal(nvml: Any, nvml_call: _NvmlCaller) -> str:
-    """Return why NVML cannot be opened, with a hint."""
-    known = {
+    """Return the reason why NVML could not be initialized, from the failed call in `nvml_call`."""
+    explanations = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is installed and not loaded",
         nvml.NVML_ERROR_NO_PERMISSION: "no permission to talk to the NVIDIA driver (/dev/nvidiactl)",
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while loaded: restart the machine",
     }
-    return known.get(nvml_call.code, nvml_call.refusal)
+    return explanations.get(nvml_call.code, nvml_call.refusal)
 
 
 def _decode(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
-def _same_uuid(one: str, other: str) -> bool:
-    return bool(one) and one.lower().removeprefix("gpu-").removeprefix("mig-") == (
-        other.lower().removeprefix("gpu-").removeprefix("mig-")
+def _is_same_uuid(first: str, second: str) -> bool:
+    return bool(first) and first.lower().removeprefix("gpu-").removeprefix("mig-") == (
+        second.lower().removeprefix("gpu-").removeprefix("mig-")
     )
 
 
 def _make_usage(gpu: NvmlGpu, total: int | None, used: int | None, processes: tuple[GpuProcess, ...]) -> GpuUsage:
-    own = [process for process in processes if process.pid == os.getpid()]
+    own_processes = [process for process in processes if process.pid == os.getpid()]
     notes = list(gpu.notes)
-    if not own:
+    if not own_processes:
         notes.append("NVML does not list this process")
-    elif own[0].used_bytes is None:
+    elif own_processes[0].used_bytes is None:
         notes.append("the driver does not say how much each process uses")
-    return GpuUsage(total, used, processes, own[0].used_bytes if own else None, "; ".join(notes))
+    own_bytes = own_processes[0].used_bytes if own_processes else None
+    return GpuUsage(total, used, processes, own_bytes, "; ".join(notes))

@@ -13,7 +13,7 @@ from pathlib import Path
 from memprof.device.host import read_key_values
 
 PROC = Path("/proc")
-_MAX_NAME = 60
+_MAX_NAME_LENGTH = 60
 _ZOMBIE = b"Z"
 
 
@@ -28,8 +28,8 @@ class Process:
 
 
 def process_name(pid: int) -> str | None:
-    """Return program and script of a process ("python train.py", "Xorg"), None if the process has ended
-    or is hidden."""
+    """Return program and script of a process ("python train.py", "Xorg"); None if the process has ended or is not
+    visible."""
     try:
         arguments = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
         words = [word.decode(errors="replace") for word in arguments if word]
@@ -44,13 +44,13 @@ def process_name(pid: int) -> str | None:
 
 
 def _find_script(arguments: list[str]) -> list[str]:
-    """Return the program that Python runs: the script's file name, or the module of -m."""
+    """Return the words that name what Python runs: the script's file name, "-m" and the module, or "-c"."""
     takes_value = False
-    for number, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         if takes_value:
             takes_value = False
         elif argument == "-m":
-            return ["-m", *arguments[number + 1 : number + 2]]
+            return ["-m", *arguments[index + 1 : index + 2]]
         elif argument == "-c":
             return ["-c"]
         elif argument in ("-W", "-X"):
@@ -61,52 +61,52 @@ def _find_script(arguments: list[str]) -> list[str]:
 
 
 def _clean_name(text: str) -> str:
-    """Replace control characters, which would disturb a terminal, and truncate long text."""
+    """Return `text` without control characters, which could disturb a terminal, and truncated."""
     text = "".join(character if character.isprintable() else "?" for character in text)
-    return text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…"
+    return text if len(text) <= _MAX_NAME_LENGTH else text[: _MAX_NAME_LENGTH - 1] + "…"
 
 
 class ProcessTree:
-    """A process and its descendants, also descendants whose parent has ended since they were first seen."""
+    """A process and its descendants, also those whose parent has ended since the last read."""
 
     def __init__(self, root: int) -> None:
         self._root = root
         # Pid -> start time of each known descendant of the root: pid and start together identify a process.
-        self._known: dict[int, int] = {}
+        self._start_by_pid: dict[int, int] = {}
 
     def read(self) -> tuple[Process, ...]:
-        """Return the running processes of the tree, by pid; empty where there is no /proc."""
-        running = _read_parents_and_starts()
-        starts = {pid: started for pid, (_, started) in running.items()}
-        found = {pid for pid, started in self._known.items() if starts.get(pid) == started}
-        if self._root in starts:
-            found.add(self._root)
-        children: dict[int, list[int]] = {}
-        for pid, (parent, _) in running.items():
-            children.setdefault(parent, []).append(pid)
-        pending = list(found)
+        """Return the running processes of the tree, in order of pid; empty where there is no /proc."""
+        parents_and_starts = _read_parents_and_starts()
+        start_by_pid = {pid: start for pid, (_, start) in parents_and_starts.items()}
+        tree_pids = {pid for pid, start in self._start_by_pid.items() if start_by_pid.get(pid) == start}
+        if self._root in start_by_pid:
+            tree_pids.add(self._root)
+        children_by_pid: dict[int, list[int]] = {}
+        for pid, (parent, _) in parents_and_starts.items():
+            children_by_pid.setdefault(parent, []).append(pid)
+        pending = list(tree_pids)
         while pending:
-            for pid in children.get(pending.pop(), ()):
-                if pid not in found:
-                    found.add(pid)
+            for pid in children_by_pid.get(pending.pop(), ()):
+                if pid not in tree_pids:
+                    tree_pids.add(pid)
                     pending.append(pid)
-        self._known = {pid: starts[pid] for pid in found}
-        return tuple(process for pid in sorted(found) if (process := _read_process(pid)) is not None)
+        self._start_by_pid = {pid: start_by_pid[pid] for pid in tree_pids}
+        return tuple(process for pid in sorted(tree_pids) if (process := _read_process(pid)) is not None)
 
 
 def _read_parents_and_starts() -> dict[int, tuple[int, int]]:
-    """Return parent and start (clock ticks since boot), by pid, of every process that has not ended."""
-    found = {}
-    for stat in PROC.glob("[0-9]*/stat"):
+    """Return parent pid and start (clock ticks since boot) of every running process, by pid."""
+    result = {}
+    for stat_file in PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # proc(5): "pid (comm) state ppid ...", the start as the 22nd field; comm may hold anything but ends last.
-            state, parent, *rest = stat.read_bytes().rpartition(b")")[2].split()
+            state, parent, *rest = stat_file.read_bytes().rpartition(b")")[2].split()
             if state != _ZOMBIE:
-                found[int(stat.parent.name)] = int(parent), int(rest[17])
-    return found
+                result[int(stat_file.parent.name)] = int(parent), int(rest[17])
+    return result
 
 
-def own_peak_bytes() -> int | None:
+def read_own_peak_bytes() -> int | None:
     """Return the peak resident bytes of this process; None where the kernel does not report it."""
     process = _read_process(os.getpid())
     return None if process is None else process.peak_resident_bytes

@@ -22,7 +22,7 @@ def hide_gpus() -> None:
 
 
 def find_first_visible_gpu(gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
-    """Return the GPU of NVML's that is CUDA's first; None where no GPU is visible, or the first is a slice (MIG).
+    """Return the GPU among `gpus` that is CUDA's first visible device; None if there is none, or it is a slice (MIG).
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
 from memprof.allocator.releases import LATEST, Release, parse_release
-from memprof.device.environment import Environment, installed_release, read_environment
+from memprof.device.environment import Environment, find_installed_version, read_environment
 from memprof.device.gpus import NvmlSample
 from memprof.device.host import available_bytes, memory_bytes
 from memprof.device.nvml import read_gpus
@@ -117,7 +117,7 @@ def check_installation(
     gpus = read_gpus() if gpus is None else gpus
     environment = read_environment(gpus) if environment is None else environment
     host = read_host_limits() if host is None else host
-    find_version = installed_release if find_version is None else find_version
+    find_version = find_installed_version if find_version is None else find_version
     findings = [Check("error", note) for note in environment.notes]
     if environment.torch_version is None:
         findings.append(Check("note", "torch is not installed in this Python", "run memprof where your training runs"))

@@ -97,9 +97,9 @@ def capture_run(
             context_bytes=gpu.context_bytes,
             memory=lambda trace: RunAllocator(trace, gpu, settings.read()),
             # Custom kernels write to existing tensors: their callers allocate.
-            passes_kernels=True,
+            skips_kernels=True,
             allocator_settings=settings,
-            refuses=not spec.beyond,
+            raises_oom=not spec.beyond,
             compiles=not spec.no_compile,
             extensions=extensions(stubs=not spec.no_stubs),
         )

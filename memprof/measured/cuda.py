@@ -1,4 +1,4 @@
-"""The CUDA GPU of a measured run, and torch's peak counters, shared by the program and memprof."""
+"""The CUDA GPU of a measured run, and torch's peak counters, which the program and memprof share."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class CudaGpu(NamedTuple):
 
 
 def current_gpu() -> CudaGpu:
-    """Return the current GPU. Raises MemprofError if there is no GPU, or CUDA cannot use the GPU."""
+    """Return the current GPU; raise MemprofError if there is no GPU, or CUDA cannot use it."""
     _refuse_without_cuda()
     try:
         name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
-        free, total = torch.cuda.mem_get_info()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        own = read_gpu_usage(get_nvml_key()).own_bytes
-        context = get_context_bytes(torch.cuda.get_device_capability()) if own is None else own - reserved
-        usable = min(free + reserved, total)
-        return CudaGpu(name, total, usable, max(min(context, total - usable), 0))
+        own_bytes = read_gpu_usage(get_nvml_key()).own_bytes
+        context = get_context_bytes(torch.cuda.get_device_capability()) if own_bytes is None else own_bytes - reserved
+        usable_bytes = min(free_bytes + reserved, total_bytes)
+        return CudaGpu(name, total_bytes, usable_bytes, max(min(context, total_bytes - usable_bytes), 0))
     except RuntimeError as error:
         raise MemprofError(
             "the CUDA GPU cannot be used",
@@ -61,8 +61,8 @@ def _refuse_without_cuda() -> None:
 
 
 def check_gpus(num_gpus: int) -> None:
-    """Check that this machine has `num_gpus` GPUs, without initializing CUDA, so that processes may be forked.
-    Raises MemprofError if CUDA has no usable GPU, UsageError if there are fewer GPUs."""
+    """Raise UsageError if this machine has fewer than `num_gpus` GPUs, MemprofError if CUDA has no usable GPU. CUDA is
+    not initialized, so that processes may be forked."""
     _refuse_without_cuda()
     if torch.cuda.device_count() < num_gpus:
         raise UsageError(
@@ -74,7 +74,7 @@ def check_gpus(num_gpus: int) -> None:
 def get_cublas_workspace(gpu: int) -> CublasWorkspace:
     """Return the workspace of torch's cuBLAS handles on a GPU."""
     major, minor = torch.__version__.split(".")[:2]
-    return CublasWorkspace.of(torch.cuda.get_device_capability(gpu), (int(major), int(minor)))
+    return CublasWorkspace.for_gpu(torch.cuda.get_device_capability(gpu), (int(major), int(minor)))
 
 
 def set_current_gpu(gpu: int) -> None:
@@ -90,7 +90,7 @@ def get_nvml_key() -> int | str:
 
 
 def cuda_unavailable_reason() -> str | None:
-    """Return why this process has no CUDA GPU, None if there is a GPU. CUDA is not initialized."""
+    """Return why this process has no CUDA GPU; None if there is one. CUDA is not initialized."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     previous = os.environ.get(_NVML_CHECK_VARIABLE)
@@ -113,7 +113,7 @@ def check_allocator() -> None:
 
 
 def keep_recording_history(original: Callable[..., None]) -> Iterator[Patch]:
-    """Yield a patch that keeps the allocator's history on when the program switches it on or off."""
+    """Yield a patch that keeps the allocator's history enabled when the program enables or disables it."""
 
     @functools.wraps(original)
     def record(enabled: Any = "all", *args: Any, **options: Any) -> None:
@@ -127,22 +127,22 @@ def keep_recording_history(original: Callable[..., None]) -> Iterator[Patch]:
 
 
 def find_incompleteness(
-    history: History, difference: CounterGap | None, missing: int, max_entries: int = MAX_ENTRIES
+    history: History, gap: CounterGap | None, missing_bytes: int, max_entries: int = MAX_ENTRIES
 ) -> MemprofError | None:
-    """Return why the recorded history is incomplete; None if the history is complete.
+    """Return the error that says why the recorded history is incomplete; None if it is complete.
 
-    `difference` is the gap to torch's counters, `missing` the bytes by which the snapshot at the end differs.
+    `gap` is the largest gap to torch's counters, `missing_bytes` the difference to the snapshot at the end of the run.
     """
     if history.num_entries >= max_entries:
         return MemprofError(
             "the run allocated and freed more often than torch's allocator can remember",
             value=f"{max_entries:,} entries", hint="measure fewer steps, or simulate: leave out --device",
         )  # fmt: skip
-    if difference is not None:
-        counted, recorded = difference.counted_bytes, difference.recorded_bytes
-        evidence = f"the counters say {format_bytes(counted)}, what was recorded adds up to {format_bytes(recorded)}"
-    elif missing:
-        evidence = f"the allocator's blocks at the end and what was recorded differ by {format_bytes(missing)}"
+    if gap is not None:
+        counted, recorded = format_bytes(gap.counted_bytes), format_bytes(gap.recorded_bytes)
+        evidence = f"the counters say {counted}, what was recorded adds up to {recorded}"
+    elif missing_bytes:
+        evidence = f"the allocator's blocks at the end and what was recorded differ by {format_bytes(missing_bytes)}"
     elif history.num_unmatched:
         evidence = f"{history.num_unmatched:,} allocations and frees that the profiler saw"
     else:
@@ -154,7 +154,7 @@ def find_incompleteness(
 
 
 class NvmlUse:
-    """Context manager: NVML's view, during a run, of GPU memory besides torch's own segments."""
+    """Context manager: connection to NVML during a run, for GPU memory outside torch's allocator."""
 
     def __init__(self) -> None:
         self._nvml = Nvml()
@@ -169,17 +169,17 @@ class NvmlUse:
         self._nvml.__exit__(None, None, None)
 
     def used_bytes(self) -> int | None:
-        """Return the bytes in use on the whole GPU, by all processes; None if NVML is not available."""
-        return self._nvml.use(self._gpu).used_bytes
+        """Return the bytes in use on the GPU by all processes; None if NVML is not available."""
+        return self._nvml.read_usage(self._gpu).used_bytes
 
     def facts(self) -> NvmlFacts:
-        """Return NVML's facts for the bridge from reserved to device memory (ledger/bridge.py), as of now."""
-        use = self._nvml.use(self._gpu)
-        others = [process for process in use.by_process if process.pid != os.getpid()]
-        seen = tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in others)
+        """Return NVML's current values, from which ledger/bridge.py explains device memory beyond reserved memory."""
+        usage = self._nvml.read_usage(self._gpu)
+        other_processes = [process for process in usage.by_process if process.pid != os.getpid()]
+        processes = tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in other_processes)
         return NvmlFacts(
-            reserved_bytes=torch.cuda.memory_reserved(), process_bytes=use.own_bytes, used_bytes=use.used_bytes,
-            processes=None if use.used_bytes is None else seen, note=use.note,
+            reserved_bytes=torch.cuda.memory_reserved(), process_bytes=usage.own_bytes, used_bytes=usage.used_bytes,
+            processes=None if usage.used_bytes is None else processes, note=usage.note,
         )  # fmt: skip
 
 
@@ -189,9 +189,9 @@ _RESET_FUNCTIONS = (cuda.reset_peak_memory_stats, cuda.accelerator_reset_peak_st
 
 
 class SharedPeaks:
-    """memprof's readings of torch's peak counters, and patches that hide memprof's resets from the program.
+    """Reader of torch's peak counters, with patches that hide its resets of the peaks from the program.
 
-    A process has one set of counters per GPU. Peaks that one reader's reset erases are kept here for the other reader.
+    A process has one set of counters per GPU. A peak that one side's reset erases is kept here for the other side.
     """
 
     def __init__(self) -> None:
@@ -201,18 +201,18 @@ class SharedPeaks:
         self._peaks_for_program: dict[int, dict[str, Any]] = {}  # by GPU: the peaks before memprof's resets
 
     def take_peak(self, device: int) -> int:
-        """Return the peak of allocated bytes on the GPU since the last call."""
+        """Return the peak of allocated bytes on a GPU since the last call, and reset the peak."""
         stats = self._read_stats(device)
         self._peaks_for_program[device] = _raise_peaks(stats, self._peaks_for_program.get(device, {}))
         self._reset_peaks(device)
         return max(_get_peak(stats), self._peaks_for_memprof.pop(device, 0))
 
     def requested_bytes(self, device: int) -> int:
-        """Return the requested bytes of live allocations on the GPU."""
+        """Return the requested bytes of live allocations on a GPU."""
         return self._read_stats(device)["requested_bytes"]["all"]["current"]
 
     def patches(self) -> Iterator[Patch]:
-        """Yield patches of the functions that all of a program's counter calls use."""
+        """Yield patches of the private functions by which a program reads and resets the counters."""
         for names, wrap in ((_STATS_FUNCTIONS, self._wrap_read), (_RESET_FUNCTIONS, self._wrap_reset)):
             yield from (name.patch(wrap(name.get())) for name in names if name.exists())
 

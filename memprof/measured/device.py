@@ -1,4 +1,4 @@
-"""`MeasuredDevice`: runs a workload on the CPU or on a CUDA GPU, and records the workload's memory use."""
+"""`MeasuredDevice`: the context manager that records a workload's memory use on the CPU or on a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from memprof.errors import MemprofError
 from memprof.measured import cuda
 from memprof.measured.cuda import NvmlUse, SharedPeaks
 from memprof.measured.history import CounterSample, History, find_largest_gap, get_live_blocks, read_history
-from memprof.measured.marks import Claim, Counters, Mark, Marks
+from memprof.measured.marks import Counters, Mark, Marks, OwnerMark
 from memprof.measured.merge import collect_allocations, merge
 from memprof.measured.operators import Profile, quiet_profiler, read_events
 from memprof.patching import Patch
 from memprof.torch_private import autograd
 from memprof.torch_private import cuda as private_cuda
-from memprof.torch_private.check import refuse_missing
+from memprof.torch_private.check import check_required_names
 from memprof.trace.events import CPU, GPU, HOST, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import Facts
 from memprof.trace.snapshot import Action
@@ -40,25 +40,25 @@ _SAMPLED_ROLES = (ModuleRole.LAYER, ModuleRole.HEAD)
 
 
 class MeasuredDevice(Watch):
-    """Context manager: record a workload's memory on a device, without any torch dispatch mode.
+    """Context manager: record a workload's memory use on a real device, without any torch dispatch mode.
 
     Args:
         name: "cpu" or "cuda": the device of the workload's tensors.
-        outside: NVML's view of GPU memory besides torch's own; None: NVML is not queried.
-        detail: record stacks, so that an allocation has its source line. A step takes longer then.
+        nvml_use: NVML's view of GPU memory outside torch's allocator; None: NVML is not queried.
+        detail: whether to record stacks, so that allocations have source lines. Steps take longer then.
     """
 
-    def __init__(self, name: str, outside: NvmlUse | None = None, *, detail: bool = False) -> None:
+    def __init__(self, name: str, nvml_use: NvmlUse | None = None, *, detail: bool = False) -> None:
         super().__init__()
         self.name = name
-        self._detail = detail
-        self._outside = outside
+        self._with_stack = detail
+        self._nvml_use = nvml_use
         self._marks = Marks(self._read_cuda if name == "cuda" else lambda: (*_NO_COUNTERS, resident_bytes()))
         self._sources: dict[str, int] = {}
         self._module_sources: list[int] = []
         self._profiler: Any = None
         # Parent of this thread's events in the profiler's tree, which omits GPU allocations without a parent.
-        self._whole_run = torch.profiler.record_function("memprof: the run")
+        self._run_range = torch.profiler.record_function("memprof: the run")
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
         self._peaks = SharedPeaks()
         self._gpu = 0  # the GPU that was current when the run began
@@ -74,7 +74,7 @@ class MeasuredDevice(Watch):
         self.trace = Trace(source="measured", modules=self.modules.table, device=CPU if name == "cpu" else GPU)
 
     def __enter__(self) -> MeasuredDevice:
-        refuse_missing()
+        check_required_names()
         try:
             self._install()
         except BaseException:
@@ -88,9 +88,9 @@ class MeasuredDevice(Watch):
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self._stop_watching)
             self._marks.read_counters()
-            if self._outside is not None:  # before the run's memory is freed
+            if self._nvml_use is not None:  # before the run's memory is freed
                 with self._record_errors():
-                    self.trace.facts = Facts(nvml=self._outside.facts())
+                    self.trace.facts = Facts(nvml=self._nvml_use.facts())
             end_ns = time.time_ns()
             with self._record_errors():
                 if self.records_history:
@@ -104,13 +104,13 @@ class MeasuredDevice(Watch):
         # Modules that were never called have no source.
         self._module_sources += [NONE] * (len(self.modules.table) - len(self._module_sources))
         self.trace.sources = list(self._sources)
-        recorded = collect_allocations(profile, history, self._marks.freed_storages)
-        merge(self.trace, self._marks, recorded, self._module_sources, self._cublas)
+        allocations = collect_allocations(profile, history, self._marks.freed_storages)
+        merge(self.trace, self._marks, allocations, self._module_sources, self._cublas)
         self._write_facts(self.trace)
 
     @contextlib.contextmanager
     def _record_errors(self) -> Iterator[None]:
-        """Context manager: keep a RuntimeError of CUDA in `error`, so that the program's own error is raised."""
+        """Context manager: store a RuntimeError in `error` instead of raising it, so the program's own is raised."""
         try:
             yield
         except RuntimeError as error:
@@ -126,28 +126,28 @@ class MeasuredDevice(Watch):
             torch.cuda.init()
             self._gpu = torch.cuda.current_device()
             self._cublas = cuda.get_cublas_workspace(self._gpu)
-            if self._outside is not None:
-                self._stack.enter_context(self._outside)
+            if self._nvml_use is not None:
+                self._stack.enter_context(self._nvml_use)
             self._patches.apply_all(self._peaks.patches())
             self._begin_history()
             self._peaks.take_peak(self._gpu)
         profiler = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=self._detail
+            activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=self._with_stack
         )
         with quiet_profiler():
             profiler.__enter__()
         self._profiler = profiler
-        self._whole_run.__enter__()
+        self._run_range.__enter__()
         self._stack.callback(self._stop)
         self._patches.apply_all(_refuse_other_profilers())
         self._marks.begin_phase(self._phase)
 
     def _stop(self) -> Any:
-        """Stop the profiler; return its results, or None if it was stopped before or never started."""
+        """Stop the profiler; return its results, or None if it is not running."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return None
-        self._whole_run.__exit__(None, None, None)
+        self._run_range.__exit__(None, None, None)
         with quiet_profiler():
             profiler.__exit__(None, None, None)
         return profiler.profiler.kineto_results
@@ -162,33 +162,33 @@ class MeasuredDevice(Watch):
         record(enabled="all", context=None, stacks="python", max_entries=cuda.MAX_ENTRIES)
 
     def _read_history(self, profile: Profile, snapshot: dict[str, Any]) -> History:
-        """Return the history recorded by this GPU's allocator; set `error` if the history is incomplete."""
-        here = f"cuda:{self._gpu}"
+        """Return the allocator's history in `snapshot`; set `error` if it is incomplete, or on another GPU."""
+        device = f"cuda:{self._gpu}"
         traces = enumerate(snapshot["device_traces"])
         allocating_gpus = [
-            number for number, entries in traces if any(entry["action"] == Action.ALLOC for entry in entries)
+            index for index, entries in traces if any(entry["action"] == Action.ALLOC for entry in entries)
         ]
-        other_gpus = [number for number in allocating_gpus if number != self._gpu]
+        other_gpus = [index for index in allocating_gpus if index != self._gpu]
         if other_gpus:
-            names = " and ".join(f"cuda:{number}" for number in other_gpus)
+            names = " and ".join(f"cuda:{index}" for index in other_gpus)
             self.error = self.error or MemprofError(
-                f"the program has tensors on {names}, and one GPU is measured, {here}", value=f"cuda:{other_gpus[0]}",
+                f"the program has tensors on {names}, and one GPU is measured, {device}", value=f"cuda:{other_gpus[0]}",
                 hint=f"CUDA_VISIBLE_DEVICES={other_gpus[0]} shows a program that GPU alone, as cuda:0",
             )  # fmt: skip
-        history = read_history(snapshot, self._gpu, [entry for entry in profile.memory if entry.device == here])
+        history = read_history(snapshot, self._gpu, [entry for entry in profile.memory if entry.device == device])
         if self.error is None:
-            difference = find_largest_gap(history, self._counter_samples, self._initial_bytes)
-            missing = history.count_missing_bytes(get_live_blocks(snapshot, self._gpu), self._initial_blocks)
-            self.error = cuda.find_incompleteness(history, difference, missing)
+            gap = find_largest_gap(history, self._counter_samples, self._initial_bytes)
+            missing_bytes = history.count_missing_bytes(get_live_blocks(snapshot, self._gpu), self._initial_blocks)
+            self.error = cuda.find_incompleteness(history, gap, missing_bytes)
         return history
 
     @property
     def current_phase(self) -> Phase:
-        """The phase that is running."""
+        """The current phase."""
         return self._phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase, to which events belong from now on."""
+        """Begin a phase; later events belong to it."""
         self._phase = Phase(kind, step, micro_batch)
         self._marks.begin_phase(self._phase)
 
@@ -200,7 +200,7 @@ class MeasuredDevice(Watch):
         return torch.cuda.memory_allocated(self._gpu) if self.name == "cuda" else 0
 
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """Give `tensor`, or its shard on this rank, the role and name of `owner`."""
+        """Record the role and name of `tensor`, or of its shard on this rank, as in `owner`."""
         tensor = unwrap(tensor)
         if tensor.is_meta or not tensor.numel():
             return
@@ -210,11 +210,11 @@ class MeasuredDevice(Watch):
         storage = tensor.untyped_storage()
         if storage.device.type == HOST:
             self._marks.watch_storage(storage)
-        claim = Claim(time.time_ns(), storage.data_ptr(), owner, tuple(tensor.shape), dtype, on_host)
-        self._marks.claims.append(claim)
+        mark = OwnerMark(time.time_ns(), storage.data_ptr(), owner, tuple(tensor.shape), dtype, on_host)
+        self._marks.owner_marks.append(mark)
 
     def mark_input(self, tensor: torch.Tensor) -> None:
-        """Record that `tensor` was given to a model; merge.py checks whether a module made the tensor."""
+        """Record that `tensor` is an input of a model, unless a module allocated it (merge.py checks that)."""
         if tensor.layout is torch.strided and not autograd.is_functorch_wrapped_tensor(tensor):
             self.set_owner(tensor, Owner(Role.INPUT, ""))
 
@@ -224,44 +224,44 @@ class MeasuredDevice(Watch):
         self._marks.marks.append(Mark(time.time_ns(), kind, module))
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper that also notes the source line of each module's `forward`."""
+        """Return a wrapper of `original` that also records the source line of each module's `forward`."""
         wrapped = super().wrap_module_call(original)
-        table, module_sources, note_sources = self.modules.table, self._module_sources, self._note_sources
+        table, module_sources, record_sources = self.modules.table, self._module_sources, self._record_sources
 
         # The profiler reads a module's name from the local `self` of this function.
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(module_sources) < len(table) or not module_sources:
-                note_sources()
+                record_sources()
             return wrapped(self, *args, **kwargs)
 
         return __call__
 
-    def _note_sources(self) -> None:
+    def _record_sources(self) -> None:
         sources, module_sources = self._sources, self._module_sources
-        known = {index: module for module, index in self.modules.iterate_live_modules()}
+        module_by_index = {index: module for module, index in self.modules.iterate_live_modules()}
         for index in range(len(module_sources), len(self.modules.table)):
-            module = known.get(index)
+            module = module_by_index.get(index)
             code = getattr(getattr(type(module), "forward", None), "__code__", None)
             line = f"{code.co_filename}:{code.co_firstlineno} forward" if code is not None else ""
             module_sources.append(sources.setdefault(line, len(sources)) if line else NONE)
 
     def _read_cuda(self) -> Counters:
-        gpu, used = self._gpu, None
+        gpu, used_bytes = self._gpu, None
         if self.error is None:  # CUDA repeats an error at every call
             with self._record_errors():
                 if not torch.cuda.is_current_stream_capturing():  # CUDA graph capture forbids synchronization
                     torch.cuda.synchronize(gpu)
-                used = None if self._outside is None else self._outside.used_bytes()
+                used_bytes = None if self._nvml_use is None else self._nvml_use.used_bytes()
                 begin_ns = time.time_ns()
-                requested = self._peaks.requested_bytes(gpu)
-                self._counter_samples.append(CounterSample(begin_ns, time.time_ns(), requested))
+                requested_bytes = self._peaks.requested_bytes(gpu)
+                self._counter_samples.append(CounterSample(begin_ns, time.time_ns(), requested_bytes))
                 allocated, reserved = torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)
-                return allocated, self._peaks.take_peak(gpu), reserved, used, resident_bytes()
+                return allocated, self._peaks.take_peak(gpu), reserved, used_bytes, resident_bytes()
         return *_NO_COUNTERS, resident_bytes()
 
 
 def _refuse_other_profilers() -> Iterator[Patch]:
-    """Yield patches that refuse the program's own profiler, which would end memprof's profiler."""
+    """Yield patches that raise MemprofError if the program starts torch's profiler, which would end memprof's."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise _make_profiler_error("the program starts torch's profiler itself")
@@ -276,7 +276,7 @@ def _make_profiler_error(problem: str) -> MemprofError:
 
 
 def resident_bytes() -> int | None:
-    """Return the resident bytes of this process; None where the system has no such count."""
+    """Return the resident bytes of this process; None where the system does not report them."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE
     except (OSError, IndexError, ValueError):

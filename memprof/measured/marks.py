@@ -1,6 +1,6 @@
-"""Timestamped marks of a measured run: phases, module calls, owners and samples.
+"""Records of a measured run, each with its time: phases, modules, owners of tensors, and counters.
 
-Recording a mark is an append to a list: most of the overhead of a measured run is due to the profiler.
+Recording is an append to a list: most overhead of a measured run is the profiler's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from memprof.trace.events import EventKind, Owner, Phase
 
 
 class Mark(NamedTuple):
-    """Begin of a phase, or begin or end of a module's forward."""
+    """The beginning of a phase, or the beginning or end of a module's forward."""
 
     time_ns: int
     kind: EventKind
     ref: int  # index of the phase, or of the module
 
 
-class Claim(NamedTuple):
-    """Role of the storage that is at an address at this time."""
+class OwnerMark(NamedTuple):
+    """Role and name of the tensor whose storage is at `address` at this time."""
 
     time_ns: int
     address: int
@@ -35,7 +35,7 @@ class Claim(NamedTuple):
 
 
 class FreedStorage(NamedTuple):
-    """Storage in host memory that was seen at an address, and freed later."""
+    """Storage in host memory at `address`: the times at which it was known to exist, and at which it was freed."""
 
     seen_ns: int
     freed_ns: int
@@ -47,30 +47,30 @@ Counters = tuple[int | None, int | None, int | None, int | None, int | None]
 
 
 class Marks:
-    """All marks of one run; `read` reads the device's counters, and `Marks` adds the time."""
+    """All marks of one run; `read_device` returns the device's current counters."""
 
-    def __init__(self, read: Callable[[], Counters]) -> None:
-        self._read = read
+    def __init__(self, read_device: Callable[[], Counters]) -> None:
+        self._read_device = read_device
         self.phases: list[Phase] = []
         self.marks: list[Mark] = []
-        self.claims: list[Claim] = []
+        self.owner_marks: list[OwnerMark] = []
         self.freed_storages: list[FreedStorage] = []
         self.counter_samples: list[tuple[int, Counters]] = []  # each with its time, in nanoseconds
 
     def begin_phase(self, phase: Phase) -> None:
-        """Begin `phase`, to which events belong from now on."""
+        """Record that `phase` begins; later events belong to it."""
         self.read_counters()
         self.phases.append(phase)
         self.marks.append(Mark(time.time_ns(), EventKind.PHASE, len(self.phases) - 1))
 
     def watch_storage(self, storage: torch.UntypedStorage) -> None:
-        """Record when `storage` is freed: the profiler does not see a free by another thread."""
+        """Record when `storage` is freed; the profiler misses frees in threads that it does not profile."""
         seen_ns, address, append = time.time_ns(), storage.data_ptr(), self.freed_storages.append
         # torch keeps the Python object of a storage for as long as the storage itself.
         weakref.finalize(storage, lambda: append(FreedStorage(seen_ns, time.time_ns(), address))).atexit = False
 
     def read_counters(self) -> None:
-        """Read the counters and append them with the time."""
+        """Read the device's counters, and record them with the time."""
         # The time is taken after the read: the GPU work that the read waited for is done.
-        values = self._read()
-        self.counter_samples.append((time.time_ns(), values))
+        counters = self._read_device()
+        self.counter_samples.append((time.time_ns(), counters))

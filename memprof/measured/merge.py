@@ -1,4 +1,4 @@
-"""Merge of a measured run's marks and allocations, in order of time, into the Trace.
+"""Merge of a measured run's marks and allocations into a Trace, in order of time.
 
 Allocations on the CPU come from the profiler, which does not see threads that the program starts, so a free may be
 missing: a lifetime ends at the latest when the address is reused, or when a watched storage is freed. Allocations on a
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from memprof.device.cublas import CublasWorkspace
 from memprof.measured.history import DEFAULT_POOL, DEFAULT_STREAM, Allocation, History
-from memprof.measured.marks import Claim, FreedStorage, Marks
+from memprof.measured.marks import FreedStorage, Marks, OwnerMark
 from memprof.measured.operators import MemoryEvent, Profile, TensorInput
 from memprof.trace.events import (
     HOST,
@@ -33,11 +33,11 @@ from memprof.trace.events import (
 
 # Order of events in the same nanosecond.
 _RELEASE_ORDER, _FREE_ORDER, _POOL_ORDER, _MARK_ORDER, _ALLOC_ORDER = range(5)
-_FIRST_AWAITED = 1 << 20  # first number of streams that the program does not have
+_FIRST_AWAITED_STREAM = 1 << 20  # index of the first stream that the program does not have
 
 
 @dataclass(slots=True)
-class Recorded:
+class RunAllocations:
     """All allocations of one run, in order of time."""
 
     allocations: list[Allocation] = field(default_factory=list)
@@ -48,8 +48,8 @@ class Recorded:
 
 def collect_allocations(
     profile: Profile, history: History | None = None, freed_storages: Iterable[FreedStorage] = ()
-) -> Recorded:
-    """Return the allocations of a run; `freed_storages` are watched storages in host memory that were freed."""
+) -> RunAllocations:
+    """Return the allocations of a run: on a GPU from `history`, on the CPU from `profile` and `freed_storages`."""
     allocations = _collect_profiled(profile, freed_storages, excluded_device=None if history is None else "cuda")
     released_pools = []
     if history is not None:
@@ -58,52 +58,52 @@ def collect_allocations(
     allocations.sort(key=lambda allocation: allocation.time_ns)
     for allocation in allocations:
         _set_shape_and_dtype(allocation, profile.uses.get(allocation.address, ()), profile.end_ns)
-    return Recorded(allocations, profile.forward, released_pools)
+    return RunAllocations(allocations, profile.forward, released_pools)
 
 
 def _collect_profiled(
     profile: Profile, freed_storages: Iterable[FreedStorage], excluded_device: str | None
 ) -> list[Allocation]:
-    found: list[Allocation] = []
-    alive: dict[tuple[str, int], Allocation] = {}
+    allocations: list[Allocation] = []
+    live_by_key: dict[tuple[str, int], Allocation] = {}
     # At one time, a free comes before an allocation at the same address.
-    changes: list[tuple[int, int, MemoryEvent | FreedStorage]] = [(one.freed_ns, 0, one) for one in freed_storages]
+    changes: list[tuple[int, int, MemoryEvent | FreedStorage]] = [(c.freed_ns, 0, c) for c in freed_storages]
     changes += [
-        (one.time_ns, 1, one)
-        for one in profile.memory
-        if excluded_device is None or not one.device.startswith(excluded_device)
+        (change.time_ns, 1, change)
+        for change in profile.memory
+        if excluded_device is None or not change.device.startswith(excluded_device)
     ]
-    for time_ns, _, one in sorted(changes, key=lambda change: change[:2]):
-        key = ("cpu", one.address) if isinstance(one, FreedStorage) else (one.device, one.address)
-        before = alive.get(key)
-        if before is not None and not (isinstance(one, FreedStorage) and before.time_ns > one.seen_ns):
-            before.freed_ns = time_ns
-            del alive[key]
-        if isinstance(one, MemoryEvent) and one.num_bytes >= 0:
-            alive[key] = Allocation(time_ns, one.address, one.num_bytes, one.device, one.origin)
-            found.append(alive[key])
-    return found
+    for time_ns, _, change in sorted(changes, key=lambda item: item[:2]):
+        key = ("cpu", change.address) if isinstance(change, FreedStorage) else (change.device, change.address)
+        previous = live_by_key.get(key)
+        if previous is not None and not (isinstance(change, FreedStorage) and previous.time_ns > change.seen_ns):
+            previous.freed_ns = time_ns
+            del live_by_key[key]
+        if isinstance(change, MemoryEvent) and change.num_bytes >= 0:
+            live_by_key[key] = Allocation(time_ns, change.address, change.num_bytes, change.device, change.origin)
+            allocations.append(live_by_key[key])
+    return allocations
 
 
 def _set_shape_and_dtype(allocation: Allocation, uses: Iterable[TensorInput], end_ns: int) -> None:
-    """Set shape and dtype from the first use of all bytes, or else the dtype from the first use."""
-    end = end_ns if allocation.freed_ns is None else allocation.freed_ns
-    first = None
+    """Set shape and dtype of `allocation` from its first use with all bytes, or else the dtype from its first use."""
+    freed_ns = end_ns if allocation.freed_ns is None else allocation.freed_ns
+    first_use = None
     for use in uses:
-        if allocation.time_ns <= use.time_ns <= end:
+        if allocation.time_ns <= use.time_ns <= freed_ns:
             if use.num_bytes == allocation.num_bytes:
                 allocation.shape, allocation.dtype = use.shape, use.dtype
                 return
-            first = first or use
-    if first is not None:
-        allocation.dtype = first.dtype
+            first_use = first_use or use
+    if first_use is not None:
+        allocation.dtype = first_use.dtype
 
 
-class _Merge:
-    """Merge of one run, in one pass in order of time."""
+class _Merger:
+    """Merger of one run's marks and allocations, in one pass in order of time."""
 
     def __init__(
-        self, trace: Trace, marks: Marks, recorded: Recorded, sources: list[int], cublas: CublasWorkspace | None
+        self, trace: Trace, marks: Marks, recorded: RunAllocations, sources: list[int], cublas: CublasWorkspace | None
     ) -> None:
         self.trace = trace
         self._cublas = cublas
@@ -114,27 +114,27 @@ class _Merge:
         self._lines = {line: index for index, line in enumerate(trace.sources)}
         self._phase = NONE
         self._modules: list[int] = []
-        # The driver's stream handle -> number in the trace; the allocator's pool id -> number in the trace.
+        # The driver's stream handle -> index in the trace; the allocator's pool id -> index in the trace.
         self._streams = {DEFAULT_STREAM: 0}
         self._pools = {DEFAULT_POOL: 0}
-        self._current = {EventKind.STREAM: 0, EventKind.POOL: 0}
-        # Storage -> stream number for the unrecorded streams that the storage's memory waits for.
+        self._current_by_kind = {EventKind.STREAM: 0, EventKind.POOL: 0}
+        # Storage -> stream index for the unrecorded streams that the storage's memory waits for.
         self._awaited_streams: dict[int, int] = {}
 
     def run(self) -> None:
         recorded, marks, events = self._recorded, self._marks, self.trace.events
-        claims = self._find_claims()
+        owner_marks = self._find_owner_marks()
         times: list[int] = []
-        pending = sorted((time_ns, number) for number, time_ns in recorded.forward)
-        places: dict[int, tuple[int, int]] = {}
+        pending = sorted((time_ns, sequence) for sequence, time_ns in recorded.forward)
+        forward_positions: dict[int, tuple[int, int]] = {}
         position = 0
-        index_of: dict[int, int] = {}
-        for time_ns, kind, number in self._sort_events():
+        storages: dict[int, int] = {}
+        for time_ns, kind, index in self._sort_events():
             while position < len(pending) and pending[position][0] <= time_ns:
-                places[pending[position][1]] = (len(events), self._modules[-1] if self._modules else NONE)
+                forward_positions[pending[position][1]] = (len(events), self._modules[-1] if self._modules else NONE)
                 position += 1
             if kind == _MARK_ORDER:
-                mark = marks.marks[number]
+                mark = marks.marks[index]
                 events.append(Event(mark.kind, mark.ref))
                 if mark.kind is EventKind.PHASE:
                     self._phase = mark.ref
@@ -143,59 +143,59 @@ class _Merge:
                 elif mark.kind is EventKind.EXIT and self._modules:
                     self._modules.pop()
             elif kind == _POOL_ORDER:
-                pool = self._pools.get(recorded.released_pools[number][1])
+                pool = self._pools.get(recorded.released_pools[index][1])
                 if pool is not None:
                     events.append(Event(EventKind.POOL_FREE, pool))
             elif kind == _ALLOC_ORDER:
-                item = recorded.allocations[number]
-                if not item.num_bytes or self._phase == NONE:
+                allocation = recorded.allocations[index]
+                if not allocation.num_bytes or self._phase == NONE:
                     continue
-                self._switch_stream_and_pool(item)
-                index_of[number] = self._append_storage(item, places, claims.get(number, ()))
-                events.append(Event(EventKind.ALLOC, index_of[number]))
-            elif number not in index_of:
+                self._switch_stream_and_pool(allocation)
+                storages[index] = self._append_storage(allocation, forward_positions, owner_marks.get(index, ()))
+                events.append(Event(EventKind.ALLOC, storages[index]))
+            elif index not in storages:
                 continue
             elif kind == _FREE_ORDER:
-                self._append_free(recorded.allocations[number], index_of[number])
+                self._append_free(recorded.allocations[index], storages[index])
             else:
-                self._append_release(index_of[number])
+                self._append_release(storages[index])
             times += [time_ns] * (len(events) - len(times))
         self.trace.ops, self.trace.sources = list(self._ops), list(self._lines)
-        begin = times[0] if times else 0
-        self.trace.times = [time_ns - begin for time_ns in times]
+        begin_ns = times[0] if times else 0
+        self.trace.times = [time_ns - begin_ns for time_ns in times]
         for time_ns, counters in marks.counter_samples:
-            event = bisect.bisect_right(times, time_ns) - 1
-            self.trace.samples.append(Sample(event, (time_ns - begin) / 1e9, *counters))
+            event_index = bisect.bisect_right(times, time_ns) - 1
+            self.trace.samples.append(Sample(event_index, (time_ns - begin_ns) / 1e9, *counters))
 
     def _sort_events(self) -> list[tuple[int, int, int]]:
-        """Return time, kind and number of all events, in order."""
+        """Return (time, kind, index of the mark, allocation or pool) of all events, in order."""
         recorded, marks = self._recorded, self._marks
-        order = [(mark.time_ns, _MARK_ORDER, number) for number, mark in enumerate(marks.marks)]
-        order += [(time_ns, _POOL_ORDER, number) for number, (time_ns, _) in enumerate(recorded.released_pools)]
-        for number, allocation in enumerate(recorded.allocations):
-            order.append((allocation.time_ns, _ALLOC_ORDER, number))
+        events = [(mark.time_ns, _MARK_ORDER, index) for index, mark in enumerate(marks.marks)]
+        events += [(time_ns, _POOL_ORDER, index) for index, (time_ns, _) in enumerate(recorded.released_pools)]
+        for index, allocation in enumerate(recorded.allocations):
+            events.append((allocation.time_ns, _ALLOC_ORDER, index))
             if allocation.freed_ns is not None:
-                order.append((allocation.freed_ns, _FREE_ORDER, number))
+                events.append((allocation.freed_ns, _FREE_ORDER, index))
             if allocation.released_ns is not None:
-                order.append((allocation.released_ns, _RELEASE_ORDER, number))
-        return sorted(order)
+                events.append((allocation.released_ns, _RELEASE_ORDER, index))
+        return sorted(events)
 
-    def _switch_stream_and_pool(self, item: Allocation) -> None:
-        """Append changes of stream and pool, if any, to those of `item`."""
-        if not is_gpu(item.device):
+    def _switch_stream_and_pool(self, allocation: Allocation) -> None:
+        """Append events that select the stream and pool of `allocation`, if they change."""
+        if not is_gpu(allocation.device):
             return
-        stream = self._streams.setdefault(item.stream, len(self._streams))
-        pool = self._pools.setdefault(item.pool, len(self._pools))
-        for kind, number in ((EventKind.STREAM, stream), (EventKind.POOL, pool)):
-            if self._current[kind] != number:
-                self._current[kind] = number
-                self.trace.events.append(Event(kind, number))
+        stream = self._streams.setdefault(allocation.stream, len(self._streams))
+        pool = self._pools.setdefault(allocation.pool, len(self._pools))
+        for kind, index in ((EventKind.STREAM, stream), (EventKind.POOL, pool)):
+            if self._current_by_kind[kind] != index:
+                self._current_by_kind[kind] = index
+                self.trace.events.append(Event(kind, index))
 
-    def _append_free(self, item: Allocation, storage: int) -> None:
-        """Append a free; memory that is not reusable at once waits for a stream of its own."""
+    def _append_free(self, allocation: Allocation, storage: int) -> None:
+        """Append the free of `storage`; memory that is not reusable at once waits for an artificial stream."""
         trace = self.trace
-        if item.released_ns is not None:
-            self._awaited_streams[storage] = _FIRST_AWAITED + len(self._awaited_streams)
+        if allocation.released_ns is not None:
+            self._awaited_streams[storage] = _FIRST_AWAITED_STREAM + len(self._awaited_streams)
             trace.events.append(Event(EventKind.USE, len(trace.uses)))
             trace.uses.append(Use(storage, self._awaited_streams[storage]))
         trace.events.append(Event(EventKind.FREE, storage))
@@ -203,61 +203,61 @@ class _Merge:
     def _append_release(self, storage: int) -> None:
         trace = self.trace
         trace.events.append(Event(EventKind.WAIT, len(trace.waits)))
-        done = StreamEvent(trace.device, self._awaited_streams[storage], len(trace.events))
-        trace.waits.append(Wait(by_host=True, done=(done,)))
+        stream_event = StreamEvent(trace.device, self._awaited_streams[storage], len(trace.events))
+        trace.waits.append(Wait(by_host=True, done=(stream_event,)))
 
-    def _find_claims(self) -> dict[int, list[Claim]]:
-        """Return the claims of each allocation, by the allocation's number."""
-        by_address: dict[int, list[int]] = defaultdict(list)
-        for number, allocation in enumerate(self._recorded.allocations):
-            by_address[allocation.address].append(number)
-        found: dict[int, list[Claim]] = defaultdict(list)
-        for claim in self._marks.claims:
-            for number in reversed(by_address.get(claim.address, ())):
-                item = self._recorded.allocations[number]
-                if item.time_ns <= claim.time_ns and (item.freed_ns is None or item.freed_ns > claim.time_ns):
-                    found[number].append(claim)
+    def _find_owner_marks(self) -> dict[int, list[OwnerMark]]:
+        """Return the owner marks of each allocation, by the allocation's index."""
+        indices_by_address: dict[int, list[int]] = defaultdict(list)
+        for index, allocation in enumerate(self._recorded.allocations):
+            indices_by_address[allocation.address].append(index)
+        marks_by_allocation: dict[int, list[OwnerMark]] = defaultdict(list)
+        for mark in self._marks.owner_marks:
+            for index in reversed(indices_by_address.get(mark.address, ())):
+                item = self._recorded.allocations[index]
+                if item.time_ns <= mark.time_ns and (item.freed_ns is None or item.freed_ns > mark.time_ns):
+                    marks_by_allocation[index].append(mark)
                     break
-        return found
+        return marks_by_allocation
 
     def _append_storage(
-        self, item: Allocation, places: dict[int, tuple[int, int]], claims: list[Claim] | tuple[()]
+        self, allocation: Allocation, forward_positions: dict[int, tuple[int, int]], marks: list[OwnerMark] | tuple[()]
     ) -> int:
         trace = self.trace
         index = len(trace.storages)
         forward_event, module = NONE, self._modules[-1] if self._modules else NONE
-        is_backward = item.origin.sequence in places and not self._modules
+        is_backward = allocation.origin.sequence in forward_positions and not self._modules
         if is_backward:  # the operator belongs to the module whose forward it differentiates
-            forward_event, module = places[item.origin.sequence]
+            forward_event, module = forward_positions[allocation.origin.sequence]
         source = self._module_sources[module] if module != NONE else NONE
-        if item.origin.source is not None and not is_backward:
-            source = self._lines.setdefault(item.origin.source, len(self._lines))
+        if allocation.origin.source is not None and not is_backward:
+            source = self._lines.setdefault(allocation.origin.source, len(self._lines))
         # In a run measured on the CPU, all tensors count as on the measured device.
-        device = trace.device if is_gpu(item.device) or not is_gpu(trace.device) else HOST
-        shape, dtype = item.shape, item.dtype
+        device = trace.device if is_gpu(allocation.device) or not is_gpu(trace.device) else HOST
+        shape, dtype = allocation.shape, allocation.dtype
         if self._modules:  # a tensor that a module makes is not an input
-            claims = [claim for claim in claims if claim.owner.role is not Role.INPUT]
-        if claims:
-            claim = next((one for one in claims if one.owner.name), claims[0])
-            trace.owners[index] = claim.owner
-            shape, dtype = claim.shape, claim.dtype
-            if claim.on_host:
+            marks = [mark for mark in marks if mark.owner.role is not Role.INPUT]
+        if marks:
+            owner_mark = next((mark for mark in marks if mark.owner.name), marks[0])
+            trace.owners[index] = owner_mark.owner
+            shape, dtype = owner_mark.shape, owner_mark.dtype
+            if owner_mark.on_host:
                 device = HOST
         if shape is None:
-            shape = (item.num_bytes,)
+            shape = (allocation.num_bytes,)
         # Memory that a handle keeps until the end of the process is not an operator's result.
         workspace = None
-        if self._cublas is not None and item.dtype is None and item.freed_ns is None and not claims:
-            workspace = self._cublas.name(item.origin.op, item.num_bytes)
-        op = workspace or item.origin.op
-        made_by = (self._ops.setdefault(op, len(self._ops)), module, source, self._phase, forward_event)
-        hidden = workspace is not None or (not claims and item.is_temporary)
-        trace.storages.append(Storage(item.num_bytes, shape, dtype or "uint8", device, *made_by, hidden=hidden))
+        if self._cublas is not None and allocation.dtype is None and allocation.freed_ns is None and not marks:
+            workspace = self._cublas.find_name(allocation.origin.op, allocation.num_bytes)
+        op = workspace or allocation.origin.op
+        origin = (self._ops.setdefault(op, len(self._ops)), module, source, self._phase, forward_event)
+        is_hidden = workspace is not None or (not marks and allocation.is_temporary)
+        trace.storages.append(Storage(allocation.num_bytes, shape, dtype or "uint8", device, *origin, hidden=is_hidden))
         return index
 
 
 def merge(
-    trace: Trace, marks: Marks, recorded: Recorded, sources: list[int], cublas: CublasWorkspace | None = None
+    trace: Trace, marks: Marks, recorded: RunAllocations, sources: list[int], cublas: CublasWorkspace | None = None
 ) -> None:
     """Fill `trace`, which has its device, modules and sources, with events, storages, owners and samples.
 
@@ -265,4 +265,4 @@ def merge(
     identifies the workspaces of cuBLAS.
     """
     trace.phases = list(marks.phases)
-    _Merge(trace, marks, recorded, sources, cublas).run()
+    _Merger(trace, marks, recorded, sources, cublas).run()

@@ -30,7 +30,7 @@ _ENGINE = "autograd::engine::evaluate_function"
 
 
 class OperatorOrigin(NamedTuple):
-    """Operator and source line where memory was allocated or freed."""
+    """Operator and source line that allocated or freed memory."""
 
     op: str = ""  # allocating operator, as in `aten.mm`; empty outside operators
     op_end_ns: int = 0  # when that operator returned; 0 outside operators
@@ -39,7 +39,7 @@ class OperatorOrigin(NamedTuple):
     source: str | None = None
 
 
-OUTSIDE = OperatorOrigin()
+OUTSIDE_OPERATORS = OperatorOrigin()
 
 
 class MemoryEvent(NamedTuple):
@@ -73,7 +73,7 @@ class Profile:
 
 
 def read_events(tree: list[Any], end_ns: int) -> Profile:
-    """Return the profiler's events until `end_ns`, from `kineto_results.experimental_event_tree()`."""
+    """Return the profile from `tree`, torch's `kineto_results.experimental_event_tree()`; the run ended at `end_ns`."""
     memory: list[MemoryEvent] = []
     uses: dict[int, list[TensorInput]] = defaultdict(list)
     forward: list[tuple[int, int]] = []
@@ -100,21 +100,20 @@ def read_events(tree: list[Any], end_ns: int) -> Profile:
                     _append_uses(value, node.start_time_ns, uses)
                 ops = (*ops, node)
         stack += [(child, ops, sequence, source) for child in reversed(node.children)]
-    memory.sort(key=lambda seen: seen.time_ns)
+    memory.sort(key=lambda event: event.time_ns)
     return Profile(memory, uses, sort_by_sequence(forward), end_ns)
 
 
 def sort_by_sequence(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the last time of each sequence number, ascending by number.
+    """Return the last time of each sequence number in `pairs` (number, time), ascending by number.
 
-    An operator has the number that the next autograd node gets, so that operators without a node before the node's
-    operator have the same number.
+    Operators without an autograd node have the sequence number of the next node, so that a number may occur repeatedly.
     """
     return sorted(dict(sorted(pairs)).items())
 
 
 def _find_origin(ops: tuple[Any, ...], sequence: int, source: str | None) -> OperatorOrigin:
-    """Return the origin with the innermost operator that computes something, else with the outermost operator."""
+    """Return the origin with the innermost operator of `ops` that is no factory or view, else with the outermost."""
     if not ops:
         return OperatorOrigin(sequence=sequence, source=source)
     op = next((op for op in reversed(ops) if op.name not in _FACTORIES), ops[0])
@@ -122,7 +121,7 @@ def _find_origin(ops: tuple[Any, ...], sequence: int, source: str | None) -> Ope
 
 
 def _is_program_file(file_name: str) -> bool:
-    """Return whether a file belongs to the program; the profiler names files relative to the folder of their import."""
+    """Return whether a file belongs to the program; the profiler gives paths relative to the folder in sys.path."""
     if file_name.startswith("memprof/workload/"):
         return True
     return not file_name.startswith(("torch/", "memprof/", "<frozen", "<string>", "contextlib.py", "functools.py"))
@@ -130,8 +129,8 @@ def _is_program_file(file_name: str) -> bool:
 
 def _append_uses(value: Any, time_ns: int, uses: dict[int, list[TensorInput]]) -> None:
     if isinstance(value, list):
-        for part in value:
-            _append_uses(part, time_ns, uses)
+        for item in value:
+            _append_uses(item, time_ns, uses)
     elif hasattr(value, "storage_data_ptr") and value.storage_data_ptr:
         dtype, shape = value.dtype, tuple(value.sizes)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -140,7 +139,7 @@ def _append_uses(value: Any, time_ns: int, uses: dict[int, list[TensorInput]]) -
 
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Context manager: discard stderr, to which the profiler's C++ library writes at start and stop."""
+    """Context manager: discard stderr, to which the profiler's C++ library writes when it starts and stops."""
     sys.stderr.flush()
     saved_stderr = os.dup(2)
     try:

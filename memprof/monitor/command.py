@@ -1,8 +1,8 @@
-"""The watched command, started as a shell would start the command.
+"""The watched command, started as by a shell.
 
 The command has memprof's standard input, output and error and process group, so that keys pressed on the terminal reach
-the command (Ctrl-C, Ctrl-\\, Ctrl-Z). Signals sent to memprof alone are forwarded. The command's exit code becomes
-memprof's.
+the command (Ctrl-C, Ctrl-\\, Ctrl-Z). Signals sent to memprof alone are forwarded. memprof exits with the command's
+exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from memprof.device.processes import own_peak_bytes
+from memprof.device.processes import read_own_peak_bytes
 from memprof.errors import MemprofError
 
 # siginfo's si_code: at most 0 if a process sent the signal, above 0 if the kernel did (a terminal's keys).
@@ -23,13 +23,13 @@ _FORWARDED_SIGNALS = ("SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGU
 
 
 class CommandError(MemprofError):
-    """Error: the command cannot be started; the exit codes are those of a shell."""
+    """Error if the command cannot be started; exit codes are as in a shell."""
 
     exit_code = 127
 
 
 class NotExecutableError(CommandError):
-    """Error: the command exists and is not executable."""
+    """Error if the command exists and is not executable."""
 
     exit_code = 126
 
@@ -43,8 +43,8 @@ class Signals:
 
     def __init__(self) -> None:
         names = [*_FORWARDED_SIGNALS, "SIGTSTP", "SIGCHLD"]
-        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-        self._signals = {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+        signal_numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        self._signals = {number for number in signal_numbers if signal.getsignal(number) != signal.SIG_IGN}
         self._signals.add(signal.SIGCHLD)
         self._previous_handlers: dict[int, object] = {}
         self._previous_mask: set[int | signal.Signals] | None = None  # signals that were blocked before `block`
@@ -63,21 +63,21 @@ class Signals:
         """Return the next signal, or None after `seconds`."""
         return signal.sigtimedwait(self._signals, max(seconds, 0.0))
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *exc: object) -> None:
         if self._previous_mask is not None:
-            while kind is None and signal.sigtimedwait(self._signals, 0) is not None:
+            while error_type is None and signal.sigtimedwait(self._signals, 0) is not None:
                 pass  # signals after the command's end
             signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
-        for number, before in self._previous_handlers.items():
-            signal.signal(number, before)  # type: ignore[arg-type]
+        for number, previous_handler in self._previous_handlers.items():
+            signal.signal(number, previous_handler)  # type: ignore[arg-type]
 
 
 class RunningCommand:
-    """A running command; `environment` has variables in addition to memprof's own. Raises CommandError if there is no
-    such program, or the program cannot be run."""
+    """A running command; `environment` has variables in addition to memprof's own. Raises CommandError if the program
+    does not exist or cannot be run."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.text = shlex.join(arguments)
+        self.command_line = shlex.join(arguments)
         try:
             self._process = subprocess.Popen(list(arguments), env={**os.environ, **environment})
         except FileNotFoundError:
@@ -95,7 +95,7 @@ class RunningCommand:
         return 128 - code if code is not None and code < 0 else code
 
     def describe_end(self) -> str:
-        """Return how the command ended, in a few words."""
+        """Return a description of how the command ended, such as "ended with exit code 1"."""
         code = self._process.poll()
         if code is None or code >= 0:
             return "still runs" if code is None else f"ended with exit code {code}"
@@ -107,16 +107,16 @@ class RunningCommand:
         return f"was killed by {name}{note}"
 
     def read_peak_resident_bytes(self) -> int:
-        """Return the peak resident bytes of the command's largest process, after its end; 0 where the peak is not
-        known."""
+        """Return the peak resident bytes of the command's largest process, once the command has ended; 0 where it is
+        unknown."""
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
         # Until exec, a started process counts memprof's pages as its own. memprof's own ru_maxrss is not used: it
         # includes the parent's pages in the same way.
-        own_peak = own_peak_bytes()
+        own_peak = read_own_peak_bytes()
         return peak if own_peak is not None and peak > own_peak else 0
 
     def forward_signal(self, signal_info: signal.struct_siginfo) -> None:
-        """Forward a signal that a process sent to memprof; the command itself receives the terminal's signals."""
+        """Forward a signal to the command if a process sent it: the command receives the terminal's signals itself."""
         number = signal_info.si_signo
         if signal_info.si_code <= _MAX_PROCESS_SI_CODE and number not in (signal.SIGCHLD, signal.SIGTSTP):
             self._process.send_signal(number)

@@ -1,4 +1,4 @@
-"""Log of a watched command: CSV, each line written whole and at once, so that programs can follow the file."""
+"""Log of a watched command: CSV, one write for each full line, so that other programs can follow the file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from memprof.trace.files import FileKind
 
-FORM = FileKind("log", "--log", lambda begin, end: begin.startswith(b"time,elapsed_seconds,processes,"))
+LOG_KIND = FileKind("log", "--log", lambda begin, end: begin.startswith(b"time,elapsed_seconds,processes,"))
 
 
 class Log:
-    """CSV file, truncated at the begin, or no file. Methods never raise: `note` describes errors in one line."""
+    """CSV log that replaces an existing file; does nothing if `file` is None. Methods never raise: see `note`."""
 
     def __init__(self, file: Path | None, header: Sequence[str]) -> None:
         self._file = file
@@ -31,13 +31,13 @@ class Log:
                 self._error = error.strerror or str(error)
 
     def write(self, row: Sequence[object]) -> None:
-        """Append a line; after an error (disk full), the next line is tried again."""
+        """Append a line; after an error, such as a full disk, later lines are still tried."""
         if self._descriptor < 0:
             return
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([*self._unwritten_header, row])
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows([*self._unwritten_header, row])
         try:
-            self._write_all(text.getvalue().encode())
+            self._write_all(buffer.getvalue().encode())
         except OSError as error:
             self._num_missing_lines += 1
             self._error = error.strerror or str(error)
@@ -67,7 +67,7 @@ class Log:
 
     @property
     def note(self) -> str:
-        """Return a line on the error; empty if there was no error."""
+        """Return one line on the last error; empty if there was none."""
         if not self._error:
             return ""
         num_lines = self._num_missing_lines

@@ -1,4 +1,4 @@
-"""Reports of the probes in the command's processes: received by a thread, kept per process until the next sample."""
+"""Reports of the probes in the command's processes, received by a thread and collected for each sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _END = b"end"
 
 @dataclass(slots=True)
 class _Counter:
-    """One counter: current value, reported cumulative peak, peak since the last sample, highest value."""
+    """A memory counter: current value, peak reported by torch, peak since the last sample, highest value so far."""
 
     current: int = 0
     cumulative_peak: int = 0
@@ -31,8 +31,8 @@ class _Counter:
     highest: int = 0
 
     def add(self, current: int, cumulative_peak: int) -> None:
-        """Add a report. A lower cumulative peak than before means a reset by the program, and is the peak since that
-        reset."""
+        """Update the counter from a report. If `cumulative_peak` is lower than before, the program has reset torch's
+        peak, and it is the peak since then."""
         new_peak = cumulative_peak if cumulative_peak != self.cumulative_peak else 0
         self.interval_peak = max(self.interval_peak, current, new_peak)
         self.highest = max(self.highest, current, cumulative_peak)
@@ -45,7 +45,7 @@ class _Counter:
 
 @dataclass(slots=True)
 class _Device:
-    """One GPU as a process has reported it."""
+    """Counters of one GPU, as a process has reported them."""
 
     gpu: dict[str, Any]
     allocated: _Counter = field(default_factory=_Counter)
@@ -55,15 +55,15 @@ class _Device:
     num_ooms: int = 0
 
     def add(self, counters: dict[str, Any]) -> None:
-        """Add the counters of one report."""
+        """Update the state from the `counters` of one report."""
         self.allocated.add(*counters["allocated_bytes"])
         self.reserved.add(*counters["reserved_bytes"])
         if "requested_bytes" in counters:
             self.requested_bytes = counters["requested_bytes"][0]
         self.num_alloc_retries, self.num_ooms = counters["num_alloc_retries"], counters["num_ooms"]
 
-    def make_allocator(self, index: int) -> Allocator:
-        """Return the allocator as of the last report."""
+    def to_allocator(self, index: int) -> Allocator:
+        """Return the state at the last report; `index` is CUDA's index of the GPU."""
         allocated, reserved = self.allocated, self.reserved
         return Allocator(
             device=index, name=str(self.gpu.get("name", "")), uuid=str(self.gpu.get("uuid", "")),
@@ -77,7 +77,7 @@ class _Device:
 
 @dataclass(slots=True)
 class Reporter:
-    """One process that has initialized CUDA."""
+    """State of one process that has initialized CUDA, from the messages of its probe."""
 
     start_time: float
     rank: int | None
@@ -86,7 +86,7 @@ class Reporter:
     error: str = ""  # why the allocator cannot be read any more
 
     def add(self, message: dict[str, Any]) -> None:
-        """Add a message of the probe."""
+        """Update the state from a message of the probe."""
         self.has_reported = True
         self.error = str(message.get("error", ""))
         for index, counters in message["devices"].items():
@@ -94,7 +94,7 @@ class Reporter:
 
     def sample(self) -> tuple[bool, int | None, tuple[Allocator, ...]]:
         """Return whether a message came since the last sample, the rank, and the allocators; begin a new interval."""
-        allocators = tuple(device.make_allocator(index) for index, device in sorted(self.devices.items()))
+        allocators = tuple(device.to_allocator(index) for index, device in sorted(self.devices.items()))
         sample = (self.has_reported, self.rank, allocators)
         self.has_reported = False
         for device in self.devices.values():
@@ -104,7 +104,7 @@ class Reporter:
 
 
 class Reports:
-    """Context manager: receive the reports of one command's probes."""
+    """Context manager: receiver of the reports from the probes in one command's processes."""
 
     def __init__(self, interval_seconds: float) -> None:
         self._interval_seconds = interval_seconds
@@ -128,7 +128,7 @@ class Reports:
         return self
 
     def listen(self) -> None:
-        """Start the receiving thread, which inherits the currently blocked signals."""
+        """Start the thread that receives reports; it blocks the signals that this thread blocks."""
         if self._socket is not None:
             self._thread = threading.Thread(target=self._receive_messages, args=(self._socket,), daemon=True)
             self._thread.start()
@@ -144,14 +144,14 @@ class Reports:
         return os.path.join(self._folder, "reports")
 
     def notes(self) -> list[str]:
-        """Return errors that prevent reports, or reads of an allocator, one line each; empty without errors."""
+        """Return errors in receiving reports or reading an allocator, one line each."""
         with self._lock:
             errors = sorted({reporter.error for reporter in self._reporter_by_pid.values()} - {""})
         notes = [self._note, *(f"the command's allocator cannot be read: {error}" for error in errors)]
         return list(filter(None, notes))
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the command's environment needs for the probe."""
+        """Return the environment variables that load the probe in the command's Python processes."""
         if self._socket is None:
             return {}
         path = python_path(os.environ.get("PYTHONPATH"))
@@ -166,8 +166,8 @@ class Reports:
         self._thread.join()
 
     def collect(self) -> dict[int, tuple[bool, int | None, tuple[Allocator, ...]]]:
-        """Return by pid: whether a report came since the last call, the rank, and the allocators; begin
-        a new interval."""
+        """Return, by pid, whether a report came since the last call, the rank, and the allocators; begin a new
+        interval."""
         with self._lock:
             return {pid: reporter.sample() for pid, reporter in self._reporter_by_pid.items()}
 

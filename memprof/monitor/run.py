@@ -1,4 +1,4 @@
-"""Watch loop of `memprof monitor`: start the command; sample, show and log every interval until the command ends."""
+"""Loop of `memprof monitor`: start a command, and sample, show and log memory use until the command ends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from memprof.monitor.sample import MonitorSample, Peaks, WatchedProcess, csv_hea
 
 
 class View(Protocol):
-    """View of the samples (`memprof.report.terminal.monitor`)."""
+    """View that shows the samples (`memprof.report.terminal.monitor`)."""
 
     def show(self, sample: MonitorSample, peaks: Peaks) -> None:
         """Show a sample."""
 
     def pause(self) -> None:
-        """Leave the terminal to other programs (Ctrl-Z)."""
+        """Restore the terminal, for other programs to use (Ctrl-Z)."""
 
     def close(self, outcome: MonitorOutcome) -> None:
         """Close the view and show the outcome."""
@@ -34,7 +34,7 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MonitorOutcome:
-    """End of a watched command."""
+    """Outcome of a watched command: exit code, peaks and notes."""
 
     # The command's exit code, 128 + n if signal n killed it; without a command 0, 1 without a GPU, or the signal's.
     exit_code: int
@@ -96,7 +96,7 @@ def monitor(
         code = command.exit_code if command is not None else int(not gpu_indices)
         if end_signal not in (0, signal.SIGINT):
             code = 128 + end_signal
-        text, ending = (command.text, command.describe_end()) if command is not None else ("", "")
+        text, ending = (command.command_line, command.describe_end()) if command is not None else ("", "")
         outcome = MonitorOutcome(code or 0, text, ending, sampler.elapsed, peaks, (file.note,) if file.note else ())
         view.close(outcome)
     return outcome
@@ -108,8 +108,8 @@ def _record_until_end(
     """Record samples until the command ends, or without a command until a signal; return that signal, or 0."""
     end_signal = 0
 
-    def handle(signal_info: signal.struct_siginfo) -> bool:
-        """Handle a signal; return whether the wait for the next sample ends."""
+    def handle_signal(signal_info: signal.struct_siginfo) -> bool:
+        """Handle a received signal; return whether to stop waiting for the next sample."""
         nonlocal end_signal
         if signal_info.si_signo == signal.SIGTSTP:
             view.pause()
@@ -122,25 +122,25 @@ def _record_until_end(
             end_signal = signal_info.si_signo
         return bool(end_signal)
 
-    due = time.monotonic() + interval
+    next_sample_time = time.monotonic() + interval
     while True:
         # Checked before each wait: a command that ended before signals were blocked sends no SIGCHLD.
         if command is None or command.exit_code is None:
-            while (remaining := due - time.monotonic()) > 0:
+            while (remaining := next_sample_time - time.monotonic()) > 0:
                 signal_info = signals.wait(remaining)
-                if signal_info is not None and handle(signal_info):
+                if signal_info is not None and handle_signal(signal_info):
                     break
         if end_signal or (command is not None and command.exit_code is not None):
             return end_signal
         record_sample()
         # Samples are at multiples of the interval from the first sample; a missed time is skipped.
-        due += interval
-        if due < time.monotonic():
-            due = time.monotonic() + interval
+        next_sample_time += interval
+        if next_sample_time < time.monotonic():
+            next_sample_time = time.monotonic() + interval
 
 
 class _Sampler:
-    """Collector of samples of the GPUs and the command."""
+    """Sampler of the state of the GPUs and of the command's processes."""
 
     def __init__(self, nvml: Nvml, reports: Reports | None, command: RunningCommand | None) -> None:
         self._nvml = nvml
@@ -151,11 +151,11 @@ class _Sampler:
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the start."""
+        """Return the seconds since this sampler was created."""
         return time.monotonic() - self._start_time
 
     def sample(self) -> MonitorSample:
-        """Return a sample as of now."""
+        """Return a sample of the current state."""
         nvml_sample = self._nvml.read()
         notes = [*nvml_sample.notes, *(note for gpu in nvml_sample.gpus for note in gpu.notes)]
         if self._reports is not None:
@@ -166,15 +166,15 @@ class _Sampler:
         if self._tree is None or self._reports is None:
             return ()
         reports_by_pid = self._reports.collect()
-        running = {process.pid: process for process in self._tree.read()}
-        self._process_names |= {process.pid: process.name for process in running.values()}
-        watched = []
+        process_by_pid = {process.pid: process for process in self._tree.read()}
+        self._process_names |= {process.pid: process.name for process in process_by_pid.values()}
+        watched_processes = []
         # Processes that sent a report and ended since the last sample count once more.
-        reporting = {pid for pid, (has_reported, *_) in reports_by_pid.items() if has_reported}
-        for pid in sorted(running.keys() | reporting):
-            process = running.get(pid)
+        reporting_pids = {pid for pid, (has_reported, *_) in reports_by_pid.items() if has_reported}
+        for pid in sorted(process_by_pid.keys() | reporting_pids):
+            process = process_by_pid.get(pid)
             name, resident = self._process_names.get(pid, f"process {pid}"), process.resident_bytes if process else 0
             _, rank, allocators = reports_by_pid.get(pid, (False, None, ()))
-            peak = process.peak_resident_bytes if process else None
-            watched.append(WatchedProcess(pid, name, resident, peak, rank, allocators))
-        return tuple(watched)
+            peak_bytes = process.peak_resident_bytes if process else None
+            watched_processes.append(WatchedProcess(pid, name, resident, peak_bytes, rank, allocators))
+        return tuple(watched_processes)

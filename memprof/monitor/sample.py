@@ -1,8 +1,8 @@
-"""Sample of the GPUs and of a watched command at one moment. Plain data; all amounts are bytes.
+"""Data classes for one sample of the GPUs and a watched command. All amounts are bytes.
 
 Allocated and reserved are counters of torch's CUDA caching allocator (`torch.cuda.memory_stats`). A counter has a peak
 since the program began or reset the peak, but no peak per sample: where the peak rose since the last sample,
-`interval_peak` is exact; where the peak did not rise, `interval_peak` is the highest of ten readings.
+the interval's peak is exact; where the peak did not rise, the interval's peak is the highest of ten readings.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class MonitorSample(JsonValue):
         return sum(getattr(allocator, name) for allocator in self.allocators) if self.allocators else None
 
     def command_bytes(self, gpu: NvmlGpu) -> int | None:
-        """Return the bytes of a GPU that NVML attributes to the command's processes, their contexts included; None if
-        NVML does not know them."""
+        """Return the bytes of `gpu` that NVML attributes to the command's processes, with their contexts; None if NVML
+        does not report them."""
         pids = {process.pid for process in self.processes}
-        used = [process.used_bytes for process in gpu.processes if process.pid in pids]
-        return sum(num_bytes or 0 for num_bytes in used) if used and None not in used else None
+        known_bytes = [process.used_bytes for process in gpu.processes if process.pid in pids]
+        return sum(num_bytes or 0 for num_bytes in known_bytes) if known_bytes and None not in known_bytes else None
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Peaks:
     gpus: dict[int, int] = field(default_factory=dict)  # used bytes by NVML's index
 
     def add(self, sample: MonitorSample) -> None:
-        """Update the peaks from a sample."""
+        """Update the peaks from `sample`."""
         self.allocated_bytes = _max_known(self.allocated_bytes, sample.total("interval_peak_allocated_bytes"))
         self.reserved_bytes = _max_known(self.reserved_bytes, sample.total("interval_peak_reserved_bytes"))
         process_peak = sample.processes[0].peak_resident_bytes if len(sample.processes) == 1 else None
@@ -106,12 +106,12 @@ def _max_known(*values: int | None) -> int | None:
 
 
 def csv_header(gpu_indices: Iterable[int]) -> list[str]:
-    """Return the columns of a log for these GPUs."""
+    """Return the column names of the log; `gpu_indices` are NVML's."""
     return list(_columns(MonitorSample(0.0, 0.0), Peaks(), gpu_indices))
 
 
 def csv_row(sample: MonitorSample, peaks: Peaks, gpu_indices: Iterable[int]) -> list[object]:
-    """Return the values of the log's columns; empty strings for unknown values."""
+    """Return the log's row for `sample`; empty strings for unknown values."""
     return ["" if value is None else value for value in _columns(sample, peaks, gpu_indices).values()]
 
 
@@ -129,9 +129,9 @@ def _columns(sample: MonitorSample, peaks: Peaks, gpu_indices: Iterable[int]) ->
         "alloc_retries": sample.total("num_alloc_retries"),
         "ooms": sample.total("num_ooms"),
     }
-    by_index = {gpu.index: gpu for gpu in sample.gpus}
+    gpu_by_index = {gpu.index: gpu for gpu in sample.gpus}
     for index in gpu_indices:
-        gpu = by_index.get(index, NvmlGpu(index, ""))
+        gpu = gpu_by_index.get(index, NvmlGpu(index, ""))
         columns |= {
             f"gpu{index}_used_bytes": gpu.used_bytes,
             f"gpu{index}_total_bytes": gpu.total_bytes,

@@ -81,7 +81,7 @@ class _StopRecord:
             if self._events is None and stop.reason is EndReason.STEPS:
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
-                self._failure = self._device.refused if isinstance(self._device, VirtualGpu) else None
+                self._failure = self._device.unsupported if isinstance(self._device, VirtualGpu) else None
             raise
 
     def wrap_stop(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
@@ -128,7 +128,7 @@ def capture_script(
         channel: connection to the other ranks, which can stop the script; None: a single process.
     """
     if isinstance(device, VirtualGpu):
-        device.instead_of_another = "memprof run has made it: run this script with plain python instead"
+        device.advice_if_active = "memprof run has made it: run this script with plain python instead"
     stop_record = _StopRecord(device, rule, channel)
     if channel is not None:
         channel.on_stop = stop_record.wrap_stop(channel.on_stop)

@@ -46,7 +46,7 @@ class Bitsandbytes(Extension):
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the native library; register the package's operators to run its Python code for CUDA."""
         yield from _make_patches(context.assume)
-        context.function_mode.run_cuda_kernels_of(_list_operators())
+        context.function_mode.register_cuda_kernels(_list_operators())
 
 
 class _NullLibrary:

@@ -84,7 +84,7 @@ class _Extension(ModuleType):
 
 def get_patches(module: Any, context: InstallContext) -> Iterator[Patch]:
     """Yield patches of `load` and `load_inline` in `module`, torch.utils.cpp_extension, if kernels may be skipped."""
-    if not context.options.passes_kernels:
+    if not context.options.skips_kernels:
         return
     original_load, original_load_inline = module.load, module.load_inline
 

@@ -44,7 +44,7 @@ class LibraryOperators(Extension):
         """Register the allocations of the operators of `module`; yield no patch."""
         registry.register_library_operators(module.__name__)
         if module.__name__ == "torchvision":
-            context.function_mode.run_in_float32(detection.list_float32_operators())
+            context.function_mode.register_float32_operators(detection.list_float32_operators())
         yield from ()
 
 
@@ -70,7 +70,7 @@ class StubExtension(Extension):
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return a context manager under which imports of missing packages find their stubs."""
-        self._finder = StubFinder(context.assume, context.forget_values, context.keep_workspace)
+        self._finder = StubFinder(context.assume, context.forget_values, context.allocate_permanent_workspace)
         return self._finder.activate()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:

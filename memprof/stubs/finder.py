@@ -156,7 +156,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return
         self._assume(f"{package} is not installed and has no stub: the program was told that it is missing.")
         raise NoStub(
-            f"{limits.program_line()} imports {package}, which is not installed and has no stub",
+            f"{limits.find_program_line()} imports {package}, which is not installed and has no stub",
             value=package,
             hint="install it where the program runs, or add a stub for what it calls (memprof help stubs)",
         )

@@ -9,9 +9,9 @@ from functools import partial
 
 from memprof.torch_private.names import PrivateName
 
-_NEVER_CALLED = "memprof's own is put there all the same, and what torch calls instead is not replaced"
-_cuda_name = partial(PrivateName, without=_NEVER_CALLED, build="CUDA")
-_replaceable_name = partial(PrivateName, without=_NEVER_CALLED)
+_NOT_REPLACED = "memprof's own is put there all the same, and what torch calls instead is not replaced"
+_cuda_name = partial(PrivateName, fallback=_NOT_REPLACED, build="CUDA")
+_replaceable_name = partial(PrivateName, fallback=_NOT_REPLACED)
 
 # -- devices -------------------------------------------------------------------------------------------------------
 
@@ -68,18 +68,18 @@ set_cached_tensors_enabled = _replaceable_name("torch._C:_set_cached_tensors_ena
 host_empty_cache = _cuda_name("torch._C:_host_emptyCache", since="2.11")
 accelerator_empty_host_cache = _replaceable_name("torch._C:_accelerator_emptyHostCache", since="2.12")
 
-_OWN_PEAKS = "a program that resets its peaks by it takes memprof's with them"
-memory_stats = PrivateName("torch._C:_cuda_memoryStats", without=_OWN_PEAKS, build="CUDA")
-reset_peak_memory_stats = PrivateName("torch._C:_cuda_resetPeakMemoryStats", without=_OWN_PEAKS, build="CUDA")
-accelerator_get_device_stats = PrivateName("torch._C:_accelerator_getDeviceStats", without=_OWN_PEAKS, since="2.9")
-accelerator_reset_peak_stats = PrivateName("torch._C:_accelerator_resetPeakStats", without=_OWN_PEAKS, since="2.9")
+_PEAKS_LOST = "a program that resets its peaks by it takes memprof's with them"
+memory_stats = PrivateName("torch._C:_cuda_memoryStats", fallback=_PEAKS_LOST, build="CUDA")
+reset_peak_memory_stats = PrivateName("torch._C:_cuda_resetPeakMemoryStats", fallback=_PEAKS_LOST, build="CUDA")
+accelerator_get_device_stats = PrivateName("torch._C:_accelerator_getDeviceStats", fallback=_PEAKS_LOST, since="2.9")
+accelerator_reset_peak_stats = PrivateName("torch._C:_accelerator_resetPeakStats", fallback=_PEAKS_LOST, since="2.9")
 
-_BY_VARIABLE = "the allocator's settings are set by the older name, and read from the environment"
+_OLDER_NAME = "the allocator's settings are set by the older name, and read from the environment"
 accelerator_get_allocator_settings = PrivateName(
-    "torch._C:_accelerator_getAllocatorSettings", without=_BY_VARIABLE, since="2.12"
+    "torch._C:_accelerator_getAllocatorSettings", fallback=_OLDER_NAME, since="2.12"
 )
 accelerator_set_allocator_settings = PrivateName(
-    "torch._C:_accelerator_setAllocatorSettings", without=_BY_VARIABLE, since="2.10"
+    "torch._C:_accelerator_setAllocatorSettings", fallback=_OLDER_NAME, since="2.10"
 )
 set_allocator_settings = PrivateName("torch.cuda.memory:_set_allocator_settings")
 

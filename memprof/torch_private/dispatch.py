@@ -59,15 +59,13 @@ OPDEFS: Any = bind("torch._library.custom_ops:OPDEFS")
 
 # -- operators that are Python (torch/_higher_order_ops) -----------------------------------------------------------
 
-_BY_ITSELF = "the operator asks dispatch modes for a rule, finds none, and the run ends there with its name"
-dispatch_cond = PrivateName("torch._higher_order_ops.cond:cond_op.dispatch", without=_BY_ITSELF)
-dispatch_while_loop = PrivateName("torch._higher_order_ops.while_loop:while_loop_op.dispatch", without=_BY_ITSELF)
-dispatch_scan = PrivateName("torch._higher_order_ops.scan:scan_op.dispatch", without=_BY_ITSELF)
-generic_scan = PrivateName("torch._higher_order_ops.scan:generic_scan", without=_BY_ITSELF)
-call_flex_attention = PrivateName(
-    "torch._higher_order_ops.flex_attention:FlexAttentionHOP.__call__", without=_BY_ITSELF
-)
+_NO_RULE = "the operator asks dispatch modes for a rule, finds none, and the run ends there with its name"
+dispatch_cond = PrivateName("torch._higher_order_ops.cond:cond_op.dispatch", fallback=_NO_RULE)
+dispatch_while_loop = PrivateName("torch._higher_order_ops.while_loop:while_loop_op.dispatch", fallback=_NO_RULE)
+dispatch_scan = PrivateName("torch._higher_order_ops.scan:scan_op.dispatch", fallback=_NO_RULE)
+generic_scan = PrivateName("torch._higher_order_ops.scan:generic_scan", fallback=_NO_RULE)
+call_flex_attention = PrivateName("torch._higher_order_ops.flex_attention:FlexAttentionHOP.__call__", fallback=_NO_RULE)
 create_sparse_block_from_block_mask = PrivateName(
     "torch.nn.attention.flex_attention:_create_sparse_block_from_block_mask",
-    without="compiled create_block_mask ends the run",
+    fallback="compiled create_block_mask ends the run",
 )

@@ -27,7 +27,7 @@ get_sdp_priority_order: Callable[[], list[int]] = bind("torch._C:_get_sdp_priori
 # Looked up on each use: the names may be absent, or replaced by patches.
 addmm_dtype = PrivateName(
     "torch._decomp.decompositions:addmm_dtype",
-    without="addmm of two dtypes runs by memprof's own meta kernel",
+    fallback="addmm of two dtypes runs by memprof's own meta kernel",
     since="2.13",
 )
 VF_of_rnn = PrivateName("torch.nn.modules.rnn:_VF")

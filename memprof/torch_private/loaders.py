@@ -13,5 +13,5 @@ pin_memory = PrivateName("torch.utils.data._utils:pin_memory.pin_memory")
 WorkerInfo = PrivateName("torch.utils.data._utils:worker.WorkerInfo")
 worker_info = PrivateName("torch.utils.data._utils:worker._worker_info")
 generate_state = PrivateName(
-    "torch.utils.data._utils:worker._generate_state", without="NumPy's random state is not seeded for a worker"
+    "torch.utils.data._utils:worker._generate_state", fallback="NumPy's random state is not seeded for a worker"
 )

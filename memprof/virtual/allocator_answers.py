@@ -10,7 +10,7 @@ from memprof.watch.recorder import Recorder
 
 
 class MemoryStatistics(Protocol):
-    """The statistics of the program's caching allocator now. The caller of `VirtualGpu` provides the implementation."""
+    """Current statistics of a caching allocator; the caller of `VirtualGpu` provides the implementation."""
 
     def stats(self) -> dict[str, int]:
         """Return the flat dictionary of `torch.cuda.memory_stats()`."""
@@ -21,8 +21,8 @@ class MemoryStatistics(Protocol):
     def reset_accumulated(self) -> None:
         """Reset the accumulated statistics, as `torch.cuda.reset_accumulated_memory_stats()` does."""
 
-    def refusal(self) -> str | None:
-        """Return the text of torch.OutOfMemoryError if the trace's last event is a failed allocation, else None."""
+    def find_oom_message(self) -> str | None:
+        """Return the message of torch.OutOfMemoryError if the trace's last event is a failed allocation, else None."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return the snapshot that `torch.cuda.memory._snapshot()` returns."""
@@ -32,7 +32,7 @@ class AllocatorSettings(Protocol):
     """The caching allocator's settings, as the program reads and sets them."""
 
     def get(self) -> str:
-        """Return the settings that were set last, as text; empty for torch's defaults."""
+        """Return the settings that were set last, as a string; empty for torch's defaults."""
 
     def set(self, alloc_conf: str) -> None:
         """Apply settings in the syntax of PYTORCH_CUDA_ALLOC_CONF."""
@@ -45,12 +45,12 @@ class _LiveStatistics:
         self._storages = recorder.storages
 
     def stats(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        stats: dict[str, int] = {}
         for kind in ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes"):
-            found[f"{kind}.all.current"] = self._storages.live_bytes
-            found[f"{kind}.all.peak"] = self._storages.peak_bytes
-        found["num_ooms"] = found["num_alloc_retries"] = 0
-        return found
+            stats[f"{kind}.all.current"] = self._storages.live_bytes
+            stats[f"{kind}.all.peak"] = self._storages.peak_bytes
+        stats["num_ooms"] = stats["num_alloc_retries"] = 0
+        return stats
 
     def reset_peak(self) -> None:
         self._storages.peak_bytes = self._storages.live_bytes
@@ -58,7 +58,7 @@ class _LiveStatistics:
     def reset_accumulated(self) -> None:
         """Do nothing: no accumulated statistics exist here."""
 
-    def refusal(self) -> str | None:
+    def find_oom_message(self) -> str | None:
         return None
 
     def snapshot(self) -> dict[str, Any]:
@@ -66,53 +66,53 @@ class _LiveStatistics:
 
 
 class AllocatorAnswers:
-    """The statistics of each GPU, created at the first query and again after the settings have changed."""
+    """Memory statistics of each GPU, created at the first query and again after the settings have changed."""
 
-    def __init__(self, recorder: Recorder, make: Callable[[Trace], MemoryStatistics] | None) -> None:
+    def __init__(self, recorder: Recorder, make_statistics: Callable[[Trace], MemoryStatistics] | None) -> None:
         self._recorder = recorder
-        self._make = make
-        self._made: dict[str, MemoryStatistics] = {}
+        self._make = make_statistics
+        self._stats: dict[str, MemoryStatistics] = {}
 
-    def of(self, device: str) -> MemoryStatistics:
-        """Return the current statistics of a GPU."""
-        made = self._made.get(device)
-        if made is None:
+    def get_statistics(self, device: str) -> MemoryStatistics:
+        """Return the current statistics of the GPU `device`."""
+        stats = self._stats.get(device)
+        if stats is None:
             trace = self._recorder.trace
             trace = trace if device == trace.device else trace.select_device(device)
-            made = self._made[device] = _LiveStatistics(self._recorder) if self._make is None else self._make(trace)
-        return made
+            stats = self._stats[device] = _LiveStatistics(self._recorder) if self._make is None else self._make(trace)
+        return stats
 
-    def settings_changed(self) -> None:
+    def discard(self) -> None:
         """Discard the statistics, so that the next query uses the new settings."""
-        self._made.clear()
+        self._stats.clear()
 
 
-class SettingsOfRun:
-    """The allocator's settings for the whole run; a late change of the settings is noted as an assumption."""
+class RunSettings:
+    """The allocator's settings for the entire run; a change after the first allocation is noted as an assumption."""
 
     def __init__(
         self,
         settings: AllocatorSettings | None,
-        memory: AllocatorAnswers,
+        statistics: AllocatorAnswers,
         recorder: Recorder,
         assume: Callable[[str], None],
     ) -> None:
         self._settings = settings
-        self._text = ""
-        self._memory = memory
+        self._alloc_conf = ""
+        self._statistics = statistics
         self._storages = recorder.storages
         self._assume = assume
 
     def get(self) -> str:
-        """Return the settings that were set last, as text; empty for torch's defaults."""
-        return self._text if self._settings is None else self._settings.get()
+        """Return the settings that were set last, as a string; empty for torch's defaults."""
+        return self._alloc_conf if self._settings is None else self._settings.get()
 
     def set(self, alloc_conf: str) -> None:
-        """Set the allocator's settings for the whole run."""
-        self._text = alloc_conf
+        """Set the allocator's settings for the entire run."""
+        self._alloc_conf = alloc_conf
         if self._settings is not None:
             self._settings.set(alloc_conf)
-        self._memory.settings_changed()
+        self._statistics.discard()
         if self._storages.peak_bytes:
             self._assume(
                 f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "

@@ -12,23 +12,23 @@ from torch.optim.optimizer import Optimizer
 from memprof.errors import UsageError, error_text
 
 
-def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return deep copies of the arguments; references between the arguments stay (an optimizer keeps its model).
+def copy_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return deep copies of the arguments; references between the arguments stay (an optimizer refers to its model).
 
     Raises:
-        UsageError: some argument cannot be copied.
+        UsageError: some argument cannot be copy_arguments.
     """
     try:
         return copy.deepcopy(arguments)
     except Exception as error:  # any error of the program's own `__deepcopy__` or `__reduce__`
         raise UsageError(
-            "the arguments cannot be copied",
+            "the arguments cannot be copy_arguments",
             value=f"{type(error).__name__}: {error_text(error)}",
-            hint="let the function make them itself, or refer to them as globals: then they are not copied",
+            hint="let the function make them itself, or refer to them as globals: then they are not copy_arguments",
         ) from error
 
 
-def to_gpu(value: Any) -> Any:
+def move_to_gpu(value: Any) -> Any:
     """Return `value` with its modules and tensors on the GPU, also those in lists, tuples and dictionaries. Modules are
     moved in place. An optimizer's state follows its parameters, so that modules must come before optimizers."""
     if isinstance(value, (nn.Module, torch.Tensor)):
@@ -38,7 +38,7 @@ def to_gpu(value: Any) -> Any:
             value.load_state_dict(value.state_dict())
         return value
     if isinstance(value, dict) and type(value) is dict:
-        return {name: to_gpu(part) for name, part in value.items()}
+        return {name: move_to_gpu(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(to_gpu(part) for part in value)
+        return type(value)(move_to_gpu(item) for item in value)
     return value

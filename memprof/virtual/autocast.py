@@ -1,11 +1,11 @@
-"""Autocast on the virtual GPU: CUDA's lists and its weight cache, at the level of torch functions.
+"""Autocast on the virtual GPU: CUDA's lists of operators and its cache of cast weights, for torch functions.
 
-torch's own autocast casts tensors on CUDA alone, and so ignores meta tensors. Here the function mode casts the
+torch's own autocast casts only tensors on CUDA, and ignores meta tensors. Here the function mode casts the
 arguments of a call before the call, by the lists of torch's documentation (Automatic Mixed Precision, "CUDA Ops that
 can autocast to ..."); torch's dispatcher says which operators of the lists this release has.
 
-Differences from torch: a C++ function that calls a listed operator is listed here by its own name (`_COMPOSITES`;
-kernels/losses.py has others), since the function mode does not see the inner call. Functions outside that list
+Differences from torch: a C++ function that calls a listed operator is itself listed here (`_COMPOSITE_POLICIES`,
+kernels/losses.py), since the function mode does not see the inner call. Functions outside that list
 (matrix_power, cov, corrcoef, trapezoid) run in the dtype of their input, and so does an overload called by its full
 name (torch.ops.aten.mm.default).
 """
@@ -47,33 +47,33 @@ _FLOAT32 = frozenset(
 _FLOAT32_RESULT = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"]
 )
-_WIDEST = frozenset(
+_WIDEST_DTYPE = frozenset(
     [
         "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
         "scatter_add",
     ]
 )  # fmt: skip
-_REFUSED = frozenset({"binary_cross_entropy"})
+_REJECTED = frozenset({"binary_cross_entropy"})
 # Recurrent functions, cast where cuDNN does not run them; with cuDNN, recurrent.py casts their weights to one buffer.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-_COMPOSITES = {
+_COMPOSITE_POLICIES = {
     "lstm": _RECURRENT, "gru": _RECURRENT, "rnn_tanh": _RECURRENT, "rnn_relu": _RECURRENT, "nll_loss_nd": _FLOAT32,
-    "linalg_norm": _FLOAT32_RESULT, "inner": _WIDEST,
+    "linalg_norm": _FLOAT32_RESULT, "inner": _WIDEST_DTYPE,
 }  # fmt: skip
 # Other names of listed operators -> name of the operator.
-_OPERATORS = {
+_OPERATOR_BY_ALIAS = {
     "__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow", "arccos": "acos",
     "arcsin": "asin", "linalg_matmul": "matmul", "special_erfinv": "erfinv", "special_expm1": "expm1",
     "special_log1p": "log1p", "special_log_softmax": "log_softmax", "special_logsumexp": "logsumexp",
     "special_softmax": "softmax",
 }  # fmt: skip
 POLICIES = {
-    name: members for members in (_LOWER_PRECISION, _FLOAT32, _FLOAT32_RESULT, _WIDEST, _REFUSED) for name in members
+    op: policy for policy in (_LOWER_PRECISION, _FLOAT32, _FLOAT32_RESULT, _WIDEST_DTYPE, _REJECTED) for op in policy
 }
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def registered() -> frozenset[str]:
+def find_autocast_operators() -> frozenset[str]:
     """Return the names of the operators that this torch release autocasts on CUDA."""
     return frozenset(
         name.removeprefix("aten::").partition(".")[0]
@@ -83,11 +83,11 @@ def registered() -> frozenset[str]:
 
 
 class Autocast:
-    """The casts of arguments while `torch.autocast("cuda")` is on."""
+    """Casts of the arguments of torch functions under `torch.autocast("cuda")`."""
 
-    def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
-        self._on_gpu = on_gpu
-        self._registered: frozenset[str] | None = None
+    def __init__(self, is_on_gpu: Callable[[torch.Tensor], bool]) -> None:
+        self._is_on_gpu = is_on_gpu
+        self._autocast_operators: frozenset[str] | None = None
         self._policies: dict[Any, frozenset[str] | None] = {}
         # id of a weight -> the weight, which the reference keeps alive, and its half-precision copy.
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -101,27 +101,27 @@ class Autocast:
         """Return the arguments with which CUDA's autocast would call `func`."""
         if func not in self._policies:
             self._policies[func] = self._find_policy(func)
-        members = self._policies[func]
-        if members is None:
+        policy = self._policies[func]
+        if policy is None:
             return args, kwargs
         kwargs = kwargs or {}
         if "out" in kwargs:  # out= variants and in-place operators are in no list
             return args, kwargs
-        if members is _RECURRENT:
+        if policy is _RECURRENT:
             if kernels.get_cudnn_enabled() and args[0].dtype is not torch.bfloat16:
                 return args, kwargs
-            members = _LOWER_PRECISION
-        if members is _LOWER_PRECISION:
+            policy = _LOWER_PRECISION
+        if policy is _LOWER_PRECISION:
             return self.cast_to(args, kwargs, torch.get_autocast_dtype("cuda"))
-        if members is _FLOAT32:
+        if policy is _FLOAT32:
             return self.cast_to(args, kwargs, torch.float32)
-        if members is _FLOAT32_RESULT:
-            first = args[0] if args else kwargs.get("input")
-            given = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-            if given or not self._is_castable(first):
+        if policy is _FLOAT32_RESULT:
+            data = args[0] if args else kwargs.get("input")
+            has_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+            if has_dtype or not self._is_castable(data):
                 return args, kwargs
             return args, {**kwargs, "dtype": torch.float32}
-        if members is _WIDEST:
+        if policy is _WIDEST_DTYPE:
             return self.cast_to(args, kwargs, self._find_widest_dtype(args, kwargs))
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "
@@ -130,24 +130,24 @@ class Autocast:
 
     def _find_policy(self, func: Any) -> frozenset[str] | None:
         name = getattr(func, "__name__", "")
-        name = _OPERATORS.get(name, name)
-        if name in _COMPOSITES:
-            return _COMPOSITES[name]
-        if self._registered is None:
-            self._registered = registered()
-        return POLICIES.get(name) if name in self._registered else None
+        name = _OPERATOR_BY_ALIAS.get(name, name)
+        if name in _COMPOSITE_POLICIES:
+            return _COMPOSITE_POLICIES[name]
+        if self._autocast_operators is None:
+            self._autocast_operators = find_autocast_operators()
+        return POLICIES.get(name) if name in self._autocast_operators else None
 
     def _find_widest_dtype(self, args: Any, kwargs: Any) -> torch.dtype:
-        """Return the widest dtype of the arguments, by `promote_type` of aten/src/ATen/autocast_mode.h.
+        """Return the widest floating-point dtype of the arguments, by `promote_type` of aten/src/ATen/autocast_mode.h.
 
         Raises:
-            RuntimeError: an argument has a half-precision dtype that is not the region's.
+            RuntimeError: an argument has another half-precision dtype than the autocast region.
         """
-        widest = lower = torch.get_autocast_dtype("cuda")
+        widest = region_dtype = torch.get_autocast_dtype("cuda")
         for tensor in tree_leaves((args, kwargs)):
             if not self._is_castable(tensor) or widest is torch.float32:
                 continue
-            if tensor.dtype not in (torch.float32, lower):
+            if tensor.dtype not in (torch.float32, region_dtype):
                 raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
             widest = tensor.dtype
         return widest
@@ -157,7 +157,7 @@ class Autocast:
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
             and value.dtype is not torch.float64
-            and self._on_gpu(value)
+            and self._is_on_gpu(value)
         )
 
     def cast_to(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -173,17 +173,17 @@ class Autocast:
         if isinstance(value, torch.Tensor):
             return self._cast_tensor(value, dtype)
         if isinstance(value, (list, tuple)):
-            return type(value)(self._cast_nested(part, dtype) for part in value)
+            return type(value)(self._cast_nested(item, dtype) for item in value)
         if isinstance(value, dict):
-            return {name: self._cast_nested(part, dtype) for name, part in value.items()}
+            return {name: self._cast_nested(item, dtype) for name, item in value.items()}
         return value
 
     def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Cast a tensor as `cached_cast` of aten/src/ATen/autocast_mode.cpp does: float32 leaves once a region."""
+        """Return `tensor`, cast as by `cached_cast` of ATen/autocast_mode.cpp: copies of float32 leaves are cached."""
         if tensor.dtype is dtype or not self._is_castable(tensor):
             return tensor
-        cacheable = (
-            dtype in _HALF
+        is_cacheable = (
+            dtype in _HALF_DTYPES
             and tensor.dtype is torch.float32
             and tensor.requires_grad
             and tensor.is_leaf
@@ -191,22 +191,22 @@ class Autocast:
             and torch.is_autocast_cache_enabled()
             and not (self._caches_with_gradient and torch.is_inference_mode_enabled())
         )
-        if not cacheable:
+        if not is_cacheable:
             return tensor.to(dtype)
-        known = self._cache.get(id(tensor))
-        if known is None:
-            wanted = torch.is_grad_enabled()
-            with torch.set_grad_enabled(wanted or self._caches_with_gradient):
-                known = self._cache[id(tensor)] = tensor, tensor.to(dtype)
-        return known[1]
+        entry = self._cache.get(id(tensor))
+        if entry is None:
+            is_grad_enabled = torch.is_grad_enabled()
+            with torch.set_grad_enabled(is_grad_enabled or self._caches_with_gradient):
+                entry = self._cache[id(tensor)] = tensor, tensor.to(dtype)
+        return entry[1]
 
 
 @functools.cache
 def _caches_with_gradient() -> bool:
-    """Return whether a weight first cast under no_grad has a gradient later in the region: torch releases differ.
+    """Return whether a weight first cast under no_grad gets a gradient later in the same autocast region, which
+    depends on the torch release.
 
-    Releases in which the weight has a gradient cache nothing in inference mode (issue 158232). All devices have one
-    cache, so that the test runs on the CPU.
+    Releases in which it does cache nothing in inference mode (torch issue 158232). The CPU has the same cache.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     data = torch.ones(1, 1)

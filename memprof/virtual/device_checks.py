@@ -18,11 +18,11 @@ from memprof.watch.forward import CallSite
 from memprof.watch.wrappers import get_sparse_parts
 
 _aten = torch.ops.aten
-_TAKES_SEVERAL_GPUS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
+_ACCEPTS_SEVERAL_GPUS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
 
 
-def settle_gpu(device_state: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
-    """Set the GPU, one of several, on which `call` runs: the GPU of its first tensor, else the requested GPU.
+def choose_gpu(device_state: DeviceState, operator: OpInfo, call: OperatorCall, site: CallSite) -> None:
+    """Set the GPU on which `call` runs: the GPU of its first tensor on a GPU, else the requested GPU.
 
     Raises:
         RuntimeError: the tensors are on two GPUs, and the operator does not support that.
@@ -30,38 +30,40 @@ def settle_gpu(device_state: DeviceState, operator: OpInfo, call: OperatorCall, 
     virtual_tensors = [tensor for tensor in call.tensors if tensor.is_meta]
     # An empty tensor has no storage in the trace, and so no known device, unless the program made it itself.
     devices = map(device_state.device_of, [tensor for tensor in virtual_tensors if tensor.numel()] or virtual_tensors)
-    gpus_of_tensors = list(filter(is_gpu, devices))
-    if not gpus_of_tensors:
+    tensor_gpus = list(filter(is_gpu, devices))
+    if not tensor_gpus:
         requested = device_state.factory_device
-        call.gpu = requested if requested is not None and is_gpu(requested) else device_state.nodes.current_gpu()
+        call.gpu = (
+            requested if requested is not None and is_gpu(requested) else device_state.autograd_nodes.get_current_gpu()
+        )
         return
-    call.gpu = gpus_of_tensors[0]
-    device_state.nodes.note_gpu(gpus_of_tensors[0])
+    call.gpu = tensor_gpus[0]
+    device_state.autograd_nodes.note_gpu(tensor_gpus[0])
     # Operators on lists process the tensors one by one where they are on several GPUs (native/ForeachUtils.h).
     if (
-        len(set(gpus_of_tensors)) > 1
-        and operator.packet not in _TAKES_SEVERAL_GPUS
+        len(set(tensor_gpus)) > 1
+        and operator.packet not in _ACCEPTS_SEVERAL_GPUS
         and not operator.name.startswith("aten._foreach_")
     ):
-        note_mismatch(device_state, operator.name, call.tensors, place)
+        note_mismatch(device_state, operator.name, call.tensors, site)
         raise RuntimeError(mismatch_error(operator.name, device_state.recorder.trace.mismatches[-1].operands))
 
 
-def check_devices(device_state: DeviceState, operator: OpInfo, call: OperatorCall, place: CallSite) -> None:
-    """Note a call that breaks CUDA's device rule; move its host tensors to meta where it needs that to run."""
+def resolve_mixed_devices(device_state: DeviceState, operator: OpInfo, call: OperatorCall, site: CallSite) -> None:
+    """Note `call` if it breaks CUDA's device rule; replace its host tensors by meta tensors, so that it can run."""
     if not call.on_gpu:
         # Small host tensors are real, large host tensors virtual: their mix is no mismatch.
         if any(t.dim() for t in call.real):
             _make_virtual(device_state, call)
-    elif breaks_rule(device_state, operator, call):
-        note_mismatch(device_state, operator.name, call.tensors, place)
+    elif breaks_device_rule(device_state, operator, call):
+        note_mismatch(device_state, operator.name, call.tensors, site)
         _make_virtual(device_state, call)
 
 
-def breaks_rule(device_state: DeviceState, operator: OpInfo, call: OperatorCall) -> bool:
-    """Return whether CUDA refuses a call on the GPU because some of its tensors are on the host."""
+def breaks_device_rule(device_state: DeviceState, operator: OpInfo, call: OperatorCall) -> bool:
+    """Return whether `call`, which runs on a GPU, raises in CUDA because some of its tensors are on the host."""
     host_tensors = [*call.real, *(t for t in call.tensors if t.is_meta and device_state.device_of(t) == HOST)]
-    return not operator.mixes_devices and not all(operator.takes_of_host(tensor) for tensor in host_tensors)
+    return not operator.mixes_devices and not all(operator.accepts_host_tensor(tensor) for tensor in host_tensors)
 
 
 def _make_virtual(device_state: DeviceState, call: OperatorCall) -> None:
@@ -76,16 +78,14 @@ def _make_virtual(device_state: DeviceState, call: OperatorCall) -> None:
 
 
 def note_mismatch(
-    device_state: DeviceState, op: str, tensors: list[torch.Tensor], place: CallSite | None = None
+    device_state: DeviceState, op: str, tensors: list[torch.Tensor], site: CallSite | None = None
 ) -> None:
-    """Note a call that raises on a real GPU, with the operator, its operands and the source line."""
+    """Record in the trace that a call of `op` on `tensors` raises on a real GPU because of their devices."""
     recorder = device_state.recorder
-    place = place or recorder.attribution.find_call_site(sys._getframe(1))
+    site = site or recorder.attribution.find_call_site(sys._getframe(1))
     operands = tuple(_describe_operand(device_state, tensor) for tensor in tensors)
     recorder.trace.mismatches.append(
-        DeviceMismatch(
-            len(recorder.trace.events), recorder.writer.get_op_index(op), place.module, place.source, operands
-        )
+        DeviceMismatch(len(recorder.trace.events), recorder.writer.get_op_index(op), site.module, site.source, operands)
     )
 
 

@@ -1,4 +1,4 @@
-"""Properties of a GPU and a torch release that determine the sizes of memory without tensors (workspaces, scratch)."""
+"""Properties of one GPU, and versions of torch and its libraries, on which the memory of kernels depends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nccl_version(release: tuple[int, int]) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """The device properties by which kernels choose their launch, and the torch release of the kernels."""
+    """GPU properties by which kernels choose their launch configuration, and the torch release of the kernels."""
 
     compute_capability: tuple[int, int]
     num_sms: int
@@ -48,7 +48,7 @@ class DeviceProperties:
     release: tuple[int, int]
 
     @classmethod
-    def of(cls, gpu: Gpu) -> DeviceProperties:
-        """Return the properties of a GPU of the catalog under the installed torch."""
+    def from_gpu(cls, gpu: Gpu) -> DeviceProperties:
+        """Return the properties of `gpu` under the installed torch release."""
         capability = gpu.compute_capability
         return cls(capability, gpu.num_sms, max_threads_per_sm(capability), torch_release())

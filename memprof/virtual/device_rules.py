@@ -1,9 +1,9 @@
 """CUDA's rules for operators whose tensors are on two devices.
 
-CUDA's kernels have one of two checks. torch generates the first from native_functions.yaml: all tensors given by
-position are on one device, numbers (tensors without dimensions) as well. Operators marked `device_check: NoCheck` are
-checked by TensorIterator, which accepts a number on the host (aten/src/ATen/TensorIterator.cpp, compute_types), or by
-themselves: the operators below accept more.
+CUDA's kernels have one of two checks. torch generates the first from native_functions.yaml: all tensors passed by
+position, also those without dimensions, are on one device. Operators marked `device_check: NoCheck` are checked by
+TensorIterator, which accepts a 0-dimensional tensor on the host (aten/src/ATen/TensorIterator.cpp, compute_types), or
+by themselves: the operators below accept more.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MIXES_DEVICES = frozenset(
 )  # fmt: skip
 
 
-def takes_numbers_of_host(func: Any) -> bool:
-    """Return whether the CUDA kernel of `func` accepts a tensor without dimensions on the host."""
-    return func.name() not in _overloads_with_check()
+def accepts_host_scalars(func: Any) -> bool:
+    """Return whether the CUDA kernel of the operator `func` accepts a 0-dimensional tensor on the host."""
+    return func.name() not in _list_checked_overloads()
 
 
-def lacks_quantized_kernel(name: str) -> str:
-    """Return the overload that CUDA lacks for quantized tensors when `name` is called; empty if CUDA has a kernel."""
-    entry = _entries().get(name, "")
+def find_missing_quantized_kernel(name: str) -> str:
+    """Return the overload without a CUDA kernel for quantized tensors that a call of `name` needs; empty if none."""
+    entry = _read_entries().get(name, "")
     delegate = re.search(r"structured_delegate: (\S+)", entry)
     if re.search(r"QuantizedCUDA|: Composite|    Composite", entry) or not (delegate or "  dispatch:" in entry):
         return ""
@@ -45,25 +45,25 @@ def lacks_quantized_kernel(name: str) -> str:
 
 
 @functools.cache
-def _overloads_with_check() -> frozenset[str]:
-    """Return the overloads, `aten::name.overload`, with the generated check (torchgen/dest/register_dispatch_key.py,
-    gen_device_check): those with a CUDA kernel, or structured, and without `device_check: NoCheck`."""
+def _list_checked_overloads() -> frozenset[str]:
+    """Return the overloads, such as `aten::add.Tensor`, with the device check of torchgen: those with a CUDA
+    kernel, or structured, and without `device_check: NoCheck` (torchgen/dest/register_dispatch_key.py)."""
     kernels = re.compile(r"(?m)^    .*\bCUDA\b|^  structured_delegate:")
     return frozenset(
-        name for name, entry in _entries().items() if "device_check: NoCheck" not in entry and kernels.search(entry)
+        name for name, text in _read_entries().items() if "device_check: NoCheck" not in text and kernels.search(text)
     )
 
 
 @functools.cache
-def _entries() -> dict[str, str]:
-    """Return the entries of native_functions.yaml: overload -> text of its entry.
+def _read_entries() -> dict[str, str]:
+    """Return the entries of torch's native_functions.yaml by overload, such as `aten::add.Tensor`.
 
     The file comes with torch. It is read when a run first mixes devices or needs a quantized kernel; without the file
     no device check is made.
     """
     spec = importlib.util.find_spec("torchgen")
     folder = Path(spec.origin).parent if spec and spec.origin else Path()
-    table = folder / "packaged" / "ATen" / "native" / "native_functions.yaml"
-    if not table.is_file():
+    file = folder / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    if not file.is_file():
         return {}
-    return {f"aten::{entry.partition('(')[0]}": entry for entry in re.split(r"(?m)^- func: ", table.read_text())[1:]}
+    return {f"aten::{entry.partition('(')[0]}": entry for entry in re.split(r"(?m)^- func: ", file.read_text())[1:]}

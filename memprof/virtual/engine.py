@@ -31,11 +31,11 @@ FILLS_ZEROS: dict[Any, Any] = {
     _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
     _aten.masked_scatter.default: _aten.masked_scatter_.default,
 }
-_ENGINE = autograd.engine_run_backward_of_graph.get().__code__
+_ENGINE_CODE = autograd.engine_run_backward_of_graph.get().__code__
 
 
 class _ReferenceProbe(TorchDispatchMode):
-    """Dispatch mode that notes the reference counts of a gradient that the engine alone holds."""
+    """Dispatch mode that records the reference counts of a gradient that only the autograd engine holds."""
 
     counts = (0, 0)
 
@@ -46,13 +46,13 @@ class _ReferenceProbe(TorchDispatchMode):
 
 
 def _count_references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the numbers of references to a tensor and to its storage, as a dispatch mode sees them."""
+    """Return the reference counts of `tensor` and of its storage, as seen by a dispatch mode."""
     return tensors.use_count(tensor), tensors.storage_use_count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache
 def _count_sole_owner_references() -> tuple[int, int]:
-    """Return the reference counts of a gradient and its storage that the engine alone holds, in this torch release."""
+    """Return the reference counts of a gradient that only the autograd engine holds, and of its storage."""
     leaf = torch.empty(2, device="meta", requires_grad=True)
     probe = _ReferenceProbe()
     with torch.enable_grad():
@@ -63,24 +63,24 @@ def _count_sole_owner_references() -> tuple[int, int]:
 
 
 class Accumulation:
-    """Detection of the engine's accumulations of gradients that are in place in a run without modes."""
+    """Detection of gradient accumulations that the autograd engine does in place if no mode is active."""
 
     def __init__(self) -> None:
         self._sole_owner = _count_sole_owner_references()
 
-    def is_in_place(self, args: Any, kwargs: Any, made_by_node: bool) -> bool:
-        """Return whether `add(*args)` is the engine adding to a gradient that only the engine holds.
+    def is_in_place(self, args: Any, kwargs: Any, is_from_node: bool) -> bool:
+        """Return whether `add(*args)` is the engine's accumulation into a gradient that only the engine holds.
 
-        A backward formula also adds to temporaries of its own, out of place; such a temporary was made by the running
-        node (`made_by_node`). The engine adds to a tensor that the running node made only if the node has several
-        gradients for one and the same input.
+        A backward formula also adds to its own temporaries, out of place; the running node made these
+        (`is_from_node`). The engine adds to a tensor that the running node made only if the node has several
+        gradients for the same input.
         """
-        if kwargs or not in_backward() or torch.is_grad_enabled():
+        if kwargs or not is_in_backward() or torch.is_grad_enabled():
             return False
         first, second = args
         if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
             return False
-        return self.is_sole_owner(first) and called_by_engine() and not (made_by_node and _feeds_distinct_inputs())
+        return self.is_sole_owner(first) and is_called_by_engine() and not (is_from_node and _feeds_distinct_inputs())
 
     def is_sole_owner(self, tensor: torch.Tensor) -> bool:
         """Return whether the calling C++ code holds the only references to `tensor` and its storage."""
@@ -97,17 +97,17 @@ def _feeds_distinct_inputs() -> bool:
     return len(set(targets)) == len(targets)
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether the autograd engine is running."""
     return autograd.current_graph_task_id() != -1
 
 
-def called_by_engine() -> bool:
-    """Return whether the engine's C++ called the operator: no hook, custom backward or recomputation in between."""
+def is_called_by_engine() -> bool:
+    """Return whether the autograd engine itself called the operator, not a hook, custom backward or recomputation."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back
-    return frame is not None and frame.f_code is _ENGINE
+    return frame is not None and frame.f_code is _ENGINE_CODE
 
 
 # torch wraps a dispatch mode's method to hide it from dynamo; the frames of the wrapper are not the program's.

@@ -1,4 +1,4 @@
-"""`VirtualGpu`: installs the modes and the patches, and removes them at the end of the run."""
+"""`VirtualGpu`: the context manager of a run on the virtual GPU; it installs and removes modes and patches."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ _active: VirtualGpu | None = None
 
 
 class VirtualGpu(Watch):
-    """A context manager in which `cuda:0` is a virtual GPU and every allocation on it is recorded.
+    """Context manager: `cuda:0` is a virtual GPU, and every allocation on it is recorded.
 
     Args:
         gpu: the model of the simulated GPU.
         extensions: further extensions, besides those in the folders of this package.
-        options: the fields of GpuOptions.
+        options: fields of GpuOptions.
 
     Raises:
         MemprofError: a virtual GPU is already active.
     """
 
     name = "cuda"  # device of the program's tensors, as the program names it
-    instead_of_another = "leave it before entering another"  # advice for a program that enters another virtual GPU
+    advice_if_active = "leave it before entering another"  # advice for a program that enters another virtual GPU
 
     def __init__(self, gpu: Gpu, *, extensions: Sequence[Extension] = (), **options: Any) -> None:
         super().__init__()
         self.gpu = gpu
-        chosen = GpuOptions(**options)
+        gpu_options = GpuOptions(**options)
         self.recorder = Recorder(self.modules)
-        self.recorder.storages.records_tensorless_memory = not chosen.tensors_only
+        self.recorder.storages.records_tensorless_memory = not gpu_options.tensors_only
         self._unknown_read: tuple[int, str] | None = None
         # Source lines that have read an unknown value -> whether the line only prints the value.
-        self._only_show: dict[int, bool] = {}
+        self._is_display_line: dict[int, bool] = {}
         self._growth = GrowthWatch(self.recorder)
-        self._extensions = [*(kind() for kind in find_extensions(*_FOLDERS)), *extensions]
-        self._refused: Failure | None = None
-        self._num_models_noted = 0  # number of models whose distribution over ranks is noted
+        self._extensions = [*(extension_class() for extension_class in find_extensions(*_FOLDERS)), *extensions]
+        self._unsupported: Failure | None = None
+        self._num_described_models = 0  # number of models whose distribution over ranks is noted
         self._context = InstallContext(
             gpu,
-            chosen,
+            gpu_options,
             self.recorder,
             self._patches,
             self.assume,
-            environment={name: value for one in extensions for name, value in one.environment.items()},
-            refused=self._note_refused,
+            environment={name: value for extension in extensions for name, value in extension.environment.items()},
+            on_unsupported=self._record_unsupported,
             leave_in_child=self._leave_in_child,
         )
-        if chosen.refuses:
+        if gpu_options.raises_oom:
             self.recorder.storages.find_oom_message = self._oom_message
-        self._context.values.policy.on_unknown_read = self._note_unknown
+        self._context.values.policy.on_unknown_read = self._record_unknown_read
         self.dispatch_mode = self._context.dispatch_mode
         self._updates = self.dispatch_mode.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
         self._updates.on_step = lambda: self._growth.record_phase_begin(PhaseKind.OPTIMIZER_STEP, in_step=True)
@@ -96,22 +96,22 @@ class VirtualGpu(Watch):
         return len(self.recorder.trace.events)
 
     @property
-    def refused(self) -> Failure | None:
-        """Return the first unsupported operation of the program or its processes, even if the program went on."""
-        for problem, hint in self._context.children.refused() if self._refused is None else ():
-            self._note_refused(problem, hint, None)
-        return self._refused
+    def unsupported(self) -> Failure | None:
+        """Return the first unsupported operation of the program or its processes, even if the error was caught."""
+        for problem, hint in self._context.subprocesses.read_refusals() if self._unsupported is None else ():
+            self._record_unsupported(problem, hint, None)
+        return self._unsupported
 
     # -- in and out -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> VirtualGpu:
         global _active
         if _active is not None:
-            raise MemprofError("a virtual GPU is already active", hint=_active.instead_of_another)
+            raise MemprofError("a virtual GPU is already active", hint=_active.advice_if_active)
         _active = self
-        if self._context.gpus.several:
-            copy = "directly" if self._context.gpus.are_peers else "through buffers, as GeForce GPUs do"
-            self.assume(f"The {self._context.gpus.number} GPUs are alike; what is copied between them goes {copy}.")
+        if self._context.gpus.has_several:
+            path = "directly" if self._context.gpus.are_peers else "through buffers, as GeForce GPUs do"
+            self.assume(f"The {self._context.gpus.num_gpus} GPUs are alike; what is copied between them goes {path}.")
         try:
             self._install()
         except BaseException:
@@ -120,20 +120,20 @@ class VirtualGpu(Watch):
         return self
 
     def _oom_message(self, device: str) -> str | None:
-        message = self._context.memory.of(device).refusal()
+        message = self._context.memory.get_statistics(device).find_oom_message()
         if message is not None:
             self._set_registered_roles()
         return message
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._set_registered_roles()
         self._updates.record_run_end()
         if is_caused_by_oom(error) and self.recorder.trace.refused:
             # Out of memory on the GPU is the verdict of the run, and no failure.
             self.recorder.trace.refused.pop()
             self.recorder.trace.ended_out_of_memory = True
-        elif (refused := self.refused) is not None:
-            self.recorder.trace.failure = refused
+        elif (unsupported := self.unsupported) is not None:
+            self.recorder.trace.failure = unsupported
         elif isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, UsageError):
             self.recorder.trace.failure = describe_failure(
                 error,
@@ -146,19 +146,19 @@ class VirtualGpu(Watch):
             self._growth.record_run_end()
         self._remove()
 
-    def _note_unknown(self, tensor: torch.Tensor, message: str) -> None:
-        where = self.recorder.attribution.find_caller_line()
-        if where not in self._only_show:
-            self._only_show[where] = where != NONE and is_display_statement(self.recorder.trace.sources[where])
-        if not self._only_show[where]:
-            self._unknown_read = (where, message)
+    def _record_unknown_read(self, tensor: torch.Tensor, message: str) -> None:
+        line = self.recorder.attribution.find_caller_line()
+        if line not in self._is_display_line:
+            self._is_display_line[line] = line != NONE and is_display_statement(self.recorder.trace.sources[line])
+        if not self._is_display_line[line]:
+            self._unknown_read = (line, message)
 
-    def _note_refused(self, problem: str, hint: str | None, line: str | None) -> None:
-        if self._refused is None:
-            self._refused = make_refused_failure(problem, hint, line, self.current_phase)
+    def _record_unsupported(self, problem: str, hint: str | None, line: str | None) -> None:
+        if self._unsupported is None:
+            self._unsupported = make_refused_failure(problem, hint, line, self.current_phase)
 
     def _install(self) -> None:
-        """Install the watch of the program, then every extension, and last the two modes."""
+        """Install the hooks on the program, then every extension, and last the function mode and the dispatch mode."""
         context = self._context
         self._watch_program()
         for extension in self._extensions:
@@ -179,7 +179,7 @@ class VirtualGpu(Watch):
             self.recorder.close()
 
     def _leave_in_child(self) -> None:
-        """Disable the virtual GPU in this forked child, where no part of it runs."""
+        """Disable the virtual GPU in a process that the program has forked."""
         global _active
         _active = None
         self.recorder.stop_recording()
@@ -191,7 +191,7 @@ class VirtualGpu(Watch):
 
     @property
     def current_phase(self) -> Phase:
-        """Return the phase that is running."""
+        """Return the current phase."""
         return self.recorder.writer.phase
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
@@ -205,23 +205,23 @@ class VirtualGpu(Watch):
 
     def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._handle_outermost_call(module, index, args, kwargs)
-        self.dispatch_mode.caches.record_call(index, (*args, *kwargs.values()))
+        self.dispatch_mode.kv_caches.record_call(index, (*args, *kwargs.values()))
         if self._is_recognizing_calls:
             self._growth.record_call(module, index)
 
     def mark_input(self, tensor: torch.Tensor) -> None:
-        """Note that a model received `tensor` as an input."""
+        """Record that a model received `tensor` as an input."""
         if self.recorder.owners.is_allocated_outside_modules(tensor):
             self.recorder.owners.set_owner(tensor, Owner(Role.INPUT, ""))
 
     def _outermost_return(self, result: Any) -> None:
-        """Note that the outermost call of a model returns."""
-        self.dispatch_mode.caches.record_call_result(result)
+        """Record that the outermost call of a model returns `result`."""
+        self.dispatch_mode.kv_caches.record_call_result(result)
         if self._is_recognizing_calls:
             self._growth.record_call_result(result)
 
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """Note the role of `tensor`, as the workload knows it."""
+        """Record the role and name of `tensor`, as in `owner`."""
         self.recorder.owners.set_owner(tensor, owner)
 
     def _name_parameters(self) -> None:
@@ -231,16 +231,16 @@ class VirtualGpu(Watch):
             self._note_sharding()
 
     def _note_sharding(self) -> None:
-        """Note how the run's models are distributed over ranks, and gradients that wait, whole, for their reduction."""
-        roots = [root for known in self._roots if (root := known()) is not None]
-        for name, gradient in itertools.chain.from_iterable(map(sharding.iterate_unreduced_gradients, roots)):
+        """Record how the models are distributed over ranks, and which full gradients are not reduced yet."""
+        models = [model for reference in self._roots if (model := reference()) is not None]
+        for name, gradient in itertools.chain.from_iterable(map(sharding.iterate_unreduced_gradients, models)):
             self.set_owner(gradient, Owner(Role.GRADIENT, name))
-        if len(roots) != self._num_models_noted:
-            self._num_models_noted = len(roots)
+        if len(models) != self._num_described_models:
+            self._num_described_models = len(models)
             trace = self.recorder.trace
-            groups = tuple(itertools.chain.from_iterable(map(sharding.describe_sharded_groups, roots)))
+            groups = tuple(itertools.chain.from_iterable(map(sharding.describe_sharded_groups, models)))
             trace.facts = dataclasses.replace(trace.facts, groups=tuple(dict.fromkeys((*trace.facts.groups, *groups))))
 
     def get_quantized_parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that a quantized `tensor` keeps in addition to its data, or instead of data."""
+        """Return the tensors in which a quantized `tensor` keeps its data and scales."""
         return get_quantized_parts(tensor)

@@ -26,39 +26,39 @@ class Gpus:
     """The equal GPUs of one process. With one GPU, every index means this GPU.
 
     Args:
-        number: the number of GPUs.
-        used: device -> whether the program has used the GPU, other than by a tensor; updated here.
+        num_gpus: the number of GPUs.
+        is_used_by_device: device -> whether the program has used the GPU, other than by a tensor; updated here.
         are_peers: whether the GPUs read each other's memory.
 
     Raises:
         UsageError: the number exceeds torch's maximum.
     """
 
-    def __init__(self, number: int, used: dict[str, bool], *, are_peers: bool = False) -> None:
-        if number > _MAX_GPUS:
+    def __init__(self, num_gpus: int, is_used_by_device: dict[str, bool], *, are_peers: bool = False) -> None:
+        if num_gpus > _MAX_GPUS:
             hint = f"at most {_MAX_GPUS} on a machine; --nodes says how many machines, world_size how many ranks"
-            raise UsageError("torch takes fewer GPUs of one machine", value=f"{number:,} GPUs", hint=hint)
-        self.number = number
-        self.several = number > 1
+            raise UsageError("torch takes fewer GPUs of one machine", value=f"{num_gpus:,} GPUs", hint=hint)
+        self.num_gpus = num_gpus
+        self.has_several = num_gpus > 1
         self.are_peers = are_peers
-        self._here = _CurrentGpu()
-        self.devices = tuple(f"cuda:{index}" for index in range(number))
-        self._used = used
-        if self.several:
-            used.update(dict.fromkeys(self.devices, False))
+        self._current = _CurrentGpu()
+        self.devices = tuple(f"cuda:{index}" for index in range(num_gpus))
+        self._is_used_by_device = is_used_by_device
+        if self.has_several:
+            is_used_by_device.update(dict.fromkeys(self.devices, False))
 
     @property
     def current(self) -> int:
         """Return the index of the current GPU of this thread."""
-        return self._here.gpu
+        return self._current.gpu
 
     def index(self, device: Any = None) -> int:
-        """Return the index of the GPU that `device` names; of the current GPU if `device` names no index.
+        """Return the index of the GPU `device`; the current GPU's if `device` has no index.
 
         Raises:
             RuntimeError: the GPU does not exist.
         """
-        if not self.several:
+        if not self.has_several:
             return 0
         if not isinstance(device, int):
             named = torch.device(device) if isinstance(device, str) else getattr(device, "device", device)
@@ -66,31 +66,31 @@ class Gpus:
             device = None if named is None else named.idx if hasattr(named, "idx") else named.index
         if device is None or device < 0:
             return self.current
-        if device >= self.number:
+        if device >= self.num_gpus:
             raise getattr(torch, "AcceleratorError", RuntimeError)(_NO_SUCH_GPU)
         return int(device)
 
-    def named(self, device: Any = None) -> str:
-        """Return the name of the GPU that `device` names, as in the trace."""
-        return self.devices[self.index(device)] if self.several else GPU
+    def get_name(self, device: Any = None) -> str:
+        """Return the name of the GPU `device`, such as "cuda:0"."""
+        return self.devices[self.index(device)] if self.has_several else GPU
 
-    def use(self, device: Any = None) -> int:
-        """Return the index of the GPU that `device` names, and mark the GPU as used: it has a CUDA context."""
+    def mark_used(self, device: Any = None) -> int:
+        """Return the index of the GPU `device`, and mark the GPU as used: it has a CUDA context from now on."""
         index = self.index(device)
-        if self.several:
-            self._used[self.devices[index]] = True
+        if self.has_several:
+            self._is_used_by_device[self.devices[index]] = True
         return index
 
     def select(self, device: Any) -> int:
-        """Select the current GPU, unless the index is negative; return the index of the previous one."""
-        before, wanted = self.current, self.index(device)
-        if wanted != before:
-            self._here.gpu = self.use(wanted)
-        return before
+        """Make `device` the current GPU, unless its index is negative; return the index of the previous current GPU."""
+        previous, index = self.current, self.index(device)
+        if index != previous:
+            self._current.gpu = self.mark_used(index)
+        return previous
 
 
 class AutogradNodes:
-    """The GPU on which each autograd node was made, and the nodes that copy virtual host tensors.
+    """Table of the GPU on which each autograd node was created, and of the nodes that copy virtual host tensors.
 
     Nodes are identified by their sequence numbers. C++ would know the GPU from the devices of the node's tensors.
     """
@@ -101,22 +101,22 @@ class AutogradNodes:
         self._host_copies: set[int] = set()
 
     def note_gpu(self, gpu: str) -> None:
-        """Note that the running operator, on GPU `gpu` of several, may have an autograd node."""
+        """Record `gpu` as the GPU of the autograd node that the running operator may have."""
         if is_gpu(gpu):
             self._gpu_of[autograd.get_sequence_nr() - 1] = gpu
 
-    def current_gpu(self) -> str:
-        """Return the GPU on which C++ makes a tensor without inputs: in a backward pass the node's GPU, else the
-        current GPU."""
+    def get_current_gpu(self) -> str:
+        """Return the GPU on which C++ creates a tensor without inputs: in a backward pass the running node's GPU, else
+        the current GPU."""
         node = autograd.current_autograd_node()
-        return self._gpus.named() if node is None else self._gpu_of.get(node._sequence_nr(), self._gpus.named())
+        return self._gpus.get_name() if node is None else self._gpu_of.get(node._sequence_nr(), self._gpus.get_name())
 
     def note_copy(self, device: str) -> None:
-        """Note that the node that was just made, if any, copies a tensor on `device`."""
+        """Record that the newest autograd node, if any, copies a tensor on `device`."""
         if torch.is_grad_enabled() and device == HOST:
             self._host_copies.add(autograd.get_sequence_nr() - 1)
 
-    def returns_to_host(self) -> bool:
-        """Return whether the running node is the copy of a virtual host tensor."""
+    def is_host_copy(self) -> bool:
+        """Return whether the running autograd node is the copy of a virtual host tensor."""
         node = autograd.current_autograd_node()
         return node is not None and node._sequence_nr() in self._host_copies

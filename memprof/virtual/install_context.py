@@ -1,4 +1,4 @@
-"""The parts of a run that extensions need when the virtual GPU is installed."""
+"""Options of a virtual GPU, and the objects of its run that extensions use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from memprof.device.catalog import Gpu
 from memprof.patching import PatchSet
-from memprof.torch_private.check import refuse_missing
+from memprof.torch_private.check import check_required_names
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
-from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, SettingsOfRun
+from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, RunSettings
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.dispatch_mode import DispatchMode
 from memprof.virtual.function_mode import FunctionMode
 from memprof.virtual.gpus import Gpus
-from memprof.virtual.limits import Note
+from memprof.virtual.limits import UnsupportedHandler
 from memprof.virtual.peers.channel import Channel
 from memprof.virtual.peers.multi_rank import MultiRankBackend
 from memprof.virtual.peers.single_rank import SingleRankBackend
@@ -47,26 +47,26 @@ class GpuOptions:
     # Launch of a Triton kernel. False: ends the run with the kernel's name. True: the launch is skipped, which is right
     # for kernels that only write tensors among their arguments and allocate nothing. The memory of autotuning is
     # counted.
-    passes_kernels: bool = False
+    skips_kernels: bool = False
     # The settings of the caching allocator that the program reads and sets; None: plain text without effect.
     allocator_settings: AllocatorSettings | None = None
     # Whether a failed allocation raises torch.OutOfMemoryError, as `memory` reports it. False: the run goes on, so that
     # the trace shows its whole need.
-    refuses: bool = False
+    raises_oom: bool = False
     compiles: bool = True  # whether torch.compile compiles for the GPU. False: compiled functions run eagerly
 
 
 class InstallContext:
-    """A run on a virtual GPU, as extensions see it (memprof/patching.py), with an attribute for each part of the run.
+    """Objects of a run on a virtual GPU, one attribute each, as extensions use them (memprof/patching.py).
 
     Args:
         gpu: the model of each GPU.
-        options: the other options of the virtual GPU.
+        options: options of the virtual GPU besides its model.
         recorder: the recorder of the trace.
-        run_patches: patches that are removed when the run ends.
+        run_patches: set of patches, which are removed when the run ends.
         assume: called with each assumption of the run.
         environment: environment variables of the Python processes that the program starts.
-        refused: called for each unsupported operation with the problem, the hint and the source line.
+        on_unsupported: called with the problem, the hint and the source line of each unsupported operation.
         leave_in_child: called in a process that the run forks.
 
     Raises:
@@ -81,48 +81,48 @@ class InstallContext:
         run_patches: PatchSet,
         assume: Callable[[str], None],
         environment: Mapping[str, str],
-        refused: Note,
+        on_unsupported: UnsupportedHandler,
         leave_in_child: Callable[[], None],
     ) -> None:
-        refuse_missing()
+        check_required_names()
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
-        self.assume, self.refused, self.leave_in_child = assume, refused, leave_in_child
+        self.assume, self.on_unsupported, self.leave_in_child = assume, on_unsupported, leave_in_child
         # GeForce GPUs do not read each other's memory: NVIDIA's driver disables peer access.
         self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
         self.dispatch_mode = DispatchMode(
-            recorder, self.values, DeviceProperties.of(gpu), self.gpus, options.workspaces
+            recorder, self.values, DeviceProperties.from_gpu(gpu), self.gpus, options.workspaces
         )
         self.function_mode = FunctionMode(self.dispatch_mode)
         self.dispatch_mode.function_mode = self.function_mode
         self.is_on_gpu = self.dispatch_mode.is_on_gpu
         self.memory = AllocatorAnswers(recorder, options.memory)
-        self.settings = SettingsOfRun(options.allocator_settings, self.memory, recorder, assume)
+        self.settings = RunSettings(options.allocator_settings, self.memory, recorder, assume)
         self.channel = channel = options.channel
         self.rank_backend = (
             SingleRankBackend(assume, self.values)
             if channel is None
             else MultiRankBackend(assume, self.values, channel)
         )
-        self.children = Subprocesses(environment)
+        self.subprocesses = Subprocesses(environment)
 
-    def note_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
-        """Note that a skipped kernel had `tensor` as an argument, and may have written it."""
+    def mark_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
+        """Treat the values of `tensor` as unknown: a skipped kernel had it as an argument, and may have written it."""
         self.assume(_NOT_LAUNCHED.format(by))
         self.forget_values(tensor)
 
     def forget_values(self, tensor: torch.Tensor) -> None:
-        """Forget the known numbers of `tensor`."""
+        """Forget the known values of `tensor`."""
         self.values.store.drop(tensor.untyped_storage()._cdata)
 
-    def keep_workspace(self, num_bytes: int, name: str) -> None:
-        """Allocate a library's permanent workspace on the current GPU."""
+    def allocate_permanent_workspace(self, num_bytes: int, name: str) -> None:
+        """Allocate `num_bytes` on the current GPU for a library's workspace, which is never freed."""
         if self.dispatch_mode.workspaces:
-            place = self.recorder.attribution.find_call_site(sys._getframe(1))
-            self.recorder.storages.allocate_without_tensor(num_bytes, name, place, self.gpus.named())
+            site = self.recorder.attribution.find_call_site(sys._getframe(1))
+            self.recorder.storages.allocate_without_tensor(num_bytes, name, site, self.gpus.get_name())
 
-    def note_joined(self, rank: RankFacts) -> None:
-        """Note the rank with which the program has joined a process group."""
+    def record_rank(self, rank: RankFacts) -> None:
+        """Record the rank with which the program has joined a process group."""
         self.recorder.owners.start_naming_communication()
         if rank.world_size > 1:
             trace = self.recorder.trace
@@ -130,4 +130,4 @@ class InstallContext:
 
     def used_bytes(self, device: str) -> int:
         """Return the bytes in use on a GPU, as nvidia-smi shows them."""
-        return self.options.context_bytes + self.memory.of(device).stats()["reserved_bytes.all.current"]
+        return self.options.context_bytes + self.memory.get_statistics(device).stats()["reserved_bytes.all.current"]

@@ -21,16 +21,16 @@ LEGACY_TYPES = {
 _LEGACY_NAMES = {dtype: name for name, dtype in LEGACY_TYPES.items()}
 
 
-def legacy_name(dtype: torch.dtype, *, on_gpu: bool) -> str:
-    """Return the result of `tensor.type()`, such as `torch.cuda.FloatTensor`."""
+def get_legacy_name(dtype: torch.dtype, *, on_gpu: bool) -> str:
+    """Return the name of the legacy tensor type of `dtype`, such as `torch.cuda.FloatTensor`."""
     name = _LEGACY_NAMES.get(dtype, str(dtype).removeprefix("torch."))
     return f"torch.cuda.{name}" if on_gpu else f"torch.{name}"
 
 
-def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
-    """Return (device, dtype) of a legacy tensor type, given as a class or by its name; None for any other `kind`."""
+def parse_legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
+    """Return device and dtype of the legacy tensor type `kind`, a class or a name; None for anything else."""
     name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
-    where, _, last = name.rpartition(".")
-    device = {"torch": "cpu", "torch.cuda": "cuda"}.get(where)
-    dtype = LEGACY_TYPES.get(last)
+    module, _, type_name = name.rpartition(".")
+    device = {"torch": "cpu", "torch.cuda": "cuda"}.get(module)
+    dtype = LEGACY_TYPES.get(type_name)
     return None if device is None or dtype is None else (device, dtype)

@@ -16,7 +16,7 @@ from memprof.watch.caches import WRITE_OPERATORS
 
 _aten = torch.ops.aten
 _ALIASES = frozenset({_aten._unsafe_view, _aten.lift_fresh, _aten.detach, _aten.alias})
-_MAKES_SPARSE = frozenset(
+_RETURNS_SPARSE = frozenset(
     {
         _aten._to_sparse, _aten._to_sparse_csr, _aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc,
         _aten._sparse_coo_tensor_with_dims_and_tensors,
@@ -28,14 +28,14 @@ registry.import_kernels()
 
 
 def describe_operator(func: Any) -> OpInfo:
-    """Return the facts about an operator overload."""
+    """Return the facts about the operator overload `func`."""
     packet = func.overloadpacket
     if packet in _ALIASES or func.is_view:
         kind = OpKind.VIEW
     else:
         kind = OpKind.IN_PLACE if func._schema.is_mutable else OpKind.ALLOCATES
     handler = registry.find_kernel(packet) or registry.find_kernel(func)
-    expanded = find_expansion(func) if handler is None else None
+    expansion = find_expansion(func) if handler is None else None
     return OpInfo(
         func=func,
         packet=packet,
@@ -43,15 +43,15 @@ def describe_operator(func: Any) -> OpInfo:
         kind=kind,
         handler=handler,
         runs_on_any_device=packet in registry.host_kernels or func in registry.host_kernels,
-        expansion=expanded,
-        in_python=expanded is not None and find_python_body(func) is not None,
+        expansion=expansion,
+        runs_in_python=expansion is not None and find_python_body(func) is not None,
         input_copies=registry.input_copies.get(packet),
         scratch=registry.scratch.get(packet),
         uses_cublas=packet in registry.uses_cublas,
         uses_cublaslt=registry.uses_cublaslt.get(packet),
         mixes_devices=packet in MIXES_DEVICES,
-        makes_sparse=packet in _MAKES_SPARSE,
-        is_cat=packet is _aten.cat,
-        maybe_in_place=func in OUT_OF_PLACE_OPERATORS or func in FILLS_ZEROS,
+        returns_sparse=packet in _RETURNS_SPARSE,
+        is_concatenation=packet is _aten.cat,
+        may_run_in_place=func in OUT_OF_PLACE_OPERATORS or func in FILLS_ZEROS,
         is_partial_write=packet in WRITE_OPERATORS,
     )

@@ -1,4 +1,4 @@
-"""One operator and one call of it: the operator's kind, its arguments, and the devices of its tensors."""
+"""Operators and their calls: the kind of an operator, and the arguments of a call with the devices of its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from memprof.torch_private.pytree import tree_map_only
 from memprof.trace.events import GPU, HOST, is_gpu
 from memprof.virtual import shapes
-from memprof.virtual.device_rules import takes_numbers_of_host
+from memprof.virtual.device_rules import accepts_host_scalars
 from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
@@ -20,18 +20,18 @@ _META = torch.device("meta")
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 # Minimum size of virtual host tensors: an 8B model built on the CPU must not fill a laptop's memory.
-HOST_VIRTUAL_BYTES = 1 << 20
-HOST_COUNTED_BYTES = 1 << 12  # minimum size of counted host tensors; smaller ones are not worth an event
+MIN_VIRTUAL_BYTES = 1 << 20
+MIN_COUNTED_BYTES = 1 << 12  # minimum size of counted host tensors; smaller ones are not worth an event
 
 MOVES_STORAGE = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
-_LIKE = frozenset(
+_LIKE_FACTORIES = frozenset(
     {
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
         _aten.randint_like,
     }
 )  # fmt: skip
-_NEW = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided})
+_NEW_FACTORIES = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided})
 
 
 class OpKind(enum.Enum):
@@ -44,7 +44,7 @@ class OpKind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class OpInfo:
-    """The facts about one operator overload (made by op_info.py)."""
+    """Facts about one operator overload (from op_info.py)."""
 
     func: Any
     packet: Any
@@ -53,29 +53,29 @@ class OpInfo:
     handler: Callable[..., Any] | None  # kernel of kernels/
     runs_on_any_device: bool  # whether `handler` also runs without any tensor on a GPU
     expansion: Callable[..., Any] | None  # runs the operator's inner operators; None: the operator runs as one
-    in_python: bool
+    runs_in_python: bool
     input_copies: Callable[..., Any] | None
     scratch: Callable[..., Any] | None
     uses_cublas: bool
     uses_cublaslt: Callable[..., bool] | None
     mixes_devices: bool
-    makes_sparse: bool
-    is_cat: bool
-    maybe_in_place: bool  # in a backward pass without modes
+    returns_sparse: bool
+    is_concatenation: bool
+    may_run_in_place: bool  # in a backward pass without modes
     is_partial_write: bool
 
-    def takes_of_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether the kernel on a GPU accepts `tensor` on the host."""
-        return tensor.dim() == 0 and takes_numbers_of_host(self.func)
+    def accepts_host_tensor(self, tensor: torch.Tensor) -> bool:
+        """Return whether the operator's CUDA kernel accepts `tensor`, which is on the host."""
+        return tensor.dim() == 0 and accepts_host_scalars(self.func)
 
 
 class DeviceTable(Protocol):
-    """Access to the devices of tensors."""
+    """Table of the simulated devices of tensors."""
 
     recorder: Recorder
 
     def device_of(self, tensor: torch.Tensor) -> str:
-        """Return the device that the program believes `tensor` to be on."""
+        """Return the name of the simulated device of `tensor`, such as "cuda:0"."""
 
 
 class OperatorCall:
@@ -92,7 +92,7 @@ class OperatorCall:
         self.set_arguments(args, kwargs, devices)
 
     def set_arguments(self, args: Any, kwargs: Any, devices: DeviceTable) -> None:
-        """Set the arguments, and inspect all tensors in them."""
+        """Set the arguments, and derive the key and the tensors of the call from them."""
         self.args = args
         self.kwargs = kwargs
         self.key: list[Any] = [id(self.func)]
@@ -130,8 +130,8 @@ class OperatorCall:
                 self.key.append(("real", arg.size(), arg.dtype))
         elif isinstance(arg, (list, tuple)):
             self.key.append(len(arg))
-            for part in arg:
-                self._inspect(part, devices)
+            for item in arg:
+                self._inspect(item, devices)
         elif isinstance(arg, _STORAGES):
             self.key.append(arg.nbytes())  # a reference to the storage itself would keep it alive as long as the cache
         else:
@@ -150,8 +150,8 @@ class OperatorCall:
             return self.gpu
         return HOST if self.on_host else None
 
-    def factory_bytes(self) -> int:
-        """Return the bytes that a factory allocates, by a shape or like a tensor; 0 for other operators."""
+    def count_factory_bytes(self) -> int:
+        """Return the bytes that a factory such as `empty` or `empty_like` allocates; 0 for other operators."""
         if self.kwargs.get("layout") not in (None, torch.strided):
             return 0
         packet = self.func.overloadpacket
@@ -159,9 +159,9 @@ class OperatorCall:
         dtype = self.kwargs.get("dtype")
         if isinstance(shape, torch.Tensor):
             dtype = dtype or shape.dtype
-            if packet in _LIKE:
+            if packet in _LIKE_FACTORIES:
                 shape = shape.shape
-            elif packet in _NEW:
+            elif packet in _NEW_FACTORIES:
                 shape = self.args[1]
         if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) for size in shape):
             return 0
@@ -169,52 +169,52 @@ class OperatorCall:
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a result or an argument, also those in nested lists and tuples."""
+    """Return the tensors in `value`, also those in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in find_tensors(part)]
+        return [tensor for item in value for tensor in find_tensors(item)]
     return []
 
 
-def in_place(func: Any) -> bool:
-    """Return whether `func` changes its first argument, as its name says."""
+def is_in_place(func: Any) -> bool:
+    """Return whether the name of `func` is that of an in-place function, such as `add_`."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
-def fills_arguments(func: Any) -> bool:
-    """Return whether a library's operator returns only arguments that it writes: in place, or with `out`.
+def returns_only_written(func: Any) -> bool:
+    """Return whether `func` is a library's operator that returns only arguments that it writes into.
 
-    torch's own operators are excluded: they resize the tensors that they write into.
+    False for torch's own operators: they resize the tensors that they write into.
     """
     returns = func._schema.returns
-    return func.namespace not in _OF_TORCH and all(one.alias_info and one.alias_info.is_write for one in returns)
+    return func.namespace not in _TORCH_NAMESPACES and all(r.alias_info and r.alias_info.is_write for r in returns)
 
 
-_OF_TORCH = ("aten", "prims", "prim")
+_TORCH_NAMESPACES = ("aten", "prims", "prim")
 
 
-def _arguments(call: OperatorCall) -> list[tuple[Any, Any]]:
+def _pair_arguments(call: OperatorCall) -> list[tuple[Any, Any]]:
     arguments = call.func._schema.arguments
-    given = {one.name: value for one, value in zip(arguments, call.args, strict=False)} | call.kwargs
-    return [(one, given[one.name]) for one in arguments if one.name in given]
+    value_by_name = {argument.name: value for argument, value in zip(arguments, call.args, strict=False)} | call.kwargs
+    return [(argument, value_by_name[argument.name]) for argument in arguments if argument.name in value_by_name]
 
 
-def written(call: OperatorCall) -> list[Any]:
+def find_written_arguments(call: OperatorCall) -> list[Any]:
     """Return the arguments that `call` writes into."""
-    return [value for one, value in _arguments(call) if one.is_write]
+    return [value for argument, value in _pair_arguments(call) if argument.is_write]
 
 
-def given_back(call: OperatorCall) -> Any:
-    """Return the result of an operator that returns the arguments that it writes into."""
-    into = {frozenset(one.alias_info.before_set): value for one, value in _arguments(call) if one.is_write}
-    results = [into[frozenset(one.alias_info.before_set)] for one in call.func._schema.returns]
+def get_returned_arguments(call: OperatorCall) -> Any:
+    """Return the result of `call`, an operator that returns the arguments that it writes into."""
+    value_by_alias = {frozenset(a.alias_info.before_set): value for a, value in _pair_arguments(call) if a.is_write}
+    results = [value_by_alias[frozenset(a.alias_info.before_set)] for a in call.func._schema.returns]
     return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def run_on_meta(call: OperatorCall) -> Any:
-    """Run an operator on meta tensors; where its meta kernel rejects host numbers, convert these first."""
+    """Run `call` on meta tensors; if its meta kernel rejects host tensors, convert these to meta tensors first."""
     try:
         return shapes.run(call.func, call.args, call.kwargs)
     except RuntimeError:
@@ -223,15 +223,15 @@ def run_on_meta(call: OperatorCall) -> Any:
     return shapes.run(call.func, to_meta(call.args), to_meta(call.kwargs))
 
 
-def to_meta(value: Any, then: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:
-    """Return arguments with real tensors replaced by meta tensors; `then` is called with each (real, meta) pair."""
+def to_meta(value: Any, on_move: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:
+    """Return `value` with meta tensors in place of real tensors; `on_move` is called with each (real, meta) pair."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return tensor
         moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-        if then is not None:
-            then(tensor, moved)
+        if on_move is not None:
+            on_move(tensor, moved)
         return moved
 
     return tree_map_only(torch.Tensor, move, value)

@@ -25,37 +25,37 @@ _META = torch.device("meta")
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on meta tensors; its results have the strides of the C++ implementation."""
+    """Return the result of an operator on meta tensors, with the strides of the C++ implementation."""
     if _is_structured(func):
         return func._op_dk(_Key.CompositeExplicitAutogradNonFunctional, *args, **kwargs)
     result = func(*args, **kwargs)
     compute_strides = _STRIDES.get(func.overloadpacket)
     if compute_strides is None or func._schema.is_mutable:
         return result
-    first, *others = result if isinstance(result, tuple) else [result]
-    strides = compute_strides(args, first)
-    if strides != first.stride():
-        first = torch.empty_strided(first.size(), strides, dtype=first.dtype, device=_META)
-    return (first, *others) if others else first
+    first_result, *other_results = result if isinstance(result, tuple) else [result]
+    strides = compute_strides(args, first_result)
+    if strides != first_result.stride():
+        first_result = torch.empty_strided(first_result.size(), strides, dtype=first_result.dtype, device=_META)
+    return (first_result, *other_results) if other_results else first_result
 
 
 @functools.cache
 def _is_structured(func: Any) -> bool:
-    """Return whether torchgen made a device-independent kernel of the operator's shape function, which Python has
-    replaced for meta tensors. Operators with `out` arguments are excluded: they choose no strides."""
-    replaced = _Key.Meta in func.py_kernels and not func._schema.is_mutable
-    return replaced and _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional")
+    """Return whether torchgen generated a device-independent kernel from the operator's shape function, which torch
+    replaces by Python for meta tensors. False for operators with `out`: they choose no strides."""
+    is_replaced = _Key.Meta in func.py_kernels and not func._schema.is_mutable
+    return is_replaced and _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional")
 
 
-# -- what has no such function ----------------------------------------------------------------------------------------
+# -- other operators --------------------------------------------------------------------------------------------------
 
 
-def by_iterator(*operands: Any) -> tuple[int, ...]:
-    """Return the strides that TensorIterator gives the result of one or two tensors or numbers, as for structured
-    operators."""
-    layouts = [_empty_like_operand(one) for one in operands]
-    made: torch.Tensor = run(_aten.exp.default if len(layouts) == 1 else _aten.add.Tensor, layouts, {})
-    return made.stride()
+def compute_iterator_strides(*operands: Any) -> tuple[int, ...]:
+    """Return the strides of the result of an elementwise operator on one or two tensors or numbers, by torch's
+    TensorIterator."""
+    layouts = [_empty_like_operand(operand) for operand in operands]
+    result: torch.Tensor = run(_aten.exp.default if len(layouts) == 1 else _aten.add.Tensor, layouts, {})
+    return result.stride()
 
 
 def _empty_like_operand(operand: Any) -> torch.Tensor:
@@ -63,26 +63,26 @@ def _empty_like_operand(operand: Any) -> torch.Tensor:
     return torch.empty_strided(size, stride, device=_META)
 
 
-def _contiguous_strides(args: Any, made: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty(made.size(), device=_META).stride()
+def _contiguous_strides(args: Any, result: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(result.size(), device=_META).stride()
 
 
 # Operator -> function that returns the strides of its (first) result from its arguments.
 _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
     # native/Activation.cpp, native/BinaryOps.cpp, native/TensorFactories.cpp, native/Loss.cpp
-    **dict.fromkeys((_aten.relu, _aten.angle), lambda args, made: by_iterator(args[0])),
+    **dict.fromkeys((_aten.relu, _aten.angle), lambda args, result: compute_iterator_strides(args[0])),
     **dict.fromkeys(
         (
             _aten.logical_and, _aten.logical_or, _aten.logical_xor, _aten.floor_divide, _aten._prelu_kernel,
             _aten.complex,
         ),
-        lambda args, made: by_iterator(*args[:2]),
+        lambda args, result: compute_iterator_strides(*args[:2]),
     ),
-    _aten.rsub: lambda args, made: by_iterator(args[1], args[0]),
+    _aten.rsub: lambda args, result: compute_iterator_strides(args[1], args[0]),
     **dict.fromkeys(
-        (_aten.hardtanh, _aten.deg2rad, _aten.rad2deg), lambda args, made: torch.empty_like(args[0]).stride()
+        (_aten.hardtanh, _aten.deg2rad, _aten.rad2deg), lambda args, result: torch.empty_like(args[0]).stride()
     ),
-    _aten.huber_loss: lambda args, made: torch.empty_like(args[0]).stride() if made.dim() else (),
+    _aten.huber_loss: lambda args, result: torch.empty_like(args[0]).stride() if result.dim() else (),
     # native/group_norm.cpp, native/cuda/layer_norm_kernel.cu, native/Distributions.cpp
     **dict.fromkeys((_aten.native_group_norm, _aten.native_layer_norm, _aten.normal), _contiguous_strides),
 }  # fmt: skip
@@ -90,17 +90,17 @@ _STRIDES: dict[Any, Callable[[Any, torch.Tensor], tuple[int, ...]]] = {
 
 @contextlib.contextmanager
 def register_cpp_results() -> Iterator[None]:
-    """Context manager: `empty_like` on meta has the strides of C++ (native/TensorFactories.cpp), for every caller."""
-    for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
-    in_python = _empty_like.py_kernels.get(_Key.Meta)
+    """Context manager: `empty_like` on meta returns the strides of the C++ kernel (native/TensorFactories.cpp)."""
+    library: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+    python_kernel = _empty_like.py_kernels.get(_Key.Meta)
 
     def empty_like(tensor: torch.Tensor, **options: Any) -> Any:
-        if in_python is not None and any(isinstance(size, torch.SymInt) for size in tensor.size()):
-            return in_python(tensor, **options)  # while torch.compile traces with symbolic sizes
+        if python_kernel is not None and any(isinstance(size, torch.SymInt) for size in tensor.size()):
+            return python_kernel(tensor, **options)  # while torch.compile traces with symbolic sizes
         return _empty_like._op_dk(_Key.CompositeExplicitAutograd, tensor, **options)
 
     try:
-        for_meta.impl("empty_like", "Meta", empty_like, False)
+        library.impl("empty_like", "Meta", empty_like, False)
         yield
     finally:
-        for_meta.reset()
+        library.reset()

@@ -57,7 +57,7 @@ def virtual(name: str) -> dict[str, Any]:
     from tests.accuracy.cpu_temporaries import is_shared
 
     script, arguments = _arguments(name)
-    gpu = VirtualGpu(find_gpu("a100-80gb"), workspaces=False, passes_kernels=True)
+    gpu = VirtualGpu(find_gpu("a100-80gb"), workspaces=False, skips_kernels=True)
     trace, outcome = capture_script(Program(script, tuple(arguments)), gpu, StopRule(None))
     if outcome.exit_code:
         raise RuntimeError(f"the script failed on the virtual GPU: {outcome.error!r}")

@@ -104,7 +104,7 @@ def _joining() -> Iterator[Patch]:
     context = MagicMock(
         channel=None, options=GpuOptions(), rank_backend=rank_backend, recorder=Recorder(ModuleTracker())
     )
-    context.gpus.number, context.is_on_gpu.return_value = 1, False
+    context.gpus.num_gpus, context.is_on_gpu.return_value = 1, False
     return ProcessGroups().patches(context)
 
 

@@ -100,7 +100,7 @@ def test_a_snapshot_after_a_request_that_was_refused() -> None:
     """The program has gone on without it, and so has its cache."""
     gpu = custom_gpu(GIB)
     settings = allocator_settings("")
-    with VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), refuses=True):
+    with VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), raises_oom=True):
         torch.cuda.memory._record_memory_history()
         kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         assert kept.is_cuda

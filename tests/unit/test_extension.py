@@ -33,7 +33,7 @@ class OfLibrary(Extension):
         yield self.library, "where", context.gpu.name
 
     def make_module_patches(self, module: ModuleType, context: Any) -> Iterator[Patch]:
-        yield module, "a", context.gpus.number
+        yield module, "a", context.gpus.num_gpus
 
     @contextlib.contextmanager
     def around(self, context: Any) -> Iterator[None]:

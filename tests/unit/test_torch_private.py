@@ -128,7 +128,7 @@ def test_each_is_in_the_releases_that_are_said():
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     wrong = [
         str(name)
-        for name in check.expected_names()
+        for name in check.list_expected_names()
         if name.exists() != (release >= tuple(int(part) for part in (name.since or "0").split(".")))
     ]
     assert wrong == []
@@ -141,8 +141,8 @@ def test_each_is_named_once():
 
 def test_importing_them_and_looking_for_what_is_needed_imports_little():
     code = (
-        "import torch, sys; before = set(sys.modules); from memprof.torch_private.check import refuse_missing\n"
-        "refuse_missing(); print(*sorted(name for name in set(sys.modules) - before if name.startswith('torch')))"
+        "import torch, sys; before = set(sys.modules); from memprof.torch_private.check import check_required_names\n"
+        "check_required_names(); print(*sorted(name for name in set(sys.modules) - before if name.startswith('torch')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {
@@ -189,7 +189,7 @@ def test_a_module_that_nobody_imported_is_not_imported_to_ask(listed: types.Modu
 
 def test_what_is_bound(listed: types.ModuleType):
     assert bind("test_private:inner._there") is len
-    assert bind("test_private:inner._gone", without="nothing") is None
+    assert bind("test_private:inner._gone", fallback="nothing") is None
     missing = bind("test_private:inner._gone")
     for use in (lambda: missing(), lambda: missing.part, lambda: type("Of", (), {}) and _class_of(missing)):
         with pytest.raises(MemprofError, match=r"value: torch .*: test_private\.inner\._gone\n"):
@@ -207,9 +207,9 @@ def test_a_torch_that_lacks_one_is_refused_where_a_virtual_gpu_is_entered(listed
     from memprof.device.catalog import find_gpu
     from memprof.virtual.gpu import VirtualGpu
 
-    PrivateName("test_private:_optional", without="nothing")
+    PrivateName("test_private:_optional", fallback="nothing")
     PrivateName("test_private:_of_cuda", build="CUDA")
-    check.refuse_missing()
+    check.check_required_names()
     PrivateName("test_private:_first")
     PrivateName("test_private:_second")
     with pytest.raises(MemprofError) as refused, VirtualGpu(find_gpu("rtx-4090")):

@@ -1,9 +1,9 @@
-"""Refusal of CUDA in a process that a program on the virtual GPU has started.
+"""Errors on CUDA use in a process that a program on the virtual GPU has started.
 
-Such a process has no virtual GPU. It would do its GPU work on the CPU or, if the machine has one, on a real GPU, and
-the run would not record that. So torch.cuda reports a GPU there, and the first use of CUDA raises an error, which is
-reported to the run. Processes that do not use CUDA are unaffected. Like sitecustomize.py, this file imports nothing of
-memprof.
+Such a process has no virtual GPU. On a machine without a GPU the process would use the CPU, unseen, for work that
+belongs on the GPU; on a machine with a GPU, that GPU. So torch.cuda reports a GPU, and the first use of CUDA raises an
+error, which is reported to the run. A process that does not use CUDA is unaffected. Like sitecustomize.py, this file
+imports nothing of memprof.
 """
 
 import json
@@ -22,33 +22,33 @@ HINT = (
 )
 
 
-def refuse(cuda: "Any", file: str, error: "Callable[[str], Exception]" = RuntimeError) -> None:
-    """Patch `cuda` (torch.cuda) to report a GPU, and to raise `error` on use, as long as the run's `file` exists.
+def refuse(cuda: "Any", file: str, make_error: "Callable[[str], Exception]" = RuntimeError) -> None:
+    """Patch `cuda` (torch.cuda) to report a GPU, and to raise `make_error` on use, as long as the run's `file` exists.
 
-    `error` makes the exception from the message.
+    `make_error` returns the exception for a message.
     """
-    bindings = sys.modules["torch"]._C
+    torch_c = sys.modules["torch"]._C
 
-    def patch_during_run(name: str, value: "Any", owner: "Any" = cuda) -> None:
+    def patch_during_run(name: str, get_value: "Any", owner: "Any" = cuda) -> None:
         original = getattr(owner, name, None)
         if original is not None:
-            setattr(owner, name, lambda: value() if os.path.exists(file) else original())
+            setattr(owner, name, lambda: get_value() if os.path.exists(file) else original())
 
     def refuse_use() -> None:
         problem = f"not yet: {_find_program_line()} {WHAT}"
         report_refusal(file, problem, HINT)
-        raise error(problem)
+        raise make_error(problem)
 
     # Functions that Python and C++ call before any GPU use.
     patch_during_run("_lazy_init", refuse_use)
     patch_during_run("is_available", lambda: True)
     patch_during_run("device_count", lambda: 1)
     patch_during_run("is_initialized", lambda: False)
-    patch_during_run("_accelerator_getAccelerator", lambda: bindings.device("cuda"), bindings)
+    patch_during_run("_accelerator_getAccelerator", lambda: torch_c.device("cuda"), torch_c)
 
 
 def report_refusal(file: str, problem: str, hint: "str | None") -> None:
-    """Report to the run, in `file`, that an operation in this process was refused."""
+    """Append to the run's `file` that this process had an unsupported operation; do nothing without the file."""
     try:
         # Not with "a", which would create the file after the run's end.
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)

@@ -42,13 +42,13 @@ _STUBS = "memprof.stubs.finder"
 
 
 class _TorchCudaImportHook:
-    """Import hook that waits for the import of `torch.cuda`, and then calls `then(module)`."""
+    """Import hook that calls `callback(module)` once `torch.cuda` has been imported."""
 
-    def __init__(self, then: "Callable[[Any], None]") -> None:
-        self._then = then
+    def __init__(self, callback: "Callable[[Any], None]") -> None:
+        self._callback = callback
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        """Return the other finders' spec of `torch.cuda`; None for all other modules."""
+        """Return the spec of `torch.cuda` from the other finders, with the callback added; None for other modules."""
         if name != "torch.cuda":
             return None
         spec = None
@@ -58,24 +58,24 @@ class _TorchCudaImportHook:
                 if spec is not None:
                     break
         loader: Any = getattr(spec, "loader", None)
-        execute = getattr(loader, "exec_module", None)
-        if execute is None or not hasattr(loader, "__dict__") or isinstance(loader, type):
+        original_exec_module = getattr(loader, "exec_module", None)
+        if original_exec_module is None or not hasattr(loader, "__dict__") or isinstance(loader, type):
             return spec
 
         def exec_module(module: "ModuleType") -> None:
             # The loader belongs to this module alone, and is restored before the module can see it.
             del loader.exec_module
-            execute(module)
+            original_exec_module(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            self._then(module)
+            self._callback(module)
 
         loader.exec_module = exec_module
         return spec
 
 
 class _StubFinder:
-    """Finder of last resort: on the import of a stubbed package, installs memprof's finder.
+    """Import finder that installs memprof's finder of stubs when a stubbed package is imported.
 
     A process that multiprocessing starts anew imports the program before it does its own part.
     """
@@ -84,7 +84,7 @@ class _StubFinder:
         self._packages = packages
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        """Return memprof's spec for stubbed packages, None for all other modules."""
+        """Return the spec of memprof's stub for a stubbed package; None for other modules."""
         if name.partition(".")[0] not in self._packages:
             return None
         sys.meta_path.remove(self)
@@ -98,7 +98,7 @@ class _StubFinder:
 
 
 def _start_on_cuda_init(cuda: "Any") -> None:
-    """Start the sender when CUDA is initialized; on releases that cannot defer, start at once and wait."""
+    """Start the sender when the program initializes CUDA; where torch cannot defer a call, start it now."""
     try:
         cuda._lazy_call(lambda: _start_sender(cuda))
     except Exception:  # no error of the probe may end the program
@@ -110,15 +110,15 @@ def _start_sender(cuda: "Any") -> None:
         import atexit
         import threading
 
-        sender = _Sender(cuda, os.environ[SOCKET])
+        sender = _CounterSender(cuda, os.environ[SOCKET])
         threading.Thread(target=sender.run, name="memprof-monitor", daemon=True).start()
         atexit.register(sender.finish)
     except Exception:
         return
 
 
-class _Sender:
-    """Sender of the allocator's counters to memprof."""
+class _CounterSender:
+    """Sender of the CUDA allocator's counters to memprof's socket."""
 
     def __init__(self, cuda: "Any", address: str) -> None:
         import json
@@ -132,7 +132,7 @@ class _Sender:
         self._encode = json.dumps
         self._sleep = time.sleep
         self._interval = min(max(float(os.environ.get(INTERVAL, "1")) / 10, 0.01), 0.1)
-        self._last: dict[int, Any] | None = None
+        self._last_counters: dict[int, Any] | None = None
         self._devices: dict[int, Any] = {}
         self._num_devices = -1
         self._identity = {"pid": self._pid, "started": time.time(), "rank": os.environ.get("RANK")}
@@ -142,7 +142,7 @@ class _Sender:
         self._socket.setblocking(False)
 
     def run(self) -> None:
-        """Send changed counters until memprof has gone; runs in a thread."""
+        """Send changed counters until memprof no longer receives; runs in a thread."""
         try:
             while self._send_changes():
                 self._sleep(self._interval)
@@ -151,9 +151,9 @@ class _Sender:
         self._socket.close()
 
     def _send_error(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_ERROR_LENGTH]
+        description = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_ERROR_LENGTH]
         try:
-            self._send(devices={}, gpus={}, error=text)
+            self._send(devices={}, gpus={}, error=description)
         except Exception:  # memprof has gone, or the program is at its end
             return
 
@@ -172,7 +172,7 @@ class _Sender:
         # At the end the thread may be sending: older counters must not be sent after the newest.
         with self._lock:
             counters = self._read_counters()
-            if counters is None or counters == self._last:
+            if counters is None or counters == self._last_counters:
                 return True
             try:
                 self._send(devices=counters, gpus=self._devices)
@@ -180,7 +180,7 @@ class _Sender:
                 return True
             except OSError:
                 return False
-            self._last = counters
+            self._last_counters = counters
             return True
 
     def _send(self, **message: "Any") -> None:
@@ -212,14 +212,14 @@ class _Sender:
 
     def _describe_gpu(self, device: int) -> "dict[str, Any]":
         try:
-            found = self._cuda.get_device_properties(device)
-            return {"name": found.name, "uuid": str(getattr(found, "uuid", "")), "total_bytes": found.total_memory}
+            gpu = self._cuda.get_device_properties(device)
+            return {"name": gpu.name, "uuid": str(getattr(gpu, "uuid", "")), "total_bytes": gpu.total_memory}
         except Exception:
             return {}
 
 
 def _refuse_cuda(cuda: "Any") -> None:
-    """Refuse CUDA with no_gpu.py, run by path because memprof may not be importable here."""
+    """Make CUDA raise errors, by no_gpu.py; it is run by path because memprof may not be importable here."""
     import runpy
 
     runpy.run_path(os.path.join(_FOLDER, "no_gpu.py"), run_name="memprof.monitor.probe.no_gpu")["refuse"](
@@ -229,29 +229,29 @@ def _refuse_cuda(cuda: "Any") -> None:
 
 def _install() -> None:
     sys.path[:] = [folder for folder in sys.path if folder != _FOLDER]
-    hidden = os.environ.pop(HIDDEN, None)
-    if hidden is not None:
+    hidden_variables = os.environ.pop(HIDDEN, None)
+    if hidden_variables is not None:
         for name in [name for name in os.environ if name.startswith("PYTHON")]:
             del os.environ[name]
-        for pair in filter(None, hidden.split(SEPARATOR)):
+        for pair in filter(None, hidden_variables.split(SEPARATOR)):
             name, _, value = pair.partition("=")
             os.environ[name] = value
     packages = os.environ.get(STUBS)
     if packages:
         sys.meta_path.append(_StubFinder(packages.split()))
     callbacks = [
-        then for name, then in ((SOCKET, _start_on_cuda_init), (REFUSALS, _refuse_cuda)) if os.environ.get(name)
+        callback for name, callback in ((SOCKET, _start_on_cuda_init), (REFUSALS, _refuse_cuda)) if os.environ.get(name)
     ]
     if not callbacks:
         return
 
     def run_callbacks(cuda: "Any") -> None:
-        for then in callbacks:
-            then(cuda)
+        for callback in callbacks:
+            callback(cuda)
 
-    loaded = sys.modules.get("torch.cuda")
-    if loaded is not None:  # a .pth file has imported it
-        run_callbacks(loaded)
+    cuda_module = sys.modules.get("torch.cuda")
+    if cuda_module is not None:  # a .pth file has imported it
+        run_callbacks(cuda_module)
     else:
         sys.meta_path.insert(0, _TorchCudaImportHook(run_callbacks))
 

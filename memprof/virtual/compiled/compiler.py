@@ -1,4 +1,4 @@
-"""Compiler of a run: the replacement of `torch.compile`, and the cases that run eagerly.
+"""Replacement of `torch.compile` on the virtual GPU, and the cases that run eagerly.
 
 Dynamo, AOTAutograd and Inductor are imported when the program first compiles a function. While they compile, memprof's
 patches and modes are suspended (mode_suspension.py), except for the patches that simulate the GPU (`_gpu_patches`,
@@ -35,7 +35,7 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.integrations.compiled import BLOCK_MASK, allocate_block_mask, is_block_mask
 from memprof.watch.program_code import GENERATED_CODE_FOLDERS, is_program
 
-_COMPILED_ASSUMPTION = (
+_COMPILATION_ASSUMPTION = (
     "torch.compile compiles for the GPU, down to the code around its kernels, which allocates as it does there; "
     "kernels are neither made nor run, and what they would write is not known."
 )
@@ -67,7 +67,7 @@ _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Compiler(Extension):
-    """Extension that replaces `torch.compile`, with the patches of torch's compiler and the state of compilation."""
+    """Extension that replaces `torch.compile`, patches torch's compiler and holds the state of compilation."""
 
     def __init__(self) -> None:
         self._compiler_patches = PatchSet()
@@ -113,7 +113,7 @@ class Compiler(Extension):
             if reason:
                 self._assume(_EAGER_ASSUMPTION.format(reason))
                 return (lambda function: function) if model is None else model
-            self._assume(_COMPILED_ASSUMPTION)
+            self._assume(_COMPILATION_ASSUMPTION)
             if options.get("fullgraph") and isinstance(model, torch.nn.Module):
                 # Dynamo has to trace the module's call without memprof's patch of `__call__`.
                 with self._patches.suspended():
@@ -124,11 +124,11 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Context manager: functions compiled before the run compile for the GPU; on exit, all patches are undone."""
+        """Context manager: functions compiled before the run are compiled for the GPU; at exit, undo all patches."""
         with contextlib.ExitStack() as stack:
             if dynamo.catch_errors.is_imported():
                 if not self._reason_not_to_compile:
-                    self._try(self._patch_frame_entry)
+                    self._try_install(self._patch_frame_entry)
                 if self._reason_not_to_compile:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
             try:
@@ -138,20 +138,20 @@ class Compiler(Extension):
                 self._exit_stack.close()
 
     def leave_in_child(self) -> None:
-        """Undo the compiler's patches in a child process; the folder of generated files belongs to the parent."""
+        """Undo the compiler's patches in a forked process, and keep the folder of generated files for the parent."""
         self._compiler_patches.undo()
         self._exit_stack.pop_all()
 
     # -- installed when something is compiled -----------------------------------------------------------------------
 
     def install(self) -> None:
-        """Import torch's compiler and install the patches, once per run."""
+        """Import torch's compiler and install the patches, at the first call in a run."""
         if not self._is_installed:
             self._is_installed = True
-            self._try(self._install_patches)
+            self._try_install(self._install_patches)
 
-    def _try(self, install: Callable[[], None]) -> None:
-        """Call `install`; if a requirement is missing, undo the patches and record the reason."""
+    def _try_install(self, install: Callable[[], None]) -> None:
+        """Call `install`; if torch lacks a name or no folder can be written, undo the patches and record the reason."""
         try:
             install()
         except (ImportError, AttributeError) as error:
@@ -197,37 +197,37 @@ class Compiler(Extension):
             dynamo.skip_module(f"memprof.{name}")
         self._exit_stack.enter_context(side_effects.register_constant_type(type(self._properties)))
 
-    def _restore_dynamo(self, skipped: list[str]) -> None:
-        dynamo.SKIP_DIRS.get()[:] = skipped
+    def _restore_dynamo(self, skipped_folders: list[str]) -> None:
+        dynamo.SKIP_DIRS.get()[:] = skipped_folders
         dynamo.recompile_re()
         with self._patches.suspended():
             dynamo.reset()
 
     def _patch_frame_entry(self) -> None:
-        """Patch Dynamo's entry so that it compiles without memprof's modes, under which Dynamo does not compile."""
-        call, skipped = dynamo.catch_errors.get(), dynamo.ConvertFrameReturn.get()
-        if "memprof" in call.__module__:
+        """Patch the function that Dynamo calls for each new frame, to compile the frame without memprof's modes."""
+        original_call, make_skipped_result = dynamo.catch_errors.get(), dynamo.ConvertFrameReturn.get()
+        if "memprof" in original_call.__module__:
             return
         counters = dynamo.counters.get()
 
         def compile_frame(self_: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
             is_called_by_memprof = sys._getframe(1).f_code.co_filename.startswith(_SKIPPED_FOLDERS)
             if is_called_by_memprof and not is_program(frame.f_code):
-                return skipped()
+                return make_skipped_result()
             self.install()
             outer_name, code = self._function_name, frame.f_code
             self._function_name = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
             num_frames, is_skipped = counters["frames"]["total"], False
             try:
                 with self._measure_time(), self._suspension():
-                    converted = call(self_, frame, *args, **kwargs)
-                is_skipped = converted.guarded_code is None and counters["frames"]["total"] == num_frames
-                if converted.frame_exec_strategy.cur_action.name == "RUN_ONLY":
+                    result = original_call(self_, frame, *args, **kwargs)
+                is_skipped = result.guarded_code is None and counters["frames"]["total"] == num_frames
+                if result.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                     self._diagnostics.report_recompile_limit(self._function_name)
-                return converted
+                return result
             except dynamo.InternalTorchDynamoError.get() as error:
                 self._report_fallback(error)
-                return skipped()
+                return make_skipped_result()
             finally:
                 self._function_name = outer_name
                 if self._suspension.are_modes_active and not is_skipped:
@@ -237,13 +237,13 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def _measure_time(self) -> Iterator[None]:
-        """Context manager: add the elapsed time to the compile time, for the outermost call only."""
-        is_outer, began = self._suspension.are_modes_active, time.perf_counter()
+        """Context manager: add the elapsed time to the compile time, unless inside another measurement."""
+        is_outer, start = self._suspension.are_modes_active, time.perf_counter()
         try:
             yield
         finally:
             if is_outer:
-                self._diagnostics.add_compile_time(time.perf_counter() - began)
+                self._diagnostics.add_compile_time(time.perf_counter() - start)
 
     def _report_fallback(self, error: BaseException) -> None:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -252,7 +252,7 @@ class Compiler(Extension):
         )
 
     def _make_patches(self) -> Iterator[Patch]:
-        """Yield the patches of Dynamo's and Inductor's functions that stay active during the whole run."""
+        """Yield the patches of Dynamo's and Inductor's functions that are active during the entire run."""
         suspension, activate_choices = self._suspension, self._device_choices.activate
         build = dynamo.build_guards.get()
         original_compile, original_inner = inductor.compile_fx.get(), inductor.compile_fx_inner.get()
@@ -281,7 +281,7 @@ class Compiler(Extension):
         def compile_on_gpu(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if "inner_compile" in kwargs:  # compile_fx calls itself with its settings
                 return original_compile(model, inputs, *args, **kwargs)
-            if not _is_on_gpu(model, inputs):
+            if not _uses_gpu(model, inputs):
                 return model
             options, uses_graphs = self._split_settings(kwargs.get("config_patches"))
             kwargs["config_patches"] = options
@@ -301,15 +301,15 @@ class Compiler(Extension):
         yield inductor.compile_fx.patch(compile_on_gpu)
         original_to_module = inductor.compile_to_module.get()
 
-        def compile_to_module(lowered: Any) -> Any:
-            module = original_to_module(lowered)
-            self._origins.record_buffers(lowered, str(module.__file__))
+        def compile_to_module(graph: Any) -> Any:
+            module = original_to_module(graph)
+            self._origins.record_buffers(graph, str(module.__file__))
             return module
 
         yield inductor.compile_to_module.patch(compile_to_module)
 
     def _split_settings(self, options: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
-        """Return the program's settings of Inductor without timing of kernels, and whether CUDA graphs are used."""
+        """Return the Inductor `options` without those that time kernels, and whether CUDA graphs are used."""
         options = dict(options or {})
         timing_options = [name for name in _TIMING_OPTIONS if options.pop(name, False)]
         if timing_options:
@@ -318,7 +318,7 @@ class Compiler(Extension):
 
     @contextlib.contextmanager
     def _prepare_compilation(self) -> Iterator[None]:
-        """Context manager: patches and settings of torch's compiler are active while it compiles."""
+        """Context manager: apply the patches and settings with which torch's compiler compiles for the virtual GPU."""
         from memprof.virtual.compiled import convolution_formats, tracing
 
         dynamo_config, aot_config = dynamo.config.get(), dynamo.functorch_config.get()
@@ -334,9 +334,9 @@ class Compiler(Extension):
             compile_patches.apply_all(convolution_formats.patches(self._device_state.gpu))
             compile_patches.apply_all(_gpu_patches(self._device_state.gpus, self._properties, self._driver_patches))
             with (
-                dynamo_config.patch(_select_known_settings(dynamo_config, _DYNAMO_SETTINGS)),
-                inductor_config.patch(_select_known_settings(inductor_config, _INDUCTOR_SETTINGS)),
-                aot_config.patch(_select_known_settings(aot_config, _AOT_SETTINGS)),
+                dynamo_config.patch(_select_supported_settings(dynamo_config, _DYNAMO_SETTINGS)),
+                inductor_config.patch(_select_supported_settings(inductor_config, _INDUCTOR_SETTINGS)),
+                aot_config.patch(_select_supported_settings(aot_config, _AOT_SETTINGS)),
                 warnings.catch_warnings(),
             ):
                 # Dynamo reads `.grad` of results of layers, which is no mistake of the program.
@@ -347,31 +347,31 @@ class Compiler(Extension):
             _clear_triton_caches()
 
 
-def _gpu_patches(gpus: Gpus, properties: Any, patches: list[Patch]) -> Iterator[Patch]:
-    """Yield patches of the functions below `torch.cuda` by which Dynamo and Inductor query the GPU."""
+def _gpu_patches(gpus: Gpus, properties: Any, driver_patches: list[Patch]) -> Iterator[Patch]:
+    """Yield patches of the private functions by which Dynamo and Inductor query the GPU."""
     # Inductor queries the accelerator's streams.
-    yield from (patch for patch in patches if patch[1].startswith("_cuda") or patch[1] == "default_generators")
+    yield from (patch for patch in driver_patches if patch[1].startswith("_cuda") or patch[1] == "default_generators")
     # torch built for CUDA would query the current device of a driver that does not exist.
     yield cuda.accelerator_get_accelerator.patch(returning(None))
-    for name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
-        yield name.patch(lambda device: gpus.select(device))
-    for name in (dynamo.cuda_exchange_device, dynamo.cuda_maybe_exchange_device):
-        yield name.patch(staticmethod(gpus.select))
+    for private_name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
+        yield private_name.patch(lambda device: gpus.select(device))
+    for private_name in (dynamo.cuda_exchange_device, dynamo.cuda_maybe_exchange_device):
+        yield private_name.patch(staticmethod(gpus.select))
     yield cuda.is_compiled.patch(returning(True))
     yield cuda.initialized.patch(True)
-    yield cuda.cached_device_count.patch(gpus.number)
+    yield cuda.cached_device_count.patch(gpus.num_gpus)
     yield cuda.get_device_properties.patch(returning(properties))
     yield dynamo.get_cuda_stream.patch(returning(0))
-    yield dynamo.caching_worker_device_properties.patch({"cuda": [properties] * gpus.number})
+    yield dynamo.caching_worker_device_properties.patch({"cuda": [properties] * gpus.num_gpus})
     yield dynamo.caching_worker_current_devices.patch({})
     yield dynamo.cuda_get_raw_stream.patch(staticmethod(returning(0)))
     yield inductor.triton_hash_with_backend.patch(returning("memprof"))
-    triton = sys.modules.get("triton.runtime.driver")
-    if triton is not None:
+    triton_driver = sys.modules.get("triton.runtime.driver")
+    if triton_driver is not None:
         # Triton compiles the program's kernels for a target; the first stage shows which arguments a kernel writes.
         compiler: Any = importlib.import_module("triton.backends.compiler")
         target = compiler.GPUTarget("cuda", 10 * properties.major + properties.minor, properties.warp_size)
-        yield triton.driver, "_active", SimpleNamespace(get_current_target=returning(target))
+        yield triton_driver.driver, "_active", SimpleNamespace(get_current_target=returning(target))
 
 
 def _clear_triton_caches() -> None:
@@ -388,15 +388,15 @@ def _set_cache_folder(folder: str | None) -> None:
         os.environ[_CACHE_VARIABLE] = folder
 
 
-def _select_known_settings(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the `settings` that the configuration `module` of this release has."""
+def _select_supported_settings(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `settings` that the configuration module `module` of this torch release has."""
     names = set(module.get_config_copy()) if hasattr(module, "get_config_copy") else set(module._config)
     return {name: value for name, value in settings.items() if name in names}
 
 
-def _is_on_gpu(model: Any, inputs: Any) -> bool:
-    """Return whether a tensor of a graph is on the GPU; graphs of the host run eagerly, for their results."""
-    values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
+def _uses_gpu(graph_module: Any, inputs: Any) -> bool:
+    """Return whether a tensor of the graph is on the GPU. Other graphs run eagerly, since their results are needed."""
+    values = [*inputs, *(node.meta.get("example_value") for node in graph_module.graph.nodes)]
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 
 

@@ -19,7 +19,7 @@ _CUDNN_BACKENDS = ("Cudnn", "CudnnTranspose")
 
 
 def patches(gpu: DeviceProperties) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) of the queries for backend and memory format."""
+    """Yield patches (owner, name, replacement) of the functions that choose backend and memory format."""
     select_backend, determine_format = dynamo.select_conv_backend, dynamo.conv_determine_backend_memory_format
     if select_backend.exists() and determine_format.exists():  # called by torch/_subclasses/fake_impls.py, `conv`
         yield select_backend.patch(_wrap_select_backend(gpu, select_backend.get()))
@@ -27,7 +27,7 @@ def patches(gpu: DeviceProperties) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _wrap_select_backend(gpu: DeviceProperties, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of `_select_conv_backend` (native/Convolution.cpp), exact in memory formats."""
+    """Return a replacement of `_select_conv_backend` (native/Convolution.cpp) that leads to the right memory format."""
     backends = dynamo.ConvBackend.get()
 
     def select_backend(*args: Any, **kwargs: Any) -> Any:

@@ -22,8 +22,8 @@ _CUDA_GRAPHS_ASSUMPTION = (
     "Compiled code runs in CUDA graphs, as it was asked to: what they take stays in a pool of their own, which serves "
     "nothing else. A replay is counted as taking again from the pool what was captured."
 )
-_SKIPPED = "Compiled code of {} runs without CUDA graphs, as on a GPU: {}."
-_CAPTURED_CALL = 2  # number of the call that is captured, for each combination of sizes
+_SKIPPED_ASSUMPTION = "Compiled code of {} runs without CUDA graphs, as on a GPU: {}."
+_CAPTURE_CALL = 2  # number of the call that is captured, for each combination of sizes
 
 
 class CudaGraphs:
@@ -36,14 +36,14 @@ class CudaGraphs:
         self._num_sizes_by_line: Counter[str] = Counter()
 
     def wrap_compiled(self, compiled: Any, settings: dict[str, Any], name: str) -> None:
-        """Make `compiled`, the code of the function `name`, run as a CUDA graph, unless torch would not capture it."""
+        """Make `compiled`, the code of the function `name`, run as a CUDA graph, if torch would capture it."""
         static_indices = set(settings.get("static_input_idxs") or ())
         written_indices = set(getattr(compiled, "mutated_input_idxs", ())) - static_indices
         reason = getattr(compiled, "disabled_cudagraphs_reason", None) or (
             "it writes into an input" if written_indices else ""
         )
         if reason:
-            self._assume(_SKIPPED.format(name, str(reason).partition("\n")[0].rstrip(". ")))
+            self._assume(_SKIPPED_ASSUMPTION.format(name, str(reason).partition("\n")[0].rstrip(". ")))
             return
         self._assume(_CUDA_GRAPHS_ASSUMPTION)
         compiled.current_callable = _CudaGraph(
@@ -51,17 +51,17 @@ class CudaGraphs:
         )
 
     def count_input_sizes(self) -> None:
-        """Count new sizes of inputs for the current line of the program; each has a graph of its own."""
-        line = self._recorder.attribution.find_call_site(sys._getframe(1)).source
+        """Count a new combination of input sizes, which gets its own graph, for the program's current line."""
+        source = self._recorder.attribution.find_call_site(sys._getframe(1)).source
         trace = self._recorder.trace
-        if line != NONE:
-            self._num_sizes_by_line[trace.sources[line]] += 1
+        if source != NONE:
+            self._num_sizes_by_line[trace.sources[source]] += 1
             trace.graphed[:] = [CudaGraphed(*item) for item in self._num_sizes_by_line.items()]
 
     def run_in_pool(
         self, compiled: Callable[[list[Any]], Any], inputs: list[Any], copied_indices: Iterable[int]
     ) -> tuple[Any, list[Any]]:
-        """Return the result of `compiled` in memory of the pool, and copies of the inputs at `copied_indices`."""
+        """Return the result of `compiled` and copies of the inputs at `copied_indices`, all allocated from the pool."""
         if not self._pool:
             self._pool = torch.cuda.graph_pool_handle()[0]
         previous = self._recorder.active_pool.select_pool(self._pool, is_thread_local=False)
@@ -76,7 +76,7 @@ class CudaGraphs:
 
 
 class _CudaGraph:
-    """CUDA graph of one compiled forward or backward; callable with a list of inputs, which the call empties."""
+    """CUDA graph of one compiled forward or backward; callable with the list of inputs, which is emptied."""
 
     def __init__(
         self, graphs: CudaGraphs, compiled: Callable[[list[Any]], Any], static_indices: set[int], is_forward: bool
@@ -94,7 +94,7 @@ class _CudaGraph:
         copied_indices: list[int] = []
         if call_number == 1 and self._is_forward:
             self._graphs.count_input_sizes()
-        if call_number == _CAPTURED_CALL:
+        if call_number == _CAPTURE_CALL:
             torch.cuda.empty_cache()  # the first step of torch.cuda.graph
             tensors = (i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
             copied_indices = [i for i in tensors if i not in self._static_indices]

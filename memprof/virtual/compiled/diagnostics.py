@@ -1,7 +1,7 @@
-"""Diagnostics of Dynamo's graphs: functions that are compiled again, and graph breaks.
+"""Diagnostics of Dynamo's graphs: recompilations and graph breaks.
 
-Each is reported once. A graph break has a cost in bytes: the results that one graph leaves in memory for the next,
-which a single graph might have fused.
+Each cause is reported once. The cost of a graph break, in bytes, is the results that one graph leaves in memory for
+the next graph, which a single graph might have fused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompileDiagnostics:
         self._suspension = suspension
         self._recorder = recorder
         self._assume = assume
-        self._reported: set[tuple[Any, str]] = set()
+        self._reported_keys: set[tuple[Any, str]] = set()
         # Code objects of functions that were compiled in this run; Dynamo's caches also have those of earlier runs.
         self._compiled_code: set[Any] = set()
         self._graph_break: Any = None
@@ -44,25 +44,25 @@ class CompileDiagnostics:
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield the patches (owner, name, replacement) of Dynamo's functions."""
 
-        original_reasons = dynamo.get_and_maybe_log_recompilation_reasons.get()
-        original_subgraph, compile_graph = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
+        original_find_reasons = dynamo.get_and_maybe_log_recompilation_reasons.get()
+        original_compile_subgraph, original_compiler = dynamo.compile_subgraph.get(), dynamo.call_user_compiler.get()
 
         def find_reasons(entries: Any, frame: Any, *args: Any, **kwargs: Any) -> list[str]:
             # Guards are evaluated under memprof's patches, as while the program runs.
             with self._suspension.resume():
-                found: list[str] = original_reasons(entries, frame, *args, **kwargs)
-            self._report_recompilation(frame.f_code, found)
-            return found
+                reasons: list[str] = original_find_reasons(entries, frame, *args, **kwargs)
+            self._report_recompilation(frame.f_code, reasons)
+            return reasons
 
         def compile_subgraph(graph: Any, tracer: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
             self._graph_break = reason if reason.graph_break else None
             self._compiled_code.add(tracer.f_code)
-            return original_subgraph(graph, tracer, reason, *args, **kwargs)
+            return original_compile_subgraph(graph, tracer, reason, *args, **kwargs)
 
         def call_user_compiler(graph: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
             if self._graph_break is not None:
                 self._report_graph_break(self._graph_break, module)
-            return compile_graph(graph, module, *args, **kwargs)
+            return original_compiler(graph, module, *args, **kwargs)
 
         yield dynamo.get_and_maybe_log_recompilation_reasons.patch(find_reasons)
         yield dynamo.compile_subgraph.patch(compile_subgraph)
@@ -74,13 +74,13 @@ class CompileDiagnostics:
         self._recorder.trace.compiling = CompileStats(round(self._seconds, 3), len(self._kernels))
 
     def record_kernel(self, source: str) -> None:
-        """Record the source of a kernel that Inductor generated."""
+        """Record the source code of a kernel that Inductor generated."""
         self._kernels.add(source)
 
-    def record_saved_tensors(self, saved: list[SavedResult], excess_bytes: int) -> None:
-        """Record the results that a graph saves for the backward, and the bytes beyond those of eager code."""
+    def record_saved_tensors(self, saved_results: list[SavedResult], excess_bytes: int) -> None:
+        """Record the results that a graph saves for the backward, and the bytes by which they exceed eager code's."""
         self._num_saving_graphs += 1
-        for result, count in Counter(saved).items():
+        for result, count in Counter(saved_results).items():
             key = (
                 self._num_saving_graphs,
                 excess_bytes,
@@ -93,7 +93,7 @@ class CompileDiagnostics:
             self._recorder.trace.compiled_keeps.append(CompiledSavedTensors(*key))
 
     def report_recompile_limit(self, name: str) -> None:
-        """Report that the function `name` (with its source line) reached Dynamo's recompile limit."""
+        """Report that the function `name`, given with its source line, reached Dynamo's recompile limit."""
         limit = dynamo.config.get().recompile_limit
         self._assume(
             f"{name} was compiled {limit} times (torch._dynamo.config.recompile_limit), and for whatever fits none of "
@@ -108,9 +108,9 @@ class CompileDiagnostics:
         reason = reasons[-1].partition(": ")[2].partition("\n")[0] or reasons[-1]
         reason = reason.partition("  # ")[0].strip().rstrip(".")
         key = (code, _NUMBERS.sub("", reason))
-        if key in self._reported:
+        if key in self._reported_keys:
             return
-        self._reported.add(key)
+        self._reported_keys.add(key)
         self._assume(
             f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is compiled again ({reason[:_MAX_CHARS]}), "
             "which costs time, and memory of the GPU where it runs in CUDA graphs; more of the kind is not told."
@@ -121,9 +121,9 @@ class CompileDiagnostics:
         if not frames:
             return
         location = f"{frames[-1].filename}:{frames[-1].lineno}"
-        if (location, "") in self._reported:
+        if (location, "") in self._reported_keys:
             return
-        self._reported.add((location, ""))
+        self._reported_keys.add((location, ""))
         cause = str(reason.reason).strip().partition("\n")[0].rstrip(".")
         entry = GraphBreak(f"{location} {frames[-1].name}", cause[:_MAX_CHARS], _count_output_bytes(module))
         self._recorder.trace.graph_ends.append(entry)

@@ -13,7 +13,7 @@ from memprof.torch_private.dispatch import pop_function_mode, push_function_mode
 
 
 class Suspension:
-    """Context manager that suspends the run's `patches` and `modes`, and enters `replacement` in their place."""
+    """Suspension of the run's `patches` and `modes`: `with suspension():` enters `replacement` in their place."""
 
     def __init__(
         self, patches: PatchSet, modes: tuple[object, ...], replacement: Callable[[], AbstractContextManager[Any]]
@@ -25,12 +25,12 @@ class Suspension:
 
     @property
     def are_modes_active(self) -> bool:
-        """Return whether the run's patches and modes are active, and not suspended."""
+        """Return whether the run's patches and modes are not suspended."""
         return self._stack is None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Context manager: patches and modes are suspended; the patches for compilation are active."""
+        """Context manager: suspend patches and modes, and enter the replacement; nested calls change nothing."""
         if self._stack is not None:
             yield
             return
@@ -42,7 +42,7 @@ class Suspension:
 
     @contextlib.contextmanager
     def resume(self) -> Iterator[None]:
-        """Context manager: inside a suspension, patches and modes are active again."""
+        """Context manager: make patches and modes active again inside a suspension."""
         if self._stack is None:
             yield
             return
@@ -81,7 +81,7 @@ class Suspension:
             _push_modes(dispatch_modes, dispatch.push_dispatch_mode)
 
 
-def _push_modes(modes: list[Any], push: Callable[[Any], None], excluded: tuple[object, ...] = ()) -> None:
+def _push_modes(modes: list[Any], push: Callable[[Any], None], excluded_modes: tuple[object, ...] = ()) -> None:
     for mode in reversed(modes):
-        if not any(mode is other for other in excluded):
+        if not any(mode is excluded for excluded in excluded_modes):
             push(mode)

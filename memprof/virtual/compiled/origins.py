@@ -1,4 +1,4 @@
-"""BufferOrigins of the buffers of generated code: module, source line and operator of the result in each buffer.
+"""Origins of the buffers of generated code: operator, module and source line whose result each buffer holds.
 
 Inductor keeps the graph nodes of every buffer; Dynamo keeps, in every node, the stack of modules and the program's
 stack. A generated file has one line for each allocation, with the name of the buffer.
@@ -27,7 +27,7 @@ UNKNOWN_OPERATOR = "compiled kernel"  # operator of a buffer without a node
 
 
 class BufferOrigin(NamedTuple):
-    """Origin of one buffer: operator, path of the module in the compiled module, source (`file:line function`)."""
+    """Origin of one buffer: operator, path of the module in the compiled module, source line (`file:line function`)."""
 
     op: str
     module: str
@@ -35,7 +35,7 @@ class BufferOrigin(NamedTuple):
 
 
 class BufferOrigins:
-    """Table of the origins of all buffers, by generated file; `folder` returns the folder of these files."""
+    """Table of the origins of all buffers, by generated file; `folder()` is the folder of these files."""
 
     def __init__(self, recorder: Recorder, folder: Callable[[], str]) -> None:
         self._recorder = recorder
@@ -49,7 +49,7 @@ class BufferOrigins:
         self._origins_by_file[file] = {name: find_node_origin(node) for name, node in _find_buffer_nodes(graph)}
 
     def find_call_site(self, frame: FrameType | None, call_site: CallSite) -> tuple[str, CallSite]:
-        """Return operator and call site of an allocation, from the nearest generated code above `frame`."""
+        """Return operator and call site of an allocation by generated code at or above `frame`; else `call_site`."""
         while frame is not None and not frame.f_code.co_filename.startswith(self._folder()):
             frame = frame.f_back
         origin = None if frame is None else self._find_origin(frame.f_code.co_filename, frame.f_lineno)
@@ -67,14 +67,14 @@ class BufferOrigins:
     def _find_origin(self, file: str, line: int) -> BufferOrigin | None:
         key = (file, line)
         if key not in self._origins_by_line:
-            with open(file, encoding="utf-8") as text:
-                found = _ALLOCATION.match(text.read().splitlines()[line - 1])
-            self._origins_by_line[key] = self._origins_by_file.get(file, {}).get(found[1]) if found else None
+            with open(file, encoding="utf-8") as stream:
+                match = _ALLOCATION.match(stream.read().splitlines()[line - 1])
+            self._origins_by_line[key] = self._origins_by_file.get(file, {}).get(match[1]) if match else None
         return self._origins_by_line[key]
 
 
 def _find_buffer_nodes(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each buffer of a lowered graph, and the node whose result the buffer holds."""
+    """Yield the name of each buffer of `graph`, lowered by Inductor, and the node whose result the buffer holds."""
     for name, buffer in graph.name_to_buffer.items():
         nodes = list(getattr(buffer, "origins", ()))
         node = getattr(buffer, "origin_node", None) or next(iter(nodes), None)
@@ -88,10 +88,10 @@ def _find_operator_name(node: Any) -> str:
 
 
 def find_node_origin(node: Any) -> BufferOrigin:
-    """Return the origin of the result of a traced node, from the metadata that Dynamo recorded."""
+    """Return the origin of the result of `node`, from the metadata that Dynamo recorded."""
     meta = node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
-    path = next((_ROOT_NAME.sub("", str(found[0])) for found in reversed(list(modules.values()))), "")
+    path = next((_ROOT_NAME.sub("", str(entry[0])) for entry in reversed(list(modules.values()))), "")
     frames = list(_FRAME.finditer(meta.get("stack_trace") or ""))
     program_frames = [frame for frame in frames if is_program_file(frame["file"])]
     source = (

@@ -1,4 +1,4 @@
-"""Patches of Dynamo where compilation has effects on the program's objects: run under memprof's patches, or omitted."""
+"""Patches of Dynamo where compilation changes the program's objects: it runs under memprof's patches, or not at all."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def patches(
     yield from _patch_streams()
 
     @contextlib.contextmanager
-    def enable(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def enable_compiled_autograd(*args: Any, **kwargs: Any) -> Iterator[None]:
         assume(_NO_COMPILED_AUTOGRAD)
         yield
 
-    yield dynamo.enable_compiled_autograd.patch(enable)
-    replace = dynamo.set_torch_function_mode_stack.get(None)
-    if replace is not None:
+    yield dynamo.enable_compiled_autograd.patch(enable_compiled_autograd)
+    original_set_modes = dynamo.set_torch_function_mode_stack.get(None)
+    if original_set_modes is not None:
 
         def set_modes(modes: list[Any]) -> None:
             # Compiled code that has entered or left a mode sets the stack of the time of compilation.
             own_modes = [mode for mode in get_current_function_mode_stack() if mode is function_mode]
-            replace([*(mode for mode in own_modes if mode not in modes), *modes])
+            original_set_modes([*(mode for mode in own_modes if mode not in modes), *modes])
 
         yield dynamo.set_torch_function_mode_stack.patch(set_modes)
 
@@ -41,10 +41,10 @@ def patches(
 @contextlib.contextmanager
 def register_constant_type(constant_type: type) -> Iterator[None]:
     """Context manager: Dynamo treats values of the type `constant_type` as constants, as it does a GPU's properties."""
-    constant_types, variable = dynamo.common_constant_types.get(), dynamo.ConstantVariable.get()
+    constant_types, constant_variable = dynamo.common_constant_types.get(), dynamo.ConstantVariable.get()
     constant_types.add(constant_type)
     handlers = dynamo.type_handlers.get({})
-    handlers[constant_type] = lambda tracer, value: variable.create(value)
+    handlers[constant_type] = lambda tracer, value: constant_variable.create(value)
     try:
         yield
     finally:
@@ -52,14 +52,14 @@ def register_constant_type(constant_type: type) -> Iterator[None]:
         handlers.pop(constant_type, None)
 
 
-def _patch_optimizers(variable: Any, suspension: Suspension) -> Iterator[tuple[Any, str, Any]]:
-    """Yield patches by which Dynamo creates the state of an optimizer (`_init_group`) under memprof's patches."""
-    call = variable.call_method
+def _patch_optimizers(variable_class: Any, suspension: Suspension) -> Iterator[tuple[Any, str, Any]]:
+    """Yield patches with which Dynamo creates an optimizer's state (`_init_group`) under memprof's patches."""
+    original_call = variable_class.call_method
 
     def call_method(self: Any, tracer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         optimizer = self.value
         if name != "_init_group" or not hasattr(optimizer, name) or name in vars(optimizer):
-            return call(self, tracer, name, *args, **kwargs)
+            return original_call(self, tracer, name, *args, **kwargs)
         original = optimizer._init_group
 
         def init_group(*init_args: Any, **init_kwargs: Any) -> Any:
@@ -68,13 +68,13 @@ def _patch_optimizers(variable: Any, suspension: Suspension) -> Iterator[tuple[A
 
         optimizer._init_group = init_group
         try:
-            return call(self, tracer, name, *args, **kwargs)
+            return original_call(self, tracer, name, *args, **kwargs)
         finally:
             del optimizer._init_group
 
-    yield variable, "call_method", call_method
+    yield variable_class, "call_method", call_method
     for name in ("set_capturable", "_set_capturable"):
-        original_set = getattr(variable, name, None)
+        original_set = getattr(variable_class, name, None)
         if original_set is not None:
 
             def set_capturable(self: Any, tracer: Any, original_set: Any = original_set) -> Any:
@@ -85,19 +85,19 @@ def _patch_optimizers(variable: Any, suspension: Suspension) -> Iterator[tuple[A
                             group["capturable"] = True
                 return original_set(self, tracer)
 
-            yield variable, name, set_capturable
+            yield variable_class, name, set_capturable
 
 
 def _patch_streams() -> Iterator[tuple[Any, str, Any]]:
-    """Yield a patch that breaks the graph where the program enters a stream: streams of the run are not of torch's
-    class, for which Dynamo would not compile the whole function."""
+    """Yield a patch that makes a graph break where the program enters a stream. Dynamo would otherwise not compile the
+    function at all, since memprof's streams are not of torch's class."""
     original = dynamo.create_stream_context.get(None)
     if original is None:
         return
 
-    def create(tracer: Any, stream: Any, **kwargs: Any) -> Any:
+    def create_stream_context(tracer: Any, stream: Any, **kwargs: Any) -> Any:
         if not hasattr(stream, "user_object_index"):
             raise dynamo.Unsupported("a stream is entered")
         return original(tracer, stream, **kwargs)
 
-    yield dynamo.create_stream_context.patch(staticmethod(create))
+    yield dynamo.create_stream_context.patch(staticmethod(create_stream_context))

@@ -21,7 +21,7 @@ _WRITTEN_PREFIXES = ("out_ptr", _UPDATED_PREFIX)
 
 
 class SkippedKernel:
-    """Kernel that Inductor generated and that is not run; the values of written tensors become unknown.
+    """Kernel that Inductor generated; launches are skipped, and the values of written tensors become unknown.
 
     Args:
         source: Python source of the kernel.
@@ -32,15 +32,15 @@ class SkippedKernel:
     def __init__(
         self, source: str, on_write: Callable[[torch.Tensor], None], on_launch: Callable[[list[torch.Tensor]], None]
     ) -> None:
-        found = _SIGNATURE.search(source)
-        names = [name.split(":")[0].strip() for name in found[1].split(",")] if found else []
+        match = _SIGNATURE.search(source)
+        names = [name.split(":")[0].strip() for name in match[1].split(",")] if match else []
         self._written_positions = [i for i, name in enumerate(names) if name.startswith(_WRITTEN_PREFIXES)]
         self._updated_positions = [i for i, name in enumerate(names) if name.startswith(_UPDATED_PREFIX)]
         self._on_write = on_write
         self._on_launch = on_launch
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Report the tensors that a launch of the kernel would read and write."""
+        """Call `on_write` and `on_launch` with the tensors among `args`, in place of a launch."""
         tensors = {i: value for i, value in enumerate(args) if isinstance(value, torch.Tensor)}
         with torch.DisableTorchFunction():  # sizes are not read by the program
             for i in self._written_positions:
@@ -59,7 +59,7 @@ def patches(
             buffer = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
             op, call_site = origins.find_call_site(frame, device_state.recorder.attribution.find_call_site(frame))
-            device_state.record([buffer], op, call_site, device_state.gpus.named())
+            device_state.record([buffer], op, call_site, device_state.gpus.get_name())
         return buffer
 
     def copy_if_misaligned(tensor: Any) -> Any:
@@ -75,7 +75,7 @@ def patches(
     def make_kernel(compiler: Any, name: str, source: str, device_str: str = "cuda") -> SkippedKernel:
         on_kernel(source)
         return SkippedKernel(
-            source, forget_values, lambda tensors: device_state.meter.kernel(UNKNOWN_OPERATOR, tensors)
+            source, forget_values, lambda tensors: device_state.meter.count_kernel(UNKNOWN_OPERATOR, tensors)
         )
 
     def reject_host_code(*args: Any, **kwargs: Any) -> Any:
@@ -90,8 +90,8 @@ def patches(
     yield inductor.wait.patch(lambda compiler, scope: None)
 
 
-def register_rng_operators(mode: type) -> None:
-    """Register, for the run's `mode`, the operators by which a graph saves the state of the random number generator.
+def register_rng_operators(mode_class: type) -> None:
+    """Register rules for `mode_class` of the operators by which a graph saves and restores the random state.
 
     No random number is drawn, and the states are on the host (torch/_prims/rng_prims.py).
     """
@@ -114,5 +114,5 @@ def register_rng_operators(mode: type) -> None:
 
     for name, rule in rules.items():
         operator = getattr(dynamo.rng_prims.get(), name, None)
-        if operator is not None and mode not in operator.python_key_table:
-            operator.py_impl(mode)(wrap_rule(rule))
+        if operator is not None and mode_class not in operator.python_key_table:
+            operator.py_impl(mode_class)(wrap_rule(rule))

@@ -14,7 +14,7 @@ import torch
 from memprof.torch_private import cuda
 from memprof.torch_private.names import PrivateName
 from memprof.virtual.gpus import Gpus
-from memprof.virtual.legacy_types import LEGACY_TYPES, legacy_type
+from memprof.virtual.legacy_types import LEGACY_TYPES, parse_legacy_type
 
 UUID = "00000000-0000-0000-0000-000000000000"
 _RNG_STATE_BYTES = 16  # seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)
@@ -101,7 +101,7 @@ def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
     plain = torch.Tensor.__new__
 
     def set_default_tensor_type(kind: Any) -> None:
-        named = legacy_type(kind)
+        named = parse_legacy_type(kind)
         if named is None:
             raise TypeError("invalid type object")
         torch.set_default_dtype(named[1])
@@ -124,12 +124,12 @@ def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, replacement) of the functions below `torch.cuda` that a CUDA build has."""
 
     answers: dict[PrivateName, Any] = {
-        cuda.get_device_count: gpus.number,
+        cuda.get_device_count: gpus.num_gpus,
         cuda.init: None,
         cuda.is_in_bad_fork: False,
         cuda.has_primary_context: True,
         cuda.synchronize: None,
-        cuda.can_device_access_peer: gpus.several and gpus.are_peers,
+        cuda.can_device_access_peer: gpus.has_several and gpus.are_peers,
         cuda.get_current_raw_stream: 0,
         cuda.get_current_blas_handle: 0,
         cuda.get_current_solver_handle: 0,
@@ -159,7 +159,7 @@ def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
     ):  # fmt: skip
         yield function.patch(lambda device: gpus.select(device))
     yield torch, "Generator", _make_generator_class(gpus)
-    yield torch.cuda, "default_generators", tuple(map(gpu_generator, range(gpus.number)))
+    yield torch.cuda, "default_generators", tuple(map(gpu_generator, range(gpus.num_gpus)))
     for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _legacy_type(name, dtype)
     yield from _default_type_patches()

@@ -149,7 +149,7 @@ def _torch_cuda_functions(answers: _Answers, context: InstallContext) -> dict[st
         **{name: answers.statistic(key) for name, key in _STATISTICS.items()},
         **{name: getattr(answers, name) for name in _ANSWERED},
         "device": CudaDevice,
-        "device_count": returning(gpus.number),
+        "device_count": returning(gpus.num_gpus),
         "get_arch_list": returning([f"sm_{major}{minor}"]),
         "get_device_name": answers.of_any_device(gpu.name),
         "get_device_capability": answers.of_any_device((major, minor)),
@@ -255,7 +255,7 @@ class _Answers:
         self._gpus.select(device)
 
     def synchronize(self, device: Any = None) -> None:
-        self._streams.record_host_wait_for_all(self._gpus.devices[self._gpus.use(device)])
+        self._streams.record_host_wait_for_all(self._gpus.devices[self._gpus.mark_used(device)])
 
     def of_any_device(self, value: Any) -> Callable[..., Any]:
         """Return a function that returns `value` for every existing GPU: all GPUs are equal."""
@@ -278,7 +278,7 @@ class _Answers:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _statistics_of(self, device: Any) -> MemoryStatistics:
-        return self._context.memory.of(self._gpus.named(device))
+        return self._context.memory.get_statistics(self._gpus.get_name(device))
 
     def statistic(self, name: str) -> Callable[..., int]:
         return lambda device=None: self._statistics_of(device).stats()[name]
@@ -288,7 +288,7 @@ class _Answers:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         total = self._context.gpu.total_bytes
-        return max(0, total - self._context.used_bytes(self._gpus.devices[self._gpus.use(device)])), total
+        return max(0, total - self._context.used_bytes(self._gpus.devices[self._gpus.mark_used(device)])), total
 
     def device_memory_used(self, device: Any = None) -> int:
         free, total = self.mem_get_info(device)
@@ -323,7 +323,7 @@ class _Answers:
         return self._fraction
 
     def snapshot(self, *args: Any) -> dict[str, Any]:
-        snapshots = [self._context.memory.of(device).snapshot() for device in self._gpus.devices]
+        snapshots = [self._context.memory.get_statistics(device).snapshot() for device in self._gpus.devices]
         segments = [{**one, "device": index} for index, each in enumerate(snapshots) for one in each["segments"]]
         traces = [trace for each in snapshots for trace in each["device_traces"]]
         return self.history.cut({**snapshots[0], "segments": segments, "device_traces": traces})
@@ -332,15 +332,15 @@ class _Answers:
 
     def set_stream(self, stream: Any) -> None:
         if stream is not None:
-            self._streams.select_stream(self._gpus.named(stream.device), stream.stream_id)
+            self._streams.select_stream(self._gpus.get_name(stream.device), stream.stream_id)
             self._gpus.select(stream.device)
 
     def current_stream(self, device: Any = None) -> streams.CudaStream:
-        named = self._gpus.named(device)
+        named = self._gpus.get_name(device)
         return streams.CudaStream(named, stream_id=self._streams.get_current_stream(named))
 
     def default_stream(self, device: Any = None) -> streams.CudaStream:
-        return streams.CudaStream(self._gpus.named(device), stream_id=0)
+        return streams.CudaStream(self._gpus.get_name(device), stream_id=0)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         for part in get_sparse_parts(tensor) or [tensor]:

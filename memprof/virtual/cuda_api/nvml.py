@@ -28,22 +28,22 @@ class Pynvml(Extension):
 
 def _answers(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -> dict[str, Any]:
     """Return name of a function of pynvml -> replacement; `used_bytes` returns the bytes in use on a GPU."""
-    handles = [SimpleNamespace(index=index) for index in range(gpus.number)]
+    handles = [SimpleNamespace(index=index) for index in range(gpus.num_gpus)]
 
     def memory(device: Any, version: Any = None) -> Any:
-        used = used_bytes(gpus.named(device.index))
+        used = used_bytes(gpus.get_name(device.index))
         return SimpleNamespace(total=gpu.total_bytes, used=used, free=max(0, gpu.total_bytes - used), reserved=0)
 
     def processes(device: Any) -> list[Any]:
         return [
-            SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(gpus.named(device.index)), gpuInstanceId=None)
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(gpus.get_name(device.index)), gpuInstanceId=None)
         ]
 
     return {
         "nvmlInit": lambda: None,
         "nvmlInitWithFlags": lambda flags: None,
         "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: gpus.number,
+        "nvmlDeviceGetCount": lambda: gpus.num_gpus,
         "nvmlDeviceGetHandleByIndex": lambda index: handles[gpus.index(index)],
         "nvmlDeviceGetHandleByUUID": lambda uuid: handles[0],
         "nvmlDeviceGetIndex": lambda device: device.index,

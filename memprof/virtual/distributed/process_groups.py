@@ -86,7 +86,7 @@ class ProcessGroups(Extension):
             size = world_size if world_size > 0 else _read_setting("world_size", init_method)
             group_rank = rank if rank >= 0 else _read_setting("rank", init_method)
             if size is None or (size > 1 and group_rank is None) or str(backend) == "fake":  # torch raises the error
-                self._context.note_joined(RankFacts())
+                self._context.record_rank(RankFacts())
                 original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
                 return
             facts = RankFacts(group_rank or 0, size, without_nccl=str(backend) in _HOST_BACKENDS)
@@ -95,7 +95,7 @@ class ProcessGroups(Extension):
                 self._context.assume(_NCCL_MEMORY)
             if size == 1:
                 self._context.assume(_ONE_PROCESS)
-            self._context.note_joined(facts)
+            self._context.record_rank(facts)
             self._facts = facts
             # Without a network store and options for NCCL only (pg_options, device_id).
             store_options = {} if backend == "mpi" else {"store": self._store(), "rank": facts.rank, "world_size": size}
@@ -109,7 +109,7 @@ class ProcessGroups(Extension):
             raise invalid_on_cuda_error(
                 f"is rank {facts.rank} of {facts.world_size}, and there is none", "ranks count from 0"
             )
-        max_ranks = self._context.gpus.number * self._context.options.nodes
+        max_ranks = self._context.gpus.num_gpus * self._context.options.nodes
         if facts.world_size > max_ranks and backend not in _HOST_BACKENDS:
             raise invalid_on_cuda_error(
                 f"joins a group of {facts.world_size} processes, and there are GPUs for {max_ranks}",
@@ -134,7 +134,7 @@ class ProcessGroups(Extension):
             options.pop("backend_options", None)
             if self._facts.without_nccl and backend_name not in _HOST_BACKENDS:
                 self._facts = dataclasses.replace(self._facts, without_nccl=False)
-                self._context.note_joined(self._facts)
+                self._context.record_rank(self._facts)
                 self._context.assume(_NCCL_MEMORY)
             if size < 0:  # MPI would provide the size
                 size, rank, store = self._facts.world_size, self._facts.rank, self._store()

@@ -79,7 +79,7 @@ class RankGroup(_ProcessGroup):
         self._backend_name = backend_name
         self._backend = context.rank_backend
         self._on_gpu = context.is_on_gpu
-        self._count_sent_bytes = context.dispatch_mode.meter.sent
+        self._count_sent_bytes = context.dispatch_mode.meter.count_collective
         self._owners = context.recorder.owners
         self._stream: Any = None  # NCCL's stream for sends and receives
         self._num_calls = 0

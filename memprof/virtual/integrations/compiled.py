@@ -45,7 +45,7 @@ class CompiledCode(Extension):
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the launches of Triton's kernels, which skip the kernel or end the run with its name."""
-        yield from _triton_patches(context.note_written if context.options.passes_kernels else None)
+        yield from _triton_patches(context.mark_written if context.options.skips_kernels else None)
 
 
 def _triton_patches(note_written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:

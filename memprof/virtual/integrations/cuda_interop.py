@@ -37,9 +37,9 @@ class Native(Extension):
 
         yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
         yield cuda.jiterator_compile_and_launch_kernel.patch(_make_refusing_launch("torch.cuda.jiterator"))
-        compiled = _NoOpKernel(functools.partial(context.note_written, by="CUDA kernels that are compiled at run time"))
+        compiled = _NoOpKernel(functools.partial(context.mark_written, by="CUDA kernels that are compiled at run time"))
         refuses = _make_refusing_launch("torch.cuda._compile_kernel")
-        passes = context.options.passes_kernels
+        passes = context.options.skips_kernels
         yield cuda.compile_kernel.patch((lambda *args, **kwargs: compiled) if passes else refuses)
         for owner in (torch.cuda, torch.cuda.memory):
             for name, what in _ALLOCATORS.items():

@@ -23,7 +23,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from memprof.patching import Extension, Patch, PatchSet
 from memprof.torch_private import loaders
 from memprof.virtual.install_context import InstallContext
-from memprof.virtual.limits import HostOnly
+from memprof.virtual.limits import HostOnlyMode
 
 # Containers of a dataset up to this length may be state and are copied for each worker. Longer ones are data.
 _COPIED_ELEMENTS = 1 << 16
@@ -40,7 +40,7 @@ class Loaders(Extension):
         """Yield the patch of the iterator over batches of workers."""
 
         class InProcessIterator(_InProcessIterator):
-            host_only = HostOnly(context.is_on_gpu)
+            host_only = HostOnlyMode(context.is_on_gpu)
 
             def __init__(self, loader: Any) -> None:
                 context.assume(_IN_PROCESS)
@@ -71,7 +71,7 @@ class Loaders(Extension):
 class _InProcessIterator(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
     """An iterator over the batches of `_MultiProcessingDataLoaderIter`, in the same order."""
 
-    host_only: HostOnly
+    host_only: HostOnlyMode
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)

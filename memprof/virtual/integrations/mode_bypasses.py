@@ -28,13 +28,13 @@ class ModeBypasses(Extension):
         mode = self._mode = context.function_mode
         yield from mode.interchange.patches()
         yield tensors.str_of_tensor.patch(
-            mode.answers.wrap_str(tensors.str_of_tensor.get(), mode.interchange.read_values)
+            mode.device_answers.wrap_str(tensors.str_of_tensor.get(), mode.interchange.read_values)
         )
         by_device = tensors.group_tensors_by_device_and_dtype
-        yield by_device.patch(mode.answers.wrap_grouping(by_device.get()))
+        yield by_device.patch(mode.device_answers.wrap_grouping(by_device.get()))
         compatible = tensors.has_compatible_shallow_copy_type
         yield compatible.patch(mode.assignments.wrap_compatibility_check(compatible.get()))
-        yield from mode.kinds.patches()
+        yield from mode.host_kinds.patches()
         yield _saved_tensor_patch(mode)
         yield from _autocast_patches(context)
         yield from _profiler_patches()
@@ -83,12 +83,12 @@ def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
 
     def run_backward_with_cast(*args: Any, **kwargs: Any) -> Any:
         # A dispatch mode runs with autocast off; operators that the engine calls inside a region are cast nevertheless.
-        outer = dispatch_mode.cast
-        dispatch_mode.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
+        outer = dispatch_mode.cast_arguments
+        dispatch_mode.cast_arguments = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
         try:
             return run_backward(*args, **kwargs)
         finally:
-            dispatch_mode.cast = outer
+            dispatch_mode.cast_arguments = outer
 
     yield autograd.engine_run_backward.patch(run_backward_with_cast)
 

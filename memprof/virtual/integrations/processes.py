@@ -30,7 +30,7 @@ from memprof.torch_private.pytree import tree_leaves
 from memprof.virtual.distributed import process_groups
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import (
-    SEND_NUMBERS,
+    SEND_NUMBERS_HINT,
     invalid_on_cuda_error,
     set_unsupported_handler,
     unsupported_error,
@@ -52,7 +52,7 @@ def _disable_in_child(context: InstallContext) -> None:
     """Disable the modes in a forked child; they stay on their stacks, where running code expects them."""
     context.leave_in_child()
     context.function_mode.is_off = context.dispatch_mode.is_off = True
-    file = context.children.file
+    file = context.subprocesses.file
     set_unsupported_handler(lambda problem, hint, line: no_gpu.report_refusal(file, problem, hint))
     no_gpu.refuse(torch.cuda, file, lambda problem: MemprofError(problem, hint=no_gpu.HINT))
 
@@ -68,7 +68,7 @@ class Processes(Extension):
         yield pool, "submit", _wrap_submit(pool.submit)
         for name in ("spawn", "start_processes"):
             yield torch.multiprocessing, name, _wrap_spawn(getattr(torch.multiprocessing, name), context)
-        yield from context.children.patches()
+        yield from context.subprocesses.patches()
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
@@ -78,9 +78,9 @@ class Processes(Extension):
         """
         _watch_forks()
         _in_child.append(functools.partial(_disable_in_child, context))
-        set_unsupported_handler(context.refused)
+        set_unsupported_handler(context.on_unsupported)
         try:
-            with context.children:
+            with context.subprocesses:
                 yield
         finally:
             _in_child.pop()
@@ -93,7 +93,7 @@ def _wrap_put(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor],
     def put(queue: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(part, torch.Tensor) and is_virtual(part) for part in tree_leaves(obj)):
             raise unsupported_error(
-                "sends another process a tensor of the virtual GPU, which has no data", SEND_NUMBERS
+                "sends another process a tensor of the virtual GPU, which has no data", SEND_NUMBERS_HINT
             )
         original(queue, obj, *args, **kwargs)
 
@@ -119,7 +119,7 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """Return `torch.multiprocessing.spawn` for at most as many processes as GPUs: the run simulates one of them."""
-    assume, dispatch_mode, gpus = context.assume, context.dispatch_mode, context.gpus.number
+    assume, dispatch_mode, gpus = context.assume, context.dispatch_mode, context.gpus.num_gpus
     is_exact = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(
@@ -146,7 +146,7 @@ def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callab
             fn(context.options.rank % nprocs, *args)
         # The next rank is a process of its own.
         gc.collect()
-        dispatch_mode.process_ended(first_storage)
+        dispatch_mode.free_process_memory(first_storage)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         # Else the context of a process that has ended.

@@ -14,7 +14,7 @@ import torch
 
 from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
-from memprof.virtual.function_mode import OwnFunctionMode
+from memprof.virtual.function_mode import MemprofFunctionMode
 from memprof.virtual.install_context import InstallContext
 
 
@@ -54,7 +54,7 @@ def _has_torch_function(tensors: Any) -> bool:
     (`check_has_torch_function` of torch/csrc/utils/disable_torch_function.cpp)."""
     depth = dispatch.len_torch_function_stack()
     innermost = dispatch.get_function_stack_at(depth - 1) if depth else None
-    is_of_program = innermost is not None and not isinstance(innermost, OwnFunctionMode)
+    is_of_program = innermost is not None and not isinstance(innermost, MemprofFunctionMode)
     if is_of_program and not dispatch.is_torch_function_all_disabled():
         return True
     if not dispatch.is_torch_function_enabled():  # a subclass runs the function itself

@@ -23,7 +23,7 @@ from types import FrameType
 
 from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
-from memprof.virtual.device_state import Turn
+from memprof.virtual.device_state import OperatorLock
 from memprof.virtual.install_context import InstallContext
 from memprof.watch.program_code import is_program_file
 
@@ -70,9 +70,10 @@ class Threads(Extension):
             # A cuBLAS handle passes to the next thread when its own thread has ended (CublasHandlePool.cpp).
             number = next(one for one in itertools.count(1) if one not in self._numbers)
             self._numbers.add(number)
-        dispatch_mode.turn = Turn(dispatch_mode.recorder.writer, f"thread {number}", lambda: context.assume(_ORDER))
-        dispatch_mode.recorder.writer.mark_worker_thread()
-        dispatch_mode.function_mode = context.function_mode.of_thread(dispatch_mode)
+        writer = dispatch_mode.recorder.writer
+        dispatch_mode.operator_lock = OperatorLock(writer, f"thread {number}", lambda: context.assume(_ORDER))
+        writer.mark_worker_thread()
+        dispatch_mode.function_mode = context.function_mode.make_thread_mode(dispatch_mode)
         with dispatch_mode.function_mode:
             dispatch.push_dispatch_mode(dispatch_mode)
             try:

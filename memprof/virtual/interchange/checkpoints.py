@@ -26,7 +26,7 @@ from memprof.torch_private import dispatch, tensors
 from memprof.torch_private.dispatch import disable_current_modes
 from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_state import DeviceState
-from memprof.virtual.operator_call import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
+from memprof.virtual.operator_call import MIN_COUNTED_BYTES, MIN_VIRTUAL_BYTES
 from memprof.virtual.values.budget import is_cheap_to_compute
 
 _META = torch.device("meta")
@@ -121,7 +121,7 @@ class Checkpoints:
             file.write_record(name, content, len(content))
         for key, (storage, data) in storages.items():
             if self._find_location(storage).startswith("cuda"):  # the data is copied to the host
-                self._device_state.transients((storage.nbytes(),), "torch.save", self._find_call_site(), HOST)
+                self._device_state.allocate_transients((storage.nbytes(),), "torch.save", self._find_call_site(), HOST)
             if data is not None:
                 with torch.DisableTorchFunction(), disable_current_modes():
                     file.write_record(f"data/{key}", data, data.nbytes())
@@ -134,9 +134,7 @@ class Checkpoints:
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known = (
-            self._device_state.values.store.read_elements(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
-        )
+        known = self._device_state.values.store.read_elements(storage) if storage.nbytes() < MIN_VIRTUAL_BYTES else None
         if known is None or not is_cheap_to_compute(known):
             return None
         with torch.DisableTorchFunction():
@@ -207,13 +205,13 @@ class Checkpoints:
         Raises:
             pickle.UnpicklingError: the record is missing, and the file is no empty shell.
         """
-        if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in ALWAYS_READ_DTYPES):
+        if name in records and (num_bytes < MIN_VIRTUAL_BYTES or dtype in ALWAYS_READ_DTYPES):
             with torch.DisableTorchFunction(), disable_current_modes():
                 data = file.get_storage_from_record(name, num_bytes, torch.UntypedStorage)
                 storage: torch.UntypedStorage = data._typed_storage()._untyped_storage
                 if is_byte_swapped:
                     storage.byteswap(dtype)
-                if num_bytes >= HOST_COUNTED_BYTES:
+                if num_bytes >= MIN_COUNTED_BYTES:
                     self._device_state.record_real(data, "torch.load", self._find_call_site())
             return storage
         if name not in records and EMPTY_SHELL not in name and num_bytes:
@@ -243,7 +241,7 @@ class Checkpoints:
     ) -> torch.UntypedStorage:
         """Return a copy of `storage` on a GPU; values of small storages, and of integers, stay known."""
         values, dtype = self._device_state.values, self._dtype
-        result = self._make_virtual_storage(storage.nbytes(), dtype, self._device_state.gpus.named(device))
+        result = self._make_virtual_storage(storage.nbytes(), dtype, self._device_state.gpus.get_name(device))
         with torch.DisableTorchFunction(), disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(result)  # type: ignore[call-overload]
             if not (is_cheap_to_compute(copy) or (values.store.is_trackable(copy) and not dtype.is_floating_point)):

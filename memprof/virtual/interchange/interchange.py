@@ -25,7 +25,7 @@ from memprof.virtual.device_state import DeviceState
 from memprof.virtual.interchange import storages
 from memprof.virtual.interchange.checkpoints import Checkpoints, as_method
 from memprof.virtual.interchange.safetensors_files import SafetensorsFiles
-from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES, find_tensors
+from memprof.virtual.operator_call import MIN_VIRTUAL_BYTES, find_tensors
 from memprof.virtual.values.budget import is_cheap_to_compute
 from memprof.virtual.values.shadows import PAGES
 from memprof.watch.failure import KernelError
@@ -112,7 +112,7 @@ class Interchange:
             tensor = tensor.detach()
             with disable_current_modes():
                 values = self._device_state.values
-                if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.store.get(tensor) is not None:
+                if tensor.numel() * tensor.element_size() < MIN_VIRTUAL_BYTES or values.store.get(tensor) is not None:
                     return values.policy.read(tensor)
                 return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
 

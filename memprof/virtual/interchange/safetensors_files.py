@@ -34,7 +34,7 @@ from memprof.virtual.interchange.checkpoints import (
     EMPTY_SHELLS_ASSUMPTION,
     UNREAD_DATA_ASSUMPTION,
 )
-from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES
+from memprof.virtual.operator_call import MIN_VIRTUAL_BYTES
 from memprof.virtual.values.budget import is_cheap_to_compute
 
 _META = torch.device("meta")
@@ -105,7 +105,7 @@ class SafetensorsFiles:
     def _find_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of `tensor` to write; None if they are not known, or too many."""
         with disable_current_modes():
-            is_large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_cheap_to_compute(tensor)
+            is_large = tensor.numel() * tensor.element_size() >= MIN_VIRTUAL_BYTES or not is_cheap_to_compute(tensor)
             return None if is_large and tensor.is_meta else self._device_state.values.store.get(tensor.detach())
 
     def _serialize(self, flat: Any, metadata: Any = None) -> bytes:
@@ -131,7 +131,7 @@ class SafetensorsFiles:
         with torch.DisableTorchFunction():
             # All tensors are copied to the host before the first is written.
             copies = [tensor.nbytes for tensor in flat.values() if is_gpu(self._device_state.device_of(tensor))]
-        with torch.DisableTorchFunction(), self._device_state.hidden(copies, _OPERATOR_NAME, place, HOST):
+        with torch.DisableTorchFunction(), self._device_state.hold_scratch(copies, _OPERATOR_NAME, place, HOST):
             for name, tensor in flat.items():
                 values = self._find_values(tensor)
                 content = b""
@@ -162,7 +162,7 @@ class SafetensorsFiles:
                 tensor = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
                 place = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
-                name = self._device_state.gpus.named(device) if device.type == "cuda" else HOST
+                name = self._device_state.gpus.get_name(device) if device.type == "cuda" else HOST
                 self._device_state.record([tensor], _OPERATOR_NAME, place, name)
         return tensor
 
@@ -236,7 +236,7 @@ class _TensorSlice:
         file, dtype, is_empty = self._file, _DTYPES_BY_CODE[self._code], _SHELL_DTYPE_SUFFIX in self._entry["dtype"]
         with torch.DisableTorchFunction(), disable_current_modes():
             layout = torch.empty(self._entry["shape"], dtype=dtype, device=_META)[index]
-            max_bytes = _MAX_READ_BYTES if dtype in ALWAYS_READ_DTYPES else HOST_VIRTUAL_BYTES
+            max_bytes = _MAX_READ_BYTES if dtype in ALWAYS_READ_DTYPES else MIN_VIRTUAL_BYTES
             is_read = not is_empty and layout.numel() * dtype.itemsize < max_bytes
             tensor = _read_values(file.path, self._entry, dtype, index) if is_read else None
         if tensor is not None:

@@ -54,7 +54,7 @@ def patches(device_state: DeviceState) -> Iterator[tuple[Any, str, Any]]:
             old_bytes = storage.nbytes()
             result: torch.UntypedStorage = _resize(storage, size)
             if device != "meta" and storage.nbytes() != old_bytes:
-                device_state.resized(
+                device_state.record_resize(
                     storage, device, device_state.recorder.attribution.find_call_site(sys._getframe(1))
                 )
             return result

@@ -18,7 +18,7 @@ import torch
 
 from memprof.trace.events import HOST
 from memprof.virtual.device_properties import DeviceProperties
-from memprof.virtual.engine import in_backward
+from memprof.virtual.engine import is_in_backward
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels import sorting
 from memprof.virtual.kernels.copies import copy_bytes, make_copies_formula
@@ -33,7 +33,7 @@ def nonzero(launch: KernelContext) -> Any:
     data = launch.args[0]
     if not data.is_meta:
         return NotImplemented
-    return _select_indices(launch, data, lambda: launch.known(launch.values.policy.find_selected_indices(data)))
+    return _select_indices(launch, data, lambda: launch.make_virtual(launch.values.policy.find_selected_indices(data)))
 
 
 def _select_indices(launch: KernelContext, mask: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _is_masked_fill(launch: KernelContext, masks: list[torch.Tensor]) -> bool:
         return False
     # In code below an operator (DTensor's), where no function mode sees an assignment, C++ treats a virtual tensor as a
     # meta tensor, and makes the Python number a meta tensor too (python_variable_indexing.cpp).
-    return not value.is_meta or launch.maker_of(value) == "aten.scalar_tensor"
+    return not value.is_meta or launch.get_allocating_operator(value) == "aten.scalar_tensor"
 
 
 @scratch(aten.index_put, aten.index_put_, aten._index_put_impl_)
@@ -151,7 +151,7 @@ def compute_index_put_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     sort_bytes = sorting.radix_sort_bytes(num_indices, 8, 8, key_bits, gpu)
     num_gpu_indices = sum(index.is_meta for index in indices)
     bounds_buffers: list[int] = []
-    if not in_backward() and not (len(args) > 4 and args[4]):
+    if not is_in_backward() and not (len(args) > 4 and args[4]):
         for index in indices:
             if index.is_meta and index.numel():
                 bounds_buffers += [8, *reduction_buffers(index, None, 8, gpu), 1] * 2

@@ -10,7 +10,7 @@ import torch
 from memprof.device.cublas import PRODUCTS
 from memprof.torch_private import kernels
 from memprof.virtual.device_state import DeviceState
-from memprof.virtual.engine import in_backward
+from memprof.virtual.engine import is_in_backward
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import META, aten, composite, input_copies, kernel, uses_cublas, uses_cublaslt
 from memprof.watch.wrappers import is_wrapped
@@ -128,7 +128,7 @@ def linear(
 @kernel(aten.add, on_host=True)
 def add(launch: KernelContext) -> Any:
     """Add in place where a run without modes does: gradient accumulation (engine.py), and the bias of `linear`."""
-    if in_backward():
+    if is_in_backward():
         if not launch.accumulates_in_place():
             return NotImplemented
         launch.args[0].add_(launch.args[1])

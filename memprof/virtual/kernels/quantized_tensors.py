@@ -18,7 +18,7 @@ import torch
 
 from memprof.torch_private import dispatch
 from memprof.trace.events import HOST
-from memprof.virtual.device_rules import lacks_quantized_kernel
+from memprof.virtual.device_rules import find_missing_quantized_kernel
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import copy_bytes, suggest_layout
 from memprof.virtual.kernels.registry import META, OperatorTable, aten, kernel
@@ -55,7 +55,7 @@ def run_quantized(launch: KernelContext) -> Any:
         MemprofError: memprof does not simulate the CUDA kernel.
     """
     name = launch.func.name()
-    missing_kernel = lacks_quantized_kernel(name) if launch.device != HOST else ""
+    missing_kernel = find_missing_quantized_kernel(name) if launch.device != HOST else ""
     if missing_kernel:
         raise _missing_kernel_error(missing_kernel, "QuantizedCUDA")
     quantized_function = quantized_kernel.get(launch.operator.packet)

@@ -116,7 +116,7 @@ for _name in MODES:
 def _get_dropout_state(device_state: DeviceState, device: str) -> torch.Tensor:
     """Return the random state of cuDNN's dropout, allocated once on each GPU and never freed (get_dropout_state)."""
     key = f"state of cuDNN's dropout {device}"
-    if key not in device_state.kept:
+    if key not in device_state.library_tensors:
         gpu, size = device_state.gpu, DROPOUT_STATE_BYTES
         if is_cudnn_measured(gpu):
             size = gpu.num_sms * gpu.threads_per_sm * _DROPOUT_BYTES_PER_THREAD
@@ -124,8 +124,8 @@ def _get_dropout_state(device_state: DeviceState, device: str) -> torch.Tensor:
             device_state.values.assume(DROPOUT_ASSUMPTION)
         with device_state.factory_device_as(device):
             torch.empty((), dtype=torch.int64, device=META)  # the seed is drawn on the GPU
-            device_state.kept[key] = torch.empty(size, dtype=torch.uint8, device=META)
-    return device_state.kept[key]
+            device_state.library_tensors[key] = torch.empty(size, dtype=torch.uint8, device=META)
+    return device_state.library_tensors[key]
 
 
 def _cast_weights(

@@ -12,10 +12,10 @@ import torch
 from memprof.torch_private import distributed
 from memprof.trace.events import HOST, is_gpu
 from memprof.virtual.device_state import REAL
-from memprof.virtual.engine import called_by_engine
+from memprof.virtual.engine import is_called_by_engine
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.registry import META, aten, kernel
-from memprof.virtual.operator_call import HOST_VIRTUAL_BYTES
+from memprof.virtual.operator_call import MIN_VIRTUAL_BYTES
 
 
 @kernel(aten._local_scalar_dense, on_host=True)
@@ -45,7 +45,7 @@ def to_copy(launch: KernelContext) -> Any:
     to_host = device is not None and (device.type == "cpu" or launch.device_state.factory_device == HOST)
     if device is not None and launch.call.on_gpu == to_host and not non_blocking:
         launch.wait()  # for the current stream (native/cuda/Copy.cu, copy_kernel_cuda)
-    if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
+    if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peer_access:
         result = launch.run()
         _allocate_peer_copy(launch, result, source, non_blocking)
         return result
@@ -59,15 +59,15 @@ def to_copy(launch: KernelContext) -> Any:
         if launch.device_state.factory_device == HOST:
             launch.device_state.record_copy(result)
         elif launch.device_state.factory_device != "meta":
-            launch.record(result, device=HOST if launch.device_state.nodes.returns_to_host() else None)
+            launch.record(result, device=HOST if launch.device_state.autograd_nodes.is_host_copy() else None)
         if launch.device_state.factory_device != "meta" and launch.values.store.is_trackable(result):
             launch.values.store.set(result, source.to(dtype))
         return result
     if copies_gradient_of_real_tensor(launch):
         # The gradient returns to the source's device.
-        launch.device_state.nodes.note_copy(launch.device_state.device_of(source))
+        launch.device_state.autograd_nodes.note_copy(launch.device_state.device_of(source))
         return _read_to_host(launch, source, dtype, layout)
-    is_large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
+    is_large = source.numel() * dtype.itemsize >= MIN_VIRTUAL_BYTES
     # Several unknown elements stay unknown on the host (`scores.cpu() < 0.5` is an unknown mask), and so do chosen
     # tokens.
     is_array = source.numel() > 1
@@ -83,7 +83,7 @@ def to_copy(launch: KernelContext) -> Any:
 
 def copies_gradient_of_real_tensor(launch: KernelContext) -> bool:
     """Return whether autograd copies the gradient of a CPU tensor to the host in this call (host_kinds.py)."""
-    return launch.device_state.factory_device == REAL or called_by_engine()
+    return launch.device_state.factory_device == REAL or is_called_by_engine()
 
 
 def _read_to_host(
@@ -102,7 +102,7 @@ def copy_(launch: KernelContext) -> Any:
     if launch.call.on_gpu and (launch.call.on_host or launch.call.real) and not non_blocking:
         launch.wait()
     if target.is_meta and source.is_meta:
-        if launch.lacks_peers:
+        if launch.lacks_peer_access:
             _allocate_peer_copy(launch, target, source, non_blocking)
         return NotImplemented
     if target.is_meta:

@@ -62,7 +62,7 @@ def run_on_values(launch: KernelContext) -> Any:
     )
     if is_flat and launch.call.on_gpu and data.numel() and data.dtype is not torch.bool:
         return _make_unique_results(launch, data, *result)
-    return launch.known(result)
+    return launch.make_virtual(result)
 
 
 def _check_values(launch: KernelContext, data: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def _make_unique_results(
     def make_with_capacity(value: torch.Tensor) -> torch.Tensor:
         buffer = value.new_empty(count)
         buffer[: len(value)] = value
-        view: torch.Tensor = launch.known(buffer).narrow(0, 0, len(value))
+        view: torch.Tensor = launch.make_virtual(buffer).narrow(0, 0, len(value))
         return view
 
     with contextlib.ExitStack() as stack:
@@ -103,7 +103,7 @@ def _make_unique_results(
             with launch.scratch(8 * count if return_inverse else 0):
                 stack.enter_context(launch.scratch(8 * count if return_inverse else 0))
                 launch.transients(radix_sort_bytes(count, itemsize, 8 if return_inverse else 0, 8 * itemsize, gpu))
-        inverse_indices = launch.known(inverse_indices)
+        inverse_indices = launch.make_virtual(inverse_indices)
         if return_inverse:
             with launch.scratch((4 if is_consecutive else 8) * count):
                 launch.transients(scan_bytes(count, 4, gpu, "sum of int32"))
@@ -113,7 +113,7 @@ def _make_unique_results(
             counts = make_with_capacity(counts)
             launch.transients(run_length_bytes(count))
         else:
-            counts = launch.known(counts)
+            counts = launch.make_virtual(counts)
             launch.transients(scan_bytes(count, 4, gpu, f"unique of int{32 if itemsize <= 4 else 64}"))
     return elements, inverse_indices, counts
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
-from memprof.virtual.limits import program_line, unsupported_error
+from memprof.virtual.limits import find_program_line, unsupported_error
 
 Payload = Any  # encoded known values of a tensor, or a list of such values
 
@@ -84,7 +84,7 @@ class Channel:
 
     def call_store(self, operation: str, *arguments: Any) -> Any:
         """Run an operation on the key-value store that all ranks share, and return the result."""
-        return self.request("store", operation, arguments, program_line())
+        return self.request("store", operation, arguments, find_program_line())
 
     def are_all_ranks_done(self, is_done: bool) -> bool:
         """Report after a step whether this rank has run enough steps; return whether all ranks have."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
-from memprof.virtual.limits import program_line
+from memprof.virtual.limits import find_program_line
 from memprof.virtual.peers.channel import Channel, CollectiveCall, Payload
 from memprof.virtual.peers.known_values import GroupRank, Parts
 from memprof.virtual.peers.single_rank import SingleRankBackend, WaitFunction
@@ -182,7 +182,7 @@ class MultiRankBackend(SingleRankBackend):
         tensors_text = f" of {repeat_text}{' and '.join(shapes[:3])} {dtypes}" if tensors else ""
         text = f"{name}{tensors_text}" + (f", {detail}" if detail else "")
         return CollectiveCall(
-            *key, number, name, detail, dtypes, tuple(send_counts), tuple(receive_counts), text, program_line()
+            *key, number, name, detail, dtypes, tuple(send_counts), tuple(receive_counts), text, find_program_line()
         )
 
     def _split_if_known(self, parts: Parts, group: GroupRank) -> Sequence[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private.dispatch import disable_current_modes
-from memprof.virtual.limits import program_line
+from memprof.virtual.limits import find_program_line
 from memprof.virtual.peers.known_values import GroupRank, KnownValues, Parts, has_no_data
 from memprof.virtual.values import Values
 from memprof.virtual.values.budget import is_cheap_to_compute
@@ -117,7 +117,7 @@ class SingleRankBackend:
         """Report an assumption, once for each `kind`, with the program's current line."""
         if kind not in self._reported_assumptions:
             self._reported_assumptions.add(kind)
-            self._assume(f"{sentence} ({program_line()}).")
+            self._assume(f"{sentence} ({find_program_line()}).")
 
     def _copy_values(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Set the values of `target` to those of `source`, in the shape of `target`."""

@@ -6,7 +6,7 @@ schedules) are computed on the CPU, in a *shadow* of the meta tensor, and the pr
 takes. A tensor whose elements are all equal is stored as one value. Tensors that derive from floating-point data are
 unknown, and reads of unknown tensors follow a policy (policy.py) that the run's assumptions state.
 
-store.py holds the known contents of each storage, evaluation.py computes an operator on known tensors, and values.py
+store.py has the known values of each storage, evaluation.py computes an operator on known values, and values.py
 decides whether a new or changed tensor is computed, has equal elements, or is unknown.
 """
 

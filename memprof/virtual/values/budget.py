@@ -1,4 +1,4 @@
-"""Limits of the host memory and of the work that the values of tensors may take."""
+"""Limits of host memory and of computation for the values of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODERATE_ELEMENTS = 1 << 24
 
 
 def is_cheap_to_compute(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is so small that computing its values is not charged to the budget."""
+    """Return whether `tensor` is so small that computing it is not charged to the budget of visited elements."""
     return tensor.numel() <= (SMALL_INTEGER_ELEMENTS if is_integer(tensor) else SMALL_FLOAT_ELEMENTS)
 
 

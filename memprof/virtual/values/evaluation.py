@@ -1,4 +1,4 @@
-"""Evaluation of operators on known tensors, on the CPU: immediately, or deferred until the program reads the result."""
+"""Evaluation of operators on known values, on the CPU: immediately, or deferred until the program reads the result."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from memprof.virtual.values.store import ValueStore
 
 
 class Evaluator:
-    """Evaluator of operators on known tensors, within a budget of work per run.
+    """Evaluator of operators on known values, within a budget of visited elements per run.
 
     Args:
-        store: the known values of tensors.
+        store: the known values of the run's tensors.
         assume: called with an assumption once the budget is exhausted.
     """
 
@@ -30,7 +30,7 @@ class Evaluator:
         self._num_draws = 0
 
     def compute(self, func: Any, args: Any, kwargs: Any, outputs: Any = ()) -> Any:
-        """Return the result of the overload `func`, or None if an input is not known or the work exceeds the budget.
+        """Return the result of the operator overload `func`; None if an input is unknown or the budget is exceeded.
 
         `outputs` are the meta tensors of the results, if they exist already.
         """
@@ -65,8 +65,8 @@ class Evaluator:
         layout = TensorLayout.from_tensor(output)
 
         def compute_flat() -> torch.Tensor | None:
-            known = self._call(func, args, kwargs) if self._charge_budget(work) else None
-            return None if known is None or known.shape != layout.size else layout.fill_storage(known)
+            result = self._call(func, args, kwargs) if self._charge_budget(work) else None
+            return None if result is None or result.shape != layout.size else layout.fill_storage(result)
 
         self._store.set_elements(output.untyped_storage(), None, compute_flat).num_deferred_steps = num_steps
         for shadow in inputs:
@@ -74,7 +74,7 @@ class Evaluator:
         return True
 
     def are_known(self, value: Any) -> bool:
-        """Return whether the values of every tensor in `value` and its nested collections are known, or can be
+        """Return whether the values of every tensor in `value`, also in nested collections, are known or can be
         computed."""
         if isinstance(value, torch.Tensor):
             return self._store.can_read(value)
@@ -82,22 +82,22 @@ class Evaluator:
         return all(self.are_known(item) for item in items)
 
     def find_known_values(self, value: Any) -> Any:
-        """Return `value` with a CPU tensor in place of each tensor on the virtual GPU.
+        """Return `value` with each virtual tensor, also in nested collections, replaced by a CPU tensor of its values.
 
         Raises:
-            LookupError: the contents of a tensor are not known.
+            LookupError: the values of a tensor are unknown.
         """
 
         def read_tensor(item: Any) -> torch.Tensor:
-            known = item.read() if isinstance(item, DeferredTensor) else self._store.get(item)
-            if known is None:
+            values = item.read() if isinstance(item, DeferredTensor) else self._store.get(item)
+            if values is None:
                 raise LookupError
-            return known
+            return values
 
         return _replace_tensors(value, read_tensor)
 
     def is_within_budget(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether `func` may be computed: small work, or linear work that is charged to the budget.
+        """Return whether `func` may be computed: on small tensors, or in linear time within the budget.
 
         `tensors` are the inputs of `func`, then its outputs.
         """
@@ -119,21 +119,21 @@ class Evaluator:
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         try:
-            known, kwargs = self.find_known_values((args, kwargs))
+            inputs, kwargs = self.find_known_values((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
-                return self._draw_random_integers(func, known, kwargs)
-            with limit_threads(max((tensor.numel() for tensor in find_tensors(known)), default=0)):
-                result = func(*known, **kwargs)
+                return self._draw_random_integers(func, inputs, kwargs)
+            with limit_threads(max((tensor.numel() for tensor in find_tensors(inputs)), default=0)):
+                result = func(*inputs, **kwargs)
             if func.namespace == COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
                 for tensor in find_tensors(result):  # torch keeps the tensors of a collective until `wait_tensor`
                     torch.ops._c10d_functional.wait_tensor(tensor)
-            return self._store.tokens.mask_comparison(func, args, known, result)
+            return self._store.tokens.mask_comparison(func, args, inputs, result)
         except (LookupError, RuntimeError, NotImplementedError):
             # The CPU has no such kernel, or the same call on the meta tensors will raise the user's own error.
             return None
 
     def _draw_random_integers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return random integers, equal in every run, without using the program's generator; None for floats."""
+        """Return random integers from `func`, equal in every run, by a generator of our own; None for floats."""
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._num_draws)
@@ -142,7 +142,7 @@ class Evaluator:
         return None if any(item.is_floating_point() for item in find_tensors(result)) else result
 
     def _defer_reads(self, value: Any, inputs: list[Shadow]) -> Any:
-        """Return `value` with a `DeferredTensor` for each tensor that has a shadow; the shadows go to `inputs`."""
+        """Return `value` with a `DeferredTensor` for each tensor that has a shadow; append the shadows to `inputs`."""
 
         def defer_read(tensor: torch.Tensor) -> Any:
             shadow = self._store.get_shadow(tensor) if tensor.is_meta else None

@@ -1,7 +1,6 @@
-"""Policy for values that are not known: fixed values, which the run's assumptions state.
+"""Policy for unknown values: fixed values, which the run's assumptions state:
 
-
-* a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a condition False;
+* a float that the program reads is 1.0 (losses and norms are finite), an integer 1, a condition False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;
 * indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: each index is chosen equally often,
   and a chosen token differs from every token that the program names, so that no text ends early (unknown_values.py);
@@ -29,7 +28,7 @@ TOO_MANY_INDICES_ASSUMPTION = (
 
 
 class UnknownValuePolicy:
-    """Values that operators and the program get for unknown tensors; `assume` is called with each assumption."""
+    """Policy that sets the values of unknown tensors; `assume` is called with each assumption."""
 
     def __init__(self, store: ValueStore, assume: Callable[[str], None]) -> None:
         self._store = store
@@ -40,10 +39,10 @@ class UnknownValuePolicy:
         self.on_unknown_read: Callable[[torch.Tensor, str], None] = lambda tensor, description: None
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor with the known values of `tensor`, or with the value that the policy sets."""
-        known = self._store.get(tensor)
-        if known is not None:
-            return known
+        """Return a CPU tensor with the values of `tensor` if known, else filled with the assumed value."""
+        values = self._store.get(tensor)
+        if values is not None:
+            return values
         self._assume(
             "Values that derive from floating-point data are not computed: a float read by the program is 1.0, "
             "an integer 1, a condition False, a mask true everywhere."
@@ -56,16 +55,16 @@ class UnknownValuePolicy:
         return torch.full(tensor.shape, value, dtype=tensor.dtype)
 
     def find_selected_indices(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the elements that `mask` selects, int64 [indices, dimensions] as of `nonzero`.
+        """Return the indices of the elements that `mask` selects, as `nonzero`: int64 [num_indices, mask.dim()].
 
-        A mask that is not known selects every element. Indices of more than `budget.MAX_TENSOR_BYTES` are not computed:
-        the result is a meta tensor then.
+        An unknown mask selects every element. Indices of more than `budget.MAX_TENSOR_BYTES` are not computed: the
+        result is then a meta tensor.
         """
-        known = None if is_cheap_to_compute(mask) else self._store.get_uniform_value(mask)
-        known = self._store.get(mask) if known is None else known
+        values = None if is_cheap_to_compute(mask) else self._store.get_uniform_value(mask)
+        values = self._store.get(mask) if values is None else values
         density = self._store.get_density(mask)
-        if known is not None:
-            num_indices = mask.numel() * bool(known) if not known.dim() else int(known.count_nonzero())
+        if values is not None:
+            num_indices = mask.numel() * bool(values) if not values.dim() else int(values.count_nonzero())
         elif density is not None:
             self._assume("Selections by masks too large to compute are spread evenly.")
             num_indices = round(density * mask.numel())
@@ -75,15 +74,15 @@ class UnknownValuePolicy:
         if num_indices * max(1, mask.dim()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
             self._assume(TOO_MANY_INDICES_ASSUMPTION)
             return torch.empty(num_indices, mask.dim(), dtype=torch.int64, device="meta")
-        if known is not None:
-            known = known.expand(mask.shape)
-            return known.nonzero() if num_indices else known.new_empty((0, mask.dim()), dtype=torch.int64)
+        if values is not None:
+            values = values.expand(mask.shape)
+            return values.nonzero() if num_indices else values.new_empty((0, mask.dim()), dtype=torch.int64)
         if density is not None:
             return unknown_values.spread_indices(mask.shape, density)
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
 
     def assume_results(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Set the integer and mask `outputs` of `func`, which cannot be computed, to the values of the policy."""
+        """Set the integer and boolean tensors in `outputs` of `func`, whose inputs are unknown, to assumed values."""
         store, packet = self._store, func.overloadpacket
         if not outputs or not args or not isinstance(args[0], torch.Tensor):
             return
@@ -93,12 +92,12 @@ class UnknownValuePolicy:
         if not is_integer(outputs[-1]):
             return
         density = self._find_density(args[0])
-        assumed = None
+        counts = None
         if density is not None and (packet is _aten._to_copy or store.is_trackable(outputs[-1])):
             with limit_threads(outputs[-1].numel()):
-                assumed = unknown_values.count_mask(func, args, outputs[-1], density)
-        if assumed is not None:
-            store.set(outputs[-1], assumed)
+                counts = unknown_values.count_mask(func, args, outputs[-1], density)
+        if counts is not None:
+            store.set(outputs[-1], counts)
             return
         if density is not None and density < 1.0:
             if packet in unknown_values.DENSITY_PRESERVING:
@@ -106,21 +105,21 @@ class UnknownValuePolicy:
             return
         if store.get(args[0]) is None and store.is_trackable(outputs[-1]):
             with limit_threads(outputs[-1].numel()):
-                chosen = unknown_values.spread_choices(func, args, kwargs, outputs, self.end_tokens)
-            if chosen is not None:
+                choices = unknown_values.spread_choices(func, args, kwargs, outputs, self.end_tokens)
+            if choices is not None:
                 self._assume(unknown_values.CHOICES_ASSUMPTION)
-                store.set(outputs[-1], chosen[0])
-                store.tokens.mark_placeholders(outputs[-1], chosen[1])
+                store.set(outputs[-1], choices[0])
+                store.tokens.mark_placeholders(outputs[-1], choices[1])
 
     def _find_density(self, tensor: torch.Tensor) -> float | None:
-        """Return the fraction (0 to 1) of the elements of a mask that is true, if only that is known or assumed."""
+        """Return the known or assumed fraction (0 to 1) of true elements of a mask; None if the elements are known."""
         density = self._store.get_density(tensor) if tensor.is_meta else None
         if density is not None:
             return density
         return 1.0 if tensor.dtype is torch.bool and self._store.get(tensor) is None else None
 
     def record_density(self, func: Any, args: Any, target: torch.Tensor) -> None:
-        """Forget the values of `target`, and record a density if `func` scatters ones into zeros (one_hot)."""
+        """Forget the values of `target`; record its fraction of ones if `func` scatters ones into zeros (one_hot)."""
         old_value = self._store.get_uniform_value(target)
         self._store.drop(target.untyped_storage()._cdata)
         if func is _aten.scatter_.value and old_value is not None and old_value == 0 and args[3] == 1 and target.dim():

@@ -1,4 +1,4 @@
-"""Shadows: elements of storages of the virtual GPU, in host memory or to be computed when the program reads them."""
+"""Shadows: the elements of virtual storages, in host memory or to be computed when the program reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linu
 _MIN_MMAP_BYTES = 1 << 16  # shadows of zeros from this size on are pages that the kernel allocates on the first write
 
 
-# Function that computes the elements of a storage, [elements]; returns None if they are not known.
+# Function that computes the elements of a storage, [num_elements]; returns None if they are unknown.
 ComputeElements = Callable[[], torch.Tensor | None]
 
 
@@ -50,23 +50,23 @@ class TensorLayout(NamedTuple):
         return cls(num_elements, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def view_elements(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with this layout; `flat` are the storage's elements, [num_elements]."""
+        """Return the view of `flat`, all elements of the storage [num_elements], that has this layout."""
         view = torch.empty(0, dtype=self.dtype)
         return view.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
 
     def fill_storage(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the elements, [num_elements], of the storage of a tensor with this layout that holds `value`."""
+        """Return the elements, [num_elements], of the storage of a tensor with this layout and the values `value`."""
         flat = torch.empty(self.num_elements, dtype=self.dtype)
         # An expanded tensor repeats elements: each element is written once.
         sizes = [size if stride else 1 for size, stride in zip(self.size, self.stride, strict=True)]
-        distinct = value[tuple(slice(size) for size in sizes)]
+        unexpanded = value[tuple(slice(size) for size in sizes)]
         with limit_threads(self.num_elements):
-            flat.as_strided(sizes, self.stride, self.offset).copy_(distinct)
+            flat.as_strided(sizes, self.stride, self.offset).copy_(unexpanded)
         return flat
 
 
 class Shadow:
-    """Elements of one storage in host memory, [elements], present or yet to be computed."""
+    """The elements of one storage, in host memory or to be computed on the first read."""
 
     __slots__ = ("_compute", "_flat", "has_pending_readers", "num_bytes", "num_deferred_steps")
 
@@ -79,7 +79,7 @@ class Shadow:
         self.num_deferred_steps = 0  # length of the chain of deferred operators behind this shadow
 
     def read(self) -> torch.Tensor | None:
-        """Return all elements, [elements], after computing them if needed; None if they are not known."""
+        """Return all elements, [num_elements], computed if needed; None if they are unknown."""
         if self._compute is not None:
             self._flat, self._compute, self.num_deferred_steps = self._compute(), None, 0
         return self._flat
@@ -92,7 +92,7 @@ class DeferredTensor(NamedTuple):
     layout: TensorLayout
 
     def read(self) -> torch.Tensor | None:
-        """Return the CPU tensor; None if its contents are not known."""
+        """Return the CPU tensor; None if its values are unknown."""
         flat = self.shadow.read()
         return None if flat is None else self.layout.view_elements(flat)
 

@@ -1,4 +1,4 @@
-"""Store of the known contents of each storage on the virtual GPU, and of tokens that unknown scores have chosen.
+"""Store of the known values of each virtual storage, and of tokens chosen by unknown scores.
 
 A token that unknown scores have chosen is a placeholder, which differs from every token that the program names (the end
 of a text, padding). `ChosenTokens` records which tensors hold placeholders, also in integers computed from them.
@@ -20,7 +20,7 @@ _COMPARISONS = frozenset({torch.ops.aten.eq, torch.ops.aten.ne, torch.ops.aten.i
 
 
 class ValueStore:
-    """Values of tensors, by the address of their storage.
+    """Known values of tensors, by the address of their storage.
 
     A storage has either all elements (a `Shadow`), or one value that all elements have, or, for a mask that is too
     large to compute, a density: the fraction of the elements that is true, spread evenly.
@@ -34,7 +34,7 @@ class ValueStore:
         self.tokens = ChosenTokens()
 
     def drop(self, address: int) -> None:
-        """Forget the storage at `address`, which was freed or whose contents are no longer known."""
+        """Forget the values of the storage at `address`, which was freed or has unknown values now."""
         shadow = self._shadows.pop(address, None)
         if shadow is not None:
             self._shadow_bytes -= shadow.num_bytes
@@ -61,7 +61,7 @@ class ValueStore:
         return num_bytes <= budget.MAX_TENSOR_BYTES and self._shadow_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU tensor with the contents of `tensor`, which may be a CPU tensor itself; None if not known."""
+        """Return a CPU tensor with the values of `tensor`, or `tensor` if it is not a meta tensor; None if unknown."""
         if not tensor.is_meta:
             return tensor
         if not tensor.numel():
@@ -73,7 +73,7 @@ class ValueStore:
         return None if flat is None else TensorLayout.from_tensor(tensor).view_elements(flat)
 
     def read_elements(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """Return all elements of `storage`, [elements], in the memory of its shadow; None if they are not known."""
+        """Return all elements of `storage`, [num_elements], in the memory of its shadow; None if they are unknown."""
         value = self._uniform.get(storage._cdata)
         if value is not None:
             if value != 0 and storage.nbytes() > budget.MAX_TENSOR_BYTES:
@@ -91,7 +91,7 @@ class ValueStore:
         return self._shadows.get(tensor.untyped_storage()._cdata)
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Record that `tensor`, which owns its whole storage, holds `value` (of the same shape and dtype)."""
+        """Record that `tensor`, which covers its entire storage, has the values of `value` (same shape and dtype)."""
         if not tensor.numel():
             return
         if value.numel() == 1 or (value.dim() and not any(value.stride())):
@@ -112,14 +112,14 @@ class ValueStore:
         return shadow
 
     def get_writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the CPU tensor with the contents of `tensor`, in memory through which the program may write to the
-        tensor; None if the contents are not known."""
+        """Return a CPU tensor with the values of `tensor`, through whose memory the program may write to `tensor`; None
+        if the values are unknown."""
         flat = self.make_writable(tensor.untyped_storage())
         return None if flat is None else self.get(tensor)
 
     def make_writable(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """Return all elements of `storage`, [elements], to be changed in place; deferred operators still read the old
-        elements. None if the elements are not known."""
+        """Return all elements of `storage`, [num_elements], to be changed in place; None if they are unknown. Deferred
+        operators still read the old elements."""
         flat, shadow = self.read_elements(storage), self._shadows.get(storage._cdata)
         if flat is not None and shadow is not None and shadow.has_pending_readers:
             flat = flat.clone()
@@ -131,7 +131,7 @@ class ValueStore:
         return tensor.untyped_storage()._cdata in self._uniform
 
     def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
-        """Record that all elements of `tensor`, which owns its storage, are `value`, a number or one-element tensor."""
+        """Record that all elements of `tensor`, which covers its storage, equal `value`, a number or 0-d tensor."""
         if tensor.numel():
             address, dtype = tensor.untyped_storage()._cdata, tensor.dtype
             self.drop(address)
@@ -139,16 +139,16 @@ class ValueStore:
             self._uniform[address] = value.to(dtype, copy=True) if is_tensor else torch.full((), value, dtype=dtype)
 
     def get_uniform_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of all elements as a 0-dimensional tensor; None if the elements differ or are not known."""
+        """Return the value of all elements as a 0-dimensional tensor; None if the elements differ or are unknown."""
         if not tensor.is_meta:
             return tensor.reshape(()) if tensor.numel() == 1 else None
-        known = self._uniform.get(tensor.untyped_storage()._cdata)
-        if known is None and tensor.numel() == 1:
-            known = self.get(tensor)
-        return None if known is None or known.dtype != tensor.dtype else known.reshape(())
+        value = self._uniform.get(tensor.untyped_storage()._cdata)
+        if value is None and tensor.numel() == 1:
+            value = self.get(tensor)
+        return None if value is None or value.dtype != tensor.dtype else value.reshape(())
 
     def materialize(self, storage: torch.UntypedStorage) -> None:
-        """Replace the one value of `storage` by a shadow of all elements; zeros take no memory until written."""
+        """Replace the value recorded for all elements of `storage` by a shadow with each element."""
         value = self._uniform.pop(storage._cdata)
         flat = make_zeros(storage.nbytes() // value.element_size(), value.dtype)
         if value != 0:
@@ -156,39 +156,39 @@ class ValueStore:
         self._add_shadow(storage, Shadow(storage.nbytes(), flat))
 
     def get_density(self, tensor: torch.Tensor) -> float | None:
-        """Return the fraction (0 to 1) of the elements of a mask that is true, if only that fraction is known."""
+        """Return the fraction (0 to 1) of true elements of a mask; None unless only this fraction is known."""
         return self._densities.get(tensor.untyped_storage()._cdata)
 
     def set_density(self, tensor: torch.Tensor, density: float) -> None:
-        """Record that a fraction `density` (0 to 1) of the elements of a mask is true, spread evenly."""
+        """Record that a fraction `density` (0 to 1) of the elements of a mask are true, spread evenly."""
         self._densities[tensor.untyped_storage()._cdata] = density
 
 
 class ChosenTokens:
-    """Ranges of placeholders of chosen tokens in the tensors of a run, by the address of the storage."""
+    """Ranges of integers that stand for chosen tokens (placeholders), by the address of the storage with them."""
 
     def __init__(self) -> None:
         self._placeholders: dict[int, range] = {}
 
     def drop(self, address: int) -> None:
-        """Forget the storage at `address`, which was freed or overwritten."""
+        """Forget the placeholders in the storage at `address`, which was freed or overwritten."""
         self._placeholders.pop(address, None)
 
     def find_placeholders(self, value: Any) -> range:
-        """Return the range of placeholders in `value`, a tensor or a collection of tensors; empty for most."""
+        """Return the range of placeholders in `value`, a tensor or a collection of tensors; empty if there are none."""
         if not self._placeholders:
             return range(0)
-        found = [self._placeholders.get(t.untyped_storage()._cdata) for t in find_tensors(value) if t.is_meta]
-        ranges = [placeholders for placeholders in found if placeholders]
+        candidates = [self._placeholders.get(t.untyped_storage()._cdata) for t in find_tensors(value) if t.is_meta]
+        ranges = [placeholders for placeholders in candidates if placeholders]
         return range(min(r.start for r in ranges), max(r.stop for r in ranges)) if ranges else range(0)
 
     def mark_placeholders(self, tensor: torch.Tensor, placeholders: range) -> None:
-        """Record that `tensor` may hold the numbers `placeholders`, which stand for chosen tokens."""
+        """Record that `tensor` may have elements in the range `placeholders`, which stand for chosen tokens."""
         if placeholders:
             self._placeholders[tensor.untyped_storage()._cdata] = placeholders
 
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Record that integer `outputs` computed from chosen tokens hold their placeholders."""
+        """Record that the integer tensors in `outputs` of `func` may have the placeholders of its arguments."""
         if not self._placeholders:
             return
         inputs = args[1:] if func.overloadpacket in unknown_values.UNIFORM_FILLS else args
@@ -197,13 +197,13 @@ class ChosenTokens:
             if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
                 self.mark_placeholders(tensor, placeholders)
 
-    def mask_comparison(self, func: Any, args: Any, known: Any, result: Any) -> Any:
-        """Return `result` of the comparison `func` of `known`, with chosen tokens unequal to every other token."""
+    def mask_comparison(self, func: Any, args: Any, inputs: Any, result: Any) -> Any:
+        """Return `result` of `func`; if `func` compares `inputs`, changed so that placeholders equal no other token."""
         if not self._placeholders or func.overloadpacket not in _COMPARISONS:
             return result
         left, right = (self.find_placeholders([arg]) for arg in args[:2])
         if bool(left) == bool(right):
             return result
-        value, chosen = torch.as_tensor(known[0]), left or right
-        is_placeholder = (value >= chosen.start) & (value < chosen.stop)
+        tokens, placeholders = torch.as_tensor(inputs[0]), left or right
+        is_placeholder = (tokens >= placeholders.start) & (tokens < placeholders.stop)
         return result | is_placeholder if func.overloadpacket is torch.ops.aten.ne else result & ~is_placeholder

@@ -23,12 +23,12 @@ _FIRST_PLACEHOLDER_FRACTION = 0.6180339887
 
 
 def spread_choices(
-    overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], avoided: Collection[int]
+    overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], avoided_tokens: Collection[int]
 ) -> tuple[torch.Tensor, range] | None:
-    """Return indices for the last of `outputs`, and the range of chosen tokens; None if `overload` does not choose.
+    """Return indices that `overload` is assumed to choose (shaped as `outputs[-1]`), and the range of chosen tokens.
 
-    Each index is chosen equally often over all rows, and not twice in one row. If possible, `avoided` tokens are not
-    chosen.
+    None if `overload` does not choose indices. Each index is chosen equally often over all rows, and not twice in a
+    row. Tokens in `avoided_tokens` are not chosen if possible.
     """
     dim_argument = _DIM_ARGUMENTS.get(overload.overloadpacket)
     if dim_argument is None or (overload.overloadpacket in _CHOOSING_WITH_TWO_RESULTS and len(outputs) != 2):
@@ -38,14 +38,14 @@ def spread_choices(
     data, output = args[0], outputs[-1]
     is_flat = dim is None or not data.dim()
     dim = 0 if is_flat else dim % data.dim()
-    available, rows = max(1, data.numel() if is_flat else data.shape[dim]), output.reshape(-1) if is_flat else output
+    size, rows = max(1, data.numel() if is_flat else data.shape[dim]), output.reshape(-1) if is_flat else output
     num_chosen = output.numel()
-    last = max(0, available - num_chosen)
-    first = min(int(_FIRST_PLACEHOLDER_FRACTION * available), last)
-    starts = chain(range(first, last + 1), range(first))
-    first = next((s for s in starts if not any(s <= token < s + num_chosen for token in avoided)), first)
-    tokens = range(first, first + num_chosen) if available > max(MAX_EXPERTS, num_chosen) else range(0)
-    indices = (torch.arange(num_chosen) + first).remainder(available).to(output.dtype)
+    last_start = max(0, size - num_chosen)
+    start = min(int(_FIRST_PLACEHOLDER_FRACTION * size), last_start)
+    starts = chain(range(start, last_start + 1), range(start))
+    start = next((s for s in starts if not any(s <= token < s + num_chosen for token in avoided_tokens)), start)
+    tokens = range(start, start + num_chosen) if size > max(MAX_EXPERTS, num_chosen) else range(0)
+    indices = (torch.arange(num_chosen) + start).remainder(size).to(output.dtype)
     if output.dim() != data.dim() or output.shape[dim] == 1:
         return indices.reshape(output.shape), tokens
     return indices.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(output.shape), tokens
@@ -64,7 +64,7 @@ _CHOOSING_WITH_TWO_RESULTS = frozenset({_aten.max, _aten.min, _aten.median, _ate
 
 
 def count_mask(overload: Any, args: Any, output: torch.Tensor, density: float) -> torch.Tensor | None:
-    """Return the result of an operator that counts a mask, `args[0]`, of known `density`; None for other operators."""
+    """Return the count of true elements of the mask `args[0]`, by its `density`; None if `overload` does not count."""
     packet, data = overload.overloadpacket, args[0]
     if packet in _COUNTING and not output.is_floating_point():
         total = round(density * data.numel())
@@ -85,7 +85,7 @@ DENSITY_PRESERVING = frozenset({_aten._to_copy, _aten.clone, _aten.ne, _aten.eq,
 
 
 def spread_indices(shape: torch.Size, density: float) -> torch.Tensor:
-    """Return the indices, int64 [indices, dimensions], of a fraction `density` of the elements, spread evenly."""
+    """Return evenly spread indices of a fraction `density` of the elements, int64 [num_indices, len(shape)]."""
     total = shape.numel()
     num_indices = round(density * total)
     flat = (torch.arange(num_indices) * total).div(max(1, num_indices), rounding_mode="floor")

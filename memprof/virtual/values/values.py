@@ -1,4 +1,4 @@
-"""Propagation of values through operators: results are computed, equal for all elements, assumed, or become unknown."""
+"""Propagation of values through operators: results are computed, set to one value, assumed, or become unknown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 class Values:
-    """Values of tensors on the virtual GPU, updated by each operator; `assume` is called with each assumption."""
+    """Values of virtual tensors, updated by each operator; `assume` is called with each assumption."""
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self.assume = assume
@@ -28,7 +28,7 @@ class Values:
         self._triangles = _TriangleCache(self.store)
 
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Record the values of `outputs`, the new tensors of `func`, if they can be computed or assumed."""
+        """Record the values of `outputs`, new tensors that `func` returned, if they can be computed or assumed."""
         self._propagate(func, args, kwargs, outputs)
         self.store.tokens.propagate(func, args, kwargs, outputs)
 
@@ -61,12 +61,12 @@ class Values:
             self.policy.assume_results(func, args, kwargs, outputs)
             return
         results = result if isinstance(result, (list, tuple)) else [result]
-        for output, known in zip(outputs, results, strict=False):
-            if isinstance(known, torch.Tensor) and known.shape == output.shape and store.is_trackable(output):
-                store.set(output, known)
+        for output, values in zip(outputs, results, strict=False):
+            if isinstance(values, torch.Tensor) and values.shape == output.shape and store.is_trackable(output):
+                store.set(output, values)
 
     def write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
-        """Update the values of `target`, which `func` changes in place, or forget them."""
+        """Update the values of `target`, which `func` changes in place; forget them if the new values are unknown."""
         if target.numel():
             self._write(func, args, kwargs, target)
             self.store.tokens.propagate(func, args, kwargs, [target])
@@ -110,7 +110,7 @@ class Values:
 
 
 def _record_fill(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-    """Record the one value of the elements of `outputs` of `func`, an operator of `unknown_values.UNIFORM_FILLS`."""
+    """Record the value to which `func`, one of `unknown_values.UNIFORM_FILLS`, sets all elements of `outputs`."""
     packet = func.overloadpacket
     value = unknown_values.UNIFORM_FILLS[packet](args, kwargs)
     value = store.get(value) if isinstance(value, torch.Tensor) else value
@@ -122,22 +122,22 @@ def _record_fill(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: 
 
 
 def _propagate_uniform(store: ValueStore, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
-    """Record the value of all output elements of `func`, if the elements of each input are equal, and of the output,
-    too; return whether that is so."""
+    """Record the value of all elements of the output of `func`, if each input also has equal elements; return whether
+    it was recorded."""
     packet = func.overloadpacket
     if len(outputs) != 1 or not args or not isinstance(args[0], torch.Tensor) or is_cheap_to_compute(args[0]):
         return False
-    first = store.get_uniform_value(args[0])
-    if first is None:
+    value = store.get_uniform_value(args[0])
+    if value is None:
         return False
     if packet is _aten.sum or packet is _aten.count_nonzero:
-        if first.is_floating_point() or not outputs[0].numel():
+        if value.is_floating_point() or not outputs[0].numel():
             return False
         num_summands = args[0].numel() // outputs[0].numel()
-        store.set_uniform(outputs[0], (first != 0 if packet is _aten.count_nonzero else first) * num_summands)
+        store.set_uniform(outputs[0], (value != 0 if packet is _aten.count_nonzero else value) * num_summands)
         return True
     if packet is _aten._to_copy or packet in unknown_values.UNIFORM_PRESERVING:
-        store.set_uniform(outputs[0], first)
+        store.set_uniform(outputs[0], value)
         return True
     if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
         return False
@@ -154,14 +154,14 @@ def _propagate_uniform(store: ValueStore, func: Any, args: Any, kwargs: Any, out
 
 
 class _TriangleCache:
-    """Cache of the last triangular mask made of equal elements: attention creates the same mask in every layer."""
+    """Cache of the last triangular mask with equal elements: attention creates the same mask in every layer."""
 
     def __init__(self, store: ValueStore) -> None:
         self._store = store
-        self._last: tuple[Any, torch.Tensor] | None = None
+        self._entry: tuple[Any, torch.Tensor] | None = None
 
     def make_key(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> Any:
-        """Return the cache key of the triangle `output`; None if the output of `func` is not cached."""
+        """Return the cache key of `output` of `func`; None if it is not a triangular mask that is cached."""
         if func.overloadpacket not in (_aten.tril, _aten.triu):
             return None
         uniform = self._store.get_uniform_value(args[0])
@@ -170,13 +170,13 @@ class _TriangleCache:
         return func, uniform.item(), output.dtype, output.size(), output.stride(), *args[1:]
 
     def get(self, key: Any) -> torch.Tensor | None:
-        """Return the elements of the cached triangle, [elements], if its key is `key`."""
-        return self._last[1] if key is not None and self._last is not None and self._last[0] == key else None
+        """Return the elements of the cached mask, [num_elements], if its key is `key`; else None."""
+        return self._entry[1] if key is not None and self._entry is not None and self._entry[0] == key else None
 
     def set(self, key: Any, output: torch.Tensor) -> None:
-        """Cache the elements of `output` under `key`; a later write to `output` copies them first."""
+        """Cache the elements of `output` under `key`; writes to `output` do not change the cached elements."""
         shadow = self._store.get_shadow(output)
         flat = None if shadow is None else shadow.read()
         if shadow is not None and flat is not None:
             shadow.has_pending_readers = True
-            self._last = key, flat
+            self._entry = key, flat

@@ -46,7 +46,7 @@ def _steps(setup: baselines.Setup, published: baselines.Published) -> Prediction
             step()
         return start
 
-    done = run(program, GPUS[published.gpu], passes_kernels=published.method == "liger")
+    done = run(program, GPUS[published.gpu], skips_kernels=published.method == "liger")
     return Prediction(done.allocated, rounding=published.rounding)
 
 
@@ -88,6 +88,6 @@ def _rise_of_cce(published: baselines.Published) -> int:
             loss.backward()
         marks.append(len(gpu.trace.events))
 
-    done = run(program, GPUS[published.gpu], passes_kernels=True)
+    done = run(program, GPUS[published.gpu], skips_kernels=True)
     begin, end = marks[1] if published.axis == "bw" else marks[0], marks[2]
     return max(done.replay.allocated[begin:end]) - done.replay.allocated[begin - 1]

@@ -135,7 +135,7 @@ class Run:
 
 
 def run(
-    program: Callable[[VirtualGpu], int | None], name: str, *, alloc_conf: str = "", passes_kernels: bool = False
+    program: Callable[[VirtualGpu], int | None], name: str, *, alloc_conf: str = "", skips_kernels: bool = False
 ) -> Run:
     """`program` on the virtual `gpu`; it may return the number of events before those that count."""
     gpu, settings = find_gpu(name), allocator_settings(alloc_conf)
@@ -145,7 +145,7 @@ def run(
         VirtualGpu(
             gpu,
             memory=lambda trace: RunAllocator(trace, gpu, settings),
-            passes_kernels=passes_kernels,
+            skips_kernels=skips_kernels,
             extensions=extensions(stubs=False),
         ) as virtual,
     ):

@@ -76,7 +76,7 @@ def test_goes_on_beyond_the_gpu():
 def ask(script: Script, memory: LiveAllocator, num_bytes: int) -> int | None:
     """The storage, or None if it was refused: as the recorder does it."""
     ref = script.new(num_bytes)
-    if memory.refusal() is None:
+    if memory.find_oom_message() is None:
         return ref
     script.trace.refused.append(ref)
     script.free(ref)
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused_with_the_words_of_torch():
     memory = LiveAllocator(script.trace, GPU)
     assert ask(script, memory, 700 * MIB) is not None
     script.new(500 * MIB)
-    message = memory.refusal()
+    message = memory.find_oom_message()
     assert message is not None and message.startswith("CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has a")
     assert "Including non-PyTorch memory, this process has 720.00 MiB memory in use." in message
     assert "700.00 MiB is allocated by PyTorch" in message

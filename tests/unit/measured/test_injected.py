@@ -86,7 +86,7 @@ def test_scratch_memory_of_an_operator_is_hidden(gpu):
 
 def test_what_cublas_keeps_is_its_workspace_and_no_result(gpu, monkeypatch):
     """Recorded on an H100: 32 MiB with the first product of a thread, and 1 MiB with the first that has a bias."""
-    monkeypatch.setattr(cuda, "get_cublas_workspace", lambda gpu: CublasWorkspace.of((9, 0), (2, 11)))
+    monkeypatch.setattr(cuda, "get_cublas_workspace", lambda gpu: CublasWorkspace.for_gpu((9, 0), (2, 11)))
 
     def program():
         with torch.profiler.record_function("aten::addmm"):

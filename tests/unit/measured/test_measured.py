@@ -20,8 +20,8 @@ from memprof.measured import MeasuredDevice
 from memprof.measured import device as measured_device
 from memprof.measured.cuda import NvmlUse
 from memprof.measured.history import Allocation, read_history
-from memprof.measured.marks import Claim, Mark, Marks
-from memprof.measured.merge import Recorded, collect_allocations, merge
+from memprof.measured.marks import Mark, Marks, OwnerMark
+from memprof.measured.merge import RunAllocations, collect_allocations, merge
 from memprof.measured.operators import OperatorOrigin, Profile, read_events
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
@@ -202,9 +202,9 @@ def test_merging_puts_events_in_order_of_time_and_inside_their_modules():
         Mark(10, EventKind.PHASE, 0), Mark(20, EventKind.ENTER, 0), Mark(40, EventKind.EXIT, 0),
         Mark(50, EventKind.PHASE, 1),
     ]  # fmt: skip
-    marks.claims = [Claim(80, 0xB, Owner(Role.GRADIENT, "w"), (4,), "float32", False)]
+    marks.owner_marks = [OwnerMark(80, 0xB, Owner(Role.GRADIENT, "w"), (4,), "float32", False)]
     marks.read_counters()
-    recorded = Recorded(
+    recorded = RunAllocations(
         [
             Allocation(5, 0x9, 64, "cuda:0", OperatorOrigin("aten.empty", 6)),  # before the first phase
             Allocation(

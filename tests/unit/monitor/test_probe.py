@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from memprof.monitor.probe.sitecustomize import _Sender
+from memprof.monitor.probe.sitecustomize import _CounterSender
 from tests.unit.monitor.command import MIB, environment, make_torch, run
 
 BARE = """
@@ -278,7 +278,7 @@ def test_the_last_word_waits_for_a_reading_that_has_begun(tmp_path):
     listening.settimeout(10)
     listening.bind(str(tmp_path / "socket"))
     cuda = Cuda()
-    sender = _Sender(cuda, str(tmp_path / "socket"))
+    sender = _CounterSender(cuda, str(tmp_path / "socket"))
     thread = threading.Thread(target=sender.run, daemon=True)
     thread.start()
     assert cuda.reading.wait(10)

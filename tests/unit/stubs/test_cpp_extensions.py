@@ -76,7 +76,7 @@ def test_what_the_sources_bind():
 
 @pytest.fixture
 def gpu():
-    with VirtualGpu(find_gpu("h100-80gb"), passes_kernels=True, extensions=[StubExtension()]) as gpu:
+    with VirtualGpu(find_gpu("h100-80gb"), skips_kernels=True, extensions=[StubExtension()]) as gpu:
         yield gpu
 
 
@@ -100,7 +100,7 @@ def test_functions_that_return_nothing_are_passed_over(gpu, sources):
 
 
 def test_operators_are_there_until_the_run_ends(sources):
-    with VirtualGpu(find_gpu("h100-80gb"), passes_kernels=True, extensions=[StubExtension()]):
+    with VirtualGpu(find_gpu("h100-80gb"), skips_kernels=True, extensions=[StubExtension()]):
         from torch.utils.cpp_extension import load
 
         paths = [str(sources / "library.cpp"), str(sources / "kernels.cu")]

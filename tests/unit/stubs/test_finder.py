@@ -143,7 +143,7 @@ def test_an_unknown_name_is_imported_and_refused_where_it_is_used(gpu: VirtualGp
         class Mine(MHA):  # type: ignore[misc]
             pass
 
-    refused = gpu.refused
+    refused = gpu.unsupported
     assert refused is not None and "flash_attn.modules.mha.MHA" in refused.message
 
 

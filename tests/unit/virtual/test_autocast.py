@@ -180,7 +180,7 @@ def test_rms_norm_is_one_kernel_in_float32() -> None:
 
 
 def test_every_operator_that_torch_autocasts_is_in_a_list() -> None:
-    assert autocast.registered() - set(autocast.POLICIES) == set()
+    assert autocast.find_autocast_operators() - set(autocast.POLICIES) == set()
 
 
 def test_weights_are_cast_once_a_region() -> None:

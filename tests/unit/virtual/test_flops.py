@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memprof
 from memprof.trace.events import GPU, HOST
-from memprof.virtual.flops import _formulas
+from memprof.virtual.flops import _flop_formulas
 
 
 def total(trace, name):
@@ -106,7 +106,7 @@ def test_shared_heads_count_with_a_formula_that_knows_none(monkeypatch):
 
     for name in ("flash", "efficient"):
         packet = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
-        monkeypatch.setitem(_formulas(), packet, formula)
+        monkeypatch.setitem(_flop_formulas(), packet, formula)
     with memprof.virtual_gpu("a100-80gb") as gpu:
         query = torch.zeros(2, 8, 64, 32, dtype=torch.bfloat16, device="cuda")
         key = torch.zeros(2, 2, 64, 32, dtype=torch.bfloat16, device="cuda")
@@ -122,7 +122,7 @@ def test_an_overload_that_torch_has_no_formula_for_counts():
         total_sum = torch.zeros(8, 4, device="cuda")
         torch.addmm(total_sum, left, right, out_dtype=torch.float32)
     assert total(gpu.trace, "operations") == 2 * 8 * 16 * 4
-    assert torch.ops.aten.addmm in _formulas()
+    assert torch.ops.aten.addmm in _flop_formulas()
 
 
 def test_collectives_that_are_operators_send_what_those_of_the_group_do():

@@ -186,7 +186,7 @@ def test_each_gpu_has_its_workspace():
 def test_one_gpu_is_full_and_the_other_is_not():
     gpu, settings = find_gpu("rtx-4090"), allocator_settings(None)
     half = 15 << 30
-    with VirtualGpu(gpu, gpus=2, memory=lambda trace: RunAllocator(trace, gpu, settings), refuses=True):
+    with VirtualGpu(gpu, gpus=2, memory=lambda trace: RunAllocator(trace, gpu, settings), raises_oom=True):
         kept = [torch.empty(half, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]
         with pytest.raises(torch.OutOfMemoryError, match=r"GPU 1 has a total capacity"):
             torch.empty(half, dtype=torch.uint8, device="cuda:1")

@@ -24,7 +24,7 @@ OPERATORS = torch.ops.memprof_library_test
 
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
-    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, passes_kernels=True) as gpu:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False, skips_kernels=True) as gpu:
         yield gpu
 
 

@@ -30,7 +30,7 @@ def small_gpu(gib: float = 1.0) -> VirtualGpu:
         memory=lambda trace: LiveAllocator(
             trace, GpuMemory(gpu.total_bytes, 100 * MIB), settings.config, settings.release
         ),
-        refuses=True,
+        raises_oom=True,
     )
 
 

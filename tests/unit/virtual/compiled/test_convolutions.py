@@ -66,7 +66,7 @@ def test_the_gpu_says_which_layout_its_kernels_give() -> None:
 
     strides = {}
     own = PatchSet()
-    own.apply_all(convolution_formats.patches(DeviceProperties.of(GPU)))
+    own.apply_all(convolution_formats.patches(DeviceProperties.from_gpu(GPU)))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             for name, groups, dtype in (("dense", 1, torch.float32), ("double", 1, torch.float64)):

@@ -88,14 +88,14 @@ def test_it_is_none_the_wiser() -> None:
 
 def test_what_they_were_refused_is_the_failure_of_the_run() -> None:
     with VirtualGpu(GPU) as gpu:
-        told = f"{gpu._context.children.file!r}, 'a problem', 'a hint'"
+        told = f"{gpu._context.subprocesses.file!r}, 'a problem', 'a hint'"
         code = f"import runpy; runpy.run_path({no_gpu.__file__!r})['report_refusal']({told})"
         subprocess.run([PYTHON, "-c", code], check=True)
     failure = gpu.trace.failure
     assert failure is not None and failure.kind is FailureKind.REFUSED
     assert (failure.message, failure.hint, failure.source) == ("a problem", "a hint", None)
-    no_gpu.report_refusal(gpu._context.children.file, "too late", None)
-    assert not os.path.exists(gpu._context.children.file)
+    no_gpu.report_refusal(gpu._context.subprocesses.file, "too late", None)
+    assert not os.path.exists(gpu._context.subprocesses.file)
 
 
 def test_a_program_does_not_replace_itself() -> None:

@@ -178,7 +178,7 @@ def kernel(monkeypatch):
 
 
 def test_a_kernel_that_is_passed_over_allocates_nothing_and_what_it_may_write_is_unknown(kernel) -> None:
-    with VirtualGpu(GPU, workspaces=False, passes_kernels=True) as gpu:
+    with VirtualGpu(GPU, workspaces=False, skips_kernels=True) as gpu:
         counts, other = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.arange(4, device="cuda")
         before = len(gpu.trace.events)
         assert kernel[(1,)](counts, counts.numel(), BLOCK=64) is None
@@ -213,7 +213,7 @@ def large_sizes(gpu: VirtualGpu) -> list[int]:
 def test_an_autotuned_kernel_is_timed_once_for_each_key(autotuned) -> None:
     """By the number of elements and the types of tensors; its buffer lives beside a copy of what it is to restore."""
     kernel = autotuned(restore_value=["x"])
-    with VirtualGpu(GPU, workspaces=False, passes_kernels=True) as gpu:
+    with VirtualGpu(GPU, workspaces=False, skips_kernels=True) as gpu:
         single, half = torch.zeros(1024, device="cuda"), torch.zeros(1024, dtype=torch.float16, device="cuda")
         held = torch.cuda.memory_allocated()
         for _ in range(2):
@@ -233,7 +233,7 @@ def test_what_a_heuristic_says_is_part_of_a_key(autotuned) -> None:
 
     heuristics = triton.heuristics({"IS_LARGE": lambda given: given["number"] > 100})
     kernel = heuristics(autotuned(key=["IS_LARGE"]))
-    with VirtualGpu(GPU, workspaces=False, passes_kernels=True) as gpu:
+    with VirtualGpu(GPU, workspaces=False, skips_kernels=True) as gpu:
         x = torch.zeros(1024, device="cuda")
         for number in (10, 20, 200, 300):
             kernel[(1,)](x, number)
@@ -253,7 +253,7 @@ def test_what_times_in_place_of_tritons_benchmark_takes_its_own(autotuned) -> No
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of use_cuda_graph, which public kernels still give
             kernel = autotuned(restore_value=["x"], **options)
-        with VirtualGpu(GPU, workspaces=False, passes_kernels=True) as gpu:
+        with VirtualGpu(GPU, workspaces=False, skips_kernels=True) as gpu:
             kernel[(1,)](torch.zeros(MIB, device="cuda"), 1024, True)
         sizes = large_sizes(gpu)
         assert sizes.count(8) == (name == "own") and 256 not in sizes
@@ -265,7 +265,7 @@ def test_tritons_own_autotuner_takes_the_same(autotuned) -> None:
     import triton
 
     def peak(kernel: Any, launch: Callable[[Any, torch.Tensor], None]) -> tuple[int, set[int]]:
-        with VirtualGpu(GPU, workspaces=False, passes_kernels=True) as gpu:
+        with VirtualGpu(GPU, workspaces=False, skips_kernels=True) as gpu:
             launch(kernel, torch.zeros(MIB, device="cuda"))
             return torch.cuda.max_memory_allocated(), set(large_sizes(gpu))
 
@@ -283,7 +283,7 @@ def test_unless_asked_a_kernel_ends_the_run(kernel) -> None:
 
 def test_a_kernel_on_the_host_is_launched(kernel) -> None:
     """Triton's interpreter, for one, works on real tensors."""
-    with VirtualGpu(GPU, passes_kernels=True):
+    with VirtualGpu(GPU, skips_kernels=True):
         kernel[(1,)](torch.zeros(4))
     assert KernelInterface.launched == 1
 

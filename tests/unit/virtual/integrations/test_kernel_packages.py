@@ -65,7 +65,7 @@ def test_liger_kernels_norm_keeps_partial_sums_for_each_multiprocessor() -> None
     """A gradient of the input in place of the output's, and partial sums (liger_kernel/ops/rms_norm.py,
     rms_norm_backward)."""
     norms = pytest.importorskip("liger_kernel.transformers.rms_norm", reason="Liger-Kernel is not installed")
-    with VirtualGpu(GPU, workspaces=False, passes_kernels=True):
+    with VirtualGpu(GPU, workspaces=False, skips_kernels=True):
         norm = norms.LigerRMSNorm(1024).cuda()
         x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
         before = torch.cuda.memory_allocated()

@@ -39,7 +39,7 @@ def test_kernels_compiled_at_run_time(launch: Callable[[], Any]) -> None:
 
 
 def test_a_launch_is_passed_over_where_kernels_are() -> None:
-    with VirtualGpu(GPU, passes_kernels=True):
+    with VirtualGpu(GPU, skips_kernels=True):
         filled = torch.zeros(4, device="cuda")
         fill = torch.cuda._compile_kernel("__global__ void f() {}", "f", compute_capability="90")
         fill.set_shared_memory_config(1024)

@@ -121,7 +121,7 @@ def test_the_backward_of_torchs_own_kernels_lays_out_columns(gpu):
 
 @pytest.mark.parametrize(("release", "own"), [((2, 8), False), ((2, 9), True), ((2, 10), True), ((2, 11), False)])
 def test_conv3d_in_half_precision_goes_round_a_fault_of_cudnn(release, own):
-    gpu = dataclasses.replace(DeviceProperties.of(find_gpu("rtx-4090")), release=release)
+    gpu = dataclasses.replace(DeviceProperties.from_gpu(find_gpu("rtx-4090")), release=release)
     data, weight = (torch.empty(2, 4, 8, 8, 8, dtype=torch.float16, device="meta") for _ in range(2))
     assert uses_cudnn(gpu, data, weight, False) is not own
     last = data.to(memory_format=torch.channels_last_3d)

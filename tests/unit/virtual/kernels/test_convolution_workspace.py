@@ -12,7 +12,7 @@ from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels.convolution import compute_workspace
 
 A100, V100, RTX_3090, P100, H100 = (
-    DeviceProperties.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100", "h100-80gb")
+    DeviceProperties.from_gpu(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100", "h100-80gb")
 )
 HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 GIB = 1 << 30

@@ -111,7 +111,7 @@ def test_a_tensor_beyond_32_bit_offsets_is_reduced_in_halves() -> None:
 def test_launches_that_follow_one_another_hold_one_buffer_at_a_time() -> None:
     """Liger-Kernel's published jsd rows (H100 PCIe): twice the vocabulary, from 2 GiB to 4 GiB, rises by the tensors
     alone and not by another staging buffer."""
-    gpu = DeviceProperties.of(find_gpu("h100-pcie"))
+    gpu = DeviceProperties.from_gpu(find_gpu("h100-pcie"))
     one, two = (reduction_buffers(empty(8192, vocabulary), None, 4, gpu) for vocabulary in (65_536, 131_072))
     assert one == two != []
 
@@ -171,8 +171,8 @@ def test_cublas_takes_the_workspace_that_was_recorded(
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
-    workspace = CublasWorkspace.of(capability, release)
-    assert (workspace.num_bytes, workspace.lt_num_bytes, workspace.permanent) == (num_bytes, lt_num_bytes, True)
+    workspace = CublasWorkspace.for_gpu(capability, release)
+    assert (workspace.num_bytes, workspace.lt_num_bytes, workspace.is_permanent) == (num_bytes, lt_num_bytes, True)
 
 
 def test_cublaslt_adds_one_row_and_takes_no_workspace_for_a_matrix() -> None:
@@ -185,14 +185,14 @@ def test_cublaslt_adds_one_row_and_takes_no_workspace_for_a_matrix() -> None:
 
 def test_the_cublas_workspace_follows_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
-    assert CublasWorkspace.of((8, 0), (2, 11)).num_bytes == (4096 * 8 + 16 * 8) * 1024
+    assert CublasWorkspace.for_gpu((8, 0), (2, 11)).num_bytes == (4096 * 8 + 16 * 8) * 1024
 
 
 def test_the_cublas_workspace_is_taken_and_freed_from_2_15_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
-    assert not CublasWorkspace.of((8, 0), (2, 15)).permanent
+    assert not CublasWorkspace.for_gpu((8, 0), (2, 15)).is_permanent
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
-    assert CublasWorkspace.of((8, 0), (2, 15)).permanent
+    assert CublasWorkspace.for_gpu((8, 0), (2, 15)).is_permanent
 
 
 def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memprof.virtual import VirtualGpu
-from memprof.virtual.device_rules import _entries, lacks_quantized_kernel
+from memprof.virtual.device_rules import _read_entries, find_missing_quantized_kernel
 from memprof.virtual.kernels import quantized_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -139,13 +139,13 @@ def test_what_cuda_cannot_do(
 def test_every_operator_that_cuda_has_for_quantized_tensors() -> None:
     """By torch's own list."""
     found = set()
-    for name, entry in _entries().items():
+    for name, entry in _read_entries().items():
         packet, _, overload = name.removeprefix("aten::").partition(".")
         operator = getattr(getattr(_aten, packet), overload or "default")
         known = packet in _here() or operator.is_view or overload.endswith("out")
         if "QuantizedCUDA" in entry and not (known or operator.overloadpacket in quantized_tensors._DEVICE_INDEPENDENT):
             found.add(packet)
-            assert not lacks_quantized_kernel(name)
+            assert not find_missing_quantized_kernel(name)
     assert found <= {"empty", "empty_strided"}
 
 
