@@ -47,7 +47,7 @@ class Progress:
     def _format_line(self) -> str:
         """Return the progress line: work, progress and elapsed seconds."""
         known = sys.modules.get("memprof.flows.progress")  # not imported: the work reports no progress
-        progress = "" if known is None else known.progress_text()
+        progress = "" if known is None else known.describe_progress()
         return f"memprof: {self._work}{f', {progress}' if progress else ''} ({time.monotonic() - self._begin:.0f} s)"
 
     def _redraw_regularly(self) -> None:

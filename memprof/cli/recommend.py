@@ -166,12 +166,12 @@ _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
 
 def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> ResultCacheEntry | None:
     """Return the cache entry of the call; None if its result is not cached."""
-    from memprof.flows.cache.results import find_cached_result
+    from memprof.flows.cache.results import find_cache_entry
 
     asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
     if request.model is None:  # the catalog is searched
         asked["model"], spec = "", spec.edit(model="gpt2")
-    return find_cached_result("recommend", spec, asked, settings.command_words)
+    return find_cache_entry("recommend", spec, asked, settings.command_words)
 
 
 def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:

@@ -38,9 +38,9 @@ def find_local_gpu_options() -> dict[str, Any]:
     """
     gpu = next(iter(read_gpus().gpus), None)
     if gpu is not None and gpu.slices:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        slices = [piece for piece in gpu.slices if piece.total_bytes is not None]
-        slices.sort(key=lambda piece: not piece.uuid or piece.uuid not in visible)
+        visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        slices = [gpu_slice for gpu_slice in gpu.slices if gpu_slice.total_bytes is not None]
+        slices.sort(key=lambda gpu_slice: not gpu_slice.uuid or gpu_slice.uuid not in visible_devices)
         return {"gpu_vram_bytes": slices[0].total_bytes} if slices else {}
     return {} if gpu is None or gpu.usable_bytes is None else make_gpu_options(gpu.name, gpu.usable_bytes)
 
@@ -53,10 +53,10 @@ def find_local_gpu() -> LocalGpu | None:
     gpu = find_first_visible_gpu(read_gpus().gpus)
     if gpu is None or gpu.slices or gpu.usable_bytes is None or gpu.free_bytes is None:
         return None
-    return LocalGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - _context_bytes(gpu.name), 0))
+    return LocalGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - _get_context_bytes(gpu.name), 0))
 
 
-def _context_bytes(name: str) -> int:
+def _get_context_bytes(name: str) -> int:
     try:
         return find_gpu(name).context_bytes
     except UsageError:  # the GPU is not in the catalog

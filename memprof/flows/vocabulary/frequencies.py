@@ -39,14 +39,14 @@ class Frequencies:
 
     def count_covered_tokens(self, cap: int) -> int:
         """Return the number of corpus tokens that are among the `cap` most frequent ones."""
-        left, covered = cap, 0
-        for times, tokens in self.histogram:
-            taken = min(left, tokens)
-            covered += times * taken
-            left -= taken
-            if not left:
+        remaining, num_covered = cap, 0
+        for count, num_tokens in self.histogram:
+            num_taken = min(remaining, num_tokens)
+            num_covered += count * num_taken
+            remaining -= num_taken
+            if not remaining:
                 break
-        return covered
+        return num_covered
 
     def compute_coverage(self, cap: int) -> float:
         """Return the share of the corpus that the `cap` most frequent tokens make up."""
@@ -57,14 +57,14 @@ class Frequencies:
 
         Raises UsageError for a share that is not from 0 to 1.
         """
-        exact = Fraction(str(share)) if isinstance(share, float) else Fraction(share)
-        if not 0 <= exact <= 1:
+        exact_share = Fraction(str(share)) if isinstance(share, float) else Fraction(share)
+        if not 0 <= exact_share <= 1:
             raise UsageError("a coverage is from 0 to 1", value=share, hint="0.999 is 99.9%")
-        missing = -(-exact.numerator * self.total // exact.denominator)  # rounded up
+        remaining = -(-exact_share.numerator * self.total // exact_share.denominator)  # rounded up
         cap = 0
-        for times, tokens in self.histogram:
-            if times * tokens >= missing:
-                return cap - (-missing // times)
-            missing -= times * tokens
-            cap += tokens
+        for count, num_tokens in self.histogram:
+            if count * num_tokens >= remaining:
+                return cap - (-remaining // count)
+            remaining -= count * num_tokens
+            cap += num_tokens
         return cap

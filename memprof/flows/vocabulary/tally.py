@@ -38,23 +38,23 @@ class Tally:
 
     def notes(self) -> list[str]:
         """Return a sentence on each defect and on the skipped files."""
-        found = []
+        sentences = []
         for path, defect in self.undecodable.items():
             bytes_are = "byte is" if defect.count == 1 else "bytes are"
-            found.append(
+            sentences.append(
                 f"{path}: {defect.count:,} {bytes_are} undecodable and read as U+FFFD; the first {defect.first}."
             )
         for path, defect in self.bad_rows.items():
             rows = "row" if defect.count == 1 else "rows"
-            found.append(f"{path}: {defect.count:,} {rows} left out; the first {defect.first}.")
+            sentences.append(f"{path}: {defect.count:,} {rows} left out; the first {defect.first}.")
         by_reason: dict[str, list[Path]] = {}
-        for path, why in self.skipped.items():
-            by_reason.setdefault(why, []).append(path)
-        for why, paths in by_reason.items():
+        for path, reason in self.skipped.items():
+            by_reason.setdefault(reason, []).append(path)
+        for reason, paths in by_reason.items():
             names = ", ".join(str(path) for path in paths[:MAX_NAMED])
-            more = f" and {len(paths) - MAX_NAMED:,} more" if len(paths) > MAX_NAMED else ""
-            found.append(f"Left out, {why}: {names}{more}.")
-        return found
+            suffix = f" and {len(paths) - MAX_NAMED:,} more" if len(paths) > MAX_NAMED else ""
+            sentences.append(f"Left out, {reason}: {names}{suffix}.")
+        return sentences
 
 
 class UndecodableCounter:

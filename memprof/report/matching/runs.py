@@ -15,7 +15,7 @@ from memprof.ledger.stage_amounts import Stage
 from memprof.ledger.stages import at_stage
 from memprof.report.documents.comparison import RunDescription, TensorGroup
 from memprof.report.documents.report import Report
-from memprof.snapshots.occupancy import fragmentation, group
+from memprof.snapshots.occupancy import group_blocks, measure_fragmentation
 from memprof.snapshots.recording import Recording
 from memprof.trace.events import without_numbers
 from memprof.trace.facts import Target, target_to_json
@@ -193,7 +193,7 @@ def convert_recording(
         module = without_numbers(origin.module) if origin.in_module else None
         kinds[life.category.value, module, origin.op, life.requested, origin.source] += 1
     at_reserved = recording.at(reserved_event)
-    free, _ = fragmentation(recording, reserved_event)
+    free, _ = measure_fragmentation(recording, reserved_event)
     bridge: dict[str, int | None] = dict.fromkeys(BRIDGE_STEPS)
     bridge |= {
         "requested by tensors": at_reserved[0],
@@ -211,7 +211,9 @@ def convert_recording(
         totals=totals,
         stages=_index_stages(_build_stages(recording)),
         categories={
-            one.category.value: one.allocated_bytes for one in group(alive, "category") if one.category.value != KERNELS
+            one.category.value: one.allocated_bytes
+            for one in group_blocks(alive, "category")
+            if one.category.value != KERNELS
         },
         tensors=[
             TensorGroup(requested, count, None, None, op, source, category, module)
