@@ -1,8 +1,8 @@
 """Accounting of a run: replay its trace through the allocator; build the ledger, the findings and the report.
 
-    Trace -allocator-> replay -ledger-> Ledger -findings-> [Finding] -report-> Document
+    Trace -allocator-> replay -ledger-> Ledger -findings-> [Finding] -report-> Report
 
-Simulated and measured traces, new or loaded from a file, go through the same functions.
+All traces, simulated, measured or loaded from a file, go through the same functions.
 """
 
 from __future__ import annotations
@@ -34,17 +34,12 @@ def analyze(
     gpu: int | None = None,
     rank: int | None = None,
 ) -> Report:
-    """Return the report on a trace, simulated or measured, new or loaded from a file.
+    """Return the report on a trace, which may be simulated, measured or loaded from a file.
 
-    Args:
-        alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
-        explained: include all findings and the bridge; a search over many runs leaves them out.
-        gpu: index of the GPU that is shown in full, where a run has several; None: the GPU with the highest usage.
-        rank: rank that is shown in full, where several ran together; None: the rank with the highest need.
-
-    Raises:
-        EmptyTraceError: nothing was allocated on the GPU.
-        UsageError: torch would refuse `alloc_conf`, or there is no such GPU or rank.
+    `alloc_conf` replaces the allocator settings of the run. `with_details` adds all findings and the bridge. `gpu` and
+    `rank` select what is shown in full; None: the GPU with the highest usage, the rank with the highest need. Raises
+    EmptyTraceError: nothing was allocated on the GPU; UsageError: torch would refuse `alloc_conf`, or there is no such
+    GPU or rank.
     """
     if alloc_conf is not None:
         trace = replace_allocator_settings(trace, alloc_conf)

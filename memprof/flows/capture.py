@@ -30,8 +30,8 @@ def capture_virtual(
     memory: Callable[[Trace], MemoryStatistics] | None = None,
     allocator_settings: AllocatorSettings | None = None,
 ) -> Trace:
-    """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu. Raises UsageError: the
-    workload cannot be built; RunFailedError: the model's own code raised; its `trace` ends with the failure."""
+    """Run `workload` on a virtual GPU and return its trace; `memory` and `allocator_settings` go to VirtualGpu. Raises
+    UsageError: the workload cannot be built; RunFailedError (with the trace so far): the model's code raised."""
     spec = workload.spec
     device = VirtualGpu(
         gpu,
@@ -72,7 +72,7 @@ def capture_virtual(
 
 
 def _describe_progress(trace: Trace) -> str:
-    """Return the current phase; in a forward "layer N of M", by the layer entered last; "" if unknown."""
+    """Return a description of the running phase: "layer N of M" in a forward, else its name; empty if unknown."""
     modules = trace.modules
     for event in reversed(trace.events[-_MAX_EVENTS_SEARCHED:]):
         if event.kind is EventKind.PHASE:
@@ -87,8 +87,8 @@ def _describe_progress(trace: Trace) -> str:
 def capture_measured(
     workload: Workload, device_name: str, progress: Callable[[str], None] = lambda _: None, *, detail: bool = False
 ) -> Trace:
-    """Run `workload` on a real device, "cpu" or "cuda". Raises UsageError: the workload cannot be built;
-    RunFailedError: the model's code raised, or memory ran out; its `trace` ends with the failure."""
+    """Run `workload` on a real device, "cpu" or "cuda", and return its trace. Raises UsageError: the workload cannot be
+    built; RunFailedError (with the trace so far): the model's code raised, or memory ran out."""
     progress("importing the model")
     workload.source.import_code()
     device = MeasuredDevice(device_name, NvmlUse() if device_name == "cuda" else None, detail=detail)

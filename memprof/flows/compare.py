@@ -1,9 +1,8 @@
 """Comparison of the runs in two files: the flow behind `memprof compare`.
 
-    FILE -account, recordings-> Document or Recording -report/matching-> Run;  two of them -report-> Comparison
+    FILE -account, recordings-> Report or Recording -report/matching-> ComparedRun;  two runs -report-> Comparison
 
-A capture is accounted for as by `memprof show`, and a report in JSON is read back as a document. The comparison then
-treats both alike.
+A capture is analyzed as by `memprof show`; a report in JSON is read back. The comparison then treats them alike.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def compare_files(
 
 
 def open_run(path: Path) -> ComparedRun:
-    """Return the run in a capture, a report or a snapshot; raise UsageError for damaged and other files."""
+    """Return the run in a capture, report or snapshot; raise UsageError if the file is damaged or of another kind."""
     head = read_head(path, _FILE_KINDS)
     if head.startswith(GZIP_MAGIC):
         return convert_report(load_capture(path), path.name, "memprof capture")

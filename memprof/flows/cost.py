@@ -39,8 +39,7 @@ class StepWork:
 def compute_step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
     """Return the work of the last step of a run on this GPU; None if the work was not counted.
 
-    If fewer than `micro_batches` were run, the last one stands for each that was not: all do the same operations
-    on tensors of the same shapes.
+    If the step ran fewer than `micro_batches` micro-batches, the work of the last one is added for each missing one.
     """
     if not trace.work:
         return None
@@ -79,7 +78,7 @@ _COST_FIELDS = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_se
 def compute_cost(
     work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: CompileStats | None = None
 ) -> FixCost:
-    """Return the cost of a run with fixes (`work`) over the run without (`original`)."""
+    """Return the cost that fixes add to a step: the work with fixes (`work`) less the work without (`original`)."""
     seconds, kernels = (None, None) if compiling is None else compiling
     if work is None or original is None:
         return FixCost(*(None,) * 9, numerics, note, compile_seconds=seconds, compiled_kernels=kernels)
@@ -99,7 +98,7 @@ def compute_cost(
 
 
 def find_bottleneck(document: Report) -> Bottleneck:
-    """Return the bottleneck of a run: the stage of its failure or peak, and the largest category of memory there."""
+    """Return the stage in which a run fails or has its peak, and the largest category of memory in this stage."""
     verdict, peak = document.verdict, document.peak
     category = next(iter(peak.categories))
     size = peak.categories[category]

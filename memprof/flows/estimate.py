@@ -27,18 +27,11 @@ def simulate(
     parallel: str | None = None,
     gpus: int = 1,
 ) -> SimulatedRun:
-    """Run `plan` on a virtual GPU of unlimited capacity.
+    """Run a model by `plan` on a virtual GPU of unlimited capacity; return its peak. Raises MemprofError.
 
-    Args:
-        subject: the model; a number of parameters is built from the shape derived for it.
-        batch_size: sequences of a micro-batch.
-        context_length: tokens of a sequence.
-        lengths: sequence lengths, in the syntax of `--lengths`, cut to `context_length`.
-        steps: number of steps; None: the default of `memprof profile`.
-        parallel: the plan over `gpus` GPUs (`--parallel`); one rank of each kind is run, and the highest counts.
-
-    Raises:
-        MemprofError: the model cannot be built or run.
+    `lengths` are sequence lengths in the syntax of `--lengths`, truncated to `context_length` tokens. With `parallel`
+    (`--parallel`, over `gpus` GPUs) one rank of each kind is run, and the result is the rank with the highest peak.
+    `steps` None is the default of `memprof profile`.
     """
     spec_fields = plan.build_spec_fields()
     if plan.method.kind == "lora" and estimated_model.geometry is not None:

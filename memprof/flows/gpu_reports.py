@@ -15,10 +15,10 @@ from memprof.trace.events import Trace
 
 
 def merge_gpu_reports(trace: Trace, report: Callable[[Trace], tuple[Ledger, Report]], gpu: int | None = None) -> Report:
-    """Return the report on GPU `gpu` (None: the GPU with the highest usage), with the verdict on all GPUs.
+    """Return the report on the GPU with index `gpu` (None: the highest usage), with the verdict on all GPUs.
 
-    `report` returns ledger and report of one GPU. Raises EmptyTraceError: nothing was allocated on any GPU; UsageError:
-    GPU `gpu` does not exist, or nothing was allocated on this GPU.
+    `report` builds ledger and report from the trace of one GPU. Raises EmptyTraceError: nothing was allocated on any
+    GPU; UsageError: the GPU does not exist, or nothing was allocated on it.
     """
     if gpu is not None and f"cuda:{gpu}" not in trace.gpus:
         raise UsageError("the run had no such GPU", value=f"--gpu-index {gpu}", hint=f"it had {', '.join(trace.gpus)}")
@@ -71,7 +71,7 @@ def _build_gpu_row(trace: Trace, device: str, document: Report | None, deciding_
 
 
 def make_peak_fields(document: Report | None, context_bytes: int) -> dict[str, Any]:
-    """Return the peak fields of the row of a GPU or rank; with `document` None, of a GPU without allocations."""
+    """Return the fields of a GPU's or rank's table row that describe its peak; `document` None: no allocations."""
     return {
         "peak_allocated_bytes": document.peak.allocated_bytes if document else 0,
         "peak_stage": document.peak.stage if document else "",
@@ -82,10 +82,8 @@ def make_peak_fields(document: Report | None, context_bytes: int) -> dict[str, A
 
 
 def merge_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Report]]) -> tuple[Finding, ...]:
-    """Return the findings of the GPU or rank `shown`, and the errors and further kinds of findings of the others.
-
-    The title of a finding names its GPU or rank, unless all have the finding.
-    """
+    """Return the findings `own` of the GPU or rank `shown`, with the findings of other GPUs or ranks added that are
+    errors or of new kinds. A title names the GPU or rank, unless all have the finding."""
     merged = [one if all(one in other.findings for _, other in others) else _prefix_title(shown, one) for one in own]
     seen_ids = {one.id for one in own}
     for device, other in others:

@@ -1,4 +1,4 @@
-"""The GPU of a run, or its measured device, and the settings and state of the caching allocator."""
+"""The device of a run, virtual or real, and the settings and state of its caching allocator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunAllocator(LiveAllocator):
         self._snapshot = functools.partial(convert_to_snapshot, trace, settings.config, memory)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the dictionary of torch.cuda.memory._snapshot(), with the history since the run began."""
+        """Return a dictionary like torch.cuda.memory._snapshot(), with all events since the run began."""
         return convert_snapshot(self._snapshot().snapshot)
 
 

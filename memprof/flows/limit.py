@@ -33,10 +33,9 @@ Progress = Callable[[str], None]
 
 
 def find_largest_for_spec(spec: TargetSpec, quantity: str, progress: Progress = lambda _: None) -> tuple[Trace, Report]:
-    """Return the run of `spec` at the largest `quantity` that fits the GPU, and a report with all numbers tried.
+    """Return trace and report of `spec` at the largest batch size or context length (`quantity`) that fits the GPU.
 
-    The search begins at the batch size or context length of `spec`. Raises UsageError for the context length of a model
-    that takes no tokens.
+    The search begins at the value in `spec`. Raises UsageError: the context length of a model that takes no tokens.
     """
     from memprof.workload.models import find_source  # needs torch, which --help does not
 
@@ -63,9 +62,9 @@ def find_largest_for_spec(spec: TargetSpec, quantity: str, progress: Progress = 
 def find_largest_for_script(
     program: Program, spec: RunSpec, quantity: str, progress: Progress = lambda _: None
 ) -> tuple[Trace, Report]:
-    """Return the run of a script at the largest `quantity` that fits; its arguments have `{}` in place of the number.
+    """Return trace and report of a script at the largest batch size or context length (`quantity`) that fits.
 
-    Each run is a new process. Raises UsageError if no argument has the placeholder.
+    The script's arguments have `{}` in place of the number. Raises UsageError if no argument has it.
     """
     if not any(PLACEHOLDER in argument for argument in program.arguments):
         example = f"memprof run --largest {quantity} {program.name} --{quantity} {PLACEHOLDER}"

@@ -13,7 +13,7 @@ from memprof.errors import UsageError
 
 
 class LocalGpu(NamedTuple):
-    """The GPU that a run would be measured on, with sizes in bytes."""
+    """The GPU of this machine that a measured run would use."""
 
     name: str
     total_bytes: int
@@ -46,9 +46,9 @@ def find_local_gpu_options() -> dict[str, Any]:
 
 
 def find_local_gpu() -> LocalGpu | None:
-    """Return NVML's figures of the first GPU of CUDA; None if NVML does not report them.
+    """Return the first GPU that CUDA would use, as NVML reports it; None if NVML lacks a value.
 
-    CUDA itself is not used: a process that has initialized CUDA cannot be forked.
+    CUDA is not initialized: a process that has initialized CUDA cannot be forked.
     """
     gpu = find_first_visible_gpu(read_gpus().gpus)
     if gpu is None or gpu.slices or gpu.usable_bytes is None or gpu.free_bytes is None:

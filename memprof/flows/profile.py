@@ -1,6 +1,6 @@
 """The flow of `memprof profile`: read this file first, then account.py.
 
-    TargetSpec -workload-> step -capture-> Trace -account-> Document
+    TargetSpec -workload-> step -capture-> Trace -account-> Report
 
 A run is captured once, and everything else is computed from its trace. So a saved capture gives the same report
 again, and simulated and measured runs share the code after the capture.
@@ -41,10 +41,7 @@ from memprof.workload.plan import parse_plan
 def profile(
     spec: TargetSpec, progress: Callable[[str], None] = lambda _: None, *, with_details: bool = True
 ) -> tuple[Trace, Report]:
-    """Run `spec` on its virtual GPU, or measure `spec` on a real device; return its trace and report.
-
-    `explained` is as in `analyze`; errors are those of `capture_trace`.
-    """
+    """Run `spec` on a virtual GPU or a real device; return its trace and report (see `capture_trace`, `analyze`)."""
     trace = capture_trace(spec, progress)
     progress("accounting")
     return trace, analyze(trace, with_details=with_details)
@@ -128,7 +125,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
 
 
 def _run_each_rank_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
-    """Run one rank of each kind that the plan has, one after another; return one trace of all."""
+    """Run one rank of each kind in the parallel plan, one after another; return the merged trace."""
     traces = []
     rank_kinds = parse_plan(plan, spec.gpus).kinds_of_ranks()
     for rank, equal_ranks in rank_kinds:
@@ -147,7 +144,8 @@ def _run_each_rank_kind(spec: TargetSpec, plan: str, progress: Callable[[str], N
 def resolve_device(
     spec: TargetSpec, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[TargetSpec, Trace | None]:
-    """Return `spec` on the CUDA GPU if a simulation fits its free memory; else on a virtual GPU, with the trace."""
+    """Return `spec` set to run on the CUDA GPU if a simulation fits its free memory; else on a virtual GPU, with the
+    trace of the simulation. Without a GPU, return `spec` unchanged."""
     from memprof.measured.cuda import cuda_unavailable_reason, current_gpu
 
     if cuda_unavailable_reason() is not None:
@@ -164,7 +162,7 @@ def resolve_device(
 
 
 def count_parallel_runs(spec: TargetSpec) -> int:
-    """Return how many runs like `spec` may run in parallel, each in a worker: 1 for the user's own code."""
+    """Return how many runs like `spec` may run in parallel, each in a worker process; 1 for the user's own code."""
     from memprof.workload.pool import number_of_workers  # needs torch
 
     _, colon, factory = spec.model.rpartition(":")

@@ -10,7 +10,7 @@ _DESCRIBERS: list[Callable[[], str]] = []
 
 @contextlib.contextmanager
 def report_progress_with(describe: Callable[[], str]) -> Iterator[None]:
-    """Context manager: make `progress_text` return the text of `describe`, which may raise, called from any thread."""
+    """Context manager: make `describe_progress` return the result of `describe`, which any thread may call."""
     _DESCRIBERS.append(describe)
     try:
         yield

@@ -27,7 +27,7 @@ _PARTIAL_NOTE = (
 
 
 def merge_traces(traces: Iterable[Trace]) -> Trace:
-    """Return the trace of the lowest rank, with the other traces in `others`; equal traces share their data."""
+    """Return the trace of the lowest rank, with the traces of further ranks in its field `others`."""
     merged_traces: list[Trace] = []
     for trace in sorted(traces, key=get_rank):
         equal_trace = next((one for one in merged_traces if _collect_requests(one) == _collect_requests(trace)), None)
@@ -41,17 +41,16 @@ def get_rank(trace: Trace) -> int:
 
 
 def _collect_requests(trace: Trace) -> tuple[object, ...]:
-    """Return the requests of a rank in order, with phases, failure and program: equal for ranks that ran alike."""
+    """Return the events, storage sizes, phases, failure and program of a trace, to compare traces of two ranks."""
     sizes = [(storage.num_bytes, storage.device == "cpu") for storage in trace.storages]
     return trace.events, sizes, trace.phases, trace.failure, trace.facts.program
 
 
 def merge_rank_reports(trace: Trace, report: Callable[[Trace], Report], rank: int | None = None) -> Report:
-    """Return the report on rank `rank` (None: the rank with the highest need), with the verdict on all ranks.
+    """Return the report on `rank` (None: the rank that requires the most memory), with the verdict on all ranks.
 
-    `report` returns the report of one rank. Raises EmptyTraceError: no rank allocated on its GPU; UsageError: rank
-    `rank` was not run, or allocated nothing on its GPU.
-    """
+    `report` builds the report of one rank. Raises EmptyTraceError: no rank allocated on its GPU; UsageError: `rank` was
+    not run, or allocated nothing on its GPU."""
     traces = {get_rank(one): one for one in (dataclasses.replace(trace, others=[]), *trace.others)}
     if rank is not None and rank not in traces:
         raise UsageError(
@@ -103,7 +102,7 @@ def merge_rank_reports(trace: Trace, report: Callable[[Trace], Report], rank: in
 
 
 def _find_rank_differences(reports: dict[int, Report]) -> list[Finding]:
-    """Return findings on ranks whose peaks differ, if no rank failed; a rank run for several counts as each of them."""
+    """Return findings on ranks whose peaks differ, if no rank failed; a rank run for several counts for each of them."""
     peaks: dict[int, RankPeak] = {}
     for report_rank, report in reports.items():
         equal_ranks = report.rank.alike if report.rank else ()

@@ -1,6 +1,6 @@
 """Runs of several ranks of a program together, each a process with its own virtual GPU, and one report of all.
 
-Program -script/launchers-> a ProcessStart for each rank -script/ranks-> Traces -report-> Report
+Program -script/launchers-> a ProcessStart for each rank -script/ranks-> Traces -account-> Report
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RanksRun:
 
 
 def parse_ranks(text: str, size: int) -> list[int]:
-    """Return the ranks of `text`: `all`, or numbers and spans (`0,3,5-7`); raise UsageError for unknown ranks."""
+    """Return the ranks that `text` names: `all`, or ranks and ranges such as `0,3,5-7`; UsageError: unknown ranks."""
     if text.strip() == "all":
         return list(range(size))
     ranks: set[int] = set()
@@ -63,10 +63,10 @@ def parse_ranks(text: str, size: int) -> list[int]:
 
 
 def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | ScriptOutcome:
-    """Run ranks of `program` together, until `rule` holds for all of them, all end, or one fails.
+    """Run the ranks `spec.ranks` (None: all) of `program` together, until `rule` stops them, all end, or one fails.
 
-    `spec.ranks` None: all ranks; `spec.rank`: the rank shown in full, None: the rank with the highest need. Returns the
-    launcher's outcome if it started no process. Raises UsageError: unknown ranks, or too little host memory.
+    `spec.rank` is shown in full (None: the rank that requires most memory). If the launcher starts no process, return
+    its outcome. Raises UsageError: unknown ranks, or too little host memory.
     """
     from memprof.script.capture import resolve_process
     from memprof.script.launchers import ProcessSelection
@@ -196,7 +196,7 @@ def _merge_results(
 
 
 def _explain_stop(rank: int | None, failure: RankResult | None, error: MemprofError | None) -> tuple[str, str | None]:
-    """Return why the other ranks were stopped, and a hint."""
+    """Return the reason why the ranks that did not fail were stopped, and a hint."""
     if error is not None:
         return error.problem, error.hint
     if failure is None or rank is None:
@@ -210,7 +210,7 @@ def _explain_stop(rank: int | None, failure: RankResult | None, error: MemprofEr
 
 
 def _find_first_traceback(failed_ranks: Sequence[int], results: Mapping[int, RankResult]) -> str:
-    """Return the traceback of the first failed rank, with all ranks that end in the same error."""
+    """Return the traceback of the first failed rank, after a line with all ranks that end in the same error."""
     first_traceback = results[failed_ranks[0]].traceback
     if not first_traceback:
         return ""

@@ -48,19 +48,19 @@ class OpenedFile:
     """A recorded file: its snapshot, its recordings and its origin."""
 
     snapshot: Snapshot
-    build_recordings: list[Recording]
+    recordings: list[Recording]
     origin: RecordingOrigin
     converted: ConvertedTrace | None  # of a capture; None: the file is a snapshot
 
     def slices(self, recording: Recording) -> list[TimelineSlice]:
-        """Return the slices of stages and modules of one device, in microseconds."""
+        """Return the stages and module calls of one device as slices of a timeline, in microseconds."""
         if self.converted is not None:
             return self.converted.slices
         return build_slices(recording, self.snapshot.annotations)
 
 
 def read_head(path: Path, kinds: str) -> bytes:
-    """Return the first 64 bytes of a file; raise UsageError, with `kinds` in the hint, if the file is empty."""
+    """Return the first 64 bytes of a file; raise UsageError, which suggests `kinds`, if unreadable or empty."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -152,7 +152,7 @@ def _compute_peak_requested(trace: Trace) -> Counter[str]:
 
 
 def _find_allocator_settings(trace: Trace) -> tuple[AllocatorConfig, str]:
-    """Return the allocator settings of a capture (else of the environment), and a note on their source."""
+    """Return the allocator settings in `trace` (else those of the environment), and a sentence on their source."""
     if trace.facts.allocator is not None:
         alloc_conf = trace.facts.allocator.alloc_conf or ""
         return parse_config(alloc_conf), f"Allocator settings of the run: {alloc_conf or 'the defaults'}."
@@ -162,7 +162,7 @@ def _find_allocator_settings(trace: Trace) -> tuple[AllocatorConfig, str]:
 
 
 def _check_memory(path: Path, size: int, memory_per_byte: int) -> None:
-    """Raise UsageError if reading a file of `size` bytes would exceed the memory ceiling (device/ceiling.py)."""
+    """Raise UsageError if reading a file of `size` bytes, at `memory_per_byte`, would exceed memprof's memory limit."""
     needed, limit = size * memory_per_byte, compute_limit_bytes(path)
     if needed > limit:
         raise UsageError(
@@ -178,7 +178,7 @@ def analyze_file(
     device: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Analysis:
-    """Return the document of `memprof analyze`, of all devices or of `device`."""
+    """Return the analysis of a recorded file (`memprof analyze`), of all devices (`device` None) or of one."""
     file = open_file(path, progress)
     progress("accounting")
     recordings = file.recordings
@@ -194,8 +194,8 @@ def analyze_file(
 
 
 def export_file(path: Path, to: Path, progress: Callable[[str], None] = lambda _: None, *, force: bool = False) -> str:
-    """Write the run in `path` to `to` (.pickle for memory_viz, .json for Perfetto); return the viewer's URL.
-    Raises UsageError: wrong file, or wrong suffix of `to`; MemprofError: `to` cannot be written."""
+    """Write the run in the file `path` to the file `to` (.pickle for memory_viz, .json for Perfetto); return the
+    viewer's URL. Raises UsageError: unusable file or suffix; MemprofError: `to` cannot be written."""
     suffix = to.suffix.lower()
     if suffix not in (".pickle", ".pkl", ".json"):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Reports from saved files: a capture is accounted for again, and a document in JSON is read back."""
+"""Reports from saved files: a capture is analyzed again, and a report in JSON is read back."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def load_capture(path: Path, alloc_conf: str | None = None, gpu: int | None = No
 
 
 def load_json(path: Path) -> SavedDocument:
-    """Return the document that was written as JSON; raise UsageError if the file is no report, damaged or too new."""
+    """Return the report in a JSON file; raise UsageError if the file is no report, damaged or of a newer release."""
     try:
         json_value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
 """The flow of `memprof run`: a user's unmodified script on a virtual GPU, or measured on a real device.
 
-    Program -script/capture-> Trace, ScriptOutcome -account-> Document
+    Program -script/capture-> Trace, ScriptOutcome -account-> Report
 
 After the capture, the flow is that of `memprof profile`.
 """
@@ -146,7 +146,7 @@ def capture_run(
 
 
 def _suggest_torchrun(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str:
-    """Return a hint to use torchrun if the script failed for lack of a launcher's variable; else empty."""
+    """Return a hint to use torchrun, if the script failed because a launcher's variable is not set; else empty."""
     from memprof.script.launchers import find_missing_variable
 
     variable = find_missing_variable(outcome.error)
@@ -167,13 +167,13 @@ def _count_training_steps(trace: Trace, end_reason: EndReason) -> int:
 
 
 def _list_backward_steps(trace: Trace) -> list[int]:
-    """Return the step of each backward and optimizer step."""
+    """Return the step number of each backward phase and optimizer phase."""
     kinds = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
     return [phase.step for phase in trace.phases if phase.kind in kinds]
 
 
 class _LateSettings(CurrentSettings):
-    """Allocator settings, read as torch reads them: the script may set the variable until its first allocation."""
+    """Allocator settings of a script, which may set PYTORCH_CUDA_ALLOC_CONF until its first allocation."""
 
     def __init__(self, alloc_conf: str | None) -> None:
         super().__init__(resolve_allocator_settings(alloc_conf))
@@ -188,12 +188,12 @@ class _LateSettings(CurrentSettings):
             self.set(self.get())
 
     def set(self, alloc_conf: str) -> None:
-        """Set the settings, as torch does at run time; the settings of a fix stay."""
+        """Replace the settings by `alloc_conf`, as torch does at run time, and keep the settings of a fix."""
         self._is_unread = False
         super().set(",".join(filter(None, (alloc_conf, self._fix_settings))))
 
     def read(self) -> Settings:
-        """Return the settings in force, final from the first call on."""
+        """Return the current settings; the first call fixes the settings that the environment gives."""
         if self._is_unread and dict(os.environ) != self._environment:
             self.now = resolve_allocator_settings(None)
             if self._fix_settings:

@@ -49,7 +49,7 @@ _PART_BY_PHASE = {
 
 @dataclass(slots=True)
 class TimelineSlice:
-    """A named stretch of time, in microseconds; slices of one track nest."""
+    """A named range of time, in microseconds; slices of one track nest."""
 
     name: str
     begin: int
@@ -68,7 +68,7 @@ class ConvertedTrace:
 
 
 class _RecordingDriver(SimulatedDriver):
-    """A simulated driver that records the segments taken from the GPU and released."""
+    """A simulated driver that records segment allocations and frees as snapshot events."""
 
     def __init__(self, gpu: GpuMemory | None, events: list[SnapshotEvent]) -> None:
         super().__init__(*((None,) if gpu is None else (gpu.total_bytes, gpu.context_bytes)))
@@ -213,7 +213,7 @@ class _Origins:
         self.stacks: dict[tuple[int, int, int], Stack] = {}
 
     def stack(self, ref: int, storage: Storage) -> Stack:
-        """Return operator, line and module of a storage as the frames of a stack."""
+        """Return a stack whose frames are the operator, source line and module of storage `ref`."""
         key = (storage.op, storage.source, storage.module)
         stack = self.stacks.get(key)
         if stack is None:
@@ -290,7 +290,7 @@ def _make_segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> lis
 
 
 def _make_settings(config: AllocatorConfig) -> dict[str, Any]:
-    """Return `allocator_settings` in torch's form."""
+    """Return the settings as in the entry "allocator_settings" of a snapshot of torch."""
     divisions = config.roundup_power2_divisions or (0,) * 16
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.text,
@@ -302,7 +302,7 @@ def _make_settings(config: AllocatorConfig) -> dict[str, Any]:
 
 
 def _make_annotations(slices: list[TimelineSlice]) -> list[dict[str, object]]:
-    """Return the stages in torch's form for record_function: a START and an END for each."""
+    """Return a START and an END annotation for each stage, as torch writes them for record_function."""
     annotations: list[dict[str, object]] = []
     for stage in slices:
         if stage.track == "stages":

@@ -26,7 +26,7 @@ _SIZE_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Live blocks of one category at a moment that have the same line, module or size class."""
+    """Live blocks of one category and one source line, module or size class."""
 
     key: str
     allocated_bytes: int  # Of the group's blocks.
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(slots=True)
 class SegmentUse(Range):
-    """A segment at a moment."""
+    """A segment of the allocator after an event, with its used and free bytes and live blocks."""
 
     used: int
     largest_free: int
@@ -81,7 +81,7 @@ class Fragmentation:
 
 
 def group_blocks(lives: list[BlockLife], grouping: str) -> list[Group]:
-    """Group `lives` by `by`, one of BY, and by category, largest first."""
+    """Group `lives` by the key `grouping` (one of GROUP_KEYS) and by category; the largest group comes first."""
     members: dict[tuple[str, Category], list[BlockLife]] = defaultdict(list)
     for life in lives:
         members[_make_group_key(life, grouping), life.category].append(life)
@@ -118,7 +118,7 @@ def _make_group_key(life: BlockLife, grouping: str) -> str:
 
 
 def list_segments(recording: Recording, event: int, blocks: list[BlockLife]) -> list[SegmentUse]:
-    """Return the segments after `event`, by address, with the blocks `alive`."""
+    """Return the segments after `event`, by address, each with its live blocks from `blocks`."""
     ranges = Ranges(recording.final, recording.replay.config)
     for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:
@@ -154,7 +154,7 @@ def list_segments(recording: Recording, event: int, blocks: list[BlockLife]) -> 
 
 
 def measure_fragmentation(recording: Recording, event: int) -> tuple[Fragmentation, list[SegmentUse]]:
-    """Return the reserved memory not in use after `event`; and the segments, those with the most pinned bytes first."""
+    """Return the unused reserved memory after `event` by reason, and the segments, most pinned bytes first."""
     blocks = recording.alive(event)
     segments = sorted(list_segments(recording, event, blocks), key=lambda segment: (-segment.pinned, segment.address))
     reserved, used = sum(segment.size for segment in segments), sum(segment.used for segment in segments)

@@ -28,7 +28,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a block."""
+    """Where a block was allocated: source line, operator, module, part of the step, and category."""
 
     source: str  # `file:line function`: the innermost line of the user; else an autograd node or a C++ function
     op: str  # the operator or autograd node; empty if the stack has no C++ frames
@@ -150,7 +150,7 @@ def _find_source(python: list[Frame], node: str, op: str) -> str:
 
 
 def _find_module_chain(python: list[Frame]) -> tuple[list[str], Frame | None]:
-    """Return the calls of modules, outermost first, and the frame of the innermost forward.
+    """Return the modules called in a stack, outermost first, and the frame of the innermost forward.
 
     A module's `_call_impl` is the frame right outside its forward; the forward's file and line identify the module.
     """
@@ -219,7 +219,7 @@ def _find_category(
 
 
 def list_module_calls(origin: Origin) -> list[tuple[str, str]]:
-    """Return the calls of modules around `origin`, outermost first: the calling line, and the called file."""
+    """Return the module calls around `origin`, outermost first, as pairs (calling line, file of the module)."""
     chain = origin.module.split(" > ") if origin.in_module else []
     return [(outer, line.partition(":")[0]) for outer, line in zip(["", *chain], chain, strict=False)]
 

@@ -21,7 +21,7 @@ BEFORE = -1  # as an event: before the recording began
 
 @dataclass(slots=True)
 class BlockLife:
-    """A block from its allocation to its end. Events are indices of the device's trace."""
+    """A block from its allocation to its free; events are indices into the device's trace."""
 
     address: int
     requested: int
@@ -45,7 +45,7 @@ class Steps:
 
 @dataclass(slots=True)
 class Recording:
-    """One device's recording, with the results of its replay and of its stacks."""
+    """The recording of one device: events, block lives, and memory after each event."""
 
     device: int
     events: columns.EventColumns
@@ -75,7 +75,7 @@ class Recording:
         return self.requested[event], self.allocated[event], self.reserved[event]
 
     def peak(self, column: str = "allocated") -> tuple[int, int]:
-        """Return the largest value of a column, and the first event that reached it."""
+        """Return the peak in bytes of "requested", "allocated" or "reserved", and the first event with it."""
         bytes_by_event: array[int] = getattr(self, column)
         start_bytes = self.start[("requested", "allocated", "reserved").index(column)]
         peak_bytes = max(bytes_by_event, default=start_bytes)
@@ -95,7 +95,7 @@ def build_recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None
 
 
 class _RecordingBuilder:
-    """A single pass over the events of one device."""
+    """Builds the recording of one device in a single pass over its events."""
 
     def __init__(self, snapshot: Snapshot, replay: SnapshotReplay, origins: Sequence[Origin | None] | None) -> None:
         device = replay.device
@@ -194,7 +194,7 @@ class _RecordingBuilder:
         return origin
 
     def label_old_blocks(self) -> None:
-        """Set stack and origin of blocks that are older than the trace and still live, from the final segments."""
+        """Set stack and origin of live blocks that were allocated before the trace, from the final segments."""
         streams = {block.address: segment.stream for segment in self.found.final for block in segment.blocks}
         for life in self.found.lives:
             if life.born != BEFORE:
@@ -226,10 +226,10 @@ class _RecordingBuilder:
 
 
 def _divide_into_parts(lives: list[BlockLife], num_events: int) -> tuple[list[Part | None], array[int]]:
-    """Return, for every event, the part of the step at the event, and the event that an outliving block is freed after.
+    """Return, for every event, the part of the step, and the last event of the part.
 
-    That event is the first allocation of the next part; for a backward pass its own last allocation, as an optimizer
-    may allocate nothing before the gradients are freed.
+    A part ends at the first allocation of the next part; a backward at its own last allocation, since an optimizer may
+    allocate nothing before the gradients are freed.
     """
     parts: list[Part | None] = [None] * num_events
     ends = array("q", [num_events]) * num_events
@@ -249,7 +249,7 @@ def _divide_into_parts(lives: list[BlockLife], num_events: int) -> tuple[list[Pa
 
 
 def _limit_to_calls(lives: list[BlockLife], ends: array[int]) -> None:
-    """Lower `ends` to the next allocation outside the module call around each event."""
+    """Reduce `ends` of each allocation inside a module call to the first allocation after the call."""
     open_calls: list[tuple[tuple[str, str], list[int]]] = []
     calls_by_origin: dict[int, list[tuple[str, str]]] = {}
     last_origin: Origin | None = None

@@ -12,7 +12,7 @@ from memprof.trace.columns import NO_TIME
 
 
 def list_event_times(recording: Recording) -> list[int]:
-    """Return the microseconds of each event, never falling; the event's index where the file has no clock."""
+    """Return the time of each event in microseconds, never decreasing; an event without a time has its index."""
     times: list[int] = []
     latest = 0
     for index, time in enumerate(recording.events.times):
@@ -24,14 +24,14 @@ def list_event_times(recording: Recording) -> list[int]:
 
 
 def name_stages(recording: Recording, stages: Iterable[TimelineSlice]) -> None:
-    """Set the stages of `recording` from `stages`, whose times are microseconds."""
+    """Set the stages of `recording`, as event ranges, from `stages` in microseconds."""
     sorted_stages = sorted(stages, key=lambda one: (one.begin, -one.end))
     times = list_event_times(recording) if sorted_stages else []
     recording.stages = [(one.name, bisect_left(times, one.begin), bisect_left(times, one.end)) for one in sorted_stages]
 
 
 def list_annotations(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[TimelineSlice]:
-    """Return the annotations of torch.profiler.record_function and of the optimizer on this device."""
+    """Return the record_function annotations (torch's, with optimizer steps) on the recording's device as slices."""
     open_starts: dict[str, list[int]] = {}
     slices: list[TimelineSlice] = []
     for annotation in annotations:

@@ -33,7 +33,7 @@ _ENTRY_POINTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_in
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Blocks of one line that are never freed and grow with each step."""
+    """Blocks that one source line allocates in step after step and that are never freed."""
 
     source: str
     module: str
@@ -112,17 +112,17 @@ def _is_regular(events: list[int]) -> bool:
 
 
 def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
-    """Return whether all complete stacks are inside one and the same call of a module."""
+    """Return whether all complete stacks are inside the same module call, or none is complete."""
     complete = [frames[::-1] for frames in stacks if _is_complete_stack(frames)]
     common = takewhile(lambda frames: len(set(frames)) == 1, zip(*complete, strict=False))
     return not complete or any(frames[0].name in MODULE_CALLS for frames in common)
 
 
 def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:
-    """Return the blocks that steps leave until the end of the run, largest first.
+    """Return the leaks of a run, largest first: blocks that several steps allocate and no step frees.
 
-    Blocks of one line count if at least two steps, and more than half of all but the last, left some of them for a
-    whole further step and to the end. Blocks replaced in each step (gradients, optimizer state) do not count.
+    A source line leaks if at least two steps, and more than half of the steps before the last, left blocks of it to the
+    end. Blocks replaced in each step (gradients, optimizer state) do not count.
     """
     last_step = len(steps.begins) - 1
     survivors: dict[tuple[str, str], list[tuple[int, BlockLife]]] = defaultdict(list)

@@ -18,7 +18,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, PoolId
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """The outcome of the requests under one configuration."""
+    """Memory of a replay of a recording's requests under one allocator configuration."""
 
     settings: str
     peak_reserved_bytes: int
@@ -30,7 +30,7 @@ class ReplayOutcome:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The outcomes of the same requests under two configurations."""
+    """Replays of a recording's requests under its own allocator configuration and under another."""
 
     before: ReplayOutcome
     after: ReplayOutcome
@@ -40,7 +40,7 @@ class WhatIf:
 
 
 def what_if(recording: Recording, new_config: AllocatorConfig) -> WhatIf:
-    """Replay the requests of `recording` under its own settings and under `other`."""
+    """Replay the requests of `recording` under its own settings and under `new_config`; return the memory of each."""
     before, after = (_replay_recording(recording, config) for config in (recording.replay.config, new_config))
     return WhatIf(
         before=before,

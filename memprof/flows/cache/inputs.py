@@ -31,7 +31,8 @@ Stamp = tuple[str, int, int]  # of a file: path, bytes, time of the last change 
 
 
 def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return interpreter, import path, digests of installed packages and of memprof, and variables, as JSON values."""
+    """Return the interpreter, import path, hashes of the installed packages and of memprof's files, and environment
+    variables, as JSON values."""
     return {
         "python": [sys.version, sys.executable, sys.prefix],
         "path": list(sys.path),
@@ -48,7 +49,7 @@ def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, A
 
 
 def stamp_loaded_files() -> list[Stamp] | None:
-    """Return the stamps of all Python files that this process loaded; None if a file may have changed since."""
+    """Return the stamp of every Python file that this process loaded; None if a file may have changed since loading."""
     from memprof.workload.pool import loaded_module_files  # imports torch, as the run did
 
     stamps = sorted(_stamp_files(loaded_module_files()))
@@ -56,7 +57,7 @@ def stamp_loaded_files() -> list[Stamp] | None:
 
 
 def are_files_unchanged(stamps: Iterable[Any]) -> bool:
-    """Return whether all files still have the size and time of their stamps."""
+    """Return whether every file still has the size and modification time of its stamp."""
     try:
         for path, size, mtime_ns in stamps:
             status = os.stat(path)
@@ -92,7 +93,7 @@ def _walk_files(folder: str) -> Iterator[str]:
 
 
 def _iter_importable_names(folders: Iterable[str]) -> Iterator[str]:
-    """Yield the names of importable files and packages in these folders; .dist-info names have versions."""
+    """Yield each folder, and the names of the importable files and packages in it."""
     for folder in folders:
         try:
             names = sorted(os.listdir(folder or "."))

@@ -34,7 +34,7 @@ _Result = TypeVar("_Result", bound=JsonValue)
 
 @dataclass(frozen=True, slots=True)
 class ResultCacheEntry:
-    """One cached result."""
+    """The place of one result in the cache, which may be empty: the store, and the key of the result."""
 
     store: Store
     key: str
@@ -69,10 +69,8 @@ class ResultCacheEntry:
 def find_cache_entry(
     command: str, spec: TargetSpec, options: dict[str, Any], arguments: Sequence[str]
 ) -> ResultCacheEntry | None:
-    """Return the cache entry of the command line `words`; None if the cache is off, or an input cannot be checked.
-
-    `asked` has the options of `command` that are not in `spec`.
-    """
+    """Return the cache entry of a command line (`arguments`); None if the cache is off, or an input cannot be checked
+    for changes. `options` are the options of `command` that are not in `spec`."""
     folder = get_cache_folder()
     if folder is None or spec.device != "virtual" or spec.compile or spec.trust_remote_code:
         return None
@@ -87,7 +85,7 @@ def find_cache_entry(
 
 
 def is_torch_without_cuda() -> bool:
-    """Return whether torch is a build without CUDA, by its version.py: importing torch would take a second."""
+    """Return whether the installed torch is built without CUDA, from the text of torch/version.py, without import."""
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         return False
@@ -99,7 +97,7 @@ def is_torch_without_cuda() -> bool:
 
 
 def _hash_config(spec: TargetSpec) -> list[list[str] | None]:
-    """Return path and digest of the model's configuration; [None] if the model depends on other files too."""
+    """Return path and hash of the model's configuration file; [None] if the model also depends on other files."""
     if spec.model_is_size or has_model(spec.model):
         return []
     path = Path(spec.model).expanduser()
@@ -113,7 +111,7 @@ def _hash_config(spec: TargetSpec) -> list[list[str] | None]:
 
 
 def _hash_length_files(lengths: str | None) -> list[list[str] | None]:
-    """Return path and digest of each file that `--lengths` may name: a comma may be part of the file's name."""
+    """Return path and hash of each existing file that `lengths` may name; the name may have commas in it."""
     parts = (lengths or "").split(",")
     names = [",".join(parts[:num_parts]) for num_parts in range(1, len(parts) + 1)]
     return [_hash_file(Path(name).expanduser()) for name in names if name and os.path.lexists(Path(name).expanduser())]

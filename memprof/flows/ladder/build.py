@@ -20,10 +20,10 @@ MAX_RUNS = 16  # so that a ladder takes less than a minute
 
 
 def build_ladder(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Report]:
-    """Return the original run, with a ladder of the fixes `names` (None: all fixes of the catalog's ladder).
+    """Return the trace of the original run, and its report with a ladder of the fixes `names` (None: all).
 
-    The ladder continues past the row that fits, as long as a fix saves enough for a row and trains the same model.
-    Fixes that train another model (LoRA) are tried only while the run does not fit.
+    The ladder continues past the first row that fits, while fixes save enough. Fixes that train another model (LoRA)
+    are tried only while the run does not fit.
     """
     run, fixes = runs.original, list[ChosenFix]()
     rows = [runs.build_row((), run, None)]
@@ -52,9 +52,9 @@ def find_next_fix(
     rejections: dict[str, str],
     max_runs: int = MAX_RUNS,
 ) -> tuple[ChosenFix, LadderRun] | None:
-    """Return the first candidate fix that saves enough, and the run with this fix; None if no candidate does.
+    """Return the first of `remaining_fixes` that saves enough on top of `fixes`, and the run with it; else None.
 
-    At most `max_runs` runs are made. A fix that saved nothing is tried once more at a later row, when the peak moved.
+    `runs` has at most `max_runs` runs afterwards. A fix that saves too little is tried once more in a later row.
     """
     candidates = [name for name in _order_candidates(run, remaining_fixes) if num_tries.get(name, 0) < 2]
     candidates.sort(key=lambda name: num_tries.get(name, 0))  # stable: untried fixes first
@@ -80,7 +80,7 @@ def find_next_fix(
 
 
 def _order_candidates(run: LadderRun, remaining_fixes: Sequence[str]) -> list[str]:
-    """Return the fixes of `remaining` that may help, those against the largest category of the peak first."""
+    """Return the fixes that may reduce the peak, those against the largest category of memory first."""
     peak, largest_category = run.document.peak, find_bottleneck(run.document).category
     names: list[str] = []
     for finding in run.document.findings:

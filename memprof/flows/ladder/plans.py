@@ -31,7 +31,7 @@ _SEQUENCE_CATEGORIES = ("activations", "logits and loss", "inputs")
 
 
 def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda _: None) -> tuple[Trace, Report]:
-    """Return the run on `spec.gpus` GPUs with the cheapest plan and fixes that fit, and a report with the ladder."""
+    """Return trace and report of the run with the cheapest parallel plan and fixes that fit `spec.gpus` GPUs."""
     runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
     steps_by_plan = list_plans(spec, spec.gpus)
     plan, rejections = _find_fitting_plan(runs, spec.gpus, steps_by_plan)
@@ -48,7 +48,7 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda _: N
 def _find_fitting_plan(
     runs: Runs, gpus: int, steps_by_plan: Mapping[str, Sequence[ChosenFix]]
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the first plan that fits without fixes (None: no plan), and the needs of the plans before."""
+    """Return the first plan that fits without fixes (None: no plan), and a note on the memory of each earlier plan."""
     usable_bytes = runs.original.document.device.usable_bytes or 0
     min_bytes = {plan: _bound_plan_bytes(runs, plan, gpus) for plan in steps_by_plan}
     rejections: dict[str, str] = {}
@@ -67,8 +67,8 @@ def _find_fitting_plan(
 def _find_quickest_plan(
     runs: Runs, steps_by_plan: Mapping[str, Sequence[ChosenFix]], num_processes: int, progress: Callable[[str], None]
 ) -> tuple[str, ChosenFixes]:
-    """Return the plan with the quickest step under its cheapest exact fixes, and these fixes. If no plan fits so,
-    return the plan that needs least, with any fixes. The most sharded plans run first."""
+    """Return the plan with the quickest step under its cheapest exact fixes, and these fixes. If no plan fits with
+    exact fixes, return the plan with the least memory, and its cheapest fixes of any kind."""
     from memprof.workload.pool import run_all
 
     best: tuple[float, str, ChosenFixes] | None = None
@@ -97,7 +97,7 @@ def _find_quickest_plan(
 
 @dataclass(frozen=True, slots=True)
 class _PlanFixes:
-    """The cheapest fixes on top of a plan, the step time without and with these fixes, and the runs of their rows."""
+    """The cheapest fixes on top of a parallel plan, and the step time in seconds without and with these fixes."""
 
     fixes: ChosenFixes
     fits: bool
@@ -127,7 +127,7 @@ def _bound_plan_bytes(runs: Runs, plan: str, gpus: int) -> int:
 
 
 def list_plans(spec: TargetSpec, gpus: int) -> dict[str, list[ChosenFix]]:
-    """Return the parallel plans that apply to the model, simplest first, each with the fixes that enable the plan."""
+    """Return the parallel plans (`--parallel`) that apply to the model, simplest first, with the fixes of each."""
     fsdp, ulysses = SPREADS["fsdp"], SPREADS["ulysses"]
     powers = [1 << power for power in range(1, gpus.bit_length()) if gpus % (1 << power) == 0]
     plans: dict[str, list[ChosenFix]] = {}
@@ -143,14 +143,14 @@ def list_plans(spec: TargetSpec, gpus: int) -> dict[str, list[ChosenFix]]:
 
 
 def _build_report(runs: Runs, plan_steps: Sequence[ChosenFix], fixes: ChosenFixes) -> tuple[Trace, Report]:
-    """Return the run with `fixes`; its ladder has a row for each step of the plan `plan_steps`, then for each fix."""
+    """Return trace and report with `fixes` on top of a plan; the ladder has a row for each step of the plan and fix."""
     steps = [list(plan_steps[:count]) for count in range(1, len(plan_steps) + 1)]
     all_steps = [*steps, *([*plan_steps, *fixes] for fixes in fixes.steps)]
     return run_with_ladder(runs, all_steps, fixes.reason, fixes.rejected_fixes)
 
 
 def _find_larger_spec(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None:
-    """Return `spec` on the first doubling of `gpus` that may fit without fixes; None if no number of GPUs may."""
+    """Return `spec` with the number of GPUs doubled until it may fit without fixes; None if no number of GPUs may."""
     gpus = 2 * (gpus or spec.gpus)
     while gpus <= _MAX_GPUS:
         plan = [*list_plans(spec, gpus)][-1]
@@ -161,7 +161,7 @@ def _find_larger_spec(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec
 
 
 def _describe_more_gpus(runs: SpecRuns, spec: TargetSpec, larger_spec: TargetSpec | None) -> str:
-    """Return a sentence: the number of GPUs on which the run fits without fixes."""
+    """Return a sentence on the number of GPUs that run the model without fixes; tries `larger_spec` and doublings."""
     while larger_spec is not None:
         try:
             fits = runs.profile(larger_spec, f"{larger_spec.gpus} GPUs")[1].verdict.fits

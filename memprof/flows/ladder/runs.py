@@ -55,7 +55,7 @@ class LadderRun:
 
     @property
     def seconds(self) -> float:
-        """Return the lower bound of the time of a step on this GPU, in seconds."""
+        """Return a lower bound of the step time in seconds on this GPU; 0 if unknown."""
         return 0.0 if self.work is None else self.work.seconds
 
 
@@ -73,7 +73,7 @@ class Runs(abc.ABC):
 
     @abc.abstractmethod
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
-        """Run the program with `fixes`."""
+        """Run the program with `fixes`; return its trace and report."""
 
     @abc.abstractmethod
     def format_command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
@@ -81,7 +81,7 @@ class Runs(abc.ABC):
 
     @abc.abstractmethod
     def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
-        """Return `trace` as if run with `fixes`, which add only allocator settings to the fixes of `trace`."""
+        """Return `trace` as if the run had `fixes`, which differ from its fixes only in allocator settings."""
 
     def _compute_work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
         """Return the work of a step of the run with `fixes`; None if the work was not counted."""
@@ -104,7 +104,7 @@ class Runs(abc.ABC):
         """Run the program with each set of fixes, in parallel where possible."""
 
     def add_runs(self, rows: Iterable[tuple[Sequence[ChosenFix], LadderRun]]) -> None:
-        """Add runs that were made in another process."""
+        """Add runs of another process, as pairs of the fixes and the run."""
         self._run_by_fixes |= {_fix_key(fixes): run for fixes, run in rows}
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class Runs(abc.ABC):
 
 
 class SpecRuns(Runs):
-    """Runs of one spec; `simulated` is the trace of the original run, if known."""
+    """Runs of one spec; `original_trace` is the trace of the run without further fixes, if it exists already."""
 
     def __init__(
         self, spec: TargetSpec, progress: Callable[[str], None] = lambda _: None, original_trace: Trace | None = None
@@ -242,7 +242,7 @@ def _count_sequence_ranks(spec: TargetSpec) -> int:
 
 
 class RunsWithFixes:
-    """Runs of `runs` with the fixes `base_fixes` on top; no set is run twice."""
+    """A view of `runs` in which every run also has the fixes `base_fixes`."""
 
     def __init__(self, runs: Runs, base_fixes: Sequence[ChosenFix]) -> None:
         self._runs, self._base_fixes = runs, list(base_fixes)
@@ -250,7 +250,7 @@ class RunsWithFixes:
         self.original = self.run_with_fixes(())
 
     def __len__(self) -> int:
-        """Return the number of runs requested through this view: a search has a budget of runs."""
+        """Return the number of runs requested through this view."""
         return len(self._requested_keys)
 
     def run_in_parallel(self, fix_sets: Iterable[Sequence[ChosenFix]]) -> None:
@@ -268,12 +268,12 @@ class RunsWithFixes:
         self._runs.check_fixes([*self._base_fixes, *fixes])
 
     def list_active_fixes(self) -> frozenset[str]:
-        """Return the names of the fixes that are on before a search adds any."""
+        """Return the names of the original run's fixes and of `base_fixes`."""
         return self._runs.list_active_fixes() | {fix.fix.name for fix in self._base_fixes}
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, row_per_fix: bool = False) -> tuple[Trace, Report]:
-    """Return the run with `fixes`; its ladder has two rows, or with `each` a row per fix."""
+    """Return trace and report with `fixes`; the ladder has two rows, or with `row_per_fix` one row for each fix."""
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if row_per_fix else [fixes]
     return run_with_ladder(runs, steps)
 
@@ -281,7 +281,7 @@ def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, row_per_fix: bool = F
 def run_with_ladder(
     runs: Runs, steps: Sequence[Sequence[ChosenFix]], reason: str = "", rejections: dict[str, str] | None = None
 ) -> tuple[Trace, Report]:
-    """Return the run of the last set of fixes in `steps`; its ladder has the original and a row per set."""
+    """Return trace and report of the last set of fixes in `steps`; the ladder has the original run and each set."""
     previous_run = runs.original
     rows = [runs.build_row((), previous_run, None)]
     for fixes in steps:

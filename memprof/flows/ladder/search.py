@@ -23,7 +23,7 @@ _MISMATCH_MESSAGE = "tensors of two devices meet"
 
 @dataclass(frozen=True, slots=True)
 class ChosenFixes:
-    """A chosen set of fixes as steps that add one fix each, the reason for the choice, and the fixes rejected."""
+    """A set of fixes, as steps that add one fix each; the reason for the choice; and a reason per rejected fix."""
 
     steps: Sequence[Sequence[ChosenFix]]
     reason: str
@@ -37,11 +37,11 @@ def search_fixes(runs: Runs, fix_tiers: Sequence[tuple[str, Sequence[str]]] | No
 
 
 def find_cheapest_fixes(runs: AnyRuns, fix_tiers: Sequence[tuple[str, Sequence[str]]] | None = None) -> ChosenFixes:
-    """Return the cheapest set of fixes found that fits the GPU; the cost is seconds added to a step at published rates.
+    """Return the set of fixes with which the run fits the GPU and a step takes the least added time.
 
-    `fix_tiers` are (loss of precision, names of fixes), the least loss first. In the first tier that fits, fixes are
-    added one by one against the current bottleneck until the run fits; then needless fixes are removed, and costly
-    fixes replaced by cheaper ones. Before later tiers, a run with all fixes of the tier shows whether the tier can fit.
+    `fix_tiers` are pairs of a loss of precision and names of fixes, the least loss first. In the first tier that fits,
+    fixes are added one by one against the bottleneck until the run fits; needless fixes are then removed, and costly
+    fixes replaced by cheaper ones.
     """
     if runs.original.fits:
         return ChosenFixes((), "it fits without fixes")
@@ -89,9 +89,9 @@ def find_cheapest_fixes(runs: AnyRuns, fix_tiers: Sequence[tuple[str, Sequence[s
 def _combine_with_conflicts(
     runs: AnyRuns, names: Sequence[str], rejections: dict[str, str]
 ) -> tuple[list[ChosenFix], list[ChosenFix], LadderRun | None]:
-    """Return a set of `names` that apply together, all fixes that apply, and the run with the set.
+    """Return a set of `names` that apply together, all fixes that apply alone, and the run with the set.
 
-    Of two conflicting fixes, both orders are tried, and the set that needs less memory is returned.
+    If fixes conflict, two sets are run, each with other fixes of the conflicts; the one with less memory is returned.
     """
     all_fixes, run = _run_compatible_fixes(runs, names, rejections)
     conflicting = [name for name in names if _describe_conflict(name, all_fixes)]
@@ -104,7 +104,7 @@ def _combine_with_conflicts(
 
 
 def _describe_conflict(name: str, fixes: Sequence[ChosenFix]) -> str:
-    """Return the first of `fixes` that conflicts with fix `name`, and the reason; empty if no fix conflicts."""
+    """Return a sentence on the first of `fixes` that conflicts with fix `name`; empty if no fix conflicts."""
     reasons = ((fix.fix.name, conflict_reason(FIXES[name], fix.fix.name)) for fix in fixes)
     return next((f"does not go with {other}: {reason}" for other, reason in reasons if reason), "")
 
@@ -126,7 +126,7 @@ def _add_until_fits(runs: AnyRuns, candidates: list[ChosenFix], rejections: dict
 
 
 def _bound_peak_bytes(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> int:
-    """Return a lower bound in bytes of the peak with `fixes`: what no fix frees of the original's peak."""
+    """Return a lower bound in bytes of the peak with `fixes`: categories of the original's peak that no fix reduces."""
     if any(fix.fix.numerics is not Numerics.EXACT for fix in fixes):
         return 0  # tensors of all categories may get a smaller dtype
     freed_categories = {category for fix in fixes for category in (*fix.fix.saves, *fix.fix.ladder_against)}
@@ -141,7 +141,7 @@ def _cannot_fit(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
 
 
 def _drop_needless_fixes(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
-    """Return the fixes without which the run does not fit; removal is tried from the last added on."""
+    """Return `fixes` without those that the run does not need to fit; the fix added last is tried first."""
     reduced_sets = [[other for other in fixes if other is not fix] for fix in fixes] if len(fixes) > 1 else []
     runs.run_in_parallel(reduced_set for reduced_set in reduced_sets if not _cannot_fit(runs, reduced_set))
     for fix in reversed(fixes):
@@ -152,9 +152,9 @@ def _drop_needless_fixes(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFi
 
 
 def _replace_costly_fixes(runs: AnyRuns, fixes: list[ChosenFix], applicable_fixes: list[ChosenFix]) -> list[ChosenFix]:
-    """Return the fixes with costly ones replaced, or joined, by fixes with which the step is quicker and the run fits.
+    """Return `fixes` with costly ones replaced, if the run then still fits and its step is quicker.
 
-    A fix may make another cheaper: recomputed activations need not be offloaded to host memory.
+    An added fix may make another cheaper: recomputed activations need not be offloaded to host memory.
     """
     best_run = runs.run_with_fixes(fixes)
     unused_fixes = [fix for fix in applicable_fixes if fix not in fixes]

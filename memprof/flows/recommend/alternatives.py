@@ -1,4 +1,4 @@
-"""Alternatives if no configuration fits: more host memory, another GPU, more GPUs, or training fewer parameters."""
+"""Alternatives if no configuration fits: more host memory, another GPU, more GPUs, or LoRA or QLoRA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHEAPER_GOALS = {Goal.FULL: (Goal.LORA, Goal.QLORA), Goal.LORA: (Goal.QLORA,), G
 
 
 def find_alternatives(search: Search, leanest: PlanRun) -> tuple[Alternative, ...]:
-    """Return the alternatives to a search without a fit; `leanest` is the run with the lowest need."""
+    """Return alternatives for a search in which no run fits; `leanest` is the run that needs the least memory."""
     host_limited_runs = [run for run in search.run_by_plan.values() if run.outcome.oom_stage == HOST_MEMORY]
     alternatives = [
         *([_find_host_memory(host_limited_runs)] if host_limited_runs else []),
@@ -29,13 +29,13 @@ def find_alternatives(search: Search, leanest: PlanRun) -> tuple[Alternative, ..
 
 
 def _find_host_memory(runs: list[PlanRun]) -> Alternative:
-    """Return the alternative with more host memory: the least need among runs that fit the GPU but not the host."""
+    """Return the alternative with more host memory: that of `runs`, which fit the GPU, with the least host memory."""
     leanest = min(runs, key=lambda run: run.outcome.host_bytes)
     return Alternative("the least host memory that does", leanest.label, leanest.outcome.host_bytes, estimate=False)
 
 
 def _find_smallest_gpu(search: Search, leanest: PlanRun) -> Alternative | None:
-    """Return the smallest GPU of the catalog on which the run `leanest` fits, by a run; None if no GPU is enough."""
+    """Return the smallest GPU of the catalog on which a simulated run like `leanest` fits; None if no GPU does."""
     spec = leanest.outcome.spec.edit(gpu_vram_bytes=None)
     for gpu in sorted(list_gpus(), key=lambda gpu: gpu.total_bytes):
         if gpu.total_bytes < leanest.outcome.needed_bytes:
@@ -49,7 +49,7 @@ def _find_smallest_gpu(search: Search, leanest: PlanRun) -> Alternative | None:
 
 
 def _find_num_gpus(search: Search) -> Alternative | None:
-    """Return the least number of GPUs that fits with parameters, gradients and optimizer state sharded.
+    """Return the least number of GPUs that fit the model with parameters, gradients and optimizer state sharded.
 
     A closed form, that of ZeRO's third stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.3): each GPU has one N-th of the three, and all other memory as in the run.
@@ -77,7 +77,7 @@ def _find_num_gpus(search: Search) -> Alternative | None:
 
 
 def _get_num_layers(outcome: SimulatedRun) -> int:
-    """Return the number of layers of the model; 2 (all parameters unsharded) if the configuration has no number."""
+    """Return the number of layers in the model's configuration; 2 if the configuration does not have it."""
     # Imported here: the package memprof.workload.models imports torch.
     from memprof.workload.models import find_source
 

@@ -8,7 +8,7 @@ from memprof.report.documents.recommendation import LargestFit
 
 
 def clamp_to_verdict(needed_bytes: int, available_bytes: int, *, fits: bool) -> int:
-    """Return the bytes of a run for the search: at most `available_bytes` if it fits (after retries), else more."""
+    """Return `needed_bytes`, changed so that they exceed `available_bytes` exactly if the run does not fit."""
     return min(needed_bytes, available_bytes) if fits else max(needed_bytes, available_bytes + 1)
 
 
@@ -23,16 +23,12 @@ def find_limit(
     estimate: int | None = None,
     num_extra_tries: int = 0,
 ) -> LargestFit:
-    """Return the largest number from `low` to `high` that needs at most `available_bytes` bytes, and the next number.
+    """Return the largest number from `low` to `high` with `compute_bytes(number)` at most `available_bytes`, and the
+    next larger number, which was tried too.
 
-    Both numbers were tried. Numbers are multiples of `step_size`, or `low`, `high` or `start`. If the bytes grow almost
-    linearly, as with the batch size, the search takes about three runs; at the worst, twice as many as bisection.
-
-    Args:
-        compute_bytes: returns the bytes at a number; grows with the number, except for the allocator's rounding.
-        start: number that is tried first.
-        estimate: number that is tried next if `start` fits; from there outward until one fits and one does not.
-        num_extra_tries: how many numbers past the first that does not fit are tried too: by rounding one may fit.
+    Numbers are multiples of `step_size`, or `low`, `high` or `start`. `start` is tried first, then `estimate` and
+    numbers around it. If bytes grow linearly, the search takes about three tries; at the worst, twice as many as
+    bisection. Because of the allocator's rounding, `num_extra_tries` numbers past the first too large are tried too.
     """
     known: dict[int, int] = {}
 
@@ -76,7 +72,7 @@ def find_limit(
 
 
 def _find_range_to_try(last_fit: int, first_misfit: int, high: int, step_size: int) -> tuple[int, int]:
-    """Return the first and last number to try, where `below` fits and `above` does not (or exceeds `high`)."""
+    """Return the first and last number to try between `last_fit` and `first_misfit` (above `high`: none known)."""
     first, last = (last_fit // step_size + 1) * step_size, (first_misfit - 1) // step_size * step_size
     return (min(first, high), high) if first_misfit > high else (first, last)
 
@@ -84,7 +80,7 @@ def _find_range_to_try(last_fit: int, first_misfit: int, high: int, step_size: i
 def _narrow_range(
     estimate: int, fits: Callable[[int], bool], last_fit: int, first_misfit: int, high: int, step_size: int
 ) -> tuple[int, int]:
-    """Return a narrower `below` and `above`: try numbers outward from `estimate`, doubling the distance."""
+    """Return `last_fit` and `first_misfit` after tries of numbers at doubling distances from `estimate`."""
     fits_now: bool | None = None
     distance = 0
     while True:
@@ -101,7 +97,7 @@ def _narrow_range(
 
 
 def _interpolate(bytes_by_number: dict[int, int], available_bytes: int, default: int) -> int:
-    """Return the number at which the line through the two known points nearest to `available_bytes` reaches it."""
+    """Return the number that takes `available_bytes` by linear interpolation of the two nearest known numbers."""
     nearest = sorted(bytes_by_number, key=lambda number: abs(bytes_by_number[number] - available_bytes))[:2]
     if len(nearest) < 2:
         return default

@@ -1,4 +1,4 @@
-"""Analytical estimate of a plan's memory, which decides which plans are run and in which order."""
+"""Memory of a plan by the analytical estimate (closed form), which selects and orders the simulated runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPE_BY_PRECISION = {"nf4": "int4", "int8": "int8", "float32": "float32"}
 
 
 def find_estimated_model(spec: TargetSpec) -> EstimatedModel | None:
-    """Return the model for the closed form; None if the closed form knows no model of this name, or only weights."""
+    """Return the model's shape for the analytical estimate; None if the model or its activations are unknown to it."""
     try:
         model = (build_from_size if spec.model_is_size else build_from_model)(spec.model)
     except UsageError:
@@ -29,7 +29,7 @@ def find_estimated_model(spec: TargetSpec) -> EstimatedModel | None:
 
 
 def make_method_plan(plan: Plan, base_spec: TargetSpec) -> MethodPlan:
-    """Return the closed form's method for a plan; an optimizer on the CPU is counted as on the GPU."""
+    """Return `plan` in the terms of the analytical estimate; an optimizer on the CPU is counted as on the GPU."""
     method_key = _METHOD_BY_GOAL.get(plan.goal) or _FULL_METHOD_BY_PRECISION[plan.goal, plan.precision]
     is_checkpointed = plan.activations in (Activations.CHECKPOINTED, Activations.CHECKPOINTED_OFFLOADED)
     return MethodPlan(
@@ -45,7 +45,7 @@ def make_method_plan(plan: Plan, base_spec: TargetSpec) -> MethodPlan:
 
 
 def estimate_bytes(plan: Plan, spec: TargetSpec) -> int | None:
-    """Return the bytes of a GPU at batch size 1, CUDA context included; None if the closed form lacks the model."""
+    """Return the estimated GPU memory in bytes at batch size 1, with the CUDA context; None for unknown models."""
     estimated_model = find_estimated_model(spec)
     if estimated_model is None or spec.context_length is None:
         return None
@@ -56,9 +56,9 @@ def estimate_bytes(plan: Plan, spec: TargetSpec) -> int | None:
 def estimate_limit(
     compute_bytes: Callable[[int], int | None], available_bytes: int, low: int, high: int, step_size: int
 ) -> int | None:
-    """Return the largest number above `first` at which the closed form `compute_bytes` is at most `available_bytes`.
+    """Return the largest number above `low` at which the estimate `compute_bytes` is at most `available_bytes`.
 
-    The number is a multiple of `step_size`, or `high`; None if the closed form does not know the model.
+    The number is a multiple of `step_size`, or `high`; None if `compute_bytes` returns None.
     """
     if compute_bytes(low) is None:
         return None

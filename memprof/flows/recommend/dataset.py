@@ -1,4 +1,4 @@
-"""The configuration for a data set: sized for its longest sequences, with the probability that larger batches fail."""
+"""The recommended configuration for a data set, and the probability that larger batches run out of memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def recommend_for_dataset(
 ) -> Recommendation:
     """Return the configuration for the longest sequence of `source`, and how likely larger micro-batches fail.
 
-    Sequences are cut to the context length of `spec`, if given. With `batches`, the configuration is then run over this
-    number of batches of the data: reserved memory depends on how the batches differ.
+    Sequences are truncated to the context length of `spec`, if given. With `batches`, the configuration is then run
+    over this number of batches of the data: reserved memory depends on how the batches differ.
     """
     lengths, read = cut_lengths(*read_lengths(source, column), spec.context_length)
     spec = spec.edit(context_length=read.longest)

@@ -25,7 +25,7 @@ CONTEXT_STEP = 1024  # tokens between two context lengths of a search
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A use of a model that the table has a row for, such as QLoRA."""
+    """A task that the table of the largest models has a row for, such as QLoRA or inference."""
 
     name: str
     plan: Plan
@@ -34,7 +34,7 @@ class Task:
 
 
 def list_tasks(gpu: Gpu) -> list[Task]:
-    """Return the tasks of the table, by bytes per parameter.
+    """Return the tasks of the table.
 
     Bytes per parameter: weights of 4 bits 0.5, of 16 bits 2; a weight, its gradient and two states of AdamW in float32
     16; a weight and a gradient of 16 bits and two states of 8 bits 6.
@@ -56,9 +56,9 @@ def list_tasks(gpu: Gpu) -> list[Task]:
 
 
 def recommend_largest_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recommendation:
-    """Return the table for `spec`'s GPU at its context length (default: 2,048 tokens), all of simulated runs.
+    """Return a table of the largest model that fits the GPU of `spec` for each task, by simulated runs.
 
-    The model of `spec` is ignored.
+    The context length is that of `spec` (default: 2,048 tokens). The model of `spec` is ignored.
     """
     gpu, context_length = find_spec_gpu(spec), spec.context_length or DEFAULT_CONTEXT
     simulator = Simulator(gpu, progress)
@@ -105,13 +105,13 @@ def list_candidate_models() -> list[ModelEntry]:
 
 
 def _find_largest(simulator: Simulator, spec: TargetSpec, task: Task, context_length: int) -> LargestModel:
-    """Return the largest model that fits, by a run, and the next larger, run unless its weights alone do not fit."""
+    """Return the row of a task: the largest model that fits, its longest context, and the next larger model."""
     entries = list_candidate_models()
     make_spec = functools.partial(_build_spec, spec, task)
     outcomes: dict[str, SimulatedRun | None] = {}
 
     def fits(index: int) -> bool | None:
-        """Return whether the model at `place` fits; None if the task cannot run this model on any GPU."""
+        """Return whether the model `entries[index]` fits; None if the task cannot run this model on any GPU."""
         entry = entries[index]
         if entry.num_parameters * task.min_bytes_per_parameter > simulator.usable_bytes:
             return False
@@ -153,7 +153,7 @@ def _find_largest(simulator: Simulator, spec: TargetSpec, task: Task, context_le
 
 
 def _estimate_start(simulator: Simulator, entries: list[tuple[ModelEntry, TargetSpec]], task: Task) -> int:
-    """Return the index of the first model to run: the largest that should fit by the closed form."""
+    """Return the index of the first model to run: the largest that fits by the analytical estimate."""
 
     def should_fit(index: int) -> bool:
         entry, spec = entries[index]
@@ -183,7 +183,7 @@ def _build_spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length:
 def _find_longest_context(
     simulator: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, outcome: SimulatedRun
 ) -> tuple[int, int | None]:
-    """Return the longest context of this model that fits, and the next that was tried; multiples of CONTEXT_STEP."""
+    """Return the longest context length of a model that fits, and the next larger length tried, both in tokens."""
     fitting_length = outcome.target.context_length or 0
     high = (entry.max_positions or 0) - 2 * (task.plan.goal is Goal.INFER)
     if high <= fitting_length:

@@ -28,7 +28,7 @@ class _LengthReader:
     examples: list[str] = field(default_factory=list)
 
     def add(self, value: Any, location: str) -> None:
-        """Add a value of the file: a number, or a list of tokens, which are counted."""
+        """Add the length `value`, or the length of the list `value`; `location` is for the error message."""
         if value is None or (isinstance(value, str) and not value.strip()):
             self.num_empty += 1
             return
@@ -43,7 +43,7 @@ class _LengthReader:
 
 
 def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[int], LengthRisk]:
-    """Return the lengths in ascending order, uncut, and their statistics.
+    """Return the lengths in ascending order, not truncated, and their statistics.
 
     `source` is a file, or a distribution of workload/lengths.py. Raises UsageError if the file or column is missing, or
     has no length.
@@ -91,7 +91,7 @@ def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[in
 
 
 def compute_quantile(sorted_values: list[int], fraction: float) -> int:
-    """Return the least value that the `fraction` of the `sorted_values` values does not exceed."""
+    """Return the quantile: the least of `sorted_values` that at least this fraction of the values does not exceed."""
     return sorted_values[max(math.ceil(fraction * len(sorted_values)) - 1, 0)]
 
 

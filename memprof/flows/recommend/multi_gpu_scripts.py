@@ -55,7 +55,7 @@ _TORCHTITAN_MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Scripts:
-    """Scripts by kind: text, launch command, and the configuration, where it is not the chosen one."""
+    """Source text and launch command of each kind of script; and its configuration, if it is not the chosen one."""
 
     text_by_kind: dict[str, str] = field(default_factory=dict)
     launch_by_kind: dict[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Scripts:
 def build_training_scripts(
     runs: Sequence[tuple[Candidate, PlanRun]], simulator: Simulator, spec: TargetSpec
 ) -> Scripts:
-    """Return the script of the chosen configuration, the first of `fitting`, and of each library the first possible.
+    """Return a PyTorch script for the first of `runs`, and for each library a script for the first run it can express.
 
     Models from the user's code get no scripts.
     """
@@ -109,7 +109,7 @@ def build_training_scripts(
 
 
 def build_serving_scripts(runs: Sequence[tuple[str, PlanRun]], spec: TargetSpec) -> Scripts:
-    """Return a script for each of `fitting`: pairs of a name of `--parallel` and a run."""
+    """Return a script for each of `runs`, which are pairs of an argument of `--parallel` and a run."""
     scripts, model = Scripts(), describe_loaded_model(spec)
     if model is None:
         return scripts
@@ -131,7 +131,7 @@ def _build_torchrun_command(num_gpus: int, program: str) -> str:
 
 
 def _build_load_lines(spec: TargetSpec, model: LoadedModel, *extra_arguments: str) -> list[str]:
-    """Return the lines that load the model into host memory, with `extra_arguments` of from_pretrained."""
+    """Return the lines that load the model into host memory; `extra_arguments` are added to from_pretrained."""
     arguments = build_load_arguments(spec)
     if not model.from_pretrained:
         return build_model_lines(model, arguments)

@@ -1,7 +1,7 @@
 """The configuration over several GPUs (`memprof recommend --gpus N`): sharding, micro-batch and checkpointing.
 
-The analytical estimate sorts all candidates by time. Of the fastest ones that should fit, one rank each is simulated,
-and the step times of these runs decide.
+The analytical estimate sorts all candidates by step time. The quickest that fit by the estimate are simulated, with one
+rank of each kind, and the quickest simulated run that fits is chosen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_FAILED_RUNS = 3  # runs without a fit, after which the search for the least 
 
 
 class MultiGpuSearch:
-    """Search over the candidates that run a goal on several GPUs."""
+    """Search for the quickest way to train on several GPUs; a candidate is a plan, a sharding and a micro-batch."""
 
     def __init__(self, spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> None:
         self.gpus = spec.gpus
@@ -55,7 +55,7 @@ class MultiGpuSearch:
         self.run_by_candidate: dict[Candidate, PlanRun] = {}
 
     def list_candidates(self, tier: Plan, gpus: int, batch: int | None = None) -> list[Candidate]:
-        """Return all ways to run `tier` over `gpus` GPUs, the quickest first."""
+        """Return the candidates that run the plan `tier` on `gpus` GPUs, the quickest first."""
         candidates = list_candidates(
             tier, self.base_spec, self.estimated_model, self.simulator.gpu, gpus, batch or self.batch
         )
@@ -63,14 +63,14 @@ class MultiGpuSearch:
         return [candidate for candidate in candidates if micro_batch is None or candidate.micro_batch == micro_batch]
 
     def might_fit(self, candidate: Candidate) -> bool:
-        """Return whether `candidate` may fit by the closed form; True if the closed form does not know the model."""
+        """Return whether `candidate` may fit by the analytical estimate; True if its memory is not known."""
         return (
             candidate.estimated_bytes is None
             or candidate.estimated_bytes <= MAX_ESTIMATE_SHARE * self.simulator.gpu.total_bytes
         )
 
     def run(self, candidate: Candidate) -> PlanRun | None:
-        """Return the run of `candidate`, made once; None if the run fails."""
+        """Return the simulated run of `candidate`, cached; None if the run fails."""
         if candidate not in self.run_by_candidate:
             outcome = self.simulator.try_run(
                 candidate.make_spec(self.base_spec), candidate.format_label(), candidate.accumulation
@@ -83,7 +83,7 @@ class MultiGpuSearch:
         return self.run_by_candidate[candidate]
 
     def search(self) -> tuple[Candidate, PlanRun] | None:
-        """Return the quickest way that fits in the first tier with a fit, and its run; None if nothing fits."""
+        """Return the quickest candidate that fits, and its run, from the first tier that has one; None if none fits."""
         for tier in self.tiers:
             candidates = self.list_candidates(tier, self.gpus)
             likely = [candidate for candidate in candidates if self.might_fit(candidate)]
@@ -102,7 +102,7 @@ class MultiGpuSearch:
         return None
 
     def _find_fitting_runs(self, candidates: Sequence[Candidate], num_needed: int) -> list[tuple[Candidate, PlanRun]]:
-        """Run `candidates` in order until `num_needed` have headroom; return the ways that fit, with their runs."""
+        """Run `candidates` in order until `num_needed` fit without retries; return those that fit, with their runs."""
         fitting_runs: list[tuple[Candidate, PlanRun]] = []
         for index, candidate in enumerate(candidates):
             if index % self.num_parallel == 0:
@@ -124,7 +124,7 @@ class MultiGpuSearch:
         )
 
     def _select_candidates(self, likely_candidates: list[Candidate]) -> list[Candidate]:
-        """Return the quickest ways, at most two per plan, with at least one of plain fsdp, which all libraries have."""
+        """Return the candidates to run: the quickest, at most two of each parallel plan, and at least one of fsdp."""
         selected: list[Candidate] = []
         for candidate in likely_candidates:
             if sum(other.parallel == candidate.parallel for other in selected) < 2:
@@ -137,7 +137,7 @@ class MultiGpuSearch:
     def find_min_gpus(self, tier: Plan, description: str) -> Alternative | None:
         """Return the least number of GPUs on which `tier` fits at micro-batch 1, as an alternative with `description`.
 
-        The result is the first number that should fit by the closed form, and fits in a run.
+        The result is the first number that fits both by the analytical estimate and in a run.
         """
         num_failed, num_gpus = 0, 1
         while num_gpus <= MAX_GPUS and num_failed < MAX_FAILED_RUNS:
@@ -160,9 +160,8 @@ class MultiGpuSearch:
 
 
 def recommend_multi_gpu(spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> Recommendation:
-    """Return the recommendation for `spec`'s model over `spec.gpus` GPUs: configuration, other runs and code to paste.
-    Raises UsageError: the goal is not spread over GPUs, or no plan divides the batch; MemprofError: no plan applies to
-    the model."""
+    """Return the configuration for the model of `spec` on `spec.gpus` GPUs, with code to paste. Raises UsageError: the
+    goal does not run on several GPUs, or no plan divides the batch; MemprofError: no plan applies to the model."""
     if request.goal is Goal.QLORA:
         problem = "quantized weights are not spread over GPUs here"
         raise UsageError(problem, value=f"--gpus {spec.gpus} --quantize nf4", hint="leave out --quantize, or --gpus")
@@ -206,7 +205,7 @@ def recommend_multi_gpu(spec: TargetSpec, request: SearchRequest, progress: Call
 
 
 def _sort_runs(search: MultiGpuSearch, best_run: tuple[Candidate, PlanRun] | None) -> list[tuple[Candidate, PlanRun]]:
-    """Return the runs on the requested number of GPUs: `found` first, then by headroom and time of a step."""
+    """Return the runs on the requested number of GPUs: `best_run` first, then by headroom and step time."""
     candidates = [
         (candidate, run)
         for candidate, run in search.run_by_candidate.items()
@@ -233,7 +232,7 @@ def _explain_choice(search: MultiGpuSearch, best_run: tuple[Candidate, PlanRun] 
 
 
 def describe_nccl_assumption() -> str:
-    """Return the assumption on NCCL's memory."""
+    """Return a sentence: NCCL's memory is not counted, and how much it may be."""
     least, most = map(format_bytes, NCCL_GROUP_BYTES)
     return f"What NCCL takes of a GPU is not known and not counted: {least} to {most} a group where others measured it."
 

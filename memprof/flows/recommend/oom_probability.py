@@ -11,7 +11,7 @@ from memprof.report.documents.recommendation import LengthRisk, LengthRow
 
 
 def cut_lengths(lengths: list[int], statistics: LengthRisk, context_length: int | None) -> tuple[list[int], LengthRisk]:
-    """Return lengths and statistics cut to the context length, as by a tokenizer's `max_length`; None cuts nothing."""
+    """Return ascending lengths truncated to `context_length` (None: not truncated), and their `statistics`."""
     max_length = context_length or lengths[-1]
     num_truncated = len(lengths) - bisect.bisect_right(lengths, max_length)
     limited = [min(length, max_length) for length in lengths]
@@ -30,7 +30,9 @@ def cut_lengths(lengths: list[int], statistics: LengthRisk, context_length: int 
 def build_length_row(
     search: Search, run: PlanRun, lengths: list[int], micro_batch: int, context_length: int
 ) -> LengthRow:
-    """Return the row of one micro-batch size; a batch needs as much memory as if all were its longest sequence."""
+    """Return the longest sequence that fits at one micro-batch size, and how likely `lengths` exceed it.
+
+    A batch is padded: it takes the memory of its longest sequence for each."""
     accumulation = max(search.effective_batch // micro_batch, 1)
     limit = search.simulator.find_run_limit(
         lambda length: run.plan.make_spec(search.base_spec.edit(context_length=length), micro_batch, accumulation),
@@ -73,11 +75,9 @@ def compute_no_draw_probability(num_sequences: int, num_marked: int, num_drawn: 
 
 
 def find_step_by_probability(num_sequences: int, num_marked: int, batch_size: int, probability: float) -> int | None:
-    """Return the first step of a random-order epoch by which a marked sequence has occurred with `probability`.
+    """Return the first step by which one of `num_marked` sequences has occurred with `probability`, in random order.
 
-    None if an epoch of full batches does not reach `probability`. The first n batches are n x
-    `batch_size` sequences drawn without replacement.
-    """
+    None if an epoch of full batches does not reach `probability`."""
     num_steps = num_sequences // batch_size
     num_steps_before = bisect.bisect_left(
         range(1, num_steps + 1),

@@ -1,4 +1,4 @@
-"""The outcome of a simulated run for a search: memory, time and verdict, computed from the trace."""
+"""Memory, step time and verdict of a simulated run, computed from its trace."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class SimulatedRun:
 
     @property
     def seconds(self) -> float:
-        """Return the lower bound of the time of a step; 0 if unknown."""
+        """Return a lower bound of the step time in seconds; 0 if unknown."""
         return 0.0 if self.step is None else self.step.seconds
 
 
 def evaluate_run(
     trace: Trace, spec: TargetSpec, micro_batches: int, *, gpu: Gpu, avoids_retries: bool = False
 ) -> SimulatedRun:
-    """Return the outcome of the run of `spec` on `gpu`, with `micro_batches` in a step.
+    """Return memory, step time (of `micro_batches`) and verdict of `trace`, a run of `spec` on `gpu`.
 
-    With `avoids_retries`, expandable segments are also tried for runs that fit only with allocator retries.
+    If the run does not fit, or with `avoids_retries` fits only with allocator retries, try expandable segments.
     """
     document = analyze(trace, with_details=False)
     tensors_fit = document.peak.allocated_bytes <= gpu.total_bytes - gpu.context_bytes

@@ -1,6 +1,6 @@
-"""Candidate plans for training on several GPUs, with their estimated memory and a lower bound of the step time.
+"""Candidates for training on several GPUs: estimated memory, and a lower bound of the step time.
 
-The analytical estimate only selects and sorts the candidates; results come from simulated runs.
+The estimates only select and sort the candidates; results come from simulated runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Candidate:
         return f"{self.parallel}: {name}" if self.parallel else name
 
     def make_spec(self, base: TargetSpec) -> TargetSpec:
-        """Return `base` edited to run in this way."""
+        """Return `base` with the options of this candidate."""
         spec = self.plan.make_spec(base, self.micro_batch, self.accumulation)
         return spec.edit(parallel=self.parallel, gpus=self.parallel_plan.size) if self.parallel_plan.size > 1 else spec
 
@@ -55,7 +55,7 @@ def list_parallel_plans(gpus: int) -> list[str]:
 def list_candidates(
     tier: Plan, base: TargetSpec, model: EstimatedModel | None, gpu: Gpu, gpus: int, batch: int
 ) -> list[Candidate]:
-    """Return the candidates for `tier` on `gpus` GPUs, quickest first; a step has `batch` sequences on all GPUs."""
+    """Return the candidates for the plan `tier` on `gpus` GPUs, quickest first; `batch` sequences a step in all."""
     from memprof.workload.models import find_source
 
     source, candidates = find_source(base), list[Candidate]()

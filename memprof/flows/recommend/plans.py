@@ -1,4 +1,4 @@
-"""Plans that a search chooses among: ways to reach a goal, as edits of the spec, each with its loss of precision."""
+"""Plans that a search chooses among: precision, optimizer and memory savings for a goal, and the loss of precision."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Activations(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run a goal; `spec` returns the options of the run."""
+    """One way to run a goal: precision, optimizer and memory savings; `make_spec` returns the options of the run."""
 
     goal: Goal
     precision: str  # half, amp, float32, int8 or nf4
@@ -48,7 +48,7 @@ class Plan:
     precision_loss: str = ""  # the loss of precision, in words; empty: none
 
     def make_spec(self, base_spec: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
-        """Return `base` edited to run in this way.
+        """Return `base_spec` with the options of this plan.
 
         `accumulation` above 2 is run as 2: further micro-batches take the same memory as the second.
         """
@@ -135,10 +135,10 @@ _OPTION_BY_PRECISION = {
 
 
 def list_tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None = None) -> list[Plan]:
-    """Return the tiers of a goal, as plans to be varied by `list_variants`; tiers that give up no precision come first.
+    """Return the tiers of a goal: a plan for each precision and optimizer, those without loss of precision first.
 
-    A `precision` keeps only tiers of this precision; `half` defaults to the GPU's. Raises UsageError if the goal
-    lacks the precision.
+    `precision` selects tiers of one precision; `half` is the half-precision dtype (None: the GPU's). Raises UsageError
+    if the goal has no such tier.
     """
     half = half or get_half_precision(gpu)
     update_loss = f"weights in {half} are updated in {half}: small updates are lost"
@@ -187,14 +187,14 @@ DEFAULT_CONTEXT = 2048  # tokens
 
 
 def make_base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
-    """Return `spec` with the mode of the goal: two training steps, or a prompt and two new tokens."""
+    """Return `spec` set to the goal's mode: two training steps, or inference of a prompt and two new tokens."""
     if goal is Goal.INFER:
         return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
     return spec.edit(mode=Mode.TRAIN, steps=2)
 
 
 def set_context_length(spec: TargetSpec) -> TargetSpec:
-    """Return `spec` with a context length: its own, else 2,048 tokens or the model's maximum if less."""
+    """Return `spec` with a context length: its own if set, else 2,048 tokens, or the model's maximum if smaller."""
     from memprof.workload.models import find_source
 
     length = spec.context_length or min(DEFAULT_CONTEXT, find_source(spec).max_positions or DEFAULT_CONTEXT)

@@ -24,7 +24,7 @@ from memprof.units import format_bytes
 def recommend(
     spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, SearchResult]:
-    """Return the recommendation for the model, context length and GPU of `spec`, the search, and its result."""
+    """Search the configurations for the model and GPU of `spec`; return the recommendation, the search and its result."""
     simulator = Simulator(find_spec_gpu(spec), progress)
     goal = request.goal
     search = Search(simulator, spec, request)
@@ -81,7 +81,7 @@ def build_recommendation(
     fits: bool,
     **fields: Any,
 ) -> Recommendation:
-    """Return the recommendation with the configurations `rows`; the first row is the chosen one if `fits`."""
+    """Return a Recommendation with the table `rows`; if `fits`, the first row is the chosen configuration."""
     return Recommendation(
         device=make_device_facts(simulator.gpu, host_bytes),
         model=target.model,
@@ -107,7 +107,7 @@ def _build_search_rows(
 
 
 def build_rows(simulator: Simulator, runs: Sequence[tuple[str, PlanRun]]) -> tuple[Configuration, ...]:
-    """Return the rows of `runs`, in the same order: pairs of a name of `--parallel` ("": one GPU) and a run."""
+    """Return a table row for each of `runs`, which are pairs of an argument of `--parallel` ("": one GPU) and a run."""
     points = [(run.outcome.needed_bytes, run.outcome.seconds) for _, run in runs]
     return tuple(
         _build_row(simulator, parallel, run, pareto=_is_pareto_optimal(point, points))
@@ -116,7 +116,7 @@ def build_rows(simulator: Simulator, runs: Sequence[tuple[str, PlanRun]]) -> tup
 
 
 def _is_pareto_optimal(point: tuple[int, float], points: list[tuple[int, float]]) -> bool:
-    """Return whether no other point has less memory and less time (the Pareto front)."""
+    """Return whether no other of `points` (bytes, seconds) is at most `point` in both (the Pareto front)."""
     return not any(
         other != point
         and other[0] <= point[0]

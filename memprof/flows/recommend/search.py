@@ -25,7 +25,7 @@ DEFAULT_EFFECTIVE_BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """The request to a search of configurations: goal, batch and precision."""
+    """What the user requests of a search: goal, batch size and precision."""
 
     goal: Goal
     # Sequences in an optimizer step (inference: at a time). None: `micro_batch` if given, else 8 (inference: 1).
@@ -66,7 +66,7 @@ class SearchResult:
 
 
 class Search:
-    """Search over the configurations of a goal; `base` names model, context length and GPU."""
+    """Search over the configurations of a goal; `base_spec` has the model, context length and GPU."""
 
     def __init__(self, simulator: Simulator, base_spec: TargetSpec, request: SearchRequest) -> None:
         self.simulator = simulator
@@ -77,7 +77,7 @@ class Search:
         self.run_by_plan: dict[tuple[Plan, int], PlanRun] = {}
 
     def _filter_installed(self, tiers: list[Plan]) -> list[Plan]:
-        """Return the tiers whose packages are installed; raise UsageError if no tier's are."""
+        """Return those of `tiers` whose packages are installed; raise UsageError if there are none."""
         error_by_label: dict[str, UsageError] = {}
         for tier in tiers:
             try:
@@ -92,9 +92,8 @@ class Search:
     def search(self) -> SearchResult:
         """Return the quickest configuration that fits, among those that give up the least precision.
 
-        Tiers are tried in turn, those that give up nothing first, each with all exact fixes. In the first that fits,
-        and in others that give up the same, all variants that fit are tried, each up to its largest micro-batch
-        that fits.
+        Tiers are tried in order of their loss of precision, each first with all exact fixes. For the first tier that
+        fits, and tiers with an equal loss, all variants are run, each up to its largest micro-batch that fits.
         """
         smallest = self.list_micro_batches()[0]
         precision_loss: str | None = None
@@ -138,10 +137,10 @@ class Search:
         return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
 
     def run_plan(self, plan: Plan, micro_batch: int) -> PlanRun | None:
-        """Return the run of a plan at a micro-batch; None if a fix does not apply (no plan with the fix is run again).
+        """Return the cached or new run of a plan at a micro-batch size; None if a fix of the plan does not apply.
 
-        With accumulation, gradients of earlier micro-batches are live in later ones. One micro-batch on gradients that
-        zero_grad left as zeros is the same for the allocator, and takes half the time to run.
+        With gradient accumulation, one micro-batch is run on gradients that zero_grad left as zeros, which takes the
+        memory of a later micro-batch.
         """
         key = plan, micro_batch
         if not self.rejected_fixes.isdisjoint(plan.fixes):
@@ -170,13 +169,13 @@ class Search:
         )
 
     def confirm_run(self, run: PlanRun) -> PlanRun:
-        """Return `run` with the outcome of a run with its full accumulation."""
+        """Run the plan of `run` again, with all its gradient accumulation; return `run` with the new outcome."""
         spec = run.plan.make_spec(self.base_spec, run.micro_batch, run.accumulation)
         outcome = self.simulator.run(spec, f"check of {run.label}", run.accumulation)
         return dataclasses.replace(run, outcome=outcome)
 
     def find_batch_limit(self, run: PlanRun) -> LargestFit:
-        """Return the largest micro-batch with which this configuration fits."""
+        """Return the largest micro-batch size with which the configuration of `run` fits."""
         accumulation = min(run.accumulation, 2)
         return self.simulator.find_run_limit(
             lambda size: run.plan.make_spec(self.base_spec, size, accumulation),
@@ -187,9 +186,9 @@ class Search:
         )
 
     def find_context_limit(self, run: PlanRun, max_length: int | None) -> LargestFit:
-        """Return the longest context with which this configuration, which fits, still fits, in steps of CONTEXT_STEP.
+        """Return the longest context length with which the configuration of `run` fits, in steps of CONTEXT_STEP.
 
-        `longest` is the model's maximum, which does not limit the search if the requested context is longer.
+        `max_length` is the model's maximum, which is ignored if the requested context is longer.
         """
         current_length = run.outcome.target.context_length or 0
         high = MAX_CONTEXT
@@ -217,9 +216,9 @@ class Search:
         return limit
 
     def _find_micro_batch(self, first: PlanRun, best: PlanRun | None) -> PlanRun:
-        """Return the best run of a plan up to its largest micro-batch that fits; stop if no size can beat `best`.
+        """Return the quickest run of a plan over micro-batch sizes that fit; stop if no size can be quicker than `best`.
 
-        `first` is the plan's run at the smallest micro-batch, which fits; `best` is the quickest run so far.
+        `first` is the plan's run at the smallest micro-batch, which fits.
         """
         sizes, plan, best_run = self.list_micro_batches(), first.plan, first
         low, high = 0, len(sizes)
@@ -235,7 +234,7 @@ class Search:
         return best_run
 
     def _guess_size(self, plan: Plan, sizes: list[int], low: int, high: int) -> int:
-        """Return the index of the size to try: the largest that fits by extrapolation of two runs, else the next."""
+        """Return the index in `sizes` to try next: the largest that fits by extrapolation of two runs, or `low` + 1."""
         known_outcomes = sorted((size, one.outcome) for (of, size), one in self.run_by_plan.items() if of == plan)[-2:]
         if len(known_outcomes) < 2:
             return low + 1
@@ -248,7 +247,7 @@ class Search:
         return max(fitting_indices, default=low + 1)
 
     def _cannot_be_quicker(self, run: PlanRun, best: PlanRun | None) -> bool:
-        """Return whether operations and transfers alone, at any micro-batch, take longer than the step of `best`."""
+        """Return whether the FLOPs and transfers of `run`, at any micro-batch, take longer than the step of `best`."""
         step = run.outcome.step
         if best is None or step is None:
             return False

@@ -47,7 +47,7 @@ class ServingSearch:
         self.batch = request.batch_size
 
     def run_parallel_plans(self, gpus: int) -> list[tuple[str, PlanRun]]:
-        """Return the runs of the model over `gpus` GPUs, best first, as pairs of a `--parallel` name and a run."""
+        """Return pairs of an argument of `--parallel` and its run on `gpus` GPUs, best first."""
         plan_runs = []
         for plan in (f"tp={gpus}", DEVICE_MAP) if gpus > 1 else ("",):
             spec = self.tier.make_spec(self.base_spec, self.batch).edit(parallel=plan or None, gpus=gpus)
@@ -64,7 +64,7 @@ class ServingSearch:
         return sorted(plan_runs, key=lambda plan_run: self.simulator.make_sort_key(plan_run[1].outcome))
 
     def find_min_gpus(self) -> Alternative | None:
-        """Return the least power of two of GPUs on which the model fits; None if none up to MAX_GPUS does."""
+        """Return the least number of GPUs (a power of two, up to MAX_GPUS) that fit the model; None: not found."""
         gpus = 1
         while gpus <= MAX_GPUS:
             for plan, run in self.run_parallel_plans(gpus):
@@ -77,8 +77,8 @@ class ServingSearch:
 
 
 def recommend_serving(spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> Recommendation:
-    """Return the recommendation for inference of `spec`'s model over `spec.gpus` GPUs, with code to paste.
-    Raises UsageError: quantized weights are requested; MemprofError: no way to spread the model applies."""
+    """Return the recommendation for inference of the model of `spec` on `spec.gpus` GPUs, with code to paste.
+    Raises UsageError: quantized weights are requested; MemprofError: no parallel plan applies to the model."""
     search = ServingSearch(set_context_length(spec), request, progress)
     simulator, runs = search.simulator, search.run_parallel_plans(spec.gpus)
     if not runs:

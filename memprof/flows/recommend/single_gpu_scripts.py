@@ -32,7 +32,7 @@ class LoadedModel:
 
 
 def build_scripts(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
-    """Return scripts by kind, "pytorch" and "transformers"; empty if `describe_loaded_model` returns None.
+    """Return scripts by kind, "pytorch" and "transformers"; empty for models from the user's code or without tokens.
 
     `spec` is the run of `plan`; a step has `accumulation` micro-batches.
     """
@@ -127,7 +127,7 @@ def build_lora_lines(spec: TargetSpec) -> list[str]:
 
 
 def build_apply_lines(fixes: Sequence[str], model_expression: str = "model") -> list[str]:
-    """Return the line that applies the fixes `names` to a model; empty without fixes."""
+    """Return the line that applies `fixes` to the model in variable `model_expression`; empty without fixes."""
     quoted_names = ", ".join(f'"{name}"' for name in fixes)
     assignment = "applied = " if CPU_OPTIMIZER in fixes else ""
     return [f"{assignment}memprof.apply({model_expression}, [{quoted_names}], undoable=False)"] if fixes else []

@@ -60,7 +60,7 @@ def _select_options(fix: Fix, model: str, general: Mapping[str, Any]) -> dict[st
 
 @contextlib.contextmanager
 def _record_skip(found: Verification, fix: Fix, specimen: Specimen) -> Iterator[None]:
-    """Context manager: record a UsageError of `fix` on the model in `found.skipped`."""
+    """Context manager: record a UsageError of `fix` on the model in the verification's `skipped`."""
     try:
         yield
     except UsageError as error:
@@ -76,7 +76,7 @@ def verify(
     progress: Callable[[str], None] = lambda _: None,
     trust_remote_code: bool = False,
 ) -> Verification:
-    """Return the verification of `fixes` (default: all) on `models` (default: the small models of `SPECIMENS`).
+    """Verify `fixes` (default: all) on `models` (default: the small models of `SPECIMENS`); return the results.
     Raises UsageError: an unknown fix or model, or fewer than one seed."""
     chosen = [fix for name in fixes for fix in find_fixes([name])] or list(FIXES.values())
     if seeds < 1:
@@ -92,7 +92,7 @@ def verify(
         peaks = _PeakTasks(chosen, specimens[0] if models else None, show_progress)
         # The longest tasks come first: the models.
         tasks: list[Callable[[], Verification]] = [
-            make_task(_verify_specimen, specimen, chosen, named=bool(models)) for specimen in specimens
+            make_task(_verify_specimen, specimen, chosen, is_named=bool(models)) for specimen in specimens
         ]
         if any(fix.bench == "precision" for fix in chosen):
             tasks += [make_task(_verify_precisions, result) for result in specimens if models or not result.kind]
@@ -109,7 +109,7 @@ def verify(
 def _verify_specimen(
     specimen: Specimen, fixes: Sequence[Fix], *, is_named: bool, seeds: int, progress: Callable[[str], None]
 ) -> Verification:
-    """Return the deviations of fixes on one model; a model `named` by the user is tried with all fixes."""
+    """Return the deviations of `fixes` on one model; only a model that the user named gets the fixes of other kinds."""
     verification = Verification(seeds=seeds)
     originals: dict[tuple[int, str], tuple[_TrainingResults, _TrainingResults]] = {}
     _reset_compiler()
@@ -214,7 +214,7 @@ def _error_ratio(row: Deviation) -> float:
 def _train(
     model: nn.Module, steps: list[dict[str, Any]], *, vocab_cap: int | None = None, result: Any = None
 ) -> _TrainingResults:
-    """Run some steps on the same micro-batches; return loss and gradients of the first step, and final parameters.
+    """Train on the micro-batches `steps`; return loss and gradients of the first step, and the final parameters.
 
     `result` is the object that the fix returned: an optimizer, or MicroBatches.
     """
@@ -324,11 +324,11 @@ class _PeakTasks:
                 yield fix, _PeakKey(specimen, rows, fix.saves == ("fragmentation",))
 
     def make_original_tasks(self) -> dict[_PeakKey, Callable[[], _PeakBytes]]:
-        """Return tasks that return the peak of each model without fixes."""
+        """Return, for each model, a function that measures its peak without fixes."""
         return {key: functools.partial(self._measure_peak, key, None) for _, key in self._iter_keys()}
 
     def make_fix_tasks(self, originals: Mapping[_PeakKey, _PeakBytes], seeds: int) -> list[Callable[[], Verification]]:
-        """Return tasks that return the row of each fix."""
+        """Return, for each fix, a function that measures the peak with the fix."""
         row = functools.partial(functools.partial, self._measure_row, seeds=seeds)
         return [row(fix, key, originals[key]) for fix, key in self._iter_keys()]
 

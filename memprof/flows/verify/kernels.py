@@ -99,7 +99,7 @@ def precompile_header() -> None:
 
 
 class _KernelQueue:
-    """Kernels that wait for the compiler; also serves as the future of each kernel."""
+    """A queue of kernels to compile; also the future that Inductor waits on for each kernel."""
 
     def __init__(self) -> None:
         self._builders: list[Any] = []
@@ -113,7 +113,7 @@ class _KernelQueue:
         return self
 
     def result(self, timeout: float | None = None) -> None:
-        """Compile all waiting kernels in one run of the compiler per set of equal settings."""
+        """Compile all queued kernels, with one run of the compiler for those with equal settings."""
         builders, self._builders = self._builders, []
         by_command: dict[str, list[Any]] = {}
         for builder in builders:
@@ -128,7 +128,7 @@ class _KernelQueue:
 
 
 def _get_paths(builder: Any) -> tuple[str, str]:
-    """Return the paths of the C++ file and of the library compiled from the file."""
+    """Return the paths of a kernel's C++ file and of the library that is compiled from it."""
     target: str = builder.get_target_file_path()
     return str(Path(target).with_suffix(_CPP_SUFFIX)), target
 

@@ -30,9 +30,8 @@ _EIGHT_BIT_BOUND = 1.0
 def measure_optimizers(specimen: Specimen, fix: str) -> list[OptimizerRow]:
     """Return rows of float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer of `fix`.
 
-    All start from weights representable in bfloat16, so that deviations begin with the first step. The model is the
-    large one: these optimizers quantize no tensor below 4,096 elements. Raises UsageError: no 8-bit optimizer is
-    installed, or the optimizer does not run on the CPU.
+    All start from weights representable in bfloat16. The model is `build_large`: these optimizers quantize no tensor
+    below 4,096 elements. Raises UsageError: no 8-bit optimizer is installed, or it does not run on the CPU.
     """
     torch.manual_seed(0)
     model = specimen.build_large().float().train()

@@ -36,7 +36,7 @@ def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def train(specimen: Specimen, fix: Fix | None, options: dict[str, Any], rows: int, device: str) -> None:
-    """Build the large model, switch `fix` on (UsageError if it does not apply), and train two steps on `rows`."""
+    """Build the large model, apply `fix` (UsageError if impossible), and train two steps on `rows` sequences."""
     torch.manual_seed(0)
     model = specimen.build_large().to(device).train()
     result: Any = None

@@ -26,7 +26,7 @@ _INT8_MAX = 127
 
 
 def measure_precisions(specimen: Specimen) -> list[Precision]:
-    """Return a row for each precision: the same weights and inputs on the CPU, against float64 throughout.
+    """Return the errors of each precision against float64, with the same weights and inputs on the CPU.
 
     AMP is `torch.autocast` over float32 weights. The bound assumes independent roundings in all layers: the
     relative error of a rounding times the root of the number of roundings, times 4 for amplification by the layers.
@@ -73,10 +73,9 @@ def _compare(
 
 
 def measure_quantized_weights(specimen: Specimen, fix: str) -> Precision:
-    """Return the row of a fix that quantizes weights, against float64; raise UsageError without its library.
+    """Return the errors of a fix that quantizes weights, against float64; raise UsageError without its library.
 
-    The model is the large one: bitsandbytes' packed CPU kernels need rows of whole blocks.
-    """
+    The model is `build_large`: bitsandbytes' packed CPU kernels need rows of full blocks."""
     torch.manual_seed(0)
     model = specimen.build_large().float().eval()
     quantized = copy.deepcopy(model)
@@ -111,7 +110,7 @@ def _run_forward(model: nn.Module, specimen: Specimen) -> list[torch.Tensor]:
 
 
 def _measure_rounding_error(model: nn.Module, quantized: nn.Module) -> float:
-    """Return the largest relative error of a weight of bitsandbytes (root mean square)."""
+    """Return the largest relative error (root mean square) of the weights that bitsandbytes quantized."""
     import bitsandbytes as bnb
 
     worst = 0.0
@@ -130,8 +129,8 @@ def _measure_rounding_error(model: nn.Module, quantized: nn.Module) -> float:
 
 
 def _round_to_int8(model: nn.Module) -> float:
-    """Round the layers' matrices to 8 bits in place, by rows with their largest number at 127; return the largest
-    relative error of a matrix (root mean square)."""
+    """Round the layers' matrices to 8 bits in place, with one scale per row; return the largest relative error of a
+    matrix (root mean square)."""
     max_error = 0.0
     for _, layer in find_layers(model, INT8):
         for parameter in layer.parameters():

@@ -33,7 +33,7 @@ def use_one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_in_workers(fixes: Sequence[Fix], *, is_parallel: bool) -> Iterator[None]:
-    """Context manager: if `is_parallel`, compile in each worker: Inductor's own workers would each import torch."""
+    """Context manager: if `is_parallel`, compile in this process's forks instead of in Inductor's worker processes."""
     if not is_parallel or not any(fix.compiles for fix in fixes):
         yield
         return
@@ -63,10 +63,7 @@ def import_dependencies(fixes: Sequence[Fix], specimens: Sequence[Specimen]) -> 
 
 
 def run_tasks(tasks: Sequence[Callable[[], _T]], progress: Callable[[str], None], *, is_parallel: bool) -> list[_T]:
-    """Return the results of `tasks` in order; if `is_parallel`, run as many at a time as there are cores.
-
-    Models that the user names run one at a time: they may be large, and their code may have side effects.
-    """
+    """Run `tasks`, if `is_parallel` as many at a time as there are cores; return their results in order."""
     if not is_parallel:
         return [task() for task in tasks]
     results = []

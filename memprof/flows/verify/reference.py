@@ -65,7 +65,7 @@ class _DtypeWatcher(TorchDispatchMode):
 def compute_in_float64(operator_names: set[str] | None = None) -> Iterator[None]:
     """Context manager: compute forward and backward of a float64 model in float64 only.
 
-    `narrow` receives the names of operators that still return a smaller dtype; None: operators are not watched.
+    `operator_names` receives the operators that still return a smaller dtype; None: operators are not watched.
     """
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

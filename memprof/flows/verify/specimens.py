@@ -34,7 +34,7 @@ class Specimen:
 
 
 class Handwritten(nn.Module):
-    """A decoder as in user code: learned positions, a head with a bias, a loss in forward, a tuple as output."""
+    """A decoder like those in user code: learned positions, a head with a bias, and forward returns loss and logits."""
 
     def __init__(
         self, vocab_size: int = VOCAB_SIZE, hidden_size: int = 32, layers: int = 3, positions: int = 64
@@ -161,8 +161,7 @@ SPECIMENS = {
 def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) -> Specimen:
     """Return one of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
 
-    `notes` receives notes on the model, such as whose code is run. Raises UsageError if the model does not exist, or
-    takes no token ids and labels.
+    `notes` receives notes on the model. Raises UsageError: the model does not exist or is no causal language model.
     """
     if name in SPECIMENS:
         return SPECIMENS[name]
@@ -189,7 +188,7 @@ def _build_for_training(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def make_batches(specimen: Specimen, case: str, seed: int) -> list[dict[str, Any]]:
-    """Return the micro-batches of one step: one, or two of different lengths for "accumulation"."""
+    """Return the micro-batches of one step for a case of `specimen.cases`: one, or two for "accumulation"."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (specimen.tokens, specimen.tokens // 2) if case == "accumulation" else (specimen.tokens,)
     micro_batches: list[dict[str, Any]] = []

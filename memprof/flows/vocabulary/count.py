@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CorpusCount:
-    """The counts of a corpus."""
+    """Token counts of a corpus, and what is known of its tokenizer."""
 
     tokenizer: str  # whitespace, bytes, or the path of a tokenizer
     num_bytes: int  # of text: files after decompression, rows as UTF-8
@@ -136,7 +136,7 @@ class _CorpusReader:
         return read_json_rows(source.path, self._column, self._encoding, self._tally, self._report)
 
     def _read(self, read_text: Callable[[Path], Iterator[T]], convert_rows: Callable[[list[str]], T]) -> Iterator[T]:
-        """Yield the texts of all files; files found in folders that are empty or binary are skipped and tallied."""
+        """Yield the text of all files; empty and binary files are skipped and tallied, unless the user named them."""
         for source in self._sources:
             if not source.named and not source.path.exists():
                 self._tally.skipped[source.path] = "vanished before it was read"
@@ -155,21 +155,21 @@ class _CorpusReader:
         return read_pieces(path, self._encoding, self._report, self._tally, lines=lines)
 
     def texts(self) -> Iterator[str]:
-        """Yield pieces of text that end between words."""
+        """Yield the text of the corpus in pieces, none of which ends inside a word."""
         return self._read(self._read_pieces, "\n".join)
 
     def documents(self) -> Iterator[list[str]]:
-        """Yield batches of lines or rows."""
+        """Yield the corpus as lists of lines (text files) or of rows (JSON Lines, Parquet)."""
         return self._read(lambda path: map(str.splitlines, self._read_pieces(path, lines=True)), lambda rows: rows)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the bytes of text files, and of rows in UTF-8."""
+        """Yield the corpus as bytes; rows of JSON Lines and Parquet are encoded in UTF-8."""
         return self._read(
             lambda path: read_blocks(path, self._report, self._tally), lambda rows: "".join(rows).encode()
         )
 
     def finish(self) -> Tally:
-        """Return the tally of the whole corpus; raise UsageError if no file held text."""
+        """Return the tally of the corpus after all files are read; raise UsageError if no file had text."""
         if not self._tally.files:
             reasons = sorted(set(self._tally.skipped.values()))
             raise UsageError(

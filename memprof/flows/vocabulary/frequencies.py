@@ -12,10 +12,9 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True)
 class Frequencies:
-    """The counts of a corpus without its tokens: `histogram` has pairs (count, number of tokens with this count).
+    """A histogram of token frequencies: pairs (count, number of different tokens with this count), in falling order.
 
-    The highest counts come first. A corpus of n tokens has at most sqrt(2 n) pairs, for any number of different
-    tokens.
+    A corpus of n tokens has at most sqrt(2 n) pairs.
     """
 
     histogram: tuple[tuple[int, int], ...]
@@ -53,7 +52,7 @@ class Frequencies:
         return self.count_covered_tokens(cap) / self.total if self.total else 1.0
 
     def find_cap(self, share: float | str | Fraction) -> int:
-        """Return how many of the most frequent tokens cover `share` (0 to 1, a float as written) of the corpus.
+        """Return how many of the most frequent tokens together make up `share` (0 to 1) of the corpus.
 
         Raises UsageError for a share that is not from 0 to 1.
         """

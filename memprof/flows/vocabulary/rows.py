@@ -22,8 +22,8 @@ PARQUET_ROWS = 64  # rows read at a time; row groups are decoded lazily
 def read_json_rows(
     path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress
 ) -> Iterator[list[str]]:
-    """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without text are counted in `tally`.
-    Raises UsageError: no row has text in `column`, or the file cannot be read; NoTextError: empty or binary."""
+    """Yield the text in `column` of a JSON Lines file, a list of rows at a time; `tally` counts rows without text.
+    Raises UsageError: no row has text, or the file cannot be read; NoTextError: the file is empty or binary."""
     column_name = column or DEFAULT_COLUMN
     rows_before = tally.rows
     seen_columns: set[str] = set()
@@ -97,9 +97,8 @@ def _parse_row(line: str, column: str, seen_columns: set[str], path: Path, numbe
 
 
 def read_parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Yield batches of the texts in `column` of a Parquet file, by pyarrow. Raises UsageError:
-    pyarrow is not installed, the file is no Parquet, or has no such column of text; NoTextError: the file has no
-    rows."""
+    """Yield the text in `column` of a Parquet file, a batch of rows at a time. Raises UsageError: pyarrow is not
+    installed, the file is no Parquet, or has no such column of text; NoTextError: the file has no rows."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -136,5 +135,5 @@ def read_parquet_rows(path: Path, column: str | None, tally: Tally, progress: Pr
 
 
 def count_bytes(value: str) -> int:
-    """Return the bytes of a text in UTF-8."""
+    """Return the number of bytes of `value` in UTF-8."""
     return len(value) if value.isascii() else len(value.encode())

@@ -68,7 +68,7 @@ def read_corpus(
 
 
 def parse_shares(text: str) -> list[tuple[str, Fraction]]:
-    """Return names and shares of "99,99.9"; raise UsageError for other text than one to six percentages."""
+    """Parse percentages such as "99,99.9" to pairs (name, share); raise UsageError unless there are one to six."""
     share_by_name = {}
     for part in (part.strip().removesuffix("%") for part in text.split(",") if part.strip()):
         try:
@@ -86,7 +86,7 @@ def parse_shares(text: str) -> list[tuple[str, Fraction]]:
 def compute_caps(
     counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], requested_cap: int | None = None
 ) -> tuple[TokenCap, ...]:
-    """Return a cap for each share, and one of `asked` tokens if given (at least 1); the largest cap comes first."""
+    """Return a vocabulary cap for each share of the corpus, and one of `requested_cap` tokens; the largest first."""
     if requested_cap is not None and requested_cap < 1:
         raise UsageError("--cap must be at least 1", value=requested_cap, hint="give a positive whole number")
     frequencies = counted.frequencies
@@ -121,9 +121,9 @@ def check_model(spec: TargetSpec) -> None:
 
 
 def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[TokenCap], progress: Progress) -> CapSavings:
-    """Run the model with each vocabulary, and return the memory before and with each cap.
+    """Run the model without and with each vocabulary cap, and return the memory of each run.
 
-    The vocabulary before is `spec.vocab_size`; if None, all words of the corpus, or with a tokenizer the model's.
+    The vocabulary without a cap is `spec.vocab_size`; if None, all words of the corpus, or with a tokenizer the model's.
     """
     if spec.vocab_size is None and counted.tokenizer == WORDS:
         spec = spec.edit(vocab_size=get_uncapped_size(counted))
@@ -187,7 +187,7 @@ def _describe_run(target: Target) -> str:
 def estimate_savings(
     params: str | None, counted: CorpusCount, caps: Sequence[TokenCap], spec: TargetSpec
 ) -> CapSavings:
-    """Return the memory before and with each cap by arithmetic: embedding, head, and one copy of the logits.
+    """Return the memory without and with each cap by arithmetic: embedding, head, and one copy of the logits.
 
     Parameters are rows x hidden size, twice if embedding and head are not tied; gradients are as many; optimizer state
     is parameters x `NUM_STATES_BY_OPTIMIZER`; logits are batch x context x rows. All are in `spec.dtype`.
@@ -264,7 +264,7 @@ def build_vocabulary(
 
 
 def build_curve(frequencies: Frequencies, points: int = _MAX_CURVE_POINTS) -> tuple[CoveragePoint, ...]:
-    """Return the coverage at the last `points` of the round numbers of tokens 1, 2, 5, 10, ..., and at all tokens."""
+    """Return the coverage by the most frequent 1, 2, 5, 10, ... tokens (the last `points` of these), and by all."""
     distinct = frequencies.distinct
     if not distinct:
         return ()

@@ -32,7 +32,7 @@ class SpillingCounter:
             self._folder.cleanup()
 
     def update(self, words: Iterable[str]) -> None:
-        """Count words without line feeds. The words of one call are in memory on top of the limit."""
+        """Count `words`, which have no line feeds; they are held in memory beyond the limit during the call."""
         self._counts.update(words)
         if len(self._counts) > self._max_words:
             self._spill()

@@ -13,7 +13,7 @@ MAX_NAMED = 3  # files named in a sentence
 
 @dataclass
 class Defect:
-    """Defects of one kind in one file."""
+    """Number of defects of one kind in one file, and a description of the first."""
 
     count: int
     first: str  # place and description of the first defect
@@ -33,7 +33,7 @@ class Tally:
     skipped: dict[Path, str] = field(default_factory=dict)
 
     def count_bad_row(self, path: Path, first: str) -> None:
-        """Count a row without text; `first` describes the row."""
+        """Count a row without text in the file `path`; `first` describes the row, for the report of the first one."""
         _add_defects(self.bad_rows, path, 1, first)
 
     def notes(self) -> list[str]:

@@ -25,7 +25,7 @@ _BYTE_ORDER_MARKS = {
 
 
 class NoTextError(UsageError):
-    """An empty or binary file: an error if the user named the file, which is else skipped."""
+    """A file is empty or binary: an error if the user named the file; else the file is skipped."""
 
 
 def read_blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES) -> Iterator[bytes]:
@@ -107,7 +107,7 @@ def make_decoding_error(path: Path, encoding: str, error: UnicodeError) -> Usage
 
 
 def find_codec(encoding: str) -> str:
-    """Return the codec of `encoding` (UTF-8: the codec that drops byte order marks); UsageError if not of text."""
+    """Return the codec name of `encoding` (for UTF-8, one that drops byte order marks); UsageError if unknown."""
     try:
         with contextlib.suppress(UnicodeError):
             b"x".decode(encoding)  # raises LookupError for codecs that are no text encoding, such as hex
