@@ -102,7 +102,7 @@ def merge_rank_reports(trace: Trace, report: Callable[[Trace], Report], rank: in
 
 
 def _find_rank_differences(reports: dict[int, Report]) -> list[Finding]:
-    """Return findings on ranks whose peaks differ, if no rank failed; a rank run for several counts for each of them."""
+    """Return findings on ranks whose peaks differ, if no rank failed; a rank run for several counts for each."""
     peaks: dict[int, RankPeak] = {}
     for report_rank, report in reports.items():
         equal_ranks = report.rank.alike if report.rank else ()

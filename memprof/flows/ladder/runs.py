@@ -132,7 +132,7 @@ class Runs(abc.ABC):
         return run
 
     def build_row(self, fixes: Sequence[ChosenFix], run: LadderRun, previous_run: LadderRun | None) -> LadderRow:
-        """Return the ladder row of `run`; `before` is the run of the row above."""
+        """Return the ladder row of `run`; `previous_run` is the run of the row above (None: the first row)."""
         document = run.document
         names = tuple(str(fix) for fix in fixes)
         numerics = combined_numerics([fix.fix.name for fix in fixes]).value
@@ -230,7 +230,7 @@ class SpecRuns(Runs):
         return self.profile(self.add_fixes(fixes), description)
 
     def profile(self, spec: TargetSpec, description: str) -> tuple[Trace, Report]:
-        """Return the run of `spec`, described as `what` in progress lines; raise MemprofError if the run fails."""
+        """Return the run of `spec`, with `description` in progress lines; raise MemprofError if the run fails."""
         made = self._prefetched_runs.pop(spec, None)
         if isinstance(made, MemprofError):
             raise made

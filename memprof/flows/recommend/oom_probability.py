@@ -61,10 +61,10 @@ def build_length_row(
 
 
 def compute_no_draw_probability(num_sequences: int, num_marked: int, num_drawn: int) -> float:
-    """Return the probability that `num_drawn` of `count` sequences, drawn without replacement, are all unmarked.
+    """Return the probability that none of `num_marked` sequences is among `num_drawn` drawn without replacement.
 
-    C(count - marked, drawn) / C(count, drawn): the product of (count - drawn - i) / (count - i) for i below marked, or
-    with marked and drawn exchanged; the shorter product is computed, by logarithms.
+    With n = `num_sequences`: C(n - marked, drawn) / C(n, drawn), the product of (n - drawn - i) / (n - i) for i below
+    marked, or with marked and drawn exchanged; the shorter product is computed, by logarithms.
     """
     if num_marked <= 0 or num_drawn <= 0:
         return 1.0

@@ -24,7 +24,7 @@ from memprof.units import format_bytes
 def recommend(
     spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, SearchResult]:
-    """Search the configurations for the model and GPU of `spec`; return the recommendation, the search and its result."""
+    """Search configurations for the model and GPU of `spec`; return recommendation, search and its result."""
     simulator = Simulator(find_spec_gpu(spec), progress)
     goal = request.goal
     search = Search(simulator, spec, request)

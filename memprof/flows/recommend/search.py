@@ -216,7 +216,7 @@ class Search:
         return limit
 
     def _find_micro_batch(self, first: PlanRun, best: PlanRun | None) -> PlanRun:
-        """Return the quickest run of a plan over micro-batch sizes that fit; stop if no size can be quicker than `best`.
+        """Return the quickest run of a plan over fitting micro-batch sizes; stop if no size can be quicker than `best`.
 
         `first` is the plan's run at the smallest micro-batch, which fits.
         """

@@ -123,7 +123,7 @@ def check_model(spec: TargetSpec) -> None:
 def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[TokenCap], progress: Progress) -> CapSavings:
     """Run the model without and with each vocabulary cap, and return the memory of each run.
 
-    The vocabulary without a cap is `spec.vocab_size`; if None, all words of the corpus, or with a tokenizer the model's.
+    Without a cap, the vocabulary is `spec.vocab_size`; if None, all words of the corpus, or the model's own.
     """
     if spec.vocab_size is None and counted.tokenizer == WORDS:
         spec = spec.edit(vocab_size=get_uncapped_size(counted))
