@@ -14,7 +14,7 @@ from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.applied import apply
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, make_device_facts, resolve_allocator_settings
+from memprof.flows.gpus import RunAllocator, make_device_facts, resolve_settings
 from memprof.flows.profile import profile as profile_spec
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
@@ -209,7 +209,7 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     of_ranks = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(model, resolve_allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles, stubs)
+    return ProfiledGpu(model, resolve_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles, stubs)
 
 
 def _make_environment(rank: int, size: int, gpus: int) -> dict[str, str]:

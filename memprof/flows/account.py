@@ -39,8 +39,7 @@ def analyze(
     `alloc_conf` replaces the allocator settings of the run. `with_details` adds all findings and the bridge. `gpu` and
     `rank` select what is shown in full; None: the GPU with the highest usage, the rank with the highest need. Raises
     EmptyTraceError: nothing was allocated on the GPU; UsageError: torch would refuse `alloc_conf`, or there is no such
-    GPU or rank.
-    """
+    GPU or rank."""
     if alloc_conf is not None:
         trace = replace_allocator_settings(trace, alloc_conf)
     if trace.others or (trace.facts.rank is not None and trace.facts.rank.alike and rank is None):

@@ -31,8 +31,7 @@ def simulate(
 
     `lengths` are sequence lengths in the syntax of `--lengths`, truncated to `context_length` tokens. With `parallel`
     (`--parallel`, over `gpus` GPUs) one rank of each kind is run, and the result is the rank with the highest peak.
-    `steps` None is the default of `memprof profile`.
-    """
+    `steps` None is the default of `memprof profile`."""
     spec_fields = plan.build_spec_fields()
     if plan.method.kind == "lora" and estimated_model.geometry is not None:
         spec_fields["lora_targets"] = plan.lora_targets or estimated_model.geometry.default_lora_modules

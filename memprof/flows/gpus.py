@@ -20,7 +20,7 @@ from memprof.trace.facts import DeviceFacts
 GPUS_PER_MACHINE = 8  # further ranks are on other machines
 
 
-def resolve_allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
+def resolve_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
     """Return allocator settings from `alloc_conf` or the environment; raise UsageError if torch would refuse them."""
     return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
 

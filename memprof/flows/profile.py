@@ -18,13 +18,7 @@ from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
 from memprof.fixes.catalog import STEPS
 from memprof.flows.account import analyze
-from memprof.flows.gpus import (
-    RunAllocator,
-    find_spec_gpu,
-    make_device_facts,
-    read_device_facts,
-    resolve_allocator_settings,
-)
+from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
 from memprof.flows.local_gpu import find_local_gpu, make_gpu_options
 from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
@@ -71,7 +65,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     gpu = find_spec_gpu(spec)
     device = make_device_facts(gpu) if spec.device == "virtual" else read_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
-    current_settings = CurrentSettings(resolve_allocator_settings(spec.alloc_conf))
+    current_settings = CurrentSettings(resolve_settings(spec.alloc_conf))
     source = find_source(spec)
     progress("importing torch and the model's code")
     apply_fixes = None

@@ -93,7 +93,7 @@ def merge_rank_reports(trace: Trace, report: Callable[[Trace], Report], rank: in
         findings=tuple(sorted(findings, key=lambda one: one.severity is not Severity.ERROR)),
         assumptions=(*document.assumptions, *notes),
         ranks=tuple(
-            _build_rank_row(
+            _build_row(
                 one, number, made.get(number), None if firsts[number] == number else firsts[number], decides, shown
             )
             for number, one in traces.items()
@@ -120,7 +120,7 @@ def _make_severity_key(document: Report) -> tuple[int, int, int]:
     return order, -verdict.required_bytes, -document.peak.allocated_bytes
 
 
-def _build_rank_row(
+def _build_row(
     trace: Trace, rank: int, document: Report | None, equal_rank: int | None, decides: int, shown: int
 ) -> RankRow:
     program = trace.facts.program

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 from memprof.allocator import CurrentSettings, Settings
 from memprof.command_line import run_command
 from memprof.flows.account import analyze
-from memprof.flows.gpus import (
-    RunAllocator,
-    find_spec_gpu,
-    make_device_facts,
-    read_device_facts,
-    resolve_allocator_settings,
-)
+from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -176,7 +170,7 @@ class _LateSettings(CurrentSettings):
     """Allocator settings of a script, which may set PYTORCH_CUDA_ALLOC_CONF until its first allocation."""
 
     def __init__(self, alloc_conf: str | None) -> None:
-        super().__init__(resolve_allocator_settings(alloc_conf))
+        super().__init__(resolve_settings(alloc_conf))
         self._is_unread = alloc_conf is None
         self._fix_settings = ""
         self._environment = dict(os.environ)
@@ -195,7 +189,7 @@ class _LateSettings(CurrentSettings):
     def read(self) -> Settings:
         """Return the current settings; the first call fixes the settings that the environment gives."""
         if self._is_unread and dict(os.environ) != self._environment:
-            self.now = resolve_allocator_settings(None)
+            self.now = resolve_settings(None)
             if self._fix_settings:
                 super().set(",".join(filter(None, (self.get(), self._fix_settings))))
         self._is_unread = False

@@ -161,8 +161,7 @@ SPECIMENS = {
 def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) -> Specimen:
     """Return one of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
 
-    `notes` receives notes on the model. Raises UsageError: the model does not exist or is no causal language model.
-    """
+    `notes` receives notes on the model. Raises UsageError: the model does not exist or is no causal language model."""
     if name in SPECIMENS:
         return SPECIMENS[name]
     from memprof.workload.models import find_source

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memprof.device.nvml import Nvml
-from memprof.flows.gpus import read_device_facts, resolve_allocator_settings
+from memprof.flows.gpus import read_device_facts, resolve_settings
 from memprof.measured import MeasuredDevice
 from memprof.measured.cuda import NvmlUse
 from memprof.spec import TargetSpec
@@ -50,7 +50,7 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     source = find_source(spec)
     workload = Workload(spec, source)
-    settings = resolve_allocator_settings(spec.alloc_conf)
+    settings = resolve_settings(spec.alloc_conf)
     measured_on = read_device_facts("cuda")
     device = MeasuredDevice("cuda", NvmlUse())
     with disable_garbage_collection(), device:
