@@ -29,9 +29,7 @@ def check_consistency(report: dict) -> None:
     assert peak["device_used_bytes"] == peak["reserved_bytes"] + context
     oom = [(stage["step"], stage["name"]) for stage in report["stages"] if stage["oom"]]
     verdict = report["verdict"]
-    if (
-        verdict["fits"] and verdict["retries"]
-    ):  # what was reserved before the cache was emptied would have gone beyond the GPU
+    if verdict["fits"] and verdict["retries"]:  # what was reserved before the cache was emptied would have gone beyond the GPU
         assert verdict["required_bytes"] > peak["device_used_bytes"]
     else:
         assert verdict["required_bytes"] == peak["device_used_bytes"]
