@@ -14,7 +14,7 @@ from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.applied import apply
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts
+from memprof.flows.gpus import RunAllocator, make_device_facts, resolve_settings
 from memprof.flows.profile import profile as profile_spec
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
@@ -77,7 +77,7 @@ class ProfiledGpu:
     def trace(self) -> Trace:
         """Return the trace recorded so far."""
         trace = self._virtual.trace
-        device, allocator = device_facts(self._gpu), self._settings.now.facts
+        device, allocator = make_device_facts(self._gpu), self._settings.now.facts
         trace.facts = dataclasses.replace(trace.facts, command="virtual_gpu", device=device, allocator=allocator)
         return trace
 
@@ -109,7 +109,7 @@ class ProfiledGpu:
         trace = self.trace
         if limit_bytes is not None:
             name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
-            device = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
+            device = make_device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
             trace.facts = dataclasses.replace(trace.facts, device=device)
         return analyze(trace, gpu=gpu)
 
@@ -209,7 +209,7 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     rank_size = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(model, allocator_settings(alloc_conf, flag="alloc_conf"), n, rank_size, compiles, stubs)
+    return ProfiledGpu(model, resolve_settings(alloc_conf, flag="alloc_conf"), n, rank_size, compiles, stubs)
 
 
 def _make_environment(rank: int, size: int, gpus: int) -> dict[str, str]:

@@ -28,9 +28,9 @@ def cache(
     is installed and files that are looked at again; models that are code are run each time. MEMPROF_CACHE names another
     folder, or `off`.
     """
-    from memprof.flows.cache.store import CACHE_VARIABLE, MAX_CACHE_BYTES, Store, cache_folder
+    from memprof.flows.cache.store import CACHE_VARIABLE, MAX_CACHE_BYTES, Store, get_cache_folder
 
-    folder = cache_folder()
+    folder = get_cache_folder()
     store = None if folder is None else Store(folder)
     removed = store.clear() if clear and store is not None else 0
     contents = [] if store is None else [(entry, store.read(entry.path)) for entry in store.list_entries()]

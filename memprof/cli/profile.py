@@ -80,14 +80,14 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
 
 def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_gpu_named: bool) -> ResultCacheEntry | None:
     """Return the cache entry for the result of this call; None if such a result is never cached."""
-    from memprof.flows.cache.results import find_cached_result, is_without_cuda
+    from memprof.flows.cache.results import find_cache_entry, is_torch_without_cuda
 
     if options.device == "auto":
-        is_simulated = is_gpu_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
+        is_simulated = is_gpu_named or spec.parallel is not None or spec.gpus > 1 or is_torch_without_cuda()
     else:
         is_simulated = options.device == "virtual"
     key_values = {"fix": options.fix, "ladder": options.ladder, "largest": options.largest}
-    return find_cached_result("profile", spec, key_values, settings.command_line) if is_simulated else None
+    return find_cache_entry("profile", spec, key_values, settings.command_line) if is_simulated else None
 
 
 def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gpu_named: bool) -> tuple[Trace, Report]:
@@ -131,4 +131,4 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gp
     runs = SpecRuns(spec, progress, simulated)
     if options.fix is None:
         return build_ladder(runs, list_ladder(spec.gpus))
-    return search_fixes(runs) if options.is_search else apply_fixes(runs, fixes, each=options.ladder)
+    return search_fixes(runs) if options.is_search else apply_fixes(runs, fixes, row_per_fix=options.ladder)

@@ -47,7 +47,7 @@ class Progress:
     def _format_line(self) -> str:
         """Return the progress line: work, progress and elapsed seconds."""
         progress_module = sys.modules.get("memprof.flows.progress")  # not imported: the work reports no progress
-        progress = "" if progress_module is None else progress_module.progress_text()
+        progress = "" if progress_module is None else progress_module.describe_progress()
         return f"memprof: {self._work}{f', {progress}' if progress else ''} ({time.monotonic() - self._start:.0f} s)"
 
     def _redraw_regularly(self) -> None:

@@ -166,12 +166,12 @@ _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
 
 def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> ResultCacheEntry | None:
     """Return the cache entry for the result of this call; None if such a result is never cached."""
-    from memprof.flows.cache.results import find_cached_result
+    from memprof.flows.cache.results import find_cache_entry
 
-    key_values = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
+    asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
     if request.model is None:  # the catalog is searched
         key_values["model"], spec = "", spec.edit(model="gpt2")
-    return find_cached_result("recommend", spec, key_values, settings.command_line)
+    return find_cache_entry("recommend", spec, key_values, settings.command_line)
 
 
 def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> Recommendation:

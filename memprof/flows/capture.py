@@ -26,12 +26,12 @@ _MAX_EVENTS_SEARCHED = 20_000  # last events that are searched for a layer; a la
 def capture_virtual(
     workload: Workload,
     gpu: Gpu,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Callable[[str], None] = lambda _: None,
     memory: Callable[[Trace], MemoryStatistics] | None = None,
     allocator_settings: AllocatorSettings | None = None,
 ) -> Trace:
-    """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu. Raises UsageError: the
-    workload cannot be built; RunFailedError: the model's own code raised; its `trace` ends with the failure."""
+    """Run `workload` on a virtual GPU and return its trace; `memory` and `allocator_settings` go to VirtualGpu. Raises
+    UsageError: the workload cannot be built; RunFailedError (with the trace so far): the model's code raised."""
     spec = workload.spec
     device = VirtualGpu(
         gpu,
@@ -51,7 +51,7 @@ def capture_virtual(
             preserve_rng_state(),
             device,
             forbid_exit("the model"),
-            report_progress_with(lambda: _progress_of_trace(device.trace)),
+            report_progress_with(lambda: _describe_progress(device.trace)),
         ):
             workload.run(device, progress)
     except MemprofError:
@@ -60,38 +60,38 @@ def capture_virtual(
         trace = device.trace
         failure = trace.failure
         assert failure is not None
-        place = failure.source.rpartition(" ")[0] if failure.source else "unknown place"
-        raised = RunFailedError(
+        location = failure.source.rpartition(" ")[0] if failure.source else "unknown place"
+        run_error = RunFailedError(
             f"the run failed in {failure.phase} with {failure.error}",
-            value=f"{failure.message} ({place})",
+            value=f"{failure.message} ({location})",
             hint="if the same code runs on a real GPU, this is a gap of the virtual one; --debug shows the traceback",
         )
-        raised.trace = trace
-        raise raised from error
+        run_error.trace = trace
+        raise run_error from error
     return device.trace
 
 
-def _progress_of_trace(trace: Trace) -> str:
-    """Return the current phase; in a forward "layer N of M", by the layer entered last; "" if unknown."""
+def _describe_progress(trace: Trace) -> str:
+    """Return a description of the running phase: "layer N of M" in a forward, else its name; empty if unknown."""
     modules = trace.modules
     for event in reversed(trace.events[-_MAX_EVENTS_SEARCHED:]):
         if event.kind is EventKind.PHASE:
             kind = trace.phases[event.ref].kind
             return "" if kind is PhaseKind.MODEL else kind.value
         if event.kind is EventKind.ENTER and modules[event.ref].role is ModuleRole.LAYER:
-            alike = [at for at, one in enumerate(modules) if (one.role, one.stack) == modules[event.ref][2:]]
-            return f"layer {alike.index(event.ref) + 1} of {len(alike)}"
+            layers = [index for index, one in enumerate(modules) if (one.role, one.stack) == modules[event.ref][2:]]
+            return f"layer {layers.index(event.ref) + 1} of {len(layers)}"
     return ""
 
 
 def capture_measured(
-    workload: Workload, name: str, progress: Callable[[str], None] = lambda doing: None, *, detail: bool = False
+    workload: Workload, device_name: str, progress: Callable[[str], None] = lambda _: None, *, detail: bool = False
 ) -> Trace:
-    """Run `workload` on a real device, "cpu" or "cuda". Raises UsageError: the workload cannot be built;
-    RunFailedError: the model's code raised, or memory ran out; its `trace` ends with the failure."""
+    """Run `workload` on a real device, "cpu" or "cuda", and return its trace. Raises UsageError: the workload cannot be
+    built; RunFailedError (with the trace so far): the model's code raised, or memory ran out."""
     progress("importing the model")
     workload.source.import_code()
-    device = MeasuredDevice(name, NvmlUse() if name == "cuda" else None, detail=detail)
+    device = MeasuredDevice(device_name, NvmlUse() if device_name == "cuda" else None, detail=detail)
     try:
         with disable_garbage_collection(), preserve_rng_state(), device, forbid_exit("the model"):
             workload.run(device, progress, building=NormalsInSinglePrecision)
@@ -101,15 +101,15 @@ def capture_measured(
         raise
     except Exception as error:
         failure = device.trace.failure = describe_measured_failure(error, device.find_error_phase(error))
-        raised = RunFailedError(
+        run_error = RunFailedError(
             f"memory ran out in {failure.phase}"
             if failure.kind is FailureKind.OUT_OF_MEMORY
             else f"the run failed in {failure.phase} with {failure.error}",
             value=failure.message,
             hint="the report says what was live then; --debug shows the traceback",
         )
-        raised.trace = device.trace
+        run_error.trace = device.trace
         # The exception's frames would keep the model's tensors live.
         error.__traceback__ = None
-        raise raised from None
+        raise run_error from None
     return device.trace

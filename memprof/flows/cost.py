@@ -39,19 +39,18 @@ class StepWork:
 def compute_step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
     """Return the work of the last step of a run on this GPU; None if the work was not counted.
 
-    If fewer than `micro_batches` were run, the last one stands for each that was not: all do the same operations
-    on tensors of the same shapes.
+    If the step ran fewer than `micro_batches` micro-batches, the work of the last one is added for each missing one.
     """
     if not trace.work:
         return None
-    last = max(phase.step for phase in trace.phases)
-    num_run = max(phase.micro_batch for phase in trace.phases if phase.step == last)
-    full_step = _sum_work(trace, gpu, lambda phase: phase.step == last)
+    last_step = max(phase.step for phase in trace.phases)
+    num_run = max(phase.micro_batch for phase in trace.phases if phase.step == last_step)
+    full_step = _sum_work(trace, gpu, lambda phase: phase.step == last_step)
     if micro_batches <= num_run:
         return full_step
-    micro_batch_work = _sum_work(trace, gpu, lambda phase: phase.step == last and phase.micro_batch == num_run)
-    both = zip(astuple(full_step), astuple(micro_batch_work), strict=True)
-    return StepWork(*(of_all + (micro_batches - num_run) * of_one for of_all, of_one in both))
+    micro_batch_work = _sum_work(trace, gpu, lambda phase: phase.step == last_step and phase.micro_batch == num_run)
+    work_pairs = zip(astuple(full_step), astuple(micro_batch_work), strict=True)
+    return StepWork(*(step_value + (micro_batches - num_run) * unit_value for step_value, unit_value in work_pairs))
 
 
 def _sum_work(trace: Trace, gpu: Gpu, is_counted: Callable[[Phase], bool]) -> StepWork:
@@ -68,8 +67,8 @@ def _sum_work(trace: Trace, gpu: Gpu, is_counted: Callable[[Phase], bool]) -> St
         elif not bus_bytes:
             operations += work.operations * work.calls
             rate = gpu.peak_flops.get(work.dtype) or gpu.peak_flops.get("float32")
-            needed = work.operations / rate if rate else 0.0
-            compute += work.calls * max(needed, work.num_bytes / gpu.memory_bandwidth)
+            flop_seconds = work.operations / rate if rate else 0.0
+            compute += work.calls * max(flop_seconds, work.num_bytes / gpu.memory_bandwidth)
     return StepWork(operations, bus, host, compute, bus / gpu.host_bandwidth, link, link / gpu.link_bandwidth)
 
 
@@ -79,7 +78,7 @@ _COST_FIELDS = ("operations", "bus_bytes", "seconds", "compute_seconds", "bus_se
 def compute_cost(
     work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: CompileStats | None = None
 ) -> FixCost:
-    """Return the cost of a run with fixes (`work`) over the run without (`original`)."""
+    """Return the cost that fixes add to a step: the work with fixes (`work`) less the work without (`original`)."""
     seconds, kernels = (None, None) if compiling is None else compiling
     if work is None or original is None:
         return FixCost(*(None,) * 9, numerics, note, compile_seconds=seconds, compiled_kernels=kernels)
@@ -99,25 +98,25 @@ def compute_cost(
 
 
 def find_bottleneck(document: Report) -> Bottleneck:
-    """Return the bottleneck of a run: the stage of its failure or peak, and the largest category of memory there."""
+    """Return the stage in which a run fails or has its peak, and the largest category of memory in this stage."""
     verdict, peak = document.verdict, document.peak
-    largest = next(iter(peak.categories))
-    size = peak.categories[largest]
+    category = next(iter(peak.categories))
+    size = peak.categories[category]
     if document.failure is not None:
         text = f"fails in {document.failure.phase}"
-        return Bottleneck(peak.stage, peak.step, largest, peak.allocated_bytes, text)
+        return Bottleneck(peak.stage, peak.step, category, peak.allocated_bytes, text)
     if any(finding.id == "device-mismatch" for finding in document.findings):
-        return Bottleneck(peak.stage, peak.step, largest, size, "stops where tensors of two devices meet")
+        return Bottleneck(peak.stage, peak.step, category, size, "stops where tensors of two devices meet")
     if verdict.fits:
-        text = f"{largest}, {format_bytes(size)} ({size / peak.allocated_bytes:.0%} of the peak), in {peak.stage}"
-        return Bottleneck(peak.stage, peak.step, largest, size, text)
+        text = f"{category}, {format_bytes(size)} ({size / peak.allocated_bytes:.0%} of the peak), in {peak.stage}"
+        return Bottleneck(peak.stage, peak.step, category, size, text)
     tried = verdict.tried_to_allocate_bytes or 0
     stage = f"{verdict.oom_stage}" + (f" of step {verdict.oom_step}" if verdict.oom_step else "")
     if peak.allocated_bytes <= (document.device.usable_bytes or 0):
         # All tensors together would fit: fragmentation is in the way.
         wasted = (verdict.reserved_bytes or 0) - (verdict.in_use_bytes or 0)
-        requested = f"out of memory in {stage}: {format_bytes(tried)} requested"
-        text = f"{requested}, {format_bytes(wasted)} reserved in pieces too small"
+        cause = f"out of memory in {stage}: {format_bytes(tried)} requested"
+        text = f"{cause}, {format_bytes(wasted)} reserved in pieces too small"
         return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, Category.FRAGMENTATION.value, wasted, text)
-    text = f"out of memory in {stage}: {format_bytes(tried)} requested; at the peak {largest}, {format_bytes(size)}"
-    return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, largest, size, text)
+    text = f"out of memory in {stage}: {format_bytes(tried)} requested; at the peak {category}, {format_bytes(size)}"
+    return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, category, size, text)

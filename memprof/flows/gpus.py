@@ -1,4 +1,4 @@
-"""The GPU of a run, or its measured device, and the settings and state of the caching allocator."""
+"""The device of a run, virtual or real, and the settings and state of its caching allocator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memprof.trace.facts import DeviceFacts
 GPUS_PER_MACHINE = 8  # further ranks are on other machines
 
 
-def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
+def resolve_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
     """Return allocator settings from `alloc_conf` or the environment; raise UsageError if torch would refuse them."""
     return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
 
@@ -34,7 +34,7 @@ class RunAllocator(LiveAllocator):
         self._snapshot = functools.partial(convert_to_snapshot, trace, settings.config, memory)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the dictionary of torch.cuda.memory._snapshot(), with the history since the run began."""
+        """Return a dictionary like torch.cuda.memory._snapshot(), with all events since the run began."""
         return convert_snapshot(self._snapshot().snapshot)
 
 
@@ -43,17 +43,17 @@ def find_spec_gpu(spec: TargetSpec | RunSpec) -> Gpu:
     return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
 
 
-def device_facts(gpu: Gpu, host_memory_bytes: int | None = None) -> DeviceFacts:
+def make_device_facts(gpu: Gpu, host_memory_bytes: int | None = None) -> DeviceFacts:
     """Return the facts of a virtual GPU for the report: name, capacity, usable and context bytes."""
-    usable = gpu.total_bytes - gpu.context_bytes
-    return DeviceFacts(gpu.name, gpu.total_bytes, usable, gpu.context_bytes, host_memory_bytes)
+    usable_bytes = gpu.total_bytes - gpu.context_bytes
+    return DeviceFacts(gpu.name, gpu.total_bytes, usable_bytes, gpu.context_bytes, host_memory_bytes)
 
 
-def measured_device_facts(name: str) -> DeviceFacts:
+def read_device_facts(device_name: str) -> DeviceFacts:
     """Return the facts of a real device for the report; raise MemprofError if no such device is available."""
-    if name == "cpu":
-        total = memory_bytes()
-        return DeviceFacts(processor_name(), total, total)
+    if device_name == "cpu":
+        total_bytes = memory_bytes()
+        return DeviceFacts(processor_name(), total_bytes, total_bytes)
     from memprof.measured.cuda import current_gpu
 
     return DeviceFacts(*current_gpu())

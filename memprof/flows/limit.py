@@ -28,17 +28,14 @@ PLACEHOLDER = "{}"  # placeholder of the number in the arguments of a script
 MAX_NUMBER = 1 << 16  # upper end of a search; for a context length, the model's maximum
 NUM_EXTRA_TRIES = 2  # further numbers run past the first that does not fit: by the allocator's rounding one may fit
 
-Run = Callable[[int], tuple[Trace, Report]]
+RunFunction = Callable[[int], tuple[Trace, Report]]
 Progress = Callable[[str], None]
 
 
-def find_largest_for_spec(
-    spec: TargetSpec, quantity: str, progress: Progress = lambda doing: None
-) -> tuple[Trace, Report]:
-    """Return the run of `spec` at the largest `quantity` that fits the GPU, and a report with all numbers tried.
+def find_largest_for_spec(spec: TargetSpec, quantity: str, progress: Progress = lambda _: None) -> tuple[Trace, Report]:
+    """Return trace and report of `spec` at the largest batch size or context length (`quantity`) that fits the GPU.
 
-    The search begins at the batch size or context length of `spec`. Raises UsageError for the context length of a model
-    that takes no tokens.
+    The search begins at the value in `spec`. Raises UsageError: the context length of a model that takes no tokens.
     """
     from memprof.workload.models import find_source  # needs torch, which --help does not
 
@@ -48,26 +45,26 @@ def find_largest_for_spec(
         start = spec.context_length or min(2048, high)
 
     def run(number: int) -> tuple[Trace, Report]:
-        one = spec.edit(**{field: number})
-        trace, document = profile(one, lambda doing: progress(f"{quantity} {number:,}: {doing}"))
+        run_spec = spec.edit(**{field: number})
+        trace, document = profile(run_spec, lambda message: progress(f"{quantity} {number:,}: {message}"))
         target = document.target
         if quantity == "context-length" and target is not None and target.context_length is None:
             problem = "the model takes no tokens, and so has no context length"
             raise UsageError(problem, value=target.model, hint="ask for --largest batch-size")
         return trace, document
 
-    def command(number: int, *, fits: bool) -> str:
+    def build_command(number: int, *, fits: bool) -> str:
         return make_profile_command(spec.edit(**{field: number}))
 
-    return _search(run, find_spec_gpu(spec), quantity, command, start=start, high=high)
+    return _search_largest(run, find_spec_gpu(spec), quantity, build_command, start=start, high=high)
 
 
 def find_largest_for_script(
-    program: Program, spec: RunSpec, quantity: str, progress: Progress = lambda doing: None
+    program: Program, spec: RunSpec, quantity: str, progress: Progress = lambda _: None
 ) -> tuple[Trace, Report]:
-    """Return the run of a script at the largest `quantity` that fits; its arguments have `{}` in place of the number.
+    """Return trace and report of a script at the largest batch size or context length (`quantity`) that fits.
 
-    Each run is a new process. Raises UsageError if no argument has the placeholder.
+    The script's arguments have `{}` in place of the number. Raises UsageError if no argument has it.
     """
     if not any(PLACEHOLDER in argument for argument in program.arguments):
         example = f"memprof run --largest {quantity} {program.name} --{quantity} {PLACEHOLDER}"
@@ -85,18 +82,18 @@ def find_largest_for_script(
         progress(f"running the script with {quantity} {number:,}")
         return run_script_process(build_program(number), spec)
 
-    def command(number: int, *, fits: bool) -> str:
+    def build_command(number: int, *, fits: bool) -> str:
         # After a failed allocation the need is seen only with --beyond.
         return make_run_command(spec if fits else spec.edit(beyond=True), build_program(number).command)
 
-    return _search(run, find_spec_gpu(spec), quantity, command, start=1, high=MAX_NUMBER)
+    return _search_largest(run, find_spec_gpu(spec), quantity, build_command, start=1, high=MAX_NUMBER)
 
 
-def _search(
-    run: Run, gpu: Gpu, quantity: str, command: Callable[..., str], *, start: int, high: int
+def _search_largest(
+    run: RunFunction, gpu: Gpu, quantity: str, command: Callable[..., str], *, start: int, high: int
 ) -> tuple[Trace, Report]:
     runs: dict[int, LargestSearchRun] = {}
-    extreme: dict[bool, tuple[int, Trace, Report]] = {}
+    best_run_by_verdict: dict[bool, tuple[int, Trace, Report]] = {}
     available_bytes = gpu.total_bytes
 
     def compute_bytes(number: int) -> int:
@@ -104,24 +101,24 @@ def _search(
             trace, document = run(number)
         except MemprofError as error:
             # Not memory ends the run: the model has no such position, or the data set no such batch.
-            if not any(one.fits for one in runs.values()) or isinstance(error, UsageError):
+            if not any(tried_run.fits for tried_run in runs.values()) or isinstance(error, UsageError):
                 raise
-            ended = error.document if isinstance(error, RunFailedError) else None
-            why = error.line if ended is None or ended.failure is None else ended.failure.error
+            failed_report = error.document if isinstance(error, RunFailedError) else None
+            why = error.line if failed_report is None or failed_report.failure is None else failed_report.failure.error
             runs[number] = LargestSearchRun(number, None, False, why, command(number, fits=False))
             return available_bytes + 1
         verdict = document.verdict
         fits = bool(verdict.fits)
         oom_stage = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
         runs[number] = LargestSearchRun(number, verdict.required_bytes, fits, oom_stage, command(number, fits=fits))
-        before = extreme.get(fits)
-        if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
-            extreme[fits] = number, trace, document
+        previous = best_run_by_verdict.get(fits)
+        if previous is None or (number > previous[0]) == fits:  # the largest that fits, the least that does not
+            best_run_by_verdict[fits] = number, trace, document
         return clamp_to_verdict(verdict.required_bytes, available_bytes, fits=fits)
 
     bound = find_limit(compute_bytes, available_bytes, low=1, high=high, start=start, num_extra_tries=NUM_EXTRA_TRIES)
-    limit = LargestSearch(
+    search = LargestSearch(
         quantity, bound.largest, bound.first_too_large, tuple(runs[number] for number in sorted(runs))
     )
-    _, trace, document = extreme[bound.largest is not None]
-    return trace, dataclasses.replace(document, limit=limit)
+    _, trace, document = best_run_by_verdict[bound.largest is not None]
+    return trace, dataclasses.replace(document, limit=search)

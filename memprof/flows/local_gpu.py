@@ -13,7 +13,7 @@ from memprof.errors import UsageError
 
 
 class LocalGpu(NamedTuple):
-    """The GPU that a run would be measured on, with sizes in bytes."""
+    """The GPU of this machine that a measured run would use."""
 
     name: str
     total_bytes: int
@@ -38,25 +38,25 @@ def find_local_gpu_options() -> dict[str, Any]:
     """
     gpu = next(iter(read_gpus().gpus), None)
     if gpu is not None and gpu.slices:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        slices = [piece for piece in gpu.slices if piece.total_bytes is not None]
-        slices.sort(key=lambda piece: not piece.uuid or piece.uuid not in visible)
+        visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        slices = [gpu_slice for gpu_slice in gpu.slices if gpu_slice.total_bytes is not None]
+        slices.sort(key=lambda gpu_slice: not gpu_slice.uuid or gpu_slice.uuid not in visible_devices)
         return {"gpu_vram_bytes": slices[0].total_bytes} if slices else {}
     return {} if gpu is None or gpu.usable_bytes is None else make_gpu_options(gpu.name, gpu.usable_bytes)
 
 
 def find_local_gpu() -> LocalGpu | None:
-    """Return NVML's figures of the first GPU of CUDA; None if NVML does not report them.
+    """Return the first GPU that CUDA would use, as NVML reports it; None if NVML lacks a value.
 
-    CUDA itself is not used: a process that has initialized CUDA cannot be forked.
+    CUDA is not initialized: a process that has initialized CUDA cannot be forked.
     """
     gpu = find_first_visible_gpu(read_gpus().gpus)
     if gpu is None or gpu.slices or gpu.usable_bytes is None or gpu.free_bytes is None:
         return None
-    return LocalGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - _context_bytes(gpu.name), 0))
+    return LocalGpu(gpu.name, gpu.usable_bytes, max(gpu.free_bytes - _get_context_bytes(gpu.name), 0))
 
 
-def _context_bytes(name: str) -> int:
+def _get_context_bytes(name: str) -> int:
     try:
         return find_gpu(name).context_bytes
     except UsageError:  # the GPU is not in the catalog

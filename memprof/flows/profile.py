@@ -1,6 +1,6 @@
 """The flow of `memprof profile`: read this file first, then account.py.
 
-    TargetSpec -workload-> step -capture-> Trace -account-> Document
+    TargetSpec -workload-> step -capture-> Trace -account-> Report
 
 A run is captured once, and everything else is computed from its trace. So a saved capture gives the same report
 again, and simulated and measured runs share the code after the capture.
@@ -18,7 +18,7 @@ from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
 from memprof.fixes.catalog import ALL_FIXES
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_spec_gpu, measured_device_facts
+from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
 from memprof.flows.local_gpu import find_local_gpu, make_gpu_options
 from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
@@ -33,29 +33,26 @@ from memprof.workload.plan import parse_plan
 
 
 def profile(
-    spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, *, explained: bool = True
+    spec: TargetSpec, progress: Callable[[str], None] = lambda _: None, *, with_details: bool = True
 ) -> tuple[Trace, Report]:
-    """Run `spec` on its virtual GPU, or measure `spec` on a real device; return its trace and report.
-
-    `explained` is as in `analyze`; errors are those of `capture_trace`.
-    """
+    """Run `spec` on a virtual GPU or a real device; return its trace and report (see `capture_trace`, `analyze`)."""
     trace = capture_trace(spec, progress)
     progress("accounting")
-    return trace, analyze(trace, explained=explained)
+    return trace, analyze(trace, with_details=with_details)
 
 
-def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> Trace:
+def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda _: None) -> Trace:
     """Run `spec` on its virtual GPU, or on a real device; return its trace.
 
     Raises MemprofError: the model cannot be found or built (UsageError for wrong options); RunFailedError, with the
     trace and report so far: the model's code raised, or cannot be simulated.
     """
     if spec.parallel is None and (spec.gpus > 1 or spec.rank is not None):
-        asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
+        option = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
         hint = "add --parallel fsdp, or ddp; --fix auto finds out"
-        raise UsageError("how is the model spread over the GPUs?", value=asked, hint=hint)
+        raise UsageError("how is the model spread over the GPUs?", value=option, hint=hint)
     if spec.parallel is not None and spec.rank is None and parse_plan(spec.parallel, spec.gpus).layers == 1:
-        return _run_each_kind(spec, spec.parallel, progress)
+        return _run_each_rank_kind(spec, spec.parallel, progress)
     return _run_process(spec, progress)
 
 
@@ -66,9 +63,9 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     from memprof.workload.step import Workload
 
     gpu = find_spec_gpu(spec)
-    device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)
+    device = make_device_facts(gpu) if spec.device == "virtual" else read_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
-    in_force = CurrentSettings(allocator_settings(spec.alloc_conf))
+    current_settings = CurrentSettings(resolve_settings(spec.alloc_conf))
     source = find_source(spec)
     progress("importing torch and the model's code")
     apply_fixes = None
@@ -84,7 +81,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     try:
         if spec.device == "virtual":
             trace = capture_virtual(
-                workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
+                workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, current_settings.now), current_settings
             )
         else:
             if spec.device == "cpu":
@@ -107,10 +104,10 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
             asked_vocab_size=source.asked_vocab_size,
             max_positions=source.max_positions,
             sequence_lengths=tuple(workload.sequence_lengths),
-            alloc_conf=in_force.now.alloc_conf,
+            alloc_conf=current_settings.now.alloc_conf,
         ),
         device=device,
-        allocator=in_force.now.facts,
+        allocator=current_settings.now.facts,
     )
     if run_error is None:
         return trace
@@ -121,17 +118,17 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     raise run_error
 
 
-def _run_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
-    """Run one rank of each kind that the plan has, one after another; return one trace of all."""
+def _run_each_rank_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
+    """Run one rank of each kind in the parallel plan, one after another; return the merged trace."""
     traces = []
-    kinds = parse_plan(plan, spec.gpus).group_similar_ranks()
-    for rank, alike in kinds:
-        prefix = f"rank {rank}: " if len(kinds) > 1 else ""
-        trace = _run_process(spec.edit(rank=rank), lambda doing, prefix=prefix: progress(prefix + doing))  # type: ignore[misc]
+    rank_kinds = parse_plan(plan, spec.gpus).group_similar_ranks()
+    for rank, equal_ranks in rank_kinds:
+        prefix = f"rank {rank}: " if len(rank_kinds) > 1 else ""
+        trace = _run_process(spec.edit(rank=rank), lambda message, prefix=prefix: progress(prefix + message))  # type: ignore[misc]
         assert trace.facts.rank is not None and trace.facts.target is not None
         trace.facts = dataclasses.replace(
             trace.facts,
-            rank=dataclasses.replace(trace.facts.rank, alike=(alike[0], alike[-1])),
+            rank=dataclasses.replace(trace.facts.rank, alike=(equal_ranks[0], equal_ranks[-1])),
             target=dataclasses.replace(trace.facts.target, asked=spec),
         )
         traces.append(trace)
@@ -139,9 +136,10 @@ def _run_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None])
 
 
 def resolve_device(
-    spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None
+    spec: TargetSpec, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[TargetSpec, Trace | None]:
-    """Return `spec` on the CUDA GPU if a simulation fits its free memory; else on a virtual GPU, with the trace."""
+    """Return `spec` set to run on the CUDA GPU if a simulation fits its free memory; else on a virtual GPU, with the
+    trace of the simulation. Without a GPU, return `spec` unchanged."""
     from memprof.measured.cuda import cuda_unavailable_reason, current_gpu
 
     if cuda_unavailable_reason() is not None:
@@ -150,15 +148,15 @@ def resolve_device(
     gpu = find_local_gpu() or current_gpu()
     virtual_spec = spec.edit(device="virtual", **make_gpu_options(gpu.name, gpu.total_bytes))
     try:
-        trace, document = profile(virtual_spec, progress, explained=False)
+        trace, document = profile(virtual_spec, progress, with_details=False)
     except RunFailedError:
         return spec.edit(device="cuda"), None  # the real run raises too, unless the virtual GPU has a gap
-    needed = document.verdict.required_bytes - document.device.context_bytes
-    return (spec.edit(device="cuda"), None) if needed <= gpu.usable_bytes else (virtual_spec, trace)
+    needed_bytes = document.verdict.required_bytes - document.device.context_bytes
+    return (spec.edit(device="cuda"), None) if needed_bytes <= gpu.usable_bytes else (virtual_spec, trace)
 
 
 def count_parallel_runs(spec: TargetSpec) -> int:
-    """Return how many runs like `spec` may run in parallel, each in a worker: 1 for the user's own code."""
+    """Return how many runs like `spec` may run in parallel, each in a worker process; 1 for the user's own code."""
     from memprof.workload.pool import count_workers  # needs torch
 
     _, colon, factory = spec.model.rpartition(":")
@@ -169,18 +167,18 @@ def count_parallel_runs(spec: TargetSpec) -> int:
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:
     """Raise UsageError if the run, by simulation, needs more than the free host memory of this machine."""
-    available = available_bytes()
-    if available is None:
+    free_bytes = available_bytes()
+    if free_bytes is None:
         return
     progress("simulating, to see whether the run fits host memory")
     try:
         _, document = profile(spec.edit(device="virtual"), progress)
     except RunFailedError:
         return  # the real run raises too, unless the virtual GPU has a gap
-    needed = max(document.peak.allocated_bytes, document.host_peak_bytes)
-    if needed > available:
+    needed_bytes = max(document.peak.allocated_bytes, document.host_peak_bytes)
+    if needed_bytes > free_bytes:
         raise UsageError(
             "this run does not fit host memory",
-            value=f"it takes {format_bytes(needed)}, {format_bytes(available)} are free",
+            value=f"it takes {format_bytes(needed_bytes)}, {format_bytes(free_bytes)} are free",
             hint="leave out --device cpu: simulated, it takes no memory",
         )

@@ -10,7 +10,7 @@ _DESCRIBERS: list[Callable[[], str]] = []
 
 @contextlib.contextmanager
 def report_progress_with(describe: Callable[[], str]) -> Iterator[None]:
-    """Context manager: make `progress_text` return the text of `describe`, which may raise, called from any thread."""
+    """Context manager: make `describe_progress` return the result of `describe`, which any thread may call."""
     _DESCRIBERS.append(describe)
     try:
         yield
@@ -18,7 +18,7 @@ def report_progress_with(describe: Callable[[], str]) -> Iterator[None]:
         _DESCRIBERS.remove(describe)
 
 
-def progress_text() -> str:
+def describe_progress() -> str:
     """Return the progress of the current run, such as "layer 12 of 36"; empty if unknown."""
     try:
         return _DESCRIBERS[-1]() if _DESCRIBERS else ""

@@ -1,6 +1,6 @@
 """Runs of several ranks of a program together, each a process with its own virtual GPU, and one report of all.
 
-Program -script/launchers-> a ProcessStart for each rank -script/ranks-> Traces -report-> Report
+Program -script/launchers-> a ProcessStart for each rank -script/ranks-> Traces -account-> Report
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memprof.script.ranks import RankResult
 
 
-_STEP_WAIT = 30.0  # seconds that a measured rank waits for the others to reach the stop rule
+_STEP_WAIT_SECONDS = 30.0  # seconds that a measured rank waits for the others to reach the stop rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +46,27 @@ class RanksRun:
 
 
 def parse_ranks(text: str, size: int) -> list[int]:
-    """Return the ranks of `text`: `all`, or numbers and spans (`0,3,5-7`); raise UsageError for unknown ranks."""
+    """Return the ranks that `text` names: `all`, or ranks and ranges such as `0,3,5-7`; UsageError: unknown ranks."""
     if text.strip() == "all":
         return list(range(size))
-    found: set[int] = set()
+    ranks: set[int] = set()
     for part in text.split(","):
         first, *rest = part.strip().split("-", 1)
         last = rest[0] if rest else first
         if not (first.isdigit() and last.isdigit()):
             raise UsageError("--ranks takes numbers", value=text, hint="for instance all, 0,3 or 0-3")
-        span = range(int(first), int(last) + 1)
-        if not span or span[-1] >= size:
+        rank_range = range(int(first), int(last) + 1)
+        if not rank_range or rank_range[-1] >= size:
             raise UsageError("there is no such rank", value=f"--ranks {text} of {size}", hint="ranks count from 0")
-        found |= set(span)
-    return sorted(found)
+        ranks |= set(rank_range)
+    return sorted(ranks)
 
 
 def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | ScriptOutcome:
-    """Run ranks of `program` together, until `rule` holds for all of them, all end, or one fails.
+    """Run the ranks `spec.ranks` (None: all) of `program` together, until `rule` stops them, all end, or one fails.
 
-    `spec.ranks` None: all ranks; `spec.rank`: the rank shown in full, None: the rank with the highest need. Returns the
-    launcher's outcome if it started no process. Raises UsageError: unknown ranks, or too little host memory.
+    `spec.rank` is shown in full (None: the rank that requires most memory). If the launcher starts no process, return
+    its outcome. Raises UsageError: unknown ranks, or too little host memory.
     """
     from memprof.script.capture import resolve_process
     from memprof.script.launchers import ProcessSelection
@@ -74,35 +74,35 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
 
     program.check()
     is_measured = spec.device != "virtual"
-    ranks, rank = spec.ranks or "all", spec.rank
+    ranks_option, rank = spec.ranks or "all", spec.rank
 
     def resolve_start(number: int | None) -> ProcessStart | ScriptOutcome:
-        place = ProcessSelection(number, spec.gpus, spec.nodes)
-        return program.start(place) if is_measured else resolve_process(program, place, find_spec_gpu(spec))
+        selection = ProcessSelection(number, spec.gpus, spec.nodes)
+        return program.start(selection) if is_measured else resolve_process(program, selection, find_spec_gpu(spec))
 
-    first = resolve_start(None)
-    if isinstance(first, ScriptOutcome):
-        return first
-    numbers = parse_ranks(ranks, first.size)
-    if first.size == 1:
+    first_start = resolve_start(None)
+    if isinstance(first_start, ScriptOutcome):
+        return first_start
+    numbers = parse_ranks(ranks_option, first_start.size)
+    if first_start.size == 1:
         hint = "start it with its launcher (torchrun ...), or say how many GPUs there are: --gpus 4"
-        raise UsageError("the program has one process", value=f"--ranks {ranks}", hint=hint)
+        raise UsageError("the program has one process", value=f"--ranks {ranks_option}", hint=hint)
     if rank is not None and rank not in numbers:
         raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {format_ranges(numbers)}")
     if is_measured:
-        _check_measurable(program, first, numbers, spec.device)
+        _check_measurable(program, first_start, numbers, spec.device)
     check_host_memory(len(numbers))
     starts: dict[int, ProcessStart] = {}
     for number in numbers:
         start = resolve_start(number)
         assert not isinstance(start, ScriptOutcome)
         starts[number] = start
-    body = functools.partial(_run_rank, program, rule, starts, spec)
+    run_rank = functools.partial(_run_rank, program, rule, starts, spec)
     # Measured ranks wait for each other inside NCCL or gloo, unseen by memprof.
     results, problem = run_ranks_together(
-        numbers, first.size, body, **({"step_wait_seconds": _STEP_WAIT} if is_measured else {})
+        numbers, first_start.size, run_rank, **({"step_wait_seconds": _STEP_WAIT_SECONDS} if is_measured else {})
     )
-    return _merge_results(numbers, results, problem, first.size, rank, spec.shown_gpu)
+    return _merge_results(numbers, results, problem, first_start.size, rank, spec.shown_gpu)
 
 
 def _check_measurable(program: Program, start: ProcessStart, ranks: Sequence[int], device: str) -> None:
@@ -163,16 +163,16 @@ def _merge_results(
     """Merge the results of all ranks into one: the first failed rank gives end reason, exit code and error."""
     failed = [number for number in ran if ran[number].ended not in (EndReason.PEER, EndReason.STEPS, EndReason.EXIT)]
     failed += [number for number in ran if ran[number].ended is EndReason.EXIT and ran[number].exit_code]
-    culprit = ran[failed[0]] if failed else None
-    why, hint = _explain_stop(failed[0] if failed else None, culprit, problem)
-    if culprit is not None and culprit.error is not None and problem is None:
-        kind, *about = culprit.error
-        problem = kind(about[0], value=about[1], hint=about[2])
+    failure = ran[failed[0]] if failed else None
+    cause, hint = _explain_stop(failed[0] if failed else None, failure, problem)
+    if failure is not None and failure.error is not None and problem is None:
+        error_type, *arguments = failure.error
+        problem = error_type(arguments[0], value=arguments[1], hint=arguments[2])
     traces = []
-    for one in ran.values():
-        trace: Trace = one.result
-        if one.ended is EndReason.PEER and trace.failure is not None:
-            trace.failure = trace.failure._replace(message=why, hint=hint)
+    for result in ran.values():
+        trace: Trace = result.result
+        if result.ended is EndReason.PEER and trace.failure is not None:
+            trace.failure = trace.failure._replace(message=cause, hint=hint)
         traces.append(trace)
     for number in ranks:
         if number not in ran and traces:  # the rank was killed
@@ -186,34 +186,34 @@ def _merge_results(
     document = None
     with contextlib.suppress(EmptyTraceError):
         document = analyze(trace, rank=rank, gpu=gpu)
-    ended = culprit.ended if culprit else EndReason.PEER if problem else next(iter(ran.values())).ended
-    code = culprit.exit_code if culprit else 0
-    if any(one.ended is EndReason.INTERRUPTED for one in ran.values()):
-        ended, code = EndReason.INTERRUPTED, 130
+    ended = failure.ended if failure else EndReason.PEER if problem else next(iter(ran.values())).ended
+    exit_code = failure.exit_code if failure else 0
+    if any(result.ended is EndReason.INTERRUPTED for result in ran.values()):
+        ended, exit_code = EndReason.INTERRUPTED, 130
     return RanksRun(
-        trace, document, ended, code, problem, "" if culprit is None else _find_first_traceback(failed, ran)
+        trace, document, ended, exit_code, problem, "" if failure is None else _find_first_traceback(failed, ran)
     )
 
 
-def _explain_stop(number: int | None, culprit: RankResult | None, error: MemprofError | None) -> tuple[str, str | None]:
-    """Return why the other ranks were stopped, and a hint."""
+def _explain_stop(rank: int | None, failure: RankResult | None, error: MemprofError | None) -> tuple[str, str | None]:
+    """Return the reason why the ranks that did not fail were stopped, and a hint."""
     if error is not None:
         return error.problem, error.hint
-    if culprit is None or number is None:
+    if failure is None or rank is None:
         return "another rank ended", None
-    if culprit.ended is EndReason.REFUSED:
-        return f"the GPU of rank {number} was full", f"--rank {number} shows it in full"
-    if culprit.ended is EndReason.EXIT:
-        return f"rank {number} ended with exit code {culprit.exit_code}", f"see why: --rank {number} runs it alone"
-    last = culprit.error[1] if culprit.error else (culprit.traceback.strip().splitlines() or [culprit.ended.value])[-1]
-    return f"rank {number} ended: {last}", f"--rank {number} shows it in full"
+    if failure.ended is EndReason.REFUSED:
+        return f"the GPU of rank {rank} was full", f"--rank {rank} shows it in full"
+    if failure.ended is EndReason.EXIT:
+        return f"rank {rank} ended with exit code {failure.exit_code}", f"see why: --rank {rank} runs it alone"
+    last = failure.error[1] if failure.error else (failure.traceback.strip().splitlines() or [failure.ended.value])[-1]
+    return f"rank {rank} ended: {last}", f"--rank {rank} shows it in full"
 
 
-def _find_first_traceback(failed: Sequence[int], results: Mapping[int, RankResult]) -> str:
-    """Return the traceback of the first failed rank, with all ranks that end in the same error."""
-    first = results[failed[0]].traceback
-    if not first:
+def _find_first_traceback(failed_ranks: Sequence[int], results: Mapping[int, RankResult]) -> str:
+    """Return the traceback of the first failed rank, after a line with all ranks that end in the same error."""
+    first_traceback = results[failed_ranks[0]].traceback
+    if not first_traceback:
         return ""
-    last = first.strip().splitlines()[-1]
-    same = [number for number in failed if last == (results[number].traceback.strip().splitlines() or [""])[-1]]
-    return f"Rank{'s' * (len(same) > 1)} {format_ranges(same)}:\n{first}"
+    last_line = first_traceback.strip().splitlines()[-1]
+    same = [rank for rank in failed_ranks if last_line == (results[rank].traceback.strip().splitlines() or [""])[-1]]
+    return f"Rank{'s' * (len(same) > 1)} {format_ranges(same)}:\n{first_traceback}"

@@ -24,13 +24,13 @@ from memprof.device.ceiling import (
     suggest_limit,
 )
 from memprof.errors import UsageError
-from memprof.flows.rank_reports import rank_index
+from memprof.flows.rank_reports import get_rank
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
-from memprof.snapshots.from_trace import Converted, TimelineSlice, convert_to_snapshot
-from memprof.snapshots.recording import Recording, Steps, recordings
-from memprof.snapshots.slices import annotated, event_times, name_stages, slices_of
-from memprof.snapshots.steps import LEAST_STEPS, find_steps
+from memprof.snapshots.from_trace import ConvertedTrace, TimelineSlice, convert_to_snapshot
+from memprof.snapshots.recording import Recording, Steps, build_recordings
+from memprof.snapshots.slices import build_slices, list_annotations, list_event_times, name_stages
+from memprof.snapshots.steps import MIN_STEPS, find_steps
 from memprof.trace.columns import OOM
 from memprof.trace.events import CPU, EventKind, Trace
 from memprof.trace.files import check_output_path
@@ -40,7 +40,7 @@ from memprof.units import format_bytes
 GZIP_MAGIC = b"\x1f\x8b"
 PICKLE_MAGIC = b"\x80"
 PICKLE_PROTOCOL_4 = b"\x80\x04"  # head of pickle protocol 4, the first that numbers its memo in order
-_KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
+_FILE_KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
 
 @dataclass(slots=True)
@@ -50,17 +50,17 @@ class OpenedFile:
     snapshot: Snapshot
     recordings: list[Recording]
     origin: RecordingOrigin
-    converted: Converted | None  # of a capture; None: the file is a snapshot
+    converted: ConvertedTrace | None  # of a capture; None: the file is a snapshot
 
     def slices(self, recording: Recording) -> list[TimelineSlice]:
-        """Return the slices of stages and modules of one device, in microseconds."""
+        """Return the stages and module calls of one device as slices of a timeline, in microseconds."""
         if self.converted is not None:
             return self.converted.slices
-        return slices_of(recording, self.snapshot.annotations)
+        return build_slices(recording, self.snapshot.annotations)
 
 
 def read_head(path: Path, kinds: str) -> bytes:
-    """Return the first 64 bytes of a file; raise UsageError, with `kinds` in the hint, if the file is empty."""
+    """Return the first 64 bytes of a file; raise UsageError, which suggests `kinds`, if unreadable or empty."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -73,9 +73,9 @@ def read_head(path: Path, kinds: str) -> bytes:
     return head
 
 
-def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> OpenedFile:
+def open_file(path: Path, progress: Callable[[str], None] = lambda _: None) -> OpenedFile:
     """Read and replay the file `path`; raise UsageError if the file is no recording, damaged, or too large."""
-    head = read_head(path, _KINDS)[:2]
+    head = read_head(path, _FILE_KINDS)[:2]
     if head == GZIP_MAGIC:
         return _open_capture(path)
     size = path.stat().st_size
@@ -87,13 +87,13 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     progress(f"reading {format_bytes(size)}")
     snapshot = read_snapshot(path)
     progress("replaying")
-    found = recordings(snapshot)
+    found = build_recordings(snapshot)
     if not found:
         hint = "take it while memory is allocated, after torch.cuda.memory._record_memory_history()"
         raise UsageError("the snapshot is empty: it has neither segments nor events", value=path, hint=hint)
     for one in found:
         one.steps = find_steps(one, snapshot.annotations)
-        name_stages(one, annotated(one, snapshot.annotations))
+        name_stages(one, list_annotations(one, snapshot.annotations))
     notes = ["Modules and categories are guessed from the stacks."] if any(one.lives for one in found) else []
     if not snapshot.settings:
         notes.append("The file does not say the allocator's settings; the defaults are taken.")
@@ -112,23 +112,23 @@ def _open_capture(path: Path) -> OpenedFile:
         if file.read(1) == PICKLE_MAGIC:
             raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
-    others = len(trace.others)
-    trace = max((trace, *trace.others), key=lambda one: max(_peak_requested(one).values(), default=0))
+    num_others = len(trace.others)
+    trace = max((trace, *trace.others), key=lambda one: max(_compute_peak_requested(one).values(), default=0))
     if trace.gpus:
-        trace = trace.select_device(max(trace.gpus, key=_peak_requested(trace).__getitem__))
-    config, note = _allocator_settings(trace)
+        trace = trace.select_device(max(trace.gpus, key=_compute_peak_requested(trace).__getitem__))
+    config, note = _find_allocator_settings(trace)
     gpu = trace.facts.device
     converted = convert_to_snapshot(trace, config, GpuMemory.of(gpu))
     if not converted.snapshot.traces[0]:
         raise UsageError("the capture holds no allocation on the GPU", value=path, hint="record it again")
-    found = recordings(converted.snapshot, converted.origins)
-    for one in found:
-        if len(converted.steps) >= LEAST_STEPS:
+    recordings = build_recordings(converted.snapshot, converted.origins)
+    for one in recordings:
+        if len(converted.steps) >= MIN_STEPS:
             one.steps = Steps(tuple(converted.steps), "the phases of the run")
         name_stages(one, (stage for stage in converted.slices if stage.track == "stages"))
     notes = [note, "Events are those that torch would record on the GPU."]
-    if others:
-        notes.append(f"Of {others + 1} ranks, the one that holds most is taken: rank {rank_index(trace)}.")
+    if num_others:
+        notes.append(f"Of {num_others + 1} ranks, the one that holds most is taken: rank {get_rank(trace)}.")
     if trace.gpus and trace.facts.rank is None:
         notes.append(f"Of {len(trace.gpus)} GPUs, the one that holds most is taken: {trace.device}.")
     if any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
@@ -137,10 +137,10 @@ def _open_capture(path: Path) -> OpenedFile:
         )
     kind = f"memprof capture, {trace.source} on {gpu.name}"
     origin = RecordingOrigin(path.name, kind, trace.source, config.text, tuple(notes))
-    return OpenedFile(converted.snapshot, found, origin, converted)
+    return OpenedFile(converted.snapshot, recordings, origin, converted)
 
 
-def _peak_requested(trace: Trace) -> Counter[str]:
+def _compute_peak_requested(trace: Trace) -> Counter[str]:
     """Return the peak of requested bytes of each GPU."""
     current, peak = Counter[str](), Counter[str]()
     for kind, ref in trace.events:
@@ -151,22 +151,22 @@ def _peak_requested(trace: Trace) -> Counter[str]:
     return peak
 
 
-def _allocator_settings(trace: Trace) -> tuple[AllocatorConfig, str]:
-    """Return the allocator settings of a capture (else of the environment), and a note on their source."""
+def _find_allocator_settings(trace: Trace) -> tuple[AllocatorConfig, str]:
+    """Return the allocator settings in `trace` (else those of the environment), and a sentence on their source."""
     if trace.facts.allocator is not None:
-        text = trace.facts.allocator.alloc_conf or ""
-        return parse_config(text), f"Allocator settings of the run: {text or 'the defaults'}."
+        alloc_conf = trace.facts.allocator.alloc_conf or ""
+        return parse_config(alloc_conf), f"Allocator settings of the run: {alloc_conf or 'the defaults'}."
     config, variable = config_from_environment()
-    where = f"{variable} of the environment" if variable else "the defaults"
-    return config, f"The capture does not name the allocator's settings; {where} are taken."
+    settings_source = f"{variable} of the environment" if variable else "the defaults"
+    return config, f"The capture does not name the allocator's settings; {settings_source} are taken."
 
 
-def _check_memory(path: Path, size: int, per_byte: int) -> None:
-    """Raise UsageError if reading a file of `size` bytes would exceed the memory ceiling (device/ceiling.py)."""
-    needed, most = size * per_byte, compute_limit_bytes(path)
-    if needed > most:
+def _check_memory(path: Path, size: int, memory_per_byte: int) -> None:
+    """Raise UsageError if reading a file of `size` bytes, at `memory_per_byte`, would exceed memprof's memory limit."""
+    needed, limit = size * memory_per_byte, compute_limit_bytes(path)
+    if needed > limit:
         raise UsageError(
-            f"the file needs about {format_bytes(needed)} of memory to be read, and it may take {format_bytes(most)}",
+            f"the file needs about {format_bytes(needed)} of memory to be read, and it may take {format_bytes(limit)}",
             value=f"{path} ({format_bytes(size)})",
             hint=f"record fewer events (max_entries=100000), or {suggest_limit(needed)}",
         )
@@ -174,32 +174,30 @@ def _check_memory(path: Path, size: int, per_byte: int) -> None:
 
 def analyze_file(
     path: Path,
-    question: AnalysisRequest,
+    request: AnalysisRequest,
     device: int | None = None,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Analysis:
-    """Return the document of `memprof analyze`, of all devices or of `device`."""
-    opened = open_file(path, progress)
+    """Return the analysis of a recorded file (`memprof analyze`), of all devices (`device` None) or of one."""
+    file = open_file(path, progress)
     progress("accounting")
-    chosen = opened.recordings
+    recordings = file.recordings
     if device is not None:
-        known = ", ".join(str(one.device) for one in opened.recordings)
-        chosen = [one for one in chosen if one.device == device]
-        if not chosen:
+        known = ", ".join(str(recording.device) for recording in file.recordings)
+        recordings = [recording for recording in recordings if recording.device == device]
+        if not recordings:
             raise UsageError("the file has nothing of this GPU", value=f"--gpu-index {device}", hint=f"known: {known}")
-    if question.at == "oom" and device is None:
+    if request.at == "oom" and device is None:
         # Of several devices, usually only one runs out of memory.
-        chosen = [one for one in chosen if OOM in one.events.actions] or chosen
-    return build_analysis(chosen, opened.origin, question)
+        recordings = [recording for recording in recordings if OOM in recording.events.actions] or recordings
+    return build_analysis(recordings, file.origin, request)
 
 
-def export_file(
-    path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None, *, force: bool = False
-) -> str:
-    """Write the run in `path` to `to` (.pickle for memory_viz, .json for Perfetto); return the viewer's URL.
-    Raises UsageError: wrong file, or wrong suffix of `to`; MemprofError: `to` cannot be written."""
-    kind = to.suffix.lower()
-    if kind not in (".pickle", ".pkl", ".json"):
+def export_file(path: Path, to: Path, progress: Callable[[str], None] = lambda _: None, *, force: bool = False) -> str:
+    """Write the run in the file `path` to the file `to` (.pickle for memory_viz, .json for Perfetto); return the
+    viewer's URL. Raises UsageError: unusable file or suffix; MemprofError: `to` cannot be written."""
+    suffix = to.suffix.lower()
+    if suffix not in (".pickle", ".pkl", ".json"):
         raise UsageError(
             "not a kind of file to export to", value=to, hint="name.pickle (memory_viz) or name.json (Perfetto)"
         )
@@ -207,12 +205,12 @@ def export_file(
         raise UsageError("this would replace the file that is read", value=to, hint="choose another name with --to")
     from memprof.report.export import memory_viz, perfetto
 
-    check_output_path(to, perfetto.TRACE_FILE if kind == ".json" else memory_viz.SNAPSHOT_FILE, force=force)
-    opened = open_file(path, progress)
+    check_output_path(to, perfetto.TRACE_FILE if suffix == ".json" else memory_viz.SNAPSHOT_FILE, force=force)
+    file = open_file(path, progress)
     progress("writing")
-    if kind == ".json":
-        found = [(one, event_times(one), opened.slices(one)) for one in opened.recordings]
-        perfetto.write_perfetto(found, to, force=force)
+    if suffix == ".json":
+        timelines = [(recording, list_event_times(recording), file.slices(recording)) for recording in file.recordings]
+        perfetto.write_perfetto(timelines, to, force=force)
         return "https://ui.perfetto.dev"
-    memory_viz.write_snapshot(opened.snapshot, to, force=force)
+    memory_viz.write_snapshot(file.snapshot, to, force=force)
     return "https://pytorch.org/memory_viz"

@@ -1,4 +1,4 @@
-"""Reports from saved files: a capture is accounted for again, and a document in JSON is read back."""
+"""Reports from saved files: a capture is analyzed again, and a report in JSON is read back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_DOCUMENTS: dict[str, tuple[type[Analysis | Comparison], int]] = {
     "compare": (Comparison, comparison.SCHEMA),
 }
 SavedDocument = Report | Analysis | Comparison
-_KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
+_FILE_KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
 
 
 def load(
@@ -48,11 +48,11 @@ def load(
         print(memprof.load("layer.memprof"))
     """
     path = Path(path)
-    head = read_head(path, _KINDS)
+    head = read_head(path, _FILE_KINDS)
     if head.startswith(GZIP_MAGIC):
         return load_capture(path, alloc_conf, gpu, rank)
     if not is_json(head):
-        raise UsageError("not a memprof capture or report", value=path, hint=f"give {_KINDS}")
+        raise UsageError("not a memprof capture or report", value=path, hint=f"give {_FILE_KINDS}")
     if (alloc_conf, gpu, rank) != (None, None, None):
         raise UsageError(
             "only a capture can be accounted for anew", value=path, hint="leave settings, GPU and rank out"
@@ -76,26 +76,26 @@ def load_capture(path: Path, alloc_conf: str | None = None, gpu: int | None = No
 
 
 def load_json(path: Path) -> SavedDocument:
-    """Return the document that was written as JSON; raise UsageError if the file is no report, damaged or too new."""
+    """Return the report in a JSON file; raise UsageError if the file is no report, damaged or of a newer release."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        json_value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UsageError(
             "the report is truncated or damaged", value=f"{path} ({error})", hint="write it again"
         ) from None
-    command = str(values.get("command")) if isinstance(values, dict) else ""
-    kind, newest = _OTHER_DOCUMENTS.get(command, (Report, SCHEMA))
-    needed = {"schema", "peak", "stages"} if kind is Report else {"schema"}
-    if not isinstance(values, dict) or not needed <= set(values):
-        raise UsageError("not a report of memprof profile", value=path, hint=f"give {_KINDS}")
-    schema = values["schema"]
-    if not isinstance(schema, int) or schema > newest:
+    command = str(json_value.get("command")) if isinstance(json_value, dict) else ""
+    document_type, newest_schema = _OTHER_DOCUMENTS.get(command, (Report, SCHEMA))
+    required_keys = {"schema", "peak", "stages"} if document_type is Report else {"schema"}
+    if not isinstance(json_value, dict) or not required_keys <= set(json_value):
+        raise UsageError("not a report of memprof profile", value=path, hint=f"give {_FILE_KINDS}")
+    schema = json_value["schema"]
+    if not isinstance(schema, int) or schema > newest_schema:
         raise UsageError(
             "the report was written by a newer memprof",
-            value=f"{path} (schema {schema}; this release reads up to {newest})",
+            value=f"{path} (schema {schema}; this release reads up to {newest_schema})",
             hint="update memprof",
         )
     try:
-        return kind.from_json(values if schema == newest else rename_old(values))
+        return document_type.from_json(json_value if schema == newest_schema else rename_old(json_value))
     except ValueError as error:
         raise UsageError("the report is damaged", value=f"{path} ({error})", hint="write it again") from error

@@ -1,6 +1,6 @@
 """The flow of `memprof run`: a user's unmodified script on a virtual GPU, or measured on a real device.
 
-    Program -script/capture-> Trace, ScriptOutcome -account-> Document
+    Program -script/capture-> Trace, ScriptOutcome -account-> Report
 
 After the capture, the flow is that of `memprof profile`.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from memprof.allocator import CurrentSettings, Settings
 from memprof.command_line import make_run_command
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, allocator_settings, device_facts, find_spec_gpu, measured_device_facts
+from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -84,8 +84,8 @@ def capture_run(
     gpu, is_virtual = find_spec_gpu(spec), spec.device == "virtual"
     device: VirtualGpu | MeasuredDevice
     settings = _LateSettings(spec.alloc_conf)
-    switch = ScriptFixes(spec.fixes)
-    settings.add(switch.alloc_conf)
+    script_fixes = ScriptFixes(spec.fixes)
+    settings.add_fix_settings(script_fixes.alloc_conf)
     if is_virtual:
         assert start is not None
         device = VirtualGpu(
@@ -103,18 +103,18 @@ def capture_run(
             compiles=not spec.no_compile,
             extensions=extensions(stubs=not spec.no_stubs),
         )
-        facts = device_facts(gpu)
+        device_facts = make_device_facts(gpu)
     else:
-        facts = measured_device_facts(spec.device)
+        device_facts = read_device_facts(spec.device)
         device = MeasuredDevice(spec.device, NvmlUse() if spec.device == "cuda" else None, detail=spec.detail)
     trace, outcome = capture_script(
-        program, device, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
+        program, device, rule, script_fixes.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
     )
     if trace.failure is not None:
-        trace.failure = trace.failure._replace(hint=_launch_hint(program, spec, outcome) or trace.failure.hint)
+        trace.failure = trace.failure._replace(hint=_suggest_torchrun(program, spec, outcome) or trace.failure.hint)
     if outcome.ended is EndReason.REFUSED and is_virtual:
         trace.assumptions.append(OOM_END_NOTE)
-    if outcome.ended is EndReason.EXIT and not _backward_steps(trace):
+    if outcome.ended is EndReason.EXIT and not _list_backward_steps(trace):
         trace.trains = False  # gradients were on, and no backward ran
     rank_facts = trace.facts.rank
     if channel is not None:
@@ -132,64 +132,64 @@ def capture_run(
             spec,
             outcome.planned_steps,
         ),
-        device=dataclasses.replace(facts, host_memory_bytes=spec.host_memory_bytes),
+        device=dataclasses.replace(device_facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,
         rank=rank_facts,
     )
     return trace, outcome
 
 
-def _launch_hint(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str:
-    """Return a hint to use torchrun if the script failed for lack of a launcher's variable; else empty."""
+def _suggest_torchrun(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str:
+    """Return a hint to use torchrun, if the script failed because a launcher's variable is not set; else empty."""
     from memprof.script.launchers import find_missing_variable
 
     variable = find_missing_variable(outcome.error)
     if not variable or program.has_launcher:
         return ""
     nodes = () if spec.nodes in (None, 1) else ("--nnodes", str(spec.nodes))
-    launched = ("torchrun", *nodes, "--nproc-per-node", str(spec.gpus or 1), *program.command)
-    command = make_run_command(spec.edit(gpus=None, nodes=None), launched)
+    torchrun_command = ("torchrun", *nodes, "--nproc-per-node", str(spec.gpus or 1), *program.command)
+    command = make_run_command(spec.edit(gpus=None, nodes=None), torchrun_command)
     return f"start it with torchrun, which sets {variable}: {command}"
 
 
-def _count_training_steps(trace: Trace, ended: EndReason) -> int:
+def _count_training_steps(trace: Trace, end_reason: EndReason) -> int:
     """Return the number of training steps begun; forwards without any backward do not count as training."""
-    trained_steps = _backward_steps(trace)
-    if trained_steps and ended is EndReason.EXIT:
+    trained_steps = _list_backward_steps(trace)
+    if trained_steps and end_reason is EndReason.EXIT:
         return max(trained_steps)  # later forwards have no backward
     return max((phase.step for phase in trace.phases), default=0) if trained_steps or trace.trains else 0
 
 
-def _backward_steps(trace: Trace) -> list[int]:
-    """Return the step of each backward and optimizer step."""
+def _list_backward_steps(trace: Trace) -> list[int]:
+    """Return the step number of each backward phase and optimizer phase."""
     kinds = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
     return [phase.step for phase in trace.phases if phase.kind in kinds]
 
 
 class _LateSettings(CurrentSettings):
-    """Allocator settings, read as torch reads them: the script may set the variable until its first allocation."""
+    """Allocator settings of a script, which may set PYTORCH_CUDA_ALLOC_CONF until its first allocation."""
 
     def __init__(self, alloc_conf: str | None) -> None:
-        super().__init__(allocator_settings(alloc_conf))
+        super().__init__(resolve_settings(alloc_conf))
         self._is_unread = alloc_conf is None
         self._fix_settings = ""
         self._environment = dict(os.environ)
 
-    def add(self, alloc_conf: str) -> None:
+    def add_fix_settings(self, alloc_conf: str) -> None:
         """Add the allocator settings `alloc_conf` of a fix."""
         self._fix_settings = alloc_conf
         if alloc_conf:
             self.set(self.get())
 
     def set(self, alloc_conf: str) -> None:
-        """Set the settings, as torch does at run time; the settings of a fix stay."""
+        """Replace the settings by `alloc_conf`, as torch does at run time, and keep the settings of a fix."""
         self._is_unread = False
         super().set(",".join(filter(None, (alloc_conf, self._fix_settings))))
 
     def read(self) -> Settings:
-        """Return the settings in force, final from the first call on."""
+        """Return the current settings; the first call fixes the settings that the environment gives."""
         if self._is_unread and dict(os.environ) != self._environment:
-            self.now = allocator_settings(None)
+            self.now = resolve_settings(None)
             if self._fix_settings:
                 super().set(",".join(filter(None, (self.get(), self._fix_settings))))
         self._is_unread = False

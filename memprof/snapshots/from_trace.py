@@ -38,9 +38,9 @@ from memprof.trace.snapshot import (
     Stack,
 )
 
-_SOURCE = re.compile(r"(.*):(\d+)(?: (.*))?$", re.DOTALL)
-_OWN_LINES = "/memprof/workload/"  # the training step of `memprof profile`
-_PARTS = {
+_SOURCE_PATTERN = re.compile(r"(.*):(\d+)(?: (.*))?$", re.DOTALL)
+_WORKLOAD_FOLDER = "/memprof/workload/"  # the training step of `memprof profile`
+_PART_BY_PHASE = {
     PhaseKind.BACKWARD: Part.BACKWARD,
     PhaseKind.OPTIMIZER_STEP: Part.OPTIMIZER,
     PhaseKind.OPTIMIZER: Part.OPTIMIZER,
@@ -49,7 +49,7 @@ _PARTS = {
 
 @dataclass(slots=True)
 class TimelineSlice:
-    """A named stretch of time, in microseconds; slices of one track nest."""
+    """A named range of time, in microseconds; slices of one track nest."""
 
     name: str
     begin: int
@@ -58,7 +58,7 @@ class TimelineSlice:
 
 
 @dataclass(slots=True)
-class Converted:
+class ConvertedTrace:
     """A trace converted to a snapshot, with data that has no place in a snapshot."""
 
     snapshot: Snapshot
@@ -67,8 +67,8 @@ class Converted:
     steps: list[int] = field(default_factory=list)  # events of the snapshot at which a training step begins
 
 
-class _WritingDriver(SimulatedDriver):
-    """A simulated driver that records the segments taken from the GPU and released."""
+class _RecordingDriver(SimulatedDriver):
+    """A simulated driver that records segment allocations and frees as snapshot events."""
 
     def __init__(self, gpu: GpuMemory | None, events: list[SnapshotEvent]) -> None:
         super().__init__(*((None,) if gpu is None else (gpu.total_bytes, gpu.context_bytes)))
@@ -77,7 +77,9 @@ class _WritingDriver(SimulatedDriver):
         self.stack: Stack = ()
         self.stream = 0
         # Stream of each segment and of each range of mapped memory, by address.
-        self._streams: SortedDict[int, int] = SortedDict()
+        self._streams: SortedDict[int, int] = (
+            SortedDict()
+        )  # stream of each segment and of each range of mapped memory, by address
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)
@@ -107,28 +109,28 @@ class _WritingDriver(SimulatedDriver):
         self.events.append(SnapshotEvent(action, address, size, stream, DEFAULT_POOL, self.time, self.stack))
 
 
-def convert_to_snapshot(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None) -> Converted:
+def convert_to_snapshot(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None) -> ConvertedTrace:
     """Return `trace`, simulated or measured, as torch would have recorded it with `config` on one GPU (None: no limit).
 
     After the first out-of-memory error, which is recorded, the run continues on a GPU without limit, unless the program
     continued without the failed allocation.
     """
-    found = _convert(trace, config, gpu, endless=False)
-    if config.expandable_segments and any(event.action is Action.OOM for event in found.snapshot.traces[0]):
+    converted = _convert(trace, config, gpu, unlimited=False)
+    if config.expandable_segments and any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
         # Without a limit of memory, the address space that torch reserves for the GPU must not be a limit either.
-        found = _convert(trace, config, gpu, endless=True)
-    return found
+        converted = _convert(trace, config, gpu, unlimited=True)
+    return converted
 
 
-def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, endless: bool) -> Converted:
+def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, unlimited: bool) -> ConvertedTrace:
     events: list[SnapshotEvent] = []
-    driver = _WritingDriver(gpu, events)
+    driver = _RecordingDriver(gpu, events)
     allocator = CachingAllocator(driver.total_bytes, config, driver=driver, completion=Completion.ORDERED)
-    if endless:
+    if unlimited:
         allocator.segment_store.address_space = UNKNOWN_SPACE
     origins = _Origins(trace)
-    refused = frozenset(trace.refused) | trace.optional_storages()
-    found = Converted(Snapshot(), [])
+    refused_storages = frozenset(trace.refused) | trace.optional_storages()
+    converted = ConvertedTrace(Snapshot(), [])
     live: dict[int, Block] = {}
     pool = DEFAULT_POOL
     stacks: dict[int, Stack] = {}
@@ -136,12 +138,12 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
     pending = allocator.pending
     release = pending.release
 
-    def write(action: Action, block: Block) -> None:
+    def write_event(action: Action, block: Block) -> None:
         size, stream = block.requested, block.owner.stream
         events.append(SnapshotEvent(action, block.address, size, stream, block.owner.pool.pool_id, driver.time, ()))
 
     def complete(block: Block) -> None:
-        write(Action.FREE_COMPLETED, block)
+        write_event(Action.FREE_COMPLETED, block)
         release(block)
 
     pending.release = complete
@@ -149,7 +151,7 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
         driver.time = time
         if kind is EventKind.PHASE and trace.phases[ref].step and trace.phases[ref].step not in seen_steps:
             seen_steps.add(trace.phases[ref].step)
-            found.steps.append(len(events))
+            converted.steps.append(len(events))
         if kind is EventKind.ALLOC:
             storage = trace.storages[ref]
             if storage.device != trace.device or not storage.num_bytes:
@@ -161,7 +163,7 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
                 free = error.report.free_bytes
                 failure = SnapshotEvent(Action.OOM, free, storage.num_bytes, driver.stream, pool, time, stack)
                 events.append(failure)
-                if ref in refused:
+                if ref in refused_storages:
                     continue
                 driver.lift_limit()
                 allocator.allowed_bytes = None
@@ -171,13 +173,13 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
             stacks[block.address] = stack
             size, stream = storage.num_bytes, driver.stream
             events.append(SnapshotEvent(Action.ALLOC, block.address, size, stream, pool, time, stack))
-            found.origins.append(origins.origin(ref, storage))
+            converted.origins.append(origins.origin(ref, storage))
         elif kind is EventKind.FREE and ref in live:
             driver.stack = ()
             block = live.pop(ref)
-            write(Action.FREE_REQUESTED, block)
+            write_event(Action.FREE_REQUESTED, block)
             if not block.uses:
-                write(Action.FREE_COMPLETED, block)
+                write_event(Action.FREE_COMPLETED, block)
             pending.now = time
             allocator.free(block)
         elif kind is EventKind.EMPTY_CACHE:
@@ -192,15 +194,15 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, en
             allocator.retire_pool(make_pool_id(ref))
         else:
             apply_stream_event(trace, allocator, live, time, Event(kind, ref))
-    found.slices = slices(trace)
-    found.snapshot = Snapshot(
+    converted.slices = slices(trace)
+    converted.snapshot = Snapshot(
         segments=_make_segments(allocator, stacks),
         traces=[events],
         settings=_make_settings(config),
-        annotations=_make_annotations(found.slices),
+        annotations=_make_annotations(converted.slices),
         source=trace.source,
     )
-    return found
+    return converted
 
 
 class _Origins:
@@ -212,13 +214,13 @@ class _Origins:
         self.stacks: dict[tuple[int, int, int], Stack] = {}
 
     def stack(self, ref: int, storage: Storage) -> Stack:
-        """Return operator, line and module of a storage as the frames of a stack."""
+        """Return a stack whose frames are the operator, source line and module of storage `ref`."""
         key = (storage.op, storage.source, storage.module)
-        known = self.stacks.get(key)
-        if known is None:
+        stack = self.stacks.get(key)
+        if stack is None:
             frames = [Frame("", 0, self.trace.op(storage))]
             source = self.trace.source_line(storage)
-            match = _SOURCE.match(source) if source is not None else None
+            match = _SOURCE_PATTERN.match(source) if source is not None else None
             if match is not None:
                 frames.append(Frame(match[1], int(match[2]), match[3] or ""))
             elif source is not None:
@@ -226,16 +228,16 @@ class _Origins:
             if storage.module != NONE:
                 module = self.trace.modules[storage.module]
                 frames.append(Frame(module.path or "(root)", 0, module.class_name))
-            known = self.stacks[key] = tuple(frames)
-        return known
+            stack = self.stacks[key] = tuple(frames)
+        return stack
 
     def origin(self, ref: int, storage: Storage) -> Origin:
         """Return the origin of a storage, from the trace."""
         path = self.trace.module_path(storage)
         owner = self.trace.owners.get(ref)
-        part = _PARTS.get(self.trace.phases[storage.phase].kind, Part.FORWARD)
+        part = _PART_BY_PHASE.get(self.trace.phases[storage.phase].kind, Part.FORWARD)
         source = self.trace.source_line(storage)
-        if owner is not None and (source is None or _OWN_LINES in source.replace("\\", "/")):
+        if owner is not None and (source is None or _WORKLOAD_FOLDER in source.replace("\\", "/")):
             # No line of the user's code allocated the storage: its name tells more than memprof's line.
             source = f"{owner.role} {owner.name}"
         return Origin(
@@ -250,10 +252,10 @@ class _Origins:
 
 def slices(trace: Trace) -> list[TimelineSlice]:
     """Return the stages of a trace and the calls of modules as slices."""
-    found = []
+    stages = []
     for span in list_spans(trace):
         step = f" (step {span.step})" if span.step else ""
-        found.append(TimelineSlice(f"{span.name}{step}", span.begin, span.end, "stages"))
+        stages.append(TimelineSlice(f"{span.name}{step}", span.begin, span.end, "stages"))
     open_calls: list[tuple[int, int]] = []
     calls: list[TimelineSlice] = []
     for time, event in enumerate(trace.events):
@@ -267,7 +269,7 @@ def slices(trace: Trace) -> list[TimelineSlice]:
                     break
     for ref, begin in reversed(open_calls):
         calls.append(TimelineSlice(_format_module_name(trace, ref), begin, len(trace.events), "modules"))
-    return found + sorted(calls, key=lambda call: (call.begin, -call.end))
+    return stages + sorted(calls, key=lambda call: (call.begin, -call.end))
 
 
 def _format_module_name(trace: Trace, ref: int) -> str:
@@ -289,7 +291,7 @@ def _make_segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> lis
 
 
 def _make_settings(config: AllocatorConfig) -> dict[str, Any]:
-    """Return `allocator_settings` in torch's form."""
+    """Return the settings as in the entry "allocator_settings" of a snapshot of torch."""
     divisions = config.roundup_power2_divisions or (0,) * 16
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.text,
@@ -300,11 +302,11 @@ def _make_settings(config: AllocatorConfig) -> dict[str, Any]:
     }
 
 
-def _make_annotations(found: list[TimelineSlice]) -> list[dict[str, object]]:
-    """Return the stages in torch's form for record_function: a START and an END for each."""
-    notes: list[dict[str, object]] = []
-    for one in found:
-        if one.track == "stages":
-            notes.append({"stage": "START", "name": one.name, "device": 0, "time_us": one.begin})
-            notes.append({"stage": "END", "name": one.name, "device": 0, "time_us": one.end})
-    return notes
+def _make_annotations(slices: list[TimelineSlice]) -> list[dict[str, object]]:
+    """Return a START and an END annotation for each stage, as torch writes them for record_function."""
+    annotations: list[dict[str, object]] = []
+    for stage in slices:
+        if stage.track == "stages":
+            annotations.append({"stage": "START", "name": stage.name, "device": 0, "time_us": stage.begin})
+            annotations.append({"stage": "END", "name": stage.name, "device": 0, "time_us": stage.end})
+    return annotations

@@ -14,9 +14,9 @@ from memprof.trace.columns import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGM
 from memprof.trace.events import without_numbers
 from memprof.units import KIB, MIB
 
-NEARLY_EMPTY = 0.25  # A segment with a smaller share in use is listed together with its live blocks
+NEARLY_EMPTY_SHARE = 0.25  # A segment with a smaller share in use is listed together with its live blocks
 
-BY = ("frame", "module", "category", "size")  # keys for grouping blocks
+GROUP_KEYS = ("frame", "module", "category", "size")  # keys for grouping blocks
 
 _SIZE_CLASSES = (
     (512, "512 bytes"), (64 * KIB, "to 64 KiB"), (MIB, "to 1 MiB"), (10 * MIB, "1 to 10 MiB"),
@@ -26,7 +26,7 @@ _SIZE_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Live blocks of one category at a moment that have the same line, module or size class."""
+    """Live blocks of one category and one source line, module or size class."""
 
     key: str
     allocated_bytes: int  # Of the group's blocks.
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(slots=True)
 class SegmentUse(Range):
-    """A segment at a moment."""
+    """A segment of the allocator after an event, with its used and free bytes and live blocks."""
 
     used: int
     largest_free: int
@@ -61,7 +61,7 @@ class SegmentUse(Range):
     @property
     def is_nearly_empty(self) -> bool:
         """Return whether a few live blocks keep the segment from being released."""
-        return 0 < self.used < NEARLY_EMPTY * (self.size - self.releasable)
+        return 0 < self.used < NEARLY_EMPTY_SHARE * (self.size - self.releasable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,94 +80,94 @@ class Fragmentation:
     nearly_empty_segments: int
 
 
-def group(lives: list[BlockLife], by: str) -> list[Group]:
-    """Group `lives` by `by`, one of BY, and by category, largest first."""
+def group_blocks(lives: list[BlockLife], grouping: str) -> list[Group]:
+    """Group `lives` by the key `grouping` (one of GROUP_KEYS) and by category; the largest group comes first."""
     members: dict[tuple[str, Category], list[BlockLife]] = defaultdict(list)
     for life in lives:
-        members[_make_group_key(life, by), life.category].append(life)
-    found = []
-    for (key, category), own in members.items():
+        members[_make_group_key(life, grouping), life.category].append(life)
+    groups = []
+    for (key, category), group_lives in members.items():
         weights: list[Counter[str]] = [Counter(), Counter()]
-        for life in own:
+        for life in group_lives:
             for counter, value in zip(weights, (life.origin.op, without_numbers(life.origin.module)), strict=True):
                 counter[value] += life.size
         op, module = (counter.most_common(1)[0][0] for counter in weights)
-        found.append(
+        groups.append(
             Group(
                 key=key,
-                allocated_bytes=sum(life.size for life in own),
-                requested_bytes=sum(life.requested for life in own),
-                count=len(own),
+                allocated_bytes=sum(life.size for life in group_lives),
+                requested_bytes=sum(life.requested for life in group_lives),
+                count=len(group_lives),
                 category=category,
                 op=op,
                 module=module,
             )
         )
-    return sorted(found, key=lambda one: (-one.allocated_bytes, one.key, one.category))
+    return sorted(groups, key=lambda group: (-group.allocated_bytes, group.key, group.category))
 
 
-def _make_group_key(life: BlockLife, by: str) -> str:
-    if by == "frame":
+def _make_group_key(life: BlockLife, grouping: str) -> str:
+    if grouping == "frame":
         source = life.origin.source
         return source if ":" in source else without_numbers(source)
-    if by == "module":
+    if grouping == "module":
         return without_numbers(life.origin.module)
-    if by == "category":
+    if grouping == "category":
         return life.category.value
     return next((name for limit, name in _SIZE_CLASSES if life.size <= limit), "1 GiB and more")
 
 
-def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> list[SegmentUse]:
-    """Return the segments after `event`, by address, with the blocks `alive`."""
+def list_segments(recording: Recording, event: int, blocks: list[BlockLife]) -> list[SegmentUse]:
+    """Return the segments after `event`, by address, each with its live blocks from `blocks`."""
     ranges = Ranges(recording.final, recording.replay.config)
     for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:
             break
         ranges.undo(recording.events, later)
-    by_address = sorted(alive, key=lambda life: life.address)
+    by_address = sorted(blocks, key=lambda life: life.address)
     addresses = [life.address for life in by_address]
-    found = []
-    for run in ranges.sorted():
-        end = run.address + run.size
-        live = by_address[bisect_left(addresses, run.address) : bisect_left(addresses, end)]
-        at, free, largest, releasable = run.address, 0, 0, 0
-        unit = SMALL_BUFFER if run.is_small else recording.replay.config.large_segment_size
+    segments = []
+    for segment in ranges.sorted():
+        end = segment.address + segment.size
+        live = by_address[bisect_left(addresses, segment.address) : bisect_left(addresses, end)]
+        position, free, largest_gap, releasable = segment.address, 0, 0, 0
+        unit = SMALL_BUFFER if segment.is_small else recording.replay.config.large_segment_size
         for begin, stop in [*((life.address, min(life.address + life.size, end)) for life in live), (end, end)]:
-            gap = max(begin - at, 0)  # blocks of an incomplete trace may overlap
+            gap = max(begin - position, 0)  # blocks of an incomplete trace may overlap
             free += gap
-            largest = max(largest, gap)
-            if run.expandable:  # mapped runs begin at whole units
-                releasable += max((begin - run.address) // unit + (run.address - at) // unit, 0) * unit
-            elif gap == run.size:
+            largest_gap = max(largest_gap, gap)
+            if segment.expandable:  # mapped runs begin at whole units
+                releasable += max((begin - segment.address) // unit + (segment.address - position) // unit, 0) * unit
+            elif gap == segment.size:
                 releasable = gap
-            at = max(at, stop)
-        found.append(
+            position = max(position, stop)
+        segments.append(
             SegmentUse(
-                **{part.name: getattr(run, part.name) for part in fields(run)},
-                used=run.size - free,
-                largest_free=largest,
+                **{item.name: getattr(segment, item.name) for item in fields(segment)},
+                used=segment.size - free,
+                largest_free=largest_gap,
                 releasable=releasable,
                 live=tuple(live),
             )
         )
-    return found
+    return segments
 
 
-def fragmentation(recording: Recording, event: int) -> tuple[Fragmentation, list[SegmentUse]]:
-    """Return the reserved memory not in use after `event`; and the segments, those with the most pinned bytes first."""
-    alive = recording.alive(event)
-    segments = sorted(segments_at(recording, event, alive), key=lambda one: (-one.pinned, one.address))
+def measure_fragmentation(recording: Recording, event: int) -> tuple[Fragmentation, list[SegmentUse]]:
+    """Return the unused reserved memory after `event` by reason, and the segments, most pinned bytes first."""
+    blocks = recording.alive(event)
+    segments = sorted(list_segments(recording, event, blocks), key=lambda segment: (-segment.pinned, segment.address))
     reserved, used = sum(segment.size for segment in segments), sum(segment.used for segment in segments)
-    found = Fragmentation(
+    result = Fragmentation(
         event=event,
         reserved_bytes=reserved,
         used_bytes=used,
         free_bytes=reserved - used,
-        rounding_bytes=used - sum(life.requested for life in alive),
+        rounding_bytes=used - sum(life.requested for life in blocks),
         releasable_bytes=sum(segment.releasable for segment in segments),
         pinned_bytes=sum(segment.pinned for segment in segments),
         largest_free_bytes=max((segment.largest_free for segment in segments), default=0),
         segments=len(segments),
         nearly_empty_segments=sum(segment.is_nearly_empty for segment in segments),
     )
-    return found, segments
+    return result, segments

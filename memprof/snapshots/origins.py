@@ -28,7 +28,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a block."""
+    """Where a block was allocated: source line, operator, module, part of the step, and category."""
 
     source: str  # `file:line function`: the innermost line of the user; else an autograd node or a C++ function
     op: str  # the operator or autograd node; empty if the stack has no C++ frames
@@ -38,12 +38,12 @@ class Origin:
     in_module: bool = False
 
 
-_NO_MODULE = {Part.FORWARD: OUTSIDE_MODULES, Part.BACKWARD: "(backward)", Part.OPTIMIZER: "(optimizer)"}
+_LABEL_OUTSIDE_MODULES = {Part.FORWARD: OUTSIDE_MODULES, Part.BACKWARD: "(backward)", Part.OPTIMIZER: "(optimizer)"}
 
 UNKNOWN = Origin(NO_FRAMES, "", NO_FRAMES, Part.FORWARD, Category.UNATTRIBUTED)
 
-_LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
-_STANDARD = re.compile(r"[/\\]lib[/\\]python3[^/\\]*[/\\](?!(?:site|dist)-packages)|[/\\]runpy\.py$|^<frozen")
+_PACKAGE_PATTERN = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
+_STDLIB_PATTERN = re.compile(r"[/\\]lib[/\\]python3[^/\\]*[/\\](?!(?:site|dist)-packages)|[/\\]runpy\.py$|^<frozen")
 # Packages whose lines say nothing about the user's program.
 _PLUMBING_PACKAGES = frozenset((
     "torch", "functorch", "triton", "einops", "einx", "opt_einsum", "jaxtyping", "beartype", "typeguard", "accelerate",
@@ -51,11 +51,13 @@ _PLUMBING_PACKAGES = frozenset((
 ))  # fmt: skip
 # Generated code of torch.compile, torch.fx, einx and dataclasses. In a cache folder, Inductor names a file by the hash
 # of its text (torch/_inductor/codecache.py).
-_GENERATED = re.compile(r"/torchinductor_[^/]*/|/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|^<eval_with_key>|^<torch|^<string>")
+_GENERATED_PATTERN = re.compile(
+    r"/torchinductor_[^/]*/|/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|^<eval_with_key>|^<torch|^<string>"
+)
 _SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autograd/", "/torch/_", "/torch/functional.py")
 
-_OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
-_NODE = re.compile(r"torch::autograd::(?:generated::)?(?:\(anonymous namespace\)::)?(\w+)::apply\(")
+_OP_PATTERN = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
+_NODE_PATTERN = re.compile(r"torch::autograd::(?:generated::)?(?:\(anonymous namespace\)::)?(\w+)::apply\(")
 # All allocations inside the wrappers of at::cuda::blas are workspaces: results are allocated by their callers.
 _WORKSPACE = re.compile(r"[Ww]orkspace|getCurrentCUDABlas|cublasLt|cudnn.*run_conv_plan|\bat::cuda::blas::")
 # The default of a cuBLAS handle on GPUs other than Hopper, 8.125 MiB (`parseChosenWorkspaceSize` of
@@ -65,7 +67,9 @@ _COMMUNICATION = re.compile(r"\bc10d::|ProcessGroup|::Reducer::|nccl", re.IGNORE
 _OPTIMIZER_FILE = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|lamb(?!da)", re.IGNORECASE)
 _OPTIMIZER_NAMES = frozenset(("step", "__init__", "_init_group", "init_group", "init_state", "add_param_group"))
 # The suffix of an operator's C++ name for its overload: mul_Tensor, sum_dim_IntList, empty_memory_format.
-_OVERLOAD = re.compile(r"_(?:[A-Z]\w*|dim(?:_\w+)?|dtype(?:_\w+)?|memory_format|generator\w*|vec|start(?:_\w+)?)$")
+_OVERLOAD_PATTERN = re.compile(
+    r"_(?:[A-Z]\w*|dim(?:_\w+)?|dtype(?:_\w+)?|memory_format|generator\w*|vec|start(?:_\w+)?)$"
+)
 # Functions between a module's call and its own forward.
 _WRAPPERS = frozenset(
     ("wrapper", "wrapped", "wrapped_func", "new_forward", "decorate_context", "inner", "decorator", "_fn")
@@ -77,39 +81,41 @@ _MODEL_BUILDING = frozenset((
     "materialize", "_init_weights",
     "_broadcast_coalesced_reshape",  # the replicas of nn.DataParallel
 ))  # fmt: skip
-_LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|\w*loss\w*|logsumexp", re.IGNORECASE)
+_LOSS_PATTERN = re.compile(r"cross_entropy|nll_loss|log_softmax|\w*loss\w*|logsumexp", re.IGNORECASE)
 _LOSS_OPS = ("cross_entropy", "nll_loss", "mse_loss", "log_softmax")
 _LOSS_NODES = re.compile(r"NllLoss|LogSoftmax|CrossEntropy|MseLoss|SmoothL1|KlDiv|BinaryCrossEntropy")
 _INPUT_OPS = re.compile(r"^(?:to|_to_copy|copy_|randn?|randint|randperm|zeros|ones|full|empty\w*|tensor|arange)(?:_|$)")
 _KV_CACHE = re.compile(r"cache_utils|cache_engine|kv_?cache", re.IGNORECASE)
 
 
-def origin_of(stack: Stack) -> Origin:
+def find_origin(stack: Stack) -> Origin:
     """Return the origin of a block with `stack` (innermost frame first); UNKNOWN if the stack is empty."""
     if not stack:
         return UNKNOWN
-    native: list[str] = []  # C++ below the innermost Python line
+    inner_native: list[str] = []  # C++ below the innermost Python line
     python: list[Frame] = []
     for frame in stack:
         if _is_python(frame):
             python.append(frame)
         elif not python:
-            native.append(frame.name)
-    native_all = [frame.name for frame in stack if not _is_python(frame)]
-    part = _find_step_part(python, native_all)
-    node = next((found[1] for name in reversed(native_all) if (found := _NODE.search(name))), "")
-    op = _OVERLOAD.sub("", next((found[1] for name in reversed(native) if (found := _OP.match(name))), ""))
+            inner_native.append(frame.name)
+    native = [frame.name for frame in stack if not _is_python(frame)]
+    part = _find_step_part(python, native)
+    node = next((match[1] for name in reversed(native) if (match := _NODE_PATTERN.search(name))), "")
+    op = _OVERLOAD_PATTERN.sub(
+        "", next((match[1] for name in reversed(inner_native) if (match := _OP_PATTERN.match(name))), "")
+    )
     if node.startswith(("Python", "Node")):
         node = ""
-    chain, inner = _find_module_chain(python)
-    shown = node if part is Part.BACKWARD and node and not inner else op
+    modules, inner = _find_module_chain(python)
+    op_or_node = node if part is Part.BACKWARD and node and not inner else op
     return Origin(
         source=_find_source(python, node, op),
-        op=shown or node,
-        module=" > ".join(chain) if chain else _NO_MODULE[part],
+        op=op_or_node or node,
+        module=" > ".join(modules) if modules else _LABEL_OUTSIDE_MODULES[part],
         part=part,
-        category=_find_category(python, native, native_all, part, node or op, inner),
-        in_module=bool(chain),
+        category=_find_category(python, inner_native, native, part, node or op, inner),
+        in_module=bool(modules),
     )
 
 
@@ -118,33 +124,33 @@ def _is_python(frame: Frame) -> bool:
     return name.endswith(".py") or (name.startswith("<") and name.endswith(">"))
 
 
-def package_of(filename: str) -> str:
+def find_package(filename: str) -> str:
     """Return the installed package that a file belongs to; "" for the user's own, "python" for the standard library."""
-    found = _LIBRARIES.search(filename)
-    if found:
-        return found[1]
-    plain = filename.replace("\\", "/")
-    if any(tree in plain for tree in _SOURCE_TREES) or _GENERATED.search(plain):
+    match = _PACKAGE_PATTERN.search(filename)
+    if match:
+        return match[1]
+    path = filename.replace("\\", "/")
+    if any(tree in path for tree in _SOURCE_TREES) or _GENERATED_PATTERN.search(path):
         return "torch"
-    return "python" if _STANDARD.search(filename) else ""
+    return "python" if _STDLIB_PATTERN.search(filename) else ""
 
 
 def _find_source(python: list[Frame], node: str, op: str) -> str:
     """Return the innermost line of the user's code; else the autograd node, a Python line or the operator."""
     for frame in python:
-        package = package_of(frame.filename)
+        package = find_package(frame.filename)
         if package not in _PLUMBING_PACKAGES and package != "python":
             return f"{frame.filename}:{frame.line} {frame.name}"
     if node:
         return f"autograd {node}"
     if python:
-        own = next((frame for frame in python if frame.filename == "<string>"), python[0])  # `python -c`
-        return f"{own.filename}:{own.line} {own.name}"
+        frame = next((frame for frame in python if frame.filename == "<string>"), python[0])  # `python -c`
+        return f"{frame.filename}:{frame.line} {frame.name}"
     return f"operator {op}" if op else NO_FRAMES
 
 
 def _find_module_chain(python: list[Frame]) -> tuple[list[str], Frame | None]:
-    """Return the calls of modules, outermost first, and the frame of the innermost forward.
+    """Return the modules called in a stack, outermost first, and the frame of the innermost forward.
 
     A module's `_call_impl` is the frame right outside its forward; the forward's file and line identify the module.
     """
@@ -153,13 +159,13 @@ def _find_module_chain(python: list[Frame]) -> tuple[list[str], Frame | None]:
     for index, (inner, outer) in enumerate(pairwise(python)):
         if outer.name not in MODULE_CALLS or inner.name in MODULE_CALLS:
             continue
-        at = index
-        while at > 0 and python[at].name in _WRAPPERS and python[at - 1].name not in MODULE_CALLS:
-            at -= 1
-        inner = python[at]
+        position = index
+        while position > 0 and python[position].name in _WRAPPERS and python[position - 1].name not in MODULE_CALLS:
+            position -= 1
+        inner = python[position]
         stem = inner.filename.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
-        own = package_of(inner.filename) != "torch"
-        chain.append(f"{stem}:{inner.line}" if own else stem)
+        is_user_code = find_package(inner.filename) != "torch"
+        chain.append(f"{stem}:{inner.line}" if is_user_code else stem)
         if innermost is None:
             innermost = inner
     return chain[::-1], innermost
@@ -176,23 +182,23 @@ def _find_step_part(python: list[Frame], native: list[str]) -> Part:
 
 
 def _is_optimizer(frame: Frame) -> bool:
-    stem = frame.filename.replace("\\", "/")
-    if "/torch/optim/" in stem and "/lr_scheduler" not in stem:
+    path = frame.filename.replace("\\", "/")
+    if "/torch/optim/" in path and "/lr_scheduler" not in path:
         return True
-    return frame.name in _OPTIMIZER_NAMES and bool(_OPTIMIZER_FILE.search(stem.rpartition("/")[2]))
+    return frame.name in _OPTIMIZER_NAMES and bool(_OPTIMIZER_FILE.search(path.rpartition("/")[2]))
 
 
 def _find_category(
-    python: list[Frame], native: list[str], native_all: list[str], part: Part, op: str, inner: Frame | None
+    python: list[Frame], inner_native: list[str], native: list[str], part: Part, op: str, inner: Frame | None
 ) -> Category | None:
-    if any(_WORKSPACE.search(name) for name in native):
+    if any(_WORKSPACE.search(name) for name in inner_native):
         return Category.LIBRARY_WORKSPACE
-    if any(_COMMUNICATION.search(name) for name in native):
+    if any(_COMMUNICATION.search(name) for name in inner_native):
         return Category.COMMUNICATION
     if part is Part.OPTIMIZER:
         # Allocated by the optimizer's constructor, it is state; in a step, the block's life decides.
         return Category.OPTIMIZER_STATE if any(f.name == "__init__" and _is_optimizer(f) for f in python) else None
-    if any("AccumulateGrad" in name for name in native_all):
+    if any("AccumulateGrad" in name for name in native):
         return Category.GRADIENTS
     if part is Part.BACKWARD:
         return Category.LOGITS_AND_LOSS if _LOSS_NODES.search(op) else None
@@ -203,7 +209,7 @@ def _find_category(
             return Category.KV_CACHE
         if frame.name in _MODEL_BUILDING:
             return Category.PARAMETERS
-        if _LOSS.fullmatch(frame.name):
+        if _LOSS_PATTERN.fullmatch(frame.name):
             return Category.LOGITS_AND_LOSS
     if op.startswith(_LOSS_OPS):
         return Category.LOGITS_AND_LOSS
@@ -212,8 +218,8 @@ def _find_category(
     return None
 
 
-def calls_of(origin: Origin) -> list[tuple[str, str]]:
-    """Return the calls of modules around `origin`, outermost first: the calling line, and the called file."""
+def list_module_calls(origin: Origin) -> list[tuple[str, str]]:
+    """Return the module calls around `origin`, outermost first, as pairs (calling line, file of the module)."""
     chain = origin.module.split(" > ") if origin.in_module else []
     return [(outer, line.partition(":")[0]) for outer, line in zip(["", *chain], chain, strict=False)]
 

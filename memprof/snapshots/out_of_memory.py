@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from memprof.allocator.rounding import FRAGMENTED_SHARE, SMALL_SIZE, round_size, segment_size
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
-from memprof.snapshots.occupancy import fragmentation
-from memprof.snapshots.origins import origin_of
+from memprof.snapshots.occupancy import measure_fragmentation
+from memprof.snapshots.origins import find_origin
 from memprof.snapshots.recording import Recording
 from memprof.trace.columns import OOM
 from memprof.units import format_bytes
@@ -41,13 +41,13 @@ def find_out_of_memory_events(recording: Recording) -> list[OutOfMemoryEvent]:
 def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
     event = recording.events[index]
     size = round_size(event.size)
-    state, segments = fragmentation(recording, index)
+    state, segments = measure_fragmentation(recording, index)
     is_small = size <= SMALL_SIZE
     mine = [s for s in segments if s.stream == event.stream and s.is_small == is_small and s.pool_id == event.pool_id]
-    usable = sum(segment.free for segment in mine)
-    largest = max((segment.largest_free for segment in mine), default=0)
+    usable_bytes = sum(segment.free for segment in mine)
+    largest_free = max((segment.largest_free for segment in mine), default=0)
     expandable = any(segment.expandable for segment in segments)
-    tried = size if expandable else segment_size(size, recording.replay.config.large_segment_size)
+    tried_bytes = size if expandable else segment_size(size, recording.replay.config.large_segment_size)
     missing = size - state.free_bytes - event.address
     fragmented = missing <= 0 and state.free_bytes >= FRAGMENTED_SHARE * state.reserved_bytes
     reasons = [
@@ -56,17 +56,17 @@ def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
         f"{format_bytes(state.free_bytes)} cached",
     ]
     if state.free_bytes:
-        pinned = sum(1 for segment in mine if segment.pinned)
+        num_pinned = sum(1 for segment in mine if segment.pinned)
         reasons.append(
-            f"of the cache, {format_bytes(usable)} are in the {'small' if is_small else 'large'} pool of stream "
-            f"{event.stream}, and the largest free block there has {format_bytes(largest)}"
+            f"of the cache, {format_bytes(usable_bytes)} are in the {'small' if is_small else 'large'} pool of stream "
+            f"{event.stream}, and the largest free block there has {format_bytes(largest_free)}"
         )
         if state.releasable_bytes:
             reasons.append(f"{format_bytes(state.releasable_bytes)} were wholly free, and were not released")
-        elif pinned:
+        elif num_pinned:
             reasons.append(
                 "none of it could go back to the GPU: every segment with free memory there "
-                f"({pinned}) holds a block in use"
+                f"({num_pinned}) holds a block in use"
             )
     if fragmented:
         reasons.append(
@@ -85,14 +85,14 @@ def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
     return OutOfMemoryEvent(
         event=index,
         requested_bytes=event.size,
-        tried_bytes=tried,
+        tried_bytes=tried_bytes,
         device_free_bytes=event.address,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         cached_bytes=state.free_bytes,
-        usable_bytes=usable,
-        largest_free_bytes=largest,
+        usable_bytes=usable_bytes,
+        largest_free_bytes=largest_free,
         fragmented=fragmented,
-        source=origin_of(event.frames).source,
+        source=find_origin(event.frames).source,
         reasons=tuple(reasons),
     )

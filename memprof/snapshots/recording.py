@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from memprof.allocator import SnapshotReplay, replay_snapshot
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
-from memprof.snapshots.origins import UNKNOWN, Origin, Part, calls_of, guess_category, origin_of
+from memprof.snapshots.origins import UNKNOWN, Origin, Part, find_origin, guess_category, list_module_calls
 from memprof.trace import columns
 from memprof.trace.snapshot import BlockState, Snapshot, SnapshotSegment, Stack
 
@@ -21,7 +21,7 @@ BEFORE = -1  # as an event: before the recording began
 
 @dataclass(slots=True)
 class BlockLife:
-    """A block from its allocation to its end. Events are indices of the device's trace."""
+    """A block from its allocation to its free; events are indices into the device's trace."""
 
     address: int
     requested: int
@@ -45,7 +45,7 @@ class Steps:
 
 @dataclass(slots=True)
 class Recording:
-    """One device's recording, with the results of its replay and of its stacks."""
+    """The recording of one device: events, block lives, and memory after each event."""
 
     device: int
     events: columns.EventColumns
@@ -75,27 +75,27 @@ class Recording:
         return self.requested[event], self.allocated[event], self.reserved[event]
 
     def peak(self, column: str = "allocated") -> tuple[int, int]:
-        """Return the largest value of a column, and the first event that reached it."""
-        values: array[int] = getattr(self, column)
-        before = self.start[("requested", "allocated", "reserved").index(column)]
-        highest = max(values, default=before)
-        if highest < before or not values:
-            return before, BEFORE
-        return highest, values.index(highest)
+        """Return the peak in bytes of "requested", "allocated" or "reserved", and the first event with it."""
+        bytes_by_event: array[int] = getattr(self, column)
+        start_bytes = self.start[("requested", "allocated", "reserved").index(column)]
+        peak_bytes = max(bytes_by_event, default=start_bytes)
+        if peak_bytes < start_bytes or not bytes_by_event:
+            return start_bytes, BEFORE
+        return peak_bytes, bytes_by_event.index(peak_bytes)
 
     def alive(self, event: int) -> list[BlockLife]:
         """Return blocks in use after `event`, in order of birth."""
         return [life for life in self.lives if life.born <= event < life.gone]
 
 
-def recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = None) -> list[Recording]:
+def build_recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = None) -> list[Recording]:
     """Return the recording of each device of `snapshot`; `origins` are the known origins of the first device's
     allocations. Raises UsageError: the settings in the snapshot cannot be replayed."""
     return [_RecordingBuilder(snapshot, replayed, origins).run() for replayed in replay_snapshot(snapshot)]
 
 
 class _RecordingBuilder:
-    """A single pass over the events of one device."""
+    """Builds the recording of one device in a single pass over its events."""
 
     def __init__(self, snapshot: Snapshot, replay: SnapshotReplay, origins: Sequence[Origin | None] | None) -> None:
         device = replay.device
@@ -114,9 +114,9 @@ class _RecordingBuilder:
         self.live: dict[int, BlockLife] = {}
 
     def run(self) -> Recording:
-        found = self.found
+        recording = self.found
         requested = allocated = 0
-        for address, block in sorted(found.replay.start.live.items()):
+        for address, block in sorted(recording.replay.start.live.items()):
             size = round_size(block.requested) if block.size is None else block.size
             life = BlockLife(address, block.requested, size, 0, BEFORE, (), UNKNOWN)
             if block.pending:
@@ -125,35 +125,35 @@ class _RecordingBuilder:
                 allocated += size
             requested += block.requested
             self.live[address] = life
-            found.lives.append(life)
-        reserved = sum(run.size for run in found.replay.start.ranges)
-        found.start = (requested, allocated, reserved)
-        sizes, num_sizes = found.replay.block_sizes, len(found.replay.block_sizes)
-        number = 0
-        events, origins = found.events, self.origins
+            recording.lives.append(life)
+        reserved = sum(segment.size for segment in recording.replay.start.ranges)
+        recording.start = (requested, allocated, reserved)
+        sizes, num_sizes = recording.replay.block_sizes, len(recording.replay.block_sizes)
+        num_allocs = 0
+        events, origins = recording.events, self.origins
         stack_origins: list[Origin | None] = [None] * len(events.known_stacks)
-        live, lives = self.live, found.lives
+        live, lives = self.live, recording.lives
         for index, (action, address, size) in enumerate(
             zip(events.actions, events.addresses, events.sizes, strict=True)
         ):
             if action == columns.ALLOC:
-                old = live.pop(address, None)
-                if old is not None:  # its free was not recorded
-                    found.unmatched_events += 1
-                    requested -= old.requested
-                    allocated -= old.size if old.freed == NEVER else 0
-                    old.freed = min(old.freed, index)
-                    old.gone = index
-                block_size = sizes[number] if number < num_sizes else round_size(size)
-                stack_number = events.stacks[index]
-                stack = events.known_stacks[stack_number]
-                if origins is not None and number < len(origins):
-                    origin = origins[number] or UNKNOWN
+                old_life = live.pop(address, None)
+                if old_life is not None:  # its free was not recorded
+                    recording.unmatched_events += 1
+                    requested -= old_life.requested
+                    allocated -= old_life.size if old_life.freed == NEVER else 0
+                    old_life.freed = min(old_life.freed, index)
+                    old_life.gone = index
+                block_size = sizes[num_allocs] if num_allocs < num_sizes else round_size(size)
+                stack_index = events.stacks[index]
+                stack = events.known_stacks[stack_index]
+                if origins is not None and num_allocs < len(origins):
+                    origin = origins[num_allocs] or UNKNOWN
                 else:
-                    origin = stack_origins[stack_number] or self.find_origin(stack)
-                    stack_origins[stack_number] = origin
+                    origin = stack_origins[stack_index] or self.find_origin(stack)
+                    stack_origins[stack_index] = origin
                 life = BlockLife(address, size, block_size, events.streams[index], index, stack, origin)
-                number += 1
+                num_allocs += 1
                 live[address] = life
                 lives.append(life)
                 requested += size
@@ -161,14 +161,14 @@ class _RecordingBuilder:
             elif action == columns.FREE_REQUESTED:
                 block_life = live.get(address)
                 if block_life is None or block_life.freed != NEVER:
-                    found.unmatched_events += 1
+                    recording.unmatched_events += 1
                 else:
                     block_life.freed = index
                     allocated -= block_life.size
             elif action == columns.FREE_COMPLETED:
                 block_life = live.pop(address, None)
                 if block_life is None:
-                    found.unmatched_events += 1
+                    recording.unmatched_events += 1
                 else:
                     if block_life.freed == NEVER:
                         block_life.freed = index
@@ -179,22 +179,22 @@ class _RecordingBuilder:
                 reserved += size
             elif action in (columns.SEGMENT_FREE, columns.SEGMENT_UNMAP):
                 reserved -= size
-            found.requested.append(requested)
-            found.allocated.append(allocated)
-            found.reserved.append(reserved)
+            recording.requested.append(requested)
+            recording.allocated.append(allocated)
+            recording.reserved.append(reserved)
         self.label_old_blocks()
         self.categorize()
-        return found
+        return recording
 
     def find_origin(self, stack: Stack) -> Origin:
-        known = self.known.get(id(stack))
-        if known is None:
-            made = origin_of(stack)
-            known = self.known[id(stack)] = self.interned.setdefault(made, made)
-        return known
+        origin = self.known.get(id(stack))
+        if origin is None:
+            new_origin = find_origin(stack)
+            origin = self.known[id(stack)] = self.interned.setdefault(new_origin, new_origin)
+        return origin
 
     def label_old_blocks(self) -> None:
-        """Set stack and origin of blocks that are older than the trace and still live, from the final segments."""
+        """Set stack and origin of live blocks that were allocated before the trace, from the final segments."""
         streams = {block.address: segment.stream for segment in self.found.final for block in segment.blocks}
         for life in self.found.lives:
             if life.born != BEFORE:
@@ -206,71 +206,71 @@ class _RecordingBuilder:
                 life.origin = self.find_origin(block.frames)
 
     def categorize(self) -> None:
-        found = self.found
-        if found.exact_origins:
-            for life in found.lives:
+        recording = self.found
+        if recording.exact_origins:
+            for life in recording.lives:
                 life.category = life.origin.category or Category.UNATTRIBUTED
             return
-        parts, ends = _divide_into_parts(found.lives, len(found.events))
-        _lower_call_ends(found.lives, ends)
-        refused = found.events.places(columns.OOM)
-        for life in found.lives:
+        parts, ends = _divide_into_parts(recording.lives, len(recording.events))
+        _limit_to_calls(recording.lives, ends)
+        oom_events = recording.events.places(columns.OOM)
+        for life in recording.lives:
             # Blocks whose life an out-of-memory error ended count as outliving.
-            following = bisect_left(refused, life.born)
-            cut = following < len(refused) and refused[following] < life.freed
-            outlives = life.born == BEFORE or life.freed > ends[life.born] or cut
+            next_oom = bisect_left(oom_events, life.born)
+            ended_by_oom = next_oom < len(oom_events) and oom_events[next_oom] < life.freed
+            outlives = life.born == BEFORE or life.freed > ends[life.born] or ended_by_oom
             saved = outlives and BEFORE < life.freed < len(parts) and parts[life.freed] is Part.BACKWARD
             life.category = guess_category(
                 life.origin, outlives=outlives, saved=saved, kept_bytes=life.requested if life.freed == NEVER else None
             )
 
 
-def _divide_into_parts(lives: list[BlockLife], count: int) -> tuple[list[Part | None], array[int]]:
-    """Return, for every event, the part of the step at the event, and the event that an outliving block is freed after.
+def _divide_into_parts(lives: list[BlockLife], num_events: int) -> tuple[list[Part | None], array[int]]:
+    """Return, for every event, the part of the step, and the last event of the part.
 
-    That event is the first allocation of the next part; for a backward pass its own last allocation, as an optimizer
-    may allocate nothing before the gradients are freed.
+    A part ends at the first allocation of the next part; a backward at its own last allocation, since an optimizer may
+    allocate nothing before the gradients are freed.
     """
-    parts: list[Part | None] = [None] * count
-    ends = array("q", [count]) * count
-    following = count
+    parts: list[Part | None] = [None] * num_events
+    ends = array("q", [num_events]) * num_events
+    next_event = num_events
     part: Part | None = None
-    end = count
+    end = num_events
     for life in reversed(lives):
         if life.born == BEFORE:
             break
         if life.origin is not UNKNOWN and life.origin.part is not part:
             part = life.origin.part
-            end = life.born if part is Part.BACKWARD else following
-        parts[life.born : following] = [part] * (following - life.born)
-        following = life.born
+            end = life.born if part is Part.BACKWARD else next_event
+        parts[life.born : next_event] = [part] * (next_event - life.born)
+        next_event = life.born
         ends[life.born] = end
     return parts, ends
 
 
-def _lower_call_ends(lives: list[BlockLife], ends: array[int]) -> None:
-    """Lower `ends` to the next allocation outside the module call around each event."""
-    running: list[tuple[tuple[str, str], list[int]]] = []
-    known: dict[int, list[tuple[str, str]]] = {}
-    last: Origin | None = None
+def _limit_to_calls(lives: list[BlockLife], ends: array[int]) -> None:
+    """Reduce `ends` of each allocation inside a module call to the first allocation after the call."""
+    open_calls: list[tuple[tuple[str, str], list[int]]] = []
+    calls_by_origin: dict[int, list[tuple[str, str]]] = {}
+    last_origin: Origin | None = None
     for life in lives:
         origin = life.origin
         if life.born == BEFORE or origin is UNKNOWN:
             continue
-        if origin is last:
-            if running:
-                running[-1][1].append(life.born)
+        if origin is last_origin:
+            if open_calls:
+                open_calls[-1][1].append(life.born)
             continue
-        last = origin
-        calls = known.get(id(origin))
+        last_origin = origin
+        calls = calls_by_origin.get(id(origin))
         if calls is None:
-            calls = known[id(origin)] = calls_of(origin)
-        same = 0
-        while same < min(len(calls), len(running)) and running[same][0] == calls[same]:
-            same += 1
-        for _, births in running[same:]:
+            calls = calls_by_origin[id(origin)] = list_module_calls(origin)
+        num_common = 0
+        while num_common < min(len(calls), len(open_calls)) and open_calls[num_common][0] == calls[num_common]:
+            num_common += 1
+        for _, births in open_calls[num_common:]:
             for birth in births:
                 ends[birth] = min(ends[birth], life.born)
-        running[same:] = [(call, []) for call in calls[same:]]
-        if running:
-            running[-1][1].append(life.born)
+        open_calls[num_common:] = [(call, []) for call in calls[num_common:]]
+        if open_calls:
+            open_calls[-1][1].append(life.born)

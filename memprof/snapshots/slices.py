@@ -11,72 +11,72 @@ from memprof.snapshots.recording import BEFORE, Recording
 from memprof.trace.columns import NO_TIME
 
 
-def event_times(recording: Recording) -> list[int]:
-    """Return the microseconds of each event, never falling; the event's index where the file has no clock."""
+def list_event_times(recording: Recording) -> list[int]:
+    """Return the time of each event in microseconds, never decreasing; an event without a time has its index."""
     times: list[int] = []
     latest = 0
-    for number, time in enumerate(recording.events.times):
-        own = number if time == NO_TIME else time
-        if own > latest:
-            latest = own
+    for index, time in enumerate(recording.events.times):
+        event_time = index if time == NO_TIME else time
+        if event_time > latest:
+            latest = event_time
         times.append(latest)
     return times
 
 
 def name_stages(recording: Recording, stages: Iterable[TimelineSlice]) -> None:
-    """Set the stages of `recording` from `stages`, whose times are microseconds."""
-    named = sorted(stages, key=lambda one: (one.begin, -one.end))
-    times = event_times(recording) if named else []
-    recording.stages = [(one.name, bisect_left(times, one.begin), bisect_left(times, one.end)) for one in named]
+    """Set the stages of `recording`, as event ranges, from `stages` in microseconds."""
+    sorted_stages = sorted(stages, key=lambda one: (one.begin, -one.end))
+    times = list_event_times(recording) if sorted_stages else []
+    recording.stages = [(one.name, bisect_left(times, one.begin), bisect_left(times, one.end)) for one in sorted_stages]
 
 
-def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[TimelineSlice]:
-    """Return the annotations of torch.profiler.record_function and of the optimizer on this device."""
-    begun: dict[str, list[int]] = {}
-    found: list[TimelineSlice] = []
-    for note in annotations:
-        name, time = note.get("name"), note.get("time_us")
-        if note.get("device", 0) != recording.device or not isinstance(name, str) or not isinstance(time, int):
+def list_annotations(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[TimelineSlice]:
+    """Return the record_function annotations (torch's, with optimizer steps) on the recording's device as slices."""
+    open_starts: dict[str, list[int]] = {}
+    slices: list[TimelineSlice] = []
+    for annotation in annotations:
+        name, time = annotation.get("name"), annotation.get("time_us")
+        if annotation.get("device", 0) != recording.device or not isinstance(name, str) or not isinstance(time, int):
             continue
-        if note.get("stage") == "START":
-            begun.setdefault(name, []).append(time)
-        elif note.get("stage") == "END" and begun.get(name):
-            found.append(TimelineSlice(name, begun[name].pop(), time, "stages"))
-    return sorted(found, key=lambda one: (one.begin, -one.end))
+        if annotation.get("stage") == "START":
+            open_starts.setdefault(name, []).append(time)
+        elif annotation.get("stage") == "END" and open_starts.get(name):
+            slices.append(TimelineSlice(name, open_starts[name].pop(), time, "stages"))
+    return sorted(slices, key=lambda item: (item.begin, -item.end))
 
 
-def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[TimelineSlice]:
+def build_slices(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[TimelineSlice]:
     """Return the stages and module calls of a snapshot, from annotations and stacks.
 
     Without a clock or annotations, stages are the parts of a step (forward, backward, optimizer step). A module's slice
     lasts from its first to its last allocation without one of another module between.
     """
-    times = event_times(recording)
+    times = list_event_times(recording)
     if not times:
         return []
-    found = annotated(recording, annotations)
-    born = [life for life in recording.lives if life.born != BEFORE and life.origin is not UNKNOWN]
-    if not found:
-        for life in born:
+    stages = list_annotations(recording, annotations)
+    lives = [life for life in recording.lives if life.born != BEFORE and life.origin is not UNKNOWN]
+    if not stages:
+        for life in lives:
             part, time = life.origin.part.value, times[life.born]
-            if found and found[-1].name == part:
-                found[-1].end = time
+            if stages and stages[-1].name == part:
+                stages[-1].end = time
             else:
-                if found:
-                    found[-1].end = time
-                found.append(TimelineSlice(part, time, time, "stages"))
-    running: list[TimelineSlice] = []
-    done: list[TimelineSlice] = []
-    for life in born:
+                if stages:
+                    stages[-1].end = time
+                stages.append(TimelineSlice(part, time, time, "stages"))
+    open_slices: list[TimelineSlice] = []
+    closed: list[TimelineSlice] = []
+    for life in lives:
         chain = life.origin.module.split(" > ") if life.origin.in_module else []
         time = times[life.born]
-        same = 0
-        while same < min(len(chain), len(running)) and running[same].name == chain[same]:
-            same += 1
-        while len(running) > same:
-            done.append(running.pop())
-            done[-1].end = time
-        running += [TimelineSlice(name, time, time, "modules") for name in chain[same:]]
-    for one in running:
-        one.end = times[-1]
-    return found + sorted(done + running, key=lambda one: (one.begin, -one.end))
+        num_common = 0
+        while num_common < min(len(chain), len(open_slices)) and open_slices[num_common].name == chain[num_common]:
+            num_common += 1
+        while len(open_slices) > num_common:
+            closed.append(open_slices.pop())
+            closed[-1].end = time
+        open_slices += [TimelineSlice(name, time, time, "modules") for name in chain[num_common:]]
+    for item in open_slices:
+        item.end = times[-1]
+    return stages + sorted(closed + open_slices, key=lambda item: (item.begin, -item.end))

@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from memprof.ledger.categories import Category
-from memprof.snapshots.origins import MODULE_CALLS, package_of
+from memprof.snapshots.origins import MODULE_CALLS, find_package
 from memprof.snapshots.recording import BEFORE, NEVER, BlockLife, Recording, Steps
 from memprof.trace.snapshot import Frame
 
-LEAST_STEPS = 3  # fewer steps cannot show a trend
+MIN_STEPS = 3  # fewer steps cannot show a trend
 
-UNEVEN = 0.1  # how much distances between steps may differ, as a share of the longest
+MAX_UNEVENNESS = 0.1  # how much distances between steps may differ, as a share of the longest
 
-COVERED = 0.5  # share of the recording that the steps must cover
+MIN_COVERAGE = 0.5  # share of the recording that the steps must cover
 
-CANDIDATES = 10  # step counts that are tried, the likeliest first
+MAX_CANDIDATES = 10  # step counts that are tried, the likeliest first
 
-_BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
-_ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
+_BUILD_CATEGORIES = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
+_ENTRY_POINTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Blocks of one line that are never freed and grow with each step."""
+    """Blocks that one source line allocates in step after step and that are never freed."""
 
     source: str
     module: str
@@ -58,94 +58,96 @@ def _find_annotated_steps(recording: Recording, annotations: Iterable[dict[str, 
         and str(note.get("name", "")).startswith("Optimizer.step#")
         and isinstance(note.get("time_us"), int)
     ]
-    if len(ends) < LEAST_STEPS - 1:
+    if len(ends) < MIN_STEPS - 1:
         return None
     times = [max(time, 0) for time in recording.events.times]
     if not times or times[0] == 0 or any(a > b for a, b in pairwise(times)):
         return None
     begins = sorted({bisect_right(times, end) for end in ends if isinstance(end, int)})
     begins = [0, *(begin for begin in begins if 0 < begin < len(times))]
-    if len(begins) < LEAST_STEPS:
+    if len(begins) < MIN_STEPS:
         return None
     return Steps(tuple(begins), f"{len(ends)} annotated optimizer steps")
 
 
 def _find_periodic_steps(recording: Recording) -> Steps | None:
-    born = [life for life in recording.lives if life.born != BEFORE]
-    places: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for life in born:
+    lives = [life for life in recording.lives if life.born != BEFORE]
+    births_by_site: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for life in lives:
         # Lines that build a model run once per layer, as regularly as steps.
-        if life.stack and life.origin.category not in _BUILDING:
-            places[id(life.stack), life.requested].append(life.born)
+        if life.stack and life.origin.category not in _BUILD_CATEGORIES:
+            births_by_site[id(life.stack), life.requested].append(life.born)
     frames = {
         key: [frame for frame in stack if frame.filename.endswith(".py")]
-        for key, stack in {id(life.stack): life.stack for life in born}.items()
+        for key, stack in {id(life.stack): life.stack for life in lives}.items()
     }
     anchors: dict[int, list[list[int]]] = defaultdict(list)
-    for (stack, _), at in places.items():
-        if len(at) >= LEAST_STEPS and _is_complete_stack(frames[stack]) and _is_regular(at):
-            anchors[len(at)].append(at)
+    for (stack, _), births in births_by_site.items():
+        if len(births) >= MIN_STEPS and _is_complete_stack(frames[stack]) and _is_regular(births):
+            anchors[len(births)].append(births)
     # The number of steps is the count that most lines have.
-    for _, lines in sorted(anchors.items(), key=lambda item: (-len(item[1]), item[0]))[:CANDIDATES]:
+    for _, lines in sorted(anchors.items(), key=lambda item: (-len(item[1]), item[0]))[:MAX_CANDIDATES]:
         begins = min(lines)
         step = (begins[-1] - begins[0]) / (len(begins) - 1)
-        if begins[-1] - begins[0] + step < COVERED * len(recording.events):
+        if begins[-1] - begins[0] + step < MIN_COVERAGE * len(recording.events):
             continue
-        between = {id(life.stack) for life in born if begins[0] <= life.born < begins[-1] and life.stack}
-        if not _share_a_module(frames[key] for key in between):
+        inner_stacks = {id(life.stack) for life in lives if begins[0] <= life.born < begins[-1] and life.stack}
+        if not _share_a_module(frames[key] for key in inner_stacks):
             return Steps(tuple(begins), f"the {len(lines)} lines that allocate {len(begins)} times, evenly spaced")
     return None
 
 
 def _is_complete_stack(frames: list[Frame]) -> bool:
     """Return whether a stack reaches the program's entry point; torch cuts off deep stacks."""
-    return bool(frames) and frames[-1].name in _ROOTS and any(not package_of(frame.filename) for frame in frames)
+    return (
+        bool(frames) and frames[-1].name in _ENTRY_POINTS and any(not find_package(frame.filename) for frame in frames)
+    )
 
 
-def _is_regular(at: list[int]) -> bool:
-    gaps = [after - before for before, after in pairwise(at)]
+def _is_regular(events: list[int]) -> bool:
+    gaps = [after - before for before, after in pairwise(events)]
     if len(gaps) > 2:
         gaps = gaps[1:]  # the first step allocates the optimizer's state and new segments
-    return max(gaps) - min(gaps) <= UNEVEN * max(gaps)
+    return max(gaps) - min(gaps) <= MAX_UNEVENNESS * max(gaps)
 
 
 def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
-    """Return whether all complete stacks are inside one and the same call of a module."""
-    whole = [frames[::-1] for frames in stacks if _is_complete_stack(frames)]
-    common = takewhile(lambda frames: len(set(frames)) == 1, zip(*whole, strict=False))
-    return not whole or any(frames[0].name in MODULE_CALLS for frames in common)
+    """Return whether all complete stacks are inside the same module call, or none is complete."""
+    complete = [frames[::-1] for frames in stacks if _is_complete_stack(frames)]
+    common = takewhile(lambda frames: len(set(frames)) == 1, zip(*complete, strict=False))
+    return not complete or any(frames[0].name in MODULE_CALLS for frames in common)
 
 
 def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:
-    """Return the blocks that steps leave until the end of the run, largest first.
+    """Return the leaks of a run, largest first: blocks that several steps allocate and no step frees.
 
-    Blocks of one line count if at least two steps, and more than half of all but the last, left some of them for a
-    whole further step and to the end. Blocks replaced in each step (gradients, optimizer state) do not count.
+    A source line leaks if at least two steps, and more than half of the steps before the last, left blocks of it to the
+    end. Blocks replaced in each step (gradients, optimizer state) do not count.
     """
-    last = len(steps.begins) - 1
+    last_step = len(steps.begins) - 1
     survivors: dict[tuple[str, str], list[tuple[int, BlockLife]]] = defaultdict(list)
     for life in recording.lives:
         if life.born >= steps.begins[0] and life.freed == NEVER:
             step = bisect_right(steps.begins, life.born) - 1
             survivors[life.origin.source, life.origin.op].append((step, life))
-    found = []
-    for (source, op), own in survivors.items():
-        left = Counter[int]()
-        for step, life in own:
-            left[step] += life.size
-        lasting = [step for step in left if step < last]
-        if len(lasting) < 2 or 2 * len(lasting) <= last:
+    leaks = []
+    for (source, op), group in survivors.items():
+        bytes_by_step = Counter[int]()
+        for step, life in group:
+            bytes_by_step[step] += life.size
+        leaking_steps = [step for step in bytes_by_step if step < last_step]
+        if len(leaking_steps) < 2 or 2 * len(leaking_steps) <= last_step:
             continue
-        amounts = sorted(left[step] for step in lasting)
-        found.append(
+        amounts = sorted(bytes_by_step[step] for step in leaking_steps)
+        leaks.append(
             Leak(
                 source=source,
-                module=Counter(life.origin.module for _, life in own).most_common(1)[0][0],
+                module=Counter(life.origin.module for _, life in group).most_common(1)[0][0],
                 op=op,
-                allocated_bytes=sum(left.values()),
-                count=len(own),
+                allocated_bytes=sum(bytes_by_step.values()),
+                count=len(group),
                 per_step_bytes=amounts[len(amounts) // 2],
-                steps=len(left),
+                steps=len(bytes_by_step),
             )
         )
-    return sorted(found, key=lambda leak: (-leak.allocated_bytes, leak.source))
+    return sorted(leaks, key=lambda leak: (-leak.allocated_bytes, leak.source))

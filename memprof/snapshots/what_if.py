@@ -18,7 +18,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, PoolId
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """The outcome of the requests under one configuration."""
+    """Memory of a replay of a recording's requests under one allocator configuration."""
 
     settings: str
     peak_reserved_bytes: int
@@ -30,7 +30,7 @@ class ReplayOutcome:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The outcomes of the same requests under two configurations."""
+    """Replays of a recording's requests under its own allocator configuration and under another."""
 
     before: ReplayOutcome
     after: ReplayOutcome
@@ -39,9 +39,9 @@ class WhatIf:
     failed_allocations: int  # In the recording; they are left out of both replays.
 
 
-def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
-    """Replay the requests of `recording` under its own settings and under `other`."""
-    before, after = (_replay_recording(recording, config) for config in (recording.replay.config, other))
+def what_if(recording: Recording, new_config: AllocatorConfig) -> WhatIf:
+    """Replay the requests of `recording` under its own settings and under `new_config`; return the memory of each."""
+    before, after = (_replay_recording(recording, config) for config in (recording.replay.config, new_config))
     return WhatIf(
         before=before,
         after=after,
@@ -68,11 +68,11 @@ def _replay_recording(recording: Recording, config: AllocatorConfig) -> ReplayOu
         if life.born != BEFORE:
             break
         live[life.address] = malloc(life.address, life.requested, life.stream, DEFAULT_POOL)
-    flushes = set(recording.replay.flushes)
-    waiting: dict[int, Block] = {}
+    flush_events = set(recording.replay.flushes)
+    pending: dict[int, Block] = {}
     events = recording.events
     for index, (action, address) in enumerate(zip(events.actions, events.addresses, strict=True)):
-        if index in flushes:
+        if index in flush_events:
             allocator.empty_cache()
         if action == ALLOC:
             pool_id = events.pool_ids[events.pools[index]]
@@ -83,12 +83,12 @@ def _replay_recording(recording: Recording, config: AllocatorConfig) -> ReplayOu
                 continue
             if not completes_at_once(events, index):
                 allocator.record_stream(block, OTHER_STREAM)
-                waiting[address] = block
+                pending[address] = block
             allocator.free(block)
         elif action == FREE_COMPLETED:
-            pending = waiting.pop(address, None)
-            if pending is not None and pending.events:
-                allocator.pending.complete(pending)
+            block_life = pending.pop(address, None)
+            if block_life is not None and block_life.events:
+                allocator.pending.complete(block_life)
     stats = allocator.stats()
     return ReplayOutcome(
         settings=config.text or "the defaults",

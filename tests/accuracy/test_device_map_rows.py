@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memprof.device.catalog import find_gpu
-from memprof.flows.gpus import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, resolve_settings
 from memprof.virtual import VirtualGpu
 
 NEW_TOKENS = 2048
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 def run_of(gpus: int) -> VirtualGpu:
-    gpu, settings = find_gpu("a100-80gb"), allocator_settings(None)
+    gpu, settings = find_gpu("a100-80gb"), resolve_settings(None)
     return VirtualGpu(gpu, gpus=gpus, memory=lambda trace: RunAllocator(trace, gpu, settings))
 
 

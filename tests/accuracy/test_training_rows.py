@@ -19,7 +19,7 @@ import torch
 
 from memprof.device.catalog import find_gpu
 from memprof.flows import profile as flow
-from memprof.flows.gpus import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, resolve_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
 from memprof.stubs.extension import extensions
@@ -126,7 +126,7 @@ def simulate(run: Recipe | Bench, gpu: str) -> Simulated:
 def _simulate(run: Recipe | Bench, name: str) -> Simulated:
     """Once for all tests that ask for something of it."""
     readings: dict[str, int] = {}
-    settings = allocator_settings("")
+    settings = resolve_settings("")
     with (
         disable_garbage_collection(),
         VirtualGpu(
@@ -214,7 +214,7 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     """To the last digit: from_pretrained quantizes one weight after the other, and PEFT makes the embedding float32."""
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
-    gpu, settings = find_gpu("rtx-4080"), allocator_settings("")
+    gpu, settings = find_gpu("rtx-4080"), resolve_settings("")
     parts = extensions(stubs=False)
     with (
         disable_garbage_collection(),

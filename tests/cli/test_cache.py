@@ -17,7 +17,7 @@ GPT2 = ("profile", "--model", "gpt2", "--context-length", "64")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(results, "loaded_files", list)  # this process is older than what it tests
+    monkeypatch.setattr(results, "stamp_loaded_files", list)  # this process is older than what it tests
     return tmp_path / "cache"
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from memprof.cli import progress
-from memprof.flows.capture import _progress_of_trace
-from memprof.flows.progress import progress_text, report_progress_with
+from memprof.flows.capture import _describe_progress
+from memprof.flows.progress import describe_progress, report_progress_with
 from memprof.trace.events import Event, EventKind, Module, ModuleRole, Phase, PhaseKind, Trace
 from memprof.trace.io import save_trace
 from tests.cli.terminal import Terminal
@@ -85,7 +85,7 @@ def test_progress_says_how_far_it_is(capsys, monkeypatch):
         time.sleep(0.08)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "memprof: training step 1 of 2, layer 3 of 9 (0 s)" and second == "memprof: accounting (0 s)"
-    assert progress_text() == ""
+    assert describe_progress() == ""
 
 
 def test_progress_on_a_terminal_is_one_line_that_goes_away():
@@ -109,7 +109,7 @@ def test_layers_of_a_forward_are_counted():
     said = []
     for event in events:
         trace.events.append(Event(*event))
-        said.append(_progress_of_trace(trace))
+        said.append(_describe_progress(trace))
     assert said == ["", "forward", "forward", "layer 2 of 3", "backward"]
 
 

@@ -12,7 +12,7 @@ from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
 from memprof.report.terminal.analysis import render
 from memprof.report.terminal.console import to_text
-from memprof.snapshots.recording import recordings
+from memprof.snapshots.recording import build_recordings
 from memprof.snapshots.steps import find_steps
 from tests.golden.test_report import check
 from tests.unit.snapshots.builder import training
@@ -21,7 +21,7 @@ from tests.unit.snapshots.builder import training
 def document(**question) -> Analysis:
     program = training(steps=6, leak=True)
     program.malloc(8 << 30)
-    found = recordings(program.snapshot())
+    found = build_recordings(program.snapshot())
     for one in found:
         one.steps = find_steps(one)
     origin = RecordingOrigin("training.pickle", "torch snapshot", "measured", "", ("A hand-written run.",))

@@ -26,7 +26,7 @@ def by_words() -> Vocabulary:
         "whitespace", 1_234_567, FREQUENCIES, (("the", 20_000), ("of", 10_000), ("é", 6_666)), reserved=1,
         files=3, rows=12, notes=("wiki.txt: 2 bytes are undecodable and read as U+FFFD; the first is 0xe9.",),
     )  # fmt: skip
-    caps = vocab.compute_caps(counted, [("99%", Fraction(99, 100)), ("90%", Fraction(9, 10))], asked=500)
+    caps = vocab.compute_caps(counted, [("99%", Fraction(99, 100)), ("90%", Fraction(9, 10))], requested_cap=500)
     savings = vocab.estimate_savings("1.2B", counted, caps, TargetSpec(model="none", context_length=4096, batch_size=8))
     return vocab.build_vocabulary(("wiki.txt", "more/*.jsonl"), counted, caps, savings, "0")
 

@@ -12,7 +12,7 @@ import memprof
 from memprof.allocator import Settings
 from memprof.device.catalog import custom_gpu
 from memprof.errors import UsageError
-from memprof.flows.gpus import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, resolve_settings
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot_file import parse_snapshot
 from memprof.virtual import VirtualGpu
@@ -99,7 +99,7 @@ def test_the_programs_own_workspace_of_cublas(monkeypatch: pytest.MonkeyPatch) -
 def test_a_snapshot_after_a_request_that_was_refused() -> None:
     """The program has gone on without it, and so has its cache."""
     gpu = custom_gpu(GIB)
-    settings = allocator_settings("")
+    settings = resolve_settings("")
     with VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), raises_oom=True):
         torch.cuda.memory._record_memory_history()
         kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")

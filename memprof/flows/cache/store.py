@@ -25,32 +25,32 @@ CACHE_VARIABLE = "MEMPROF_CACHE"  # path of the cache folder; `off` disables the
 MAX_CACHE_BYTES = 32 << 20  # of all files; the least recently used goes first; a result has about 20 KiB
 _MAX_FILE_BYTES = MAX_CACHE_BYTES // 8  # bytes of one file
 _MAX_UNPACKED_BYTES = 32 * _MAX_FILE_BYTES  # bytes of one file, decompressed
-_FORM = b"memprof answer 1 "
+_HEADER_PREFIX = b"memprof answer 1 "
 _SUFFIX = ".answer"
 _CACHE_FILE = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # a result, or a file that is being written
 _STALE_SECONDS = 3600  # a temporary file of this age was abandoned
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path | None:
+def get_cache_folder(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path | None:
     """Return the folder `$MEMPROF_CACHE`, or `memprof` in the user's cache folder; None: the cache is off.
 
     The user's cache folder is `$XDG_CACHE_HOME` (if absolute) or ~/.cache (XDG Base Directory Specification), on macOS
     ~/Library/Caches, on Windows %LOCALAPPDATA%.
     """
-    asked = environ.get(CACHE_VARIABLE)
-    if asked is not None:
-        return None if asked.strip().lower() in ("", "off", "0", "no") else Path(asked).expanduser().absolute()
+    setting = environ.get(CACHE_VARIABLE)
+    if setting is not None:
+        return None if setting.strip().lower() in ("", "off", "0", "no") else Path(setting).expanduser().absolute()
     try:
         home = Path.home()
     except RuntimeError:
         return None
     if platform == "win32":
-        local = environ.get("LOCALAPPDATA")
-        return (Path(local) if local else home / "AppData" / "Local") / "memprof" / "Cache"
+        local_app_data = environ.get("LOCALAPPDATA")
+        return (Path(local_app_data) if local_app_data else home / "AppData" / "Local") / "memprof" / "Cache"
     if platform == "darwin":
         return home / "Library" / "Caches" / "memprof"
-    given = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else home / ".cache") / "memprof"
+    xdg_cache_home = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (xdg_cache_home if xdg_cache_home.is_absolute() else home / ".cache") / "memprof"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Store:
 
     def find(self, key: str) -> dict[str, Any] | None:
         """Return the value cached under `key`; None if the file is missing or damaged."""
-        path = self._path(key)
+        path = self._get_path(key)
         value = self.read(path)
         if value is not None:
             with contextlib.suppress(OSError):
@@ -87,82 +87,82 @@ class Store:
                 data = file.read(_MAX_FILE_BYTES + 1)
         except OSError:
             return None
-        head, _, packed = data.partition(b"\n")
-        if len(data) > _MAX_FILE_BYTES or head != _FORM + hashlib.sha256(packed).hexdigest().encode():
+        header, _, payload = data.partition(b"\n")
+        if len(data) > _MAX_FILE_BYTES or header != _HEADER_PREFIX + hashlib.sha256(payload).hexdigest().encode():
             return None
         try:
-            unpacked = zlib.decompressobj().decompress(packed, _MAX_UNPACKED_BYTES)
-            value = json.loads(unpacked)
+            json_bytes = zlib.decompressobj().decompress(payload, _MAX_UNPACKED_BYTES)
+            value = json.loads(json_bytes)
         except (zlib.error, ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
 
     def save(self, key: str, value: dict[str, Any]) -> bool:
         """Cache a `value` of plain JSON under `key` (64 hexadecimal digits); return whether it was written."""
-        packed = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
-        data = _FORM + hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed
+        payload = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
+        data = _HEADER_PREFIX + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
         if len(data) > min(_MAX_FILE_BYTES, self.max_bytes):
             return False
-        temporary = None
+        temporary_path = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f".{key}.", suffix=_SUFFIX, delete=False) as file:
-                temporary = file.name
+                temporary_path = file.name
                 file.write(data)
-            os.replace(temporary, self._path(key))
-            temporary = None
+            os.replace(temporary_path, self._get_path(key))
+            temporary_path = None
         except OSError:
             return False
         finally:
-            if temporary is not None:
+            if temporary_path is not None:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                    os.unlink(temporary_path)
         self._evict()
         return True
 
     def list_entries(self) -> list[CachedFile]:
         """Return the files of all cached results, the most recently used first."""
         return sorted(
-            (one for one in self._files() if not one.path.name.startswith(".")), key=lambda one: -one.last_used
+            (one for one in self._list_files() if not one.path.name.startswith(".")), key=lambda one: -one.last_used
         )
 
     def clear(self) -> int:
         """Remove all files of the cache, and the folder if it is then empty; return the number of results removed."""
-        answers = sum(_remove(one.path) and not one.path.name.startswith(".") for one in self._files())
+        num_results = sum(_remove_file(file.path) and not file.path.name.startswith(".") for file in self._list_files())
         with contextlib.suppress(OSError):
             self.folder.rmdir()
-        return answers
+        return num_results
 
-    def _path(self, key: str) -> Path:
+    def _get_path(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
 
-    def _files(self) -> list[CachedFile]:
-        found = []
+    def _list_files(self) -> list[CachedFile]:
+        files = []
         try:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     if _CACHE_FILE.fullmatch(entry.name):
                         with contextlib.suppress(OSError):  # removed by another process
                             status = entry.stat(follow_symlinks=False)
-                            found.append(CachedFile(Path(entry.path), status.st_size, status.st_mtime))
+                            files.append(CachedFile(Path(entry.path), status.st_size, status.st_mtime))
         except OSError:
             return []
-        return found
+        return files
 
     def _evict(self) -> None:
         """Remove abandoned temporary files, and the least recently used results until the total size is in bounds."""
-        total = 0
-        for one in sorted(self._files(), key=lambda one: -one.last_used):
-            if one.path.name.startswith("."):
-                if time.time() - one.last_used > _STALE_SECONDS:
-                    _remove(one.path)
+        total_bytes = 0
+        for file in sorted(self._list_files(), key=lambda file: -file.last_used):
+            if file.path.name.startswith("."):
+                if time.time() - file.last_used > _STALE_SECONDS:
+                    _remove_file(file.path)
                 continue
-            total += one.num_bytes
-            if total > self.max_bytes:
-                _remove(one.path)
+            total_bytes += file.num_bytes
+            if total_bytes > self.max_bytes:
+                _remove_file(file.path)
 
 
-def _remove(path: Path) -> bool:
+def _remove_file(path: Path) -> bool:
     try:
         path.unlink()
     except OSError:

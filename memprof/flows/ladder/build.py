@@ -20,26 +20,26 @@ MAX_RUNS = 16  # so that a ladder takes less than a minute
 
 
 def build_ladder(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Report]:
-    """Return the original run, with a ladder of the fixes `names` (None: all fixes of the catalog's ladder).
+    """Return the trace of the original run, and its report with a ladder of the fixes `names` (None: all).
 
-    The ladder continues past the row that fits, as long as a fix saves enough for a row and trains the same model.
-    Fixes that train another model (LoRA) are tried only while the run does not fit.
+    The ladder continues past the first row that fits, while fixes save enough. Fixes that train another model (LoRA)
+    are tried only while the run does not fit.
     """
     run, fixes = runs.original, list[ChosenFix]()
     rows = [runs.build_row((), run, None)]
-    not_applied: dict[str, str] = {}
+    rejections: dict[str, str] = {}
     num_tries: dict[str, int] = {}
-    remaining = [name for name in (list_ladder() if names is None else names) if name not in runs.in_force()]
+    remaining_fixes = [name for name in (list_ladder() if names is None else names) if name not in runs.in_force()]
     while len(rows) < MAX_ROWS and len(runs) < MAX_RUNS:
-        step = find_next_fix(runs, run, fixes, remaining, num_tries, not_applied)
-        if step is None:
+        found_step = find_next_fix(runs, run, fixes, remaining_fixes, num_tries, rejections)
+        if found_step is None:
             break
-        fix, better = step
+        fix, better_run = found_step
         fixes.append(fix)
-        remaining.remove(fix.fix.name)
-        rows.append(runs.build_row(fixes, better, run))
-        run = better
-    document = dataclasses.replace(runs.original.complete_report(), ladder=tuple(rows), ladder_left_out=not_applied)
+        remaining_fixes.remove(fix.fix.name)
+        rows.append(runs.build_row(fixes, better_run, run))
+        run = better_run
+    document = dataclasses.replace(runs.original.complete_report(), ladder=tuple(rows), ladder_left_out=rejections)
     return runs.original.trace, document
 
 
@@ -47,16 +47,16 @@ def find_next_fix(
     runs: Runs | RunsWithFixes,
     run: LadderRun,
     fixes: Sequence[ChosenFix],
-    remaining: Sequence[str],
+    remaining_fixes: Sequence[str],
     num_tries: dict[str, int],
-    not_applied: dict[str, str],
+    rejections: dict[str, str],
     max_runs: int = MAX_RUNS,
 ) -> tuple[ChosenFix, LadderRun] | None:
-    """Return the first candidate fix that saves enough, and the run with this fix; None if no candidate does.
+    """Return the first of `remaining_fixes` that saves enough on top of `fixes`, and the run with it; else None.
 
-    At most `max_runs` runs are made. A fix that saved nothing is tried once more at a later row, when the peak moved.
+    `runs` has at most `max_runs` runs afterwards. A fix that saves too little is tried once more in a later row.
     """
-    candidates = [name for name in _order_candidates(run, remaining) if num_tries.get(name, 0) < 2]
+    candidates = [name for name in _order_candidates(run, remaining_fixes) if num_tries.get(name, 0) < 2]
     candidates.sort(key=lambda name: num_tries.get(name, 0))  # stable: untried fixes first
     for name in candidates:
         if (run.fits and ALL_FIXES[name].trains_another) or len(runs) >= max_runs:
@@ -64,31 +64,31 @@ def find_next_fix(
         fix = ChosenFix(ALL_FIXES[name])
         num_tries[name] = num_tries.get(name, 0) + 1
         try:
-            better = runs.run_with_fixes([*fixes, fix])
+            better_run = runs.run_with_fixes([*fixes, fix])
         except MemprofError as error:
-            not_applied[name] = error.line
+            rejections[name] = error.line
             num_tries[name] = 2
             continue
-        saved = run.needed_bytes - better.needed_bytes
-        if saved >= MIN_SAVED_SHARE * run.needed_bytes or (better.fits and not run.fits):
-            not_applied.pop(name, None)
-            return fix, better
-        after = f" after {fixes[-1].fix.name}" if fixes else ""
-        what = f"saves {format_bytes(saved)}" if saved >= 0 else f"takes {format_bytes(-saved)} more"
-        not_applied[name] = what + after
+        saved_bytes = run.needed_bytes - better_run.needed_bytes
+        if saved_bytes >= MIN_SAVED_SHARE * run.needed_bytes or (better_run.fits and not run.fits):
+            rejections.pop(name, None)
+            return fix, better_run
+        condition = f" after {fixes[-1].fix.name}" if fixes else ""
+        what = f"saves {format_bytes(saved_bytes)}" if saved_bytes >= 0 else f"takes {format_bytes(-saved_bytes)} more"
+        rejections[name] = what + condition
     return None
 
 
-def _order_candidates(run: LadderRun, remaining: Sequence[str]) -> list[str]:
-    """Return the fixes of `remaining` that may help, those against the largest category of the peak first."""
-    peak, first = run.document.peak, find_bottleneck(run.document).category
-    found: list[str] = []
+def _order_candidates(run: LadderRun, remaining_fixes: Sequence[str]) -> list[str]:
+    """Return the fixes that may reduce the peak, those against the largest category of memory first."""
+    peak, largest_category = run.document.peak, find_bottleneck(run.document).category
+    names: list[str] = []
     for finding in run.document.findings:
         if finding.id in ("device-mismatch", "weight-delta-per-token"):
-            found += [name for name in finding.fixes if name in remaining]
-    for category, size in {first: 0, **peak.categories}.items():
-        if category == first or size >= MIN_SAVED_SHARE * peak.allocated_bytes:
-            found += [
-                name for name in remaining if category in (*ALL_FIXES[name].saves, *ALL_FIXES[name].ladder_against)
+            names += [name for name in finding.fixes if name in remaining_fixes]
+    for category, category_bytes in {largest_category: 0, **peak.categories}.items():
+        if category == largest_category or category_bytes >= MIN_SAVED_SHARE * peak.allocated_bytes:
+            names += [
+                name for name in remaining_fixes if category in (*ALL_FIXES[name].saves, *ALL_FIXES[name].ladder_against)
             ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))

@@ -30,45 +30,45 @@ _MAX_GPUS = 256  # the largest number of GPUs tried without fixes
 _SEQUENCE_CATEGORIES = ("activations", "logits and loss", "inputs")
 
 
-def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Report]:
-    """Return the run on `spec.gpus` GPUs with the cheapest plan and fixes that fit, and a report with the ladder."""
+def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda _: None) -> tuple[Trace, Report]:
+    """Return trace and report of the run with the cheapest parallel plan and fixes that fit `spec.gpus` GPUs."""
     runs = SpecRuns(spec.edit(parallel=BASE_PLAN), progress)
     steps_by_plan = list_plans(spec, spec.gpus)
-    plan, left_out = _find_fitting_plan(runs, spec.gpus, steps_by_plan)
+    plan, rejections = _find_fitting_plan(runs, spec.gpus, steps_by_plan)
     if plan is not None:
-        fits = f"--parallel {plan} over {spec.gpus} GPUs fits without fixes"
-        return _build_report(runs, steps_by_plan[plan], ChosenFixes((), fits, left_out))
+        fits_reason = f"--parallel {plan} over {spec.gpus} GPUs fits without fixes"
+        return _build_report(runs, steps_by_plan[plan], ChosenFixes((), fits_reason, rejections))
     larger_spec = _find_larger_spec(runs, spec)
-    plan, answer = _find_quickest_plan(runs, steps_by_plan, count_parallel_runs(spec), progress)
-    left_out.pop(f"--parallel {plan}")
-    reason = f"--parallel {plan}; {answer.reason}; {_describe_more_gpus(runs, spec, larger_spec)}"
-    return _build_report(runs, steps_by_plan[plan], ChosenFixes(answer.steps, reason, left_out | answer.rejected_fixes))
+    plan, fixes = _find_quickest_plan(runs, steps_by_plan, count_parallel_runs(spec), progress)
+    rejections.pop(f"--parallel {plan}")
+    reason = f"--parallel {plan}; {fixes.reason}; {_describe_more_gpus(runs, spec, larger_spec)}"
+    return _build_report(runs, steps_by_plan[plan], ChosenFixes(fixes.steps, reason, rejections | fixes.rejected_fixes))
 
 
 def _find_fitting_plan(
     runs: Runs, gpus: int, steps_by_plan: Mapping[str, Sequence[ChosenFix]]
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the first plan that fits without fixes (None: no plan), and the needs of the plans before."""
-    usable = runs.original.document.device.usable_bytes or 0
-    least = {plan: _bound_plan_bytes(runs, plan, gpus) for plan in steps_by_plan}
-    left_out: dict[str, str] = {}
+    """Return the first plan that fits without fixes (None: no plan), and a note on the memory of each earlier plan."""
+    usable_bytes = runs.original.document.device.usable_bytes or 0
+    min_bytes = {plan: _bound_plan_bytes(runs, plan, gpus) for plan in steps_by_plan}
+    rejections: dict[str, str] = {}
     for plan, steps in steps_by_plan.items():
-        if steps and least[plan] > usable:
-            needs = f"at least {format_bytes(least[plan])}"
+        if steps and min_bytes[plan] > usable_bytes:
+            need = f"at least {format_bytes(min_bytes[plan])}"
         else:
             run = runs.run_with_fixes(steps)
             if run.fits:
-                return plan, left_out
-            needs = format_bytes(run.needed_bytes)
-        left_out[f"--parallel {plan}"] = f"without fixes it needs {needs} of a GPU"
-    return None, left_out
+                return plan, rejections
+            need = format_bytes(run.needed_bytes)
+        rejections[f"--parallel {plan}"] = f"without fixes it needs {need} of a GPU"
+    return None, rejections
 
 
 def _find_quickest_plan(
     runs: Runs, steps_by_plan: Mapping[str, Sequence[ChosenFix]], num_processes: int, progress: Callable[[str], None]
 ) -> tuple[str, ChosenFixes]:
-    """Return the plan with the quickest step under its cheapest exact fixes, and these fixes. If no plan fits so,
-    return the plan that needs least, with any fixes. The most sharded plans run first."""
+    """Return the plan with the quickest step under its cheapest exact fixes, and these fixes. If no plan fits with
+    exact fixes, return the plan with the least memory, and its cheapest fixes of any kind."""
     from memprof.workload.pool import run_all
 
     best: tuple[float, str, ChosenFixes] | None = None
@@ -79,16 +79,16 @@ def _find_quickest_plan(
             1 - MIN_SPEEDUP
         )
 
-    left = list(steps_by_plan)[::-1]
-    while left:
-        batch, left = [plan for plan in left[:num_processes] if may_be_better(plan)], left[num_processes:]
-        tasks = [functools.partial(_find_plan_fixes, runs, steps_by_plan[plan]) for plan in batch]
-        for plan, answer in zip(batch, run_all(tasks, progress), strict=True):
-            if isinstance(answer, MemprofError):
-                raise answer
-            if answer.fits and may_be_better(plan) and (best is None or answer.seconds < best[0] * (1 - MIN_SPEEDUP)):
-                best, added_seconds = (answer.seconds, plan, answer.fixes), answer.seconds - answer.plan_seconds
-                runs.add_runs(answer.rows)
+    queue = list(steps_by_plan)[::-1]
+    while queue:
+        plans, queue = [plan for plan in queue[:num_processes] if may_be_better(plan)], queue[num_processes:]
+        tasks = [functools.partial(_find_plan_fixes, runs, steps_by_plan[plan]) for plan in plans]
+        for plan, result in zip(plans, run_all(tasks, progress), strict=True):
+            if isinstance(result, MemprofError):
+                raise result
+            if result.fits and may_be_better(plan) and (best is None or result.seconds < best[0] * (1 - MIN_SPEEDUP)):
+                best, added_seconds = (result.seconds, plan, result.fixes), result.seconds - result.plan_seconds
+                runs.add_runs(result.rows)
     if best is not None:
         return best[1:]
     plan = min(steps_by_plan, key=lambda plan: runs.run_with_fixes(steps_by_plan[plan]).needed_bytes)
@@ -97,7 +97,7 @@ def _find_quickest_plan(
 
 @dataclass(frozen=True, slots=True)
 class _PlanFixes:
-    """The cheapest fixes on top of a plan, the step time without and with these fixes, and the runs of their rows."""
+    """The cheapest fixes on top of a parallel plan, and the step time in seconds without and with these fixes."""
 
     fixes: ChosenFixes
     fits: bool
@@ -108,49 +108,49 @@ class _PlanFixes:
 
 def _find_plan_fixes(runs: Runs, steps: Sequence[ChosenFix]) -> _PlanFixes:
     """Return the cheapest exact fixes on top of the plan `steps`; may run in a worker process."""
-    with_plan = RunsWithFixes(runs, steps)
-    found = find_cheapest_fixes(with_plan, list_tiers()[:1])
-    rows = [([*steps, *fixes], with_plan.run_with_fixes(fixes)) for fixes in found.steps]
-    last = rows[-1][1] if rows else with_plan.original
-    return _PlanFixes(found, last.fits, with_plan.original.seconds, last.seconds, rows)
+    plan_runs = RunsWithFixes(runs, steps)
+    chosen = find_cheapest_fixes(plan_runs, list_tiers()[:1])
+    rows = [([*steps, *fixes], plan_runs.run_with_fixes(fixes)) for fixes in chosen.steps]
+    last_run = rows[-1][1] if rows else plan_runs.original
+    return _PlanFixes(chosen, last_run.fits, plan_runs.original.seconds, last_run.seconds, rows)
 
 
 def _bound_plan_bytes(runs: Runs, plan: str, gpus: int) -> int:
     """Return a lower bound in bytes of a GPU's peak under `plan`: weights, gradients and optimizer state divided among
     shards, and a sequence's tensors among the GPUs that share the sequence. DDP's buckets are not counted."""
-    spread = parse_plan(plan, gpus)
+    layout = parse_plan(plan, gpus)
     target, peak = runs.original.document.target, runs.original.document.peak
     if target is None or target.asked.amp is not None:
         return 0  # fully_shard's own mixed precision keeps other tensors than autocast does
-    weights, sequence = (sum(peak.categories.get(one, 0) for one in of) for of in (WEIGHTS, _SEQUENCE_CATEGORIES))
-    return weights // (spread.size if spread.sharded else 1) + sequence // spread.sharing
+    weight_bytes, sequence = (sum(peak.categories.get(one, 0) for one in of) for of in (WEIGHTS, _SEQUENCE_CATEGORIES))
+    return weight_bytes // (layout.size if layout.sharded else 1) + sequence // layout.sharing
 
 
 def list_plans(spec: TargetSpec, gpus: int) -> dict[str, list[ChosenFix]]:
-    """Return the parallel plans that apply to the model, simplest first, each with the fixes that enable the plan."""
+    """Return the parallel plans (`--parallel`) that apply to the model, simplest first, with the fixes of each."""
     fsdp, ulysses = PARALLEL_FIXES["fsdp"], PARALLEL_FIXES["ulysses"]
     powers = [1 << power for power in range(1, gpus.bit_length()) if gpus % (1 << power) == 0]
-    found: dict[str, list[ChosenFix]] = {}
+    plans: dict[str, list[ChosenFix]] = {}
     for steps in ([], [ChosenFix(fsdp)], *([ChosenFix(fsdp), ChosenFix(ulysses, str(ranks))] for ranks in powers)):
-        spread = spec.edit(parallel=BASE_PLAN, gpus=gpus)
+        plan_spec = spec.edit(parallel=BASE_PLAN, gpus=gpus)
         try:
             for fix in steps:
-                spread = edit_spec(spread, fix, {})
+                plan_spec = edit_spec(plan_spec, fix, {})
         except UsageError:
             continue
-        found[spread.parallel or BASE_PLAN] = steps
-    return found
+        plans[plan_spec.parallel or BASE_PLAN] = steps
+    return plans
 
 
 def _build_report(runs: Runs, plan_steps: Sequence[ChosenFix], fixes: ChosenFixes) -> tuple[Trace, Report]:
-    """Return the run with `fixes`; its ladder has a row for each step of the plan `plan_steps`, then for each fix."""
+    """Return trace and report with `fixes` on top of a plan; the ladder has a row for each step of the plan and fix."""
     steps = [list(plan_steps[:count]) for count in range(1, len(plan_steps) + 1)]
     all_steps = [*steps, *([*plan_steps, *fixes] for fixes in fixes.steps)]
     return run_with_ladder(runs, all_steps, fixes.reason, fixes.rejected_fixes)
 
 
 def _find_larger_spec(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None:
-    """Return `spec` on the first doubling of `gpus` that may fit without fixes; None if no number of GPUs may."""
+    """Return `spec` with the number of GPUs doubled until it may fit without fixes; None if no number of GPUs may."""
     gpus = 2 * (gpus or spec.gpus)
     while gpus <= _MAX_GPUS:
         plan = [*list_plans(spec, gpus)][-1]
@@ -161,7 +161,7 @@ def _find_larger_spec(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec
 
 
 def _describe_more_gpus(runs: SpecRuns, spec: TargetSpec, larger_spec: TargetSpec | None) -> str:
-    """Return a sentence: the number of GPUs on which the run fits without fixes."""
+    """Return a sentence on the number of GPUs that run the model without fixes; tries `larger_spec` and doublings."""
     while larger_spec is not None:
         try:
             fits = runs.profile(larger_spec, f"{larger_spec.gpus} GPUs")[1].verdict.fits

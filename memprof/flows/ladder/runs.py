@@ -14,7 +14,7 @@ from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import list_active_fixes
 from memprof.fixes.chosen import ChosenFix, combine_numerics, edit_spec
-from memprof.flows.account import analyze, with_settings
+from memprof.flows.account import analyze, replace_allocator_settings
 from memprof.flows.cost import StepWork, compute_cost, compute_step_work, find_bottleneck
 from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.profile import count_parallel_runs, profile
@@ -55,7 +55,7 @@ class LadderRun:
 
     @property
     def seconds(self) -> float:
-        """Return the lower bound of the time of a step on this GPU, in seconds."""
+        """Return a lower bound of the step time in seconds on this GPU; 0 if unknown."""
         return 0.0 if self.work is None else self.work.seconds
 
 
@@ -73,7 +73,7 @@ class Runs(abc.ABC):
 
     @abc.abstractmethod
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
-        """Run the program with `fixes`."""
+        """Run the program with `fixes`; return its trace and report."""
 
     @abc.abstractmethod
     def format_command(self, fixes: Sequence[ChosenFix], *, fits: bool | None) -> str:
@@ -81,7 +81,7 @@ class Runs(abc.ABC):
 
     @abc.abstractmethod
     def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
-        """Return `trace` as if run with `fixes`, which add only allocator settings to the fixes of `trace`."""
+        """Return `trace` as if the run had `fixes`, which differ from its fixes only in allocator settings."""
 
     def _compute_work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
         """Return the work of a step of the run with `fixes`; None if the work was not counted."""
@@ -100,11 +100,11 @@ class Runs(abc.ABC):
         """Return the names of the fixes that the original run already has."""
 
     @abc.abstractmethod
-    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+    def run_in_parallel(self, fix_sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Run the program with each set of fixes, in parallel where possible."""
 
     def add_runs(self, rows: Iterable[tuple[Sequence[ChosenFix], LadderRun]]) -> None:
-        """Add runs that were made in another process."""
+        """Add runs of another process, as pairs of the fixes and the run."""
         self._run_by_fixes |= {_fix_key(fixes): run for fixes, run in rows}
 
     def __len__(self) -> int:
@@ -116,14 +116,14 @@ class Runs(abc.ABC):
         key = _fix_key(fixes)
         if key in self._run_by_fixes:
             return self._run_by_fixes[key]
-        others = [fix for fix in fixes if not fix.fix.alloc_conf]
-        if len(others) == len(fixes):
+        other_fixes = [fix for fix in fixes if not fix.fix.alloc_conf]
+        if len(other_fixes) == len(fixes):
             return self._add(fixes)
         # The requests are the same in the same order: only the allocator's replay differs.
         self.check_fixes(fixes)
-        before = self.run_with_fixes(others) if others else self.original
-        trace = self._replay_with_fixes(before.trace, fixes)
-        self._run_by_fixes[key] = LadderRun(trace, analyze(trace, explained=False), before.work)
+        base_run = self.run_with_fixes(other_fixes) if other_fixes else self.original
+        trace = self._replay_with_fixes(base_run.trace, fixes)
+        self._run_by_fixes[key] = LadderRun(trace, analyze(trace, with_details=False), base_run.work)
         return self._run_by_fixes[key]
 
     def _add(self, fixes: Sequence[ChosenFix]) -> LadderRun:
@@ -131,15 +131,15 @@ class Runs(abc.ABC):
         run = self._run_by_fixes[_fix_key(fixes)] = LadderRun(trace, document, self._compute_work(trace, fixes))
         return run
 
-    def build_row(self, fixes: Sequence[ChosenFix], run: LadderRun, before: LadderRun | None) -> LadderRow:
-        """Return the ladder row of `run`; `before` is the run of the row above."""
+    def build_row(self, fixes: Sequence[ChosenFix], run: LadderRun, previous_run: LadderRun | None) -> LadderRow:
+        """Return the ladder row of `run`; `previous_run` is the run of the row above (None: the first row)."""
         document = run.document
         names = tuple(str(fix) for fix in fixes)
         numerics = combine_numerics([fix.fix.name for fix in fixes]).value
-        last = fixes[-1].fix if fixes else None
-        note = "" if last is None else last.cost
+        last_fix = fixes[-1].fix if fixes else None
+        note = "" if last_fix is None else last_fix.cost
         cost = compute_cost(run.work, self.original.work, numerics, note, run.trace.compiling)
-        if last is not None and last.compiles:
+        if last_fix is not None and last_fix.compiles:
             cost = dataclasses.replace(cost, note=f"{note}: {cost.compile_note}")
         return LadderRow(
             fixes=names,
@@ -148,7 +148,7 @@ class Runs(abc.ABC):
             reserved_bytes=document.peak.reserved_bytes,
             device_used_bytes=run.needed_bytes,
             host_peak_bytes=document.host_peak_bytes,
-            saved_bytes=before.needed_bytes - run.needed_bytes if before is not None else 0,
+            saved_bytes=previous_run.needed_bytes - run.needed_bytes if previous_run is not None else 0,
             fits=None if run.has_device_mismatch else document.verdict.fits,
             next_bottleneck=find_bottleneck(document),
             cost=cost,
@@ -158,12 +158,12 @@ class Runs(abc.ABC):
 
 
 class SpecRuns(Runs):
-    """Runs of one spec; `simulated` is the trace of the original run, if known."""
+    """Runs of one spec; `original_trace` is the trace of the run without further fixes, if it exists already."""
 
     def __init__(
-        self, spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, simulated: Trace | None = None
+        self, spec: TargetSpec, progress: Callable[[str], None] = lambda _: None, original_trace: Trace | None = None
     ) -> None:
-        self._spec, self._progress, self._simulated = spec, progress, simulated
+        self._spec, self._progress, self._original_trace = spec, progress, original_trace
         # Runs made in parallel and not yet requested: trace and report without ledger, or the error of the run.
         self._prefetched_runs: dict[TargetSpec, tuple[Trace, Report] | MemprofError] = {}
         super().__init__(find_spec_gpu(spec))
@@ -187,21 +187,21 @@ class SpecRuns(Runs):
         """Raise UsageError if `fixes` do not apply to the spec."""
         self.add_fixes(fixes)
 
-    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+    def run_in_parallel(self, fix_sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Run the spec with each set of fixes, in worker processes."""
         specs: list[TargetSpec] = []
-        for fixes in sets:
-            made = [fix for fix in fixes if not fix.fix.alloc_conf]
-            if made and _fix_key(made) not in self._run_by_fixes:
+        for fixes in fix_sets:
+            run_fixes = [fix for fix in fixes if not fix.fix.alloc_conf]
+            if run_fixes and _fix_key(run_fixes) not in self._run_by_fixes:
                 with contextlib.suppress(UsageError):
-                    specs.append(self.add_fixes(made))
-        left = [spec for spec in dict.fromkeys(specs) if spec not in self._prefetched_runs]
-        if len(left) < 2 or count_parallel_runs(self._spec) < 2:
+                    specs.append(self.add_fixes(run_fixes))
+        pending_specs = [spec for spec in dict.fromkeys(specs) if spec not in self._prefetched_runs]
+        if len(pending_specs) < 2 or count_parallel_runs(self._spec) < 2:
             return
         from memprof.workload.pool import run_all  # needs torch
 
-        tasks = [functools.partial(profile, spec, explained=False) for spec in left]
-        self._prefetched_runs |= zip(left, run_all(tasks, self._progress), strict=True)
+        tasks = [functools.partial(profile, spec, with_details=False) for spec in pending_specs]
+        self._prefetched_runs |= zip(pending_specs, run_all(tasks, self._progress), strict=True)
 
     def in_force(self) -> frozenset[str]:
         """Return the names of the fixes that the spec already has."""
@@ -209,7 +209,7 @@ class SpecRuns(Runs):
 
     def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         spec = self.add_fixes(fixes)
-        trace = trace if spec.alloc_conf is None else with_settings(trace, spec.alloc_conf)
+        trace = trace if spec.alloc_conf is None else replace_allocator_settings(trace, spec.alloc_conf)
         assert trace.facts.target is not None
         target = dataclasses.replace(trace.facts.target, asked=spec)
         return dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, target=target))
@@ -220,21 +220,21 @@ class SpecRuns(Runs):
     def _compute_work(self, trace: Trace, fixes: Sequence[ChosenFix]) -> StepWork | None:
         # For the same number of sequences as the original: GPUs that share a sequence run them one after another.
         spec = self.add_fixes(fixes)
-        times = _count_sequence_ranks(spec) // _count_sequence_ranks(self._spec)
-        return compute_step_work(trace, self._gpu, spec.gradient_accumulation * times if times > 1 else 0)
+        rank_ratio = _count_sequence_ranks(spec) // _count_sequence_ranks(self._spec)
+        return compute_step_work(trace, self._gpu, spec.gradient_accumulation * rank_ratio if rank_ratio > 1 else 0)
 
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
-        if not fixes and self._simulated is not None:
-            return self._simulated, analyze(self._simulated, explained=False)
-        what = "with " + ", ".join(fix.fix.name for fix in fixes) if fixes else "unchanged"
-        return self.profile(self.add_fixes(fixes), what)
+        if not fixes and self._original_trace is not None:
+            return self._original_trace, analyze(self._original_trace, with_details=False)
+        description = "with " + ", ".join(fix.fix.name for fix in fixes) if fixes else "unchanged"
+        return self.profile(self.add_fixes(fixes), description)
 
-    def profile(self, spec: TargetSpec, what: str) -> tuple[Trace, Report]:
-        """Return the run of `spec`, described as `what` in progress lines; raise MemprofError if the run fails."""
+    def profile(self, spec: TargetSpec, description: str) -> tuple[Trace, Report]:
+        """Return the run of `spec`, with `description` in progress lines; raise MemprofError if the run fails."""
         made = self._prefetched_runs.pop(spec, None)
         if isinstance(made, MemprofError):
             raise made
-        return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
+        return made or profile(spec, lambda message: self._progress(f"{description}: {message}"), with_details=False)
 
 
 def _count_sequence_ranks(spec: TargetSpec) -> int:
@@ -242,7 +242,7 @@ def _count_sequence_ranks(spec: TargetSpec) -> int:
 
 
 class RunsWithFixes:
-    """Runs of `runs` with the fixes `base_fixes` on top; no set is run twice."""
+    """A view of `runs` in which every run also has the fixes `base_fixes`."""
 
     def __init__(self, runs: Runs, base_fixes: Sequence[ChosenFix]) -> None:
         self._runs, self._base_fixes = runs, list(base_fixes)
@@ -250,12 +250,12 @@ class RunsWithFixes:
         self.original = self.run_with_fixes(())
 
     def __len__(self) -> int:
-        """Return the number of runs requested through this view: a search has a budget of runs."""
+        """Return the number of runs requested through this view."""
         return len(self._requested_keys)
 
-    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+    def run_in_parallel(self, fix_sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Run the program with each set of fixes plus `base_fixes`, in parallel where possible."""
-        self._runs.run_in_parallel([*self._base_fixes, *fixes] for fixes in sets)
+        self._runs.run_in_parallel([*self._base_fixes, *fixes] for fixes in fix_sets)
 
     def run_with_fixes(self, fixes: Sequence[ChosenFix]) -> LadderRun:
         """Return the run with `fixes` plus `base_fixes`; raise UsageError if a fix does not apply."""
@@ -268,26 +268,26 @@ class RunsWithFixes:
         self._runs.check_fixes([*self._base_fixes, *fixes])
 
     def in_force(self) -> frozenset[str]:
-        """Return the names of the fixes that are on before a search adds any."""
+        """Return the names of the original run's fixes and of `base_fixes`."""
         return self._runs.in_force() | {fix.fix.name for fix in self._base_fixes}
 
 
-def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, each: bool = False) -> tuple[Trace, Report]:
-    """Return the run with `fixes`; its ladder has two rows, or with `each` a row per fix."""
-    steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
+def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, row_per_fix: bool = False) -> tuple[Trace, Report]:
+    """Return trace and report with `fixes`; the ladder has two rows, or with `row_per_fix` one row for each fix."""
+    steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if row_per_fix else [fixes]
     return run_with_ladder(runs, steps)
 
 
 def run_with_ladder(
-    runs: Runs, steps: Sequence[Sequence[ChosenFix]], reason: str = "", not_applied: dict[str, str] | None = None
+    runs: Runs, steps: Sequence[Sequence[ChosenFix]], reason: str = "", rejections: dict[str, str] | None = None
 ) -> tuple[Trace, Report]:
-    """Return the run of the last set of fixes in `steps`; its ladder has the original and a row per set."""
-    before = runs.original
-    rungs = [runs.build_row((), before, None)]
+    """Return trace and report of the last set of fixes in `steps`; the ladder has the original run and each set."""
+    previous_run = runs.original
+    rows = [runs.build_row((), previous_run, None)]
     for fixes in steps:
         run = runs.run_with_fixes(fixes)
-        rungs.append(runs.build_row(fixes, run, before))
-        before = run
-    return before.trace, dataclasses.replace(
-        before.complete_report(), ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
+        rows.append(runs.build_row(fixes, run, previous_run))
+        previous_run = run
+    return previous_run.trace, dataclasses.replace(
+        previous_run.complete_report(), ladder=tuple(rows), ladder_reason=reason, ladder_left_out=rejections or {}
     )

@@ -19,7 +19,7 @@ from memprof.command_line import make_run_command
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import FIXES, Numerics, script_fix_names
 from memprof.fixes.chosen import ChosenFix
-from memprof.flows.account import analyze, with_settings
+from memprof.flows.account import analyze, replace_allocator_settings
 from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.runs import Runs
@@ -48,7 +48,7 @@ class ScriptRuns(Runs):
     def _add_fixes(self, fixes: Sequence[ChosenFix]) -> RunSpec:
         return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
 
-    def run_in_parallel(self, sets: Iterable[Sequence[ChosenFix]]) -> None:
+    def run_in_parallel(self, fix_sets: Iterable[Sequence[ChosenFix]]) -> None:
         """Do nothing: a script may depend on files of its previous run, so runs are made one by one."""
 
     def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
@@ -69,7 +69,7 @@ class ScriptRuns(Runs):
 
     def _replay_with_fixes(self, trace: Trace, fixes: Sequence[ChosenFix]) -> Trace:
         settings = (self.original.document.allocator.alloc_conf, *(fix.fix.alloc_conf for fix in fixes))
-        return _record_spec(with_settings(trace, ",".join(filter(None, settings))), self._add_fixes(fixes))
+        return _record_spec(replace_allocator_settings(trace, ",".join(filter(None, settings))), self._add_fixes(fixes))
 
     def _run(self, fixes: Sequence[ChosenFix]) -> tuple[Trace, Report]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "unchanged"))
@@ -105,19 +105,19 @@ def _record_spec(trace: Trace, spec: RunSpec) -> Trace:
     return dataclasses.replace(trace, facts=dataclasses.replace(facts, program=program))
 
 
-def _build_error(code: int, stderr: str, program: Program, spec: RunSpec) -> MemprofError:
+def _build_error(exit_code: int, stderr: str, program: Program, spec: RunSpec) -> MemprofError:
     """Return the error of a failed run, from its exit code and standard error."""
     lines = stderr.rstrip().splitlines()
-    own = next((at for at in reversed(range(len(lines))) if lines[at].startswith(_ERROR_PREFIX)), None)
-    if own is not None and code == UsageError.exit_code:
+    own = next((index for index in reversed(range(len(lines))) if lines[index].startswith(_ERROR_PREFIX)), None)
+    if own is not None and exit_code == UsageError.exit_code:
         value = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  value:")), None)
         hint = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  hint:")), None)
         return UsageError(lines[own].removeprefix(_ERROR_PREFIX), value=value, hint=hint)
     condition = f"with {', '.join(spec.fixes)}" if spec.fixes else "unchanged"
-    own_words = [line for line in lines if line.strip() and not line.startswith(("Saved: ", _ERROR_PREFIX))]
+    output_lines = [line for line in lines if line.strip() and not line.startswith(("Saved: ", _ERROR_PREFIX))]
     return MemprofError(
         f"the script fails {condition}",
-        value=own_words[-1].strip() if own_words else f"exit code {code}",
+        value=output_lines[-1].strip() if output_lines else f"exit code {exit_code}",
         hint=f"its output and the report so far: {make_run_command(spec, program.command)}",
     )
 

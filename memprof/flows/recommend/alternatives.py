@@ -1,4 +1,4 @@
-"""Alternatives if no configuration fits: more host memory, another GPU, more GPUs, or training fewer parameters."""
+"""Alternatives if no configuration fits: more host memory, another GPU, more GPUs, or LoRA or QLoRA."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ CHEAPER_GOALS = {Goal.FULL: (Goal.LORA, Goal.QLORA), Goal.LORA: (Goal.QLORA,), G
 
 
 def find_alternatives(search: Search, leanest: PlanRun) -> tuple[Alternative, ...]:
-    """Return the alternatives to a search without a fit; `leanest` is the run with the lowest need."""
-    host_limited = [run for run in search.run_by_plan.values() if run.outcome.oom_stage == HOST_MEMORY]
-    found = [
-        *([_find_host_memory(host_limited)] if host_limited else []),
-        *([] if leanest in host_limited else [_find_smallest_gpu(search, leanest), _find_num_gpus(search)]),
+    """Return alternatives for a search in which no run fits; `leanest` is the run that needs the least memory."""
+    host_limited_runs = [run for run in search.run_by_plan.values() if run.outcome.oom_stage == HOST_MEMORY]
+    alternatives = [
+        *([_find_host_memory(host_limited_runs)] if host_limited_runs else []),
+        *([] if leanest in host_limited_runs else [_find_smallest_gpu(search, leanest), _find_num_gpus(search)]),
         *(_try_goal(search, goal) for goal in CHEAPER_GOALS[search.goal]),
     ]
-    return tuple(one for one in found if one is not None)
+    return tuple(alternative for alternative in alternatives if alternative is not None)
 
 
-def _find_host_memory(run: list[PlanRun]) -> Alternative:
-    """Return the alternative with more host memory: the least need among runs that fit the GPU but not the host."""
-    leanest = min(run, key=lambda one: one.outcome.host_bytes)
+def _find_host_memory(runs: list[PlanRun]) -> Alternative:
+    """Return the alternative with more host memory: that of `runs`, which fit the GPU, with the least host memory."""
+    leanest = min(runs, key=lambda run: run.outcome.host_bytes)
     return Alternative("the least host memory that does", leanest.label, leanest.outcome.host_bytes, estimate=False)
 
 
 def _find_smallest_gpu(search: Search, leanest: PlanRun) -> Alternative | None:
-    """Return the smallest GPU of the catalog on which the run `leanest` fits, by a run; None if no GPU is enough."""
+    """Return the smallest GPU of the catalog on which a simulated run like `leanest` fits; None if no GPU does."""
     spec = leanest.outcome.spec.edit(gpu_vram_bytes=None)
     for gpu in sorted(list_gpus(), key=lambda gpu: gpu.total_bytes):
         if gpu.total_bytes < leanest.outcome.needed_bytes:
@@ -49,7 +49,7 @@ def _find_smallest_gpu(search: Search, leanest: PlanRun) -> Alternative | None:
 
 
 def _find_num_gpus(search: Search) -> Alternative | None:
-    """Return the least number of GPUs that fits with parameters, gradients and optimizer state sharded.
+    """Return the least number of GPUs that fit the model with parameters, gradients and optimizer state sharded.
 
     A closed form, that of ZeRO's third stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.3): each GPU has one N-th of the three, and all other memory as in the run.
@@ -63,30 +63,30 @@ def _find_num_gpus(search: Search) -> Alternative | None:
         outcome = run.outcome
         state = outcome.state
         sharded_bytes = state.parameters_bytes + state.gradients_bytes + state.optimizer_state_bytes
-        unsharded_bytes = outcome.needed_bytes - sharded_bytes + 2 * state.parameters_bytes // _num_layers(outcome)
+        unsharded_bytes = outcome.needed_bytes - sharded_bytes + 2 * state.parameters_bytes // _get_num_layers(outcome)
         if unsharded_bytes >= gpu.total_bytes:
             continue
-        number = max(math.ceil(sharded_bytes / (gpu.total_bytes - unsharded_bytes)), 2)
-        if number <= MAX_GPUS and (best is None or number < best[0]):
-            best = number, unsharded_bytes + math.ceil(sharded_bytes / number), run
+        num_gpus = max(math.ceil(sharded_bytes / (gpu.total_bytes - unsharded_bytes)), 2)
+        if num_gpus <= MAX_GPUS and (best is None or num_gpus < best[0]):
+            best = num_gpus, unsharded_bytes + math.ceil(sharded_bytes / num_gpus), run
     if best is None:
         return None
-    number, needed, run = best
-    name = f"{number} x {gpu.name}, sharded (FSDP, ZeRO-3): {run.label} each"
-    return Alternative("the least number of these GPUs", name, needed, estimate=True)
+    num_gpus, bytes_per_gpu, run = best
+    name = f"{num_gpus} x {gpu.name}, sharded (FSDP, ZeRO-3): {run.label} each"
+    return Alternative("the least number of these GPUs", name, bytes_per_gpu, estimate=True)
 
 
-def _num_layers(outcome: SimulatedRun) -> int:
-    """Return the number of layers of the model; 2 (all parameters unsharded) if the configuration has no number."""
+def _get_num_layers(outcome: SimulatedRun) -> int:
+    """Return the number of layers in the model's configuration; 2 if the configuration does not have it."""
     # Imported here: the package memprof.workload.models imports torch.
     from memprof.workload.models import find_source
 
     config = find_source(outcome.spec).config or {}
-    text = config.get("text_config")
+    text_config = config.get("text_config")
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
-        for place in (config, text if isinstance(text, dict) else {}):
-            if isinstance(place.get(name), int):
-                return max(int(place[name]), 2)
+        for mapping in (config, text_config if isinstance(text_config, dict) else {}):
+            if isinstance(mapping.get(name), int):
+                return max(int(mapping[name]), 2)
     return 2
 
 

@@ -1,4 +1,4 @@
-"""The configuration for a data set: sized for its longest sequences, with the probability that larger batches fail."""
+"""The recommended configuration for a data set, and the probability that larger batches run out of memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def recommend_for_dataset(
 ) -> Recommendation:
     """Return the configuration for the longest sequence of `source`, and how likely larger micro-batches fail.
 
-    Sequences are cut to the context length of `spec`, if given. With `batches`, the configuration is then run over this
-    number of batches of the data: reserved memory depends on how the batches differ.
+    Sequences are truncated to the context length of `spec`, if given. With `batches`, the configuration is then run
+    over this number of batches of the data: reserved memory depends on how the batches differ.
     """
     lengths, read = cut_lengths(*read_lengths(source, column), spec.context_length)
     spec = spec.edit(context_length=read.longest)
-    answer, search, found = recommend(spec, request, progress)
-    run = found.chosen or found.leanest
+    recommendation, search, result = recommend(spec, request, progress)
+    run = result.chosen or result.leanest
     assert run is not None
     if request.micro_batch is not None:
         sizes = [request.micro_batch]
@@ -42,13 +42,13 @@ def recommend_for_dataset(
         chosen = run.micro_batch
         sizes = [chosen, *(size for size in (2 * chosen, 4 * chosen, 8 * chosen) if size <= read.count)][:MAX_ROWS]
     rows = tuple(build_length_row(search, run, lengths, size, read.context_length) for size in sizes)
-    stream = None
-    if batches is not None and found.chosen is not None:
+    batches_run = None
+    if batches is not None and result.chosen is not None:
         longest_first = lengths[::-1][:: -(-len(lengths) // MAX_SAMPLES)]
         samples = source if is_distribution(source) else json.dumps(longest_first)
-        stream = _run_batches(search, found.chosen, samples, batches)
+        batches_run = _run_batches(search, result.chosen, samples, batches)
     return dataclasses.replace(
-        answer, lengths=dataclasses.replace(read, rows=rows, stream=stream), runs=len(search.simulator)
+        recommendation, lengths=dataclasses.replace(read, rows=rows, stream=batches_run), runs=len(search.simulator)
     )
 
 
@@ -56,11 +56,11 @@ def _run_batches(search: Search, run: PlanRun, samples: str, batches: int) -> Da
     spec = run.plan.make_spec(search.base_spec.edit(lengths=samples), run.micro_batch, run.accumulation)
     steps = -(-batches // spec.gradient_accumulation)
     outcome = search.simulator.run(spec.edit(steps=steps), f"{batches:,} batches of the data", run.accumulation)
-    over = outcome.batches
+    batch_memory = outcome.batches
     return DataLoaderRun(
         batches=steps * spec.gradient_accumulation,
         fits=outcome.fits,
         oom_stage=outcome.oom_stage,
         alloc_conf=outcome.spec.alloc_conf,
-        reserved=() if over is None else over.reserved,
+        reserved=() if batch_memory is None else batch_memory.reserved,
     )

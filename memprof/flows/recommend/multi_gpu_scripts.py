@@ -55,7 +55,7 @@ _TORCHTITAN_MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Scripts:
-    """Scripts by kind: text, launch command, and the configuration, where it is not the chosen one."""
+    """Source text and launch command of each kind of script; and its configuration, if it is not the chosen one."""
 
     text_by_kind: dict[str, str] = field(default_factory=dict)
     launch_by_kind: dict[str, str] = field(default_factory=dict)
@@ -63,80 +63,80 @@ class Scripts:
 
 
 def build_training_scripts(
-    fitting: Sequence[tuple[Candidate, PlanRun]], simulator: Simulator, spec: TargetSpec
+    runs: Sequence[tuple[Candidate, PlanRun]], simulator: Simulator, spec: TargetSpec
 ) -> Scripts:
-    """Return the script of the chosen configuration, the first of `fitting`, and of each library the first possible.
+    """Return a PyTorch script for the first of `runs`, and for each library a script for the first run it can express.
 
     Models from the user's code get no scripts.
     """
-    found, model = Scripts(), describe_loaded_model(spec)
+    scripts, model = Scripts(), describe_loaded_model(spec)
     if model is None:
-        return found
-    chosen, run = fitting[0]
-    found.text_by_kind[FULLY_SHARD] = build_fully_shard_script(chosen, run.outcome.spec, model)
-    found.launch_by_kind[FULLY_SHARD] = _build_torchrun_command(chosen.parallel_plan.size, "train.py")
+        return scripts
+    chosen, run = runs[0]
+    scripts.text_by_kind[FULLY_SHARD] = build_fully_shard_script(chosen, run.outcome.spec, model)
+    scripts.launch_by_kind[FULLY_SHARD] = _build_torchrun_command(chosen.parallel_plan.size, "train.py")
 
-    def note(candidate: Candidate, run: PlanRun, *kinds: str) -> None:
+    def record(candidate: Candidate, run: PlanRun, *kinds: str) -> None:
         if candidate != chosen:
             verdict = "fits" if simulator.fits_without_retries(run.outcome) else "fits, with allocator retries"
             label = f"{candidate.format_label()}; needs {format_bytes(run.outcome.needed_bytes)}, {verdict}"
-            found.configuration_by_kind.update(dict.fromkeys(kinds, label))
+            scripts.configuration_by_kind.update(dict.fromkeys(kinds, label))
 
-    for candidate, run in fitting:
+    for candidate, run in runs:
         # accelerate shards the head separately, which a chunked loss cannot use.
         if not candidate.plan.chunked_loss and candidate.parallel in ("ddp", "fsdp", "fsdp:shard_grad_op"):
-            found.text_by_kind[ACCELERATE_YAML] = build_accelerate_yaml(candidate)
-            found.text_by_kind[ACCELERATE] = build_accelerate_script(candidate, run.outcome.spec, model)
-            found.launch_by_kind[ACCELERATE] = "accelerate launch --config_file accelerate.yaml train_accelerate.py"
-            note(candidate, run, ACCELERATE_YAML, ACCELERATE)
+            scripts.text_by_kind[ACCELERATE_YAML] = build_accelerate_yaml(candidate)
+            scripts.text_by_kind[ACCELERATE] = build_accelerate_script(candidate, run.outcome.spec, model)
+            scripts.launch_by_kind[ACCELERATE] = "accelerate launch --config_file accelerate.yaml train_accelerate.py"
+            record(candidate, run, ACCELERATE_YAML, ACCELERATE)
             break
     name = resolve_size(spec.model).key if spec.model_is_size else spec.model
     name = find_model(name).key if has_model(name) else name
-    for candidate, run in fitting if name in _TORCHTITAN_MODELS else ():
+    for candidate, run in runs if name in _TORCHTITAN_MODELS else ():
         if (
             candidate.plan.goal is Goal.FULL
             and not candidate.plan.chunked_loss
             and candidate.plan.precision != "float32"
         ):
-            found.text_by_kind[TORCHTITAN] = build_torchtitan_toml(
+            scripts.text_by_kind[TORCHTITAN] = build_torchtitan_toml(
                 candidate, run.outcome.spec, *_TORCHTITAN_MODELS[name]
             )
-            start = "-m torchtitan.train --job.config_file train.toml"
-            found.launch_by_kind[TORCHTITAN] = _build_torchrun_command(candidate.parallel_plan.size, start)
-            note(candidate, run, TORCHTITAN)
+            program = "-m torchtitan.train --job.config_file train.toml"
+            scripts.launch_by_kind[TORCHTITAN] = _build_torchrun_command(candidate.parallel_plan.size, program)
+            record(candidate, run, TORCHTITAN)
             break
-    return found
+    return scripts
 
 
-def build_serving_scripts(fitting: Sequence[tuple[str, PlanRun]], spec: TargetSpec) -> Scripts:
-    """Return a script for each of `fitting`: pairs of a name of `--parallel` and a run."""
-    found, model = Scripts(), describe_loaded_model(spec)
+def build_serving_scripts(runs: Sequence[tuple[str, PlanRun]], spec: TargetSpec) -> Scripts:
+    """Return a script for each of `runs`, which are pairs of an argument of `--parallel` and a run."""
+    scripts, model = Scripts(), describe_loaded_model(spec)
     if model is None:
-        return found
-    for plan, run in fitting:
-        made = run.outcome.spec
+        return scripts
+    for plan, run in runs:
+        run_spec = run.outcome.spec
         if plan == DEVICE_MAP:
-            found.text_by_kind[DEVICE_MAP] = _build_device_map_script(made, model)
-            found.launch_by_kind[DEVICE_MAP] = "python infer.py"
+            scripts.text_by_kind[DEVICE_MAP] = _build_device_map_script(run_spec, model)
+            scripts.launch_by_kind[DEVICE_MAP] = "python infer.py"
         else:
-            found.text_by_kind[TENSOR_PARALLEL] = _build_tensor_parallel_script(made, model)
-            found.launch_by_kind[TENSOR_PARALLEL] = _build_torchrun_command(made.gpus, "infer_tp.py")
-    return found
+            scripts.text_by_kind[TENSOR_PARALLEL] = _build_tensor_parallel_script(run_spec, model)
+            scripts.launch_by_kind[TENSOR_PARALLEL] = _build_torchrun_command(run_spec.gpus, "infer_tp.py")
+    return scripts
 
 
 def _build_torchrun_command(num_gpus: int, program: str) -> str:
-    machines = -(-num_gpus // GPUS_PER_MACHINE)
-    nodes = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {num_gpus // machines} {program}"
+    num_machines = -(-num_gpus // GPUS_PER_MACHINE)
+    nodes = f"--nnodes {num_machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if num_machines > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {num_gpus // num_machines} {program}"
 
 
 def _build_load_lines(spec: TargetSpec, model: LoadedModel, *extra_arguments: str) -> list[str]:
-    """Return the lines that load the model into host memory, with `extra_arguments` of from_pretrained."""
+    """Return the lines that load the model into host memory; `extra_arguments` are added to from_pretrained."""
     arguments = build_load_arguments(spec)
     if not model.from_pretrained:
         return build_model_lines(model, arguments)
-    given = ", ".join([repr(model.from_pretrained), *arguments, *extra_arguments])
-    return [f"model = transformers.{model.auto_class}.from_pretrained({given})"]
+    all_arguments = ", ".join([repr(model.from_pretrained), *arguments, *extra_arguments])
+    return [f"model = transformers.{model.auto_class}.from_pretrained({all_arguments})"]
 
 
 def _build_model_lines(candidate: Candidate, spec: TargetSpec, model: LoadedModel) -> list[str]:
@@ -159,38 +159,38 @@ def _build_batch_lines() -> list[str]:
 
 def build_fully_shard_script(candidate: Candidate, spec: TargetSpec, model: LoadedModel) -> str:
     """Return `train.py`, which does the same as the workload of `memprof profile --parallel` (workload/spread.py)."""
-    spread, plan = candidate.parallel_plan, candidate.plan
-    meshes = {"replicate": spread.replicate, "shard": spread.shard, "tensor": spread.tensor}
-    shape = {name: size for name, size in meshes.items() if size > 1 or (name == "shard" and spread.sharded)}
+    layout, plan = candidate.parallel_plan, candidate.plan
+    meshes = {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
+    mesh_shape = {name: size for name, size in meshes.items() if size > 1 or (name == "shard" and layout.sharded)}
     imports = ["import torch", "import torch.distributed as dist", "import transformers"]
-    tools = ["from torch.distributed.device_mesh import init_device_mesh"]
-    if spread.sharded:
+    from_imports = ["from torch.distributed.device_mesh import init_device_mesh"]
+    if layout.sharded:
         policy = "MixedPrecisionPolicy, " if spec.amp else ""
-        tools.append(f"from torch.distributed.fsdp import {policy}fully_shard")
-    if spread.tensor > 1:
-        tools += [
+        from_imports.append(f"from torch.distributed.fsdp import {policy}fully_shard")
+    if layout.tensor > 1:
+        from_imports += [
             "from torch.distributed.tensor import Replicate",
             "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
         ]
     if plan.goal is Goal.LORA:
         imports.insert(0, "import peft")
-    standard = ["import fnmatch", "import os"] if spread.tensor > 1 else ["import os"]
-    library = ["", "import memprof"] if spec.fixes else []
+    standard_imports = ["import fnmatch", "import os"] if layout.tensor > 1 else ["import os"]
+    memprof_imports = ["", "import memprof"] if spec.fixes else []
     lines = [
-        *build_environment_lines(spec, *standard), *imports, *tools, *library, "",
+        *build_environment_lines(spec, *standard_imports), *imports, *from_imports, *memprof_imports, "",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         'dist.init_process_group("nccl")',
-        f'mesh = init_device_mesh("cuda", {tuple(shape.values())}, mesh_dim_names={tuple(shape)})',
+        f'mesh = init_device_mesh("cuda", {tuple(mesh_shape.values())}, mesh_dim_names={tuple(mesh_shape)})',
         f"micro_batch, accumulation, length = {spec.batch_size}, {candidate.accumulation}, {spec.context_length}",
         "",
         *_build_model_lines(candidate, spec, model),
     ]  # fmt: skip
-    if spread.tensor > 1:
+    if layout.tensor > 1:
         lines.append(TENSOR_PARALLEL_STYLES)
-    if spread.sharded:
+    if layout.sharded:
         lines += _build_sharding_lines(candidate, spec)
     lines.append('model.to("cuda")')
-    model_name = "model" if spread.sharded or spread.data == 1 else "wrapped"
+    model_name = "model" if layout.sharded or layout.data == 1 else "wrapped"
     if model_name == "wrapped":
         lines.append("wrapped = torch.nn.parallel.DistributedDataParallel(")
         lines.append(
@@ -211,7 +211,7 @@ def build_fully_shard_script(candidate: Candidate, spec: TargetSpec, model: Load
     ]
     if model_name == "wrapped":
         lines.append("        wrapped.require_backward_grad_sync = micro == accumulation - 1")
-    if spec.amp and not spread.sharded:
+    if spec.amp and not layout.sharded:
         lines.append(f'        with torch.autocast("cuda", dtype=torch.{spec.amp}):')
         lines.append(f"            outputs = {model_name}(**next(data))")
     else:
@@ -229,14 +229,14 @@ def build_fully_shard_script(candidate: Candidate, spec: TargetSpec, model: Load
 
 
 def _build_sharding_lines(candidate: Candidate, spec: TargetSpec) -> list[str]:
-    spread = candidate.parallel_plan
-    names = '"replicate", "shard"' if spread.replicate > 1 else '"shard"'
+    layout = candidate.parallel_plan
+    names = '"replicate", "shard"' if layout.replicate > 1 else '"shard"'
     lines = [f"sharding = dict(mesh=mesh[{names}])"]
     if spec.amp:
         lines.append(
             f'sharding["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.{spec.amp}, reduce_dtype=torch.float32)'
         )
-    if not spread.reshard:
+    if not layout.reshard:
         lines.append('sharding["reshard_after_forward"] = False')
     return [
         *lines,
@@ -249,24 +249,24 @@ def _build_sharding_lines(candidate: Candidate, spec: TargetSpec) -> list[str]:
 
 def build_accelerate_yaml(candidate: Candidate) -> str:
     """Return `accelerate.yaml`, in the format of `accelerate config`."""
-    spread = candidate.parallel_plan
+    layout = candidate.parallel_plan
     mixed = (
         {"bfloat16": "bf16", "float16": "fp16"}[candidate.plan.half] if candidate.plan.precision == "amp" else "'no'"
     )
     lines = ["compute_environment: LOCAL_MACHINE"]
-    if spread.sharded:
+    if layout.sharded:
         lines += [
             "distributed_type: FSDP",
             "fsdp_config:",
             "  fsdp_version: 2",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            f"  fsdp_reshard_after_forward: {str(spread.reshard).lower()}",
+            f"  fsdp_reshard_after_forward: {str(layout.reshard).lower()}",
             "  fsdp_cpu_ram_efficient_loading: false",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
         ]
     else:
         lines.append("distributed_type: MULTI_GPU")
-    lines += [f"mixed_precision: {mixed}", "num_machines: 1", f"num_processes: {spread.size}", "machine_rank: 0"]
+    lines += [f"mixed_precision: {mixed}", "num_machines: 1", f"num_processes: {layout.size}", "machine_rank: 0"]
     return "\n".join(lines) + "\n"
 
 
@@ -305,9 +305,9 @@ def build_accelerate_script(candidate: Candidate, spec: TargetSpec, model: Loade
 
 def build_torchtitan_toml(candidate: Candidate, spec: TargetSpec, name: str, flavor: str) -> str:
     """Return `train.toml` of torchtitan 0.2 (torchtitan/config/job_config.py)."""
-    spread = candidate.parallel_plan
-    checkpointed = candidate.plan.activations is Activations.CHECKPOINTED
-    whole = "bfloat16" if candidate.plan.precision == "half" else "float32"
+    layout = candidate.parallel_plan
+    is_checkpointed = candidate.plan.activations is Activations.CHECKPOINTED
+    dtype = "bfloat16" if candidate.plan.precision == "half" else "float32"
     return f"""# torchtitan 0.2
 [model]
 name = "{name}"
@@ -321,22 +321,22 @@ implementation = "fused"
 
 [training]
 local_batch_size = {spec.batch_size}
-global_batch_size = {spec.batch_size * candidate.accumulation * spread.data}
+global_batch_size = {spec.batch_size * candidate.accumulation * layout.data}
 seq_len = {spec.context_length}
 steps = 2
 dataset = "c4"
-dtype = "{whole}"
+dtype = "{dtype}"
 mixed_precision_param = "{candidate.plan.half}"
-mixed_precision_reduce = "{whole}"
+mixed_precision_reduce = "{dtype}"
 
 [parallelism]
-data_parallel_replicate_degree = {spread.replicate}
-data_parallel_shard_degree = {spread.shard}
-fsdp_reshard_after_forward = "{"default" if spread.reshard else "never"}"
-tensor_parallel_degree = {spread.tensor}
+data_parallel_replicate_degree = {layout.replicate}
+data_parallel_shard_degree = {layout.shard}
+fsdp_reshard_after_forward = "{"default" if layout.reshard else "never"}"
+tensor_parallel_degree = {layout.tensor}
 
 [activation_checkpoint]
-mode = "{"full" if checkpointed else "none"}"
+mode = "{"full" if is_checkpointed else "none"}"
 """
 
 
@@ -352,9 +352,9 @@ def _build_device_map_script(spec: TargetSpec, model: LoadedModel) -> str:
             "GPUs = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)",
             "accelerate.dispatch_model(model, GPUs)",
         ]
-    loading = _build_load_lines(spec, model, 'device_map="auto"')
+    load_lines = _build_load_lines(spec, model, 'device_map="auto"')
     return (
-        "\n".join([*build_environment_lines(spec), *imports, "", *loading, *placed, *_build_inference_lines(spec)])
+        "\n".join([*build_environment_lines(spec), *imports, "", *load_lines, *placed, *_build_inference_lines(spec)])
         + "\n"
     )
 

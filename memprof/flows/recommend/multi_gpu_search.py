@@ -1,7 +1,7 @@
 """The configuration over several GPUs (`memprof recommend --gpus N`): sharding, micro-batch and checkpointing.
 
-The analytical estimate sorts all candidates by time. Of the fastest ones that should fit, one rank each is simulated,
-and the step times of these runs decide.
+The analytical estimate sorts all candidates by step time. The quickest that fit by the estimate are simulated, with one
+rank of each kind, and the quickest simulated run that fits is chosen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import EstimatedModel
 from memprof.flows.gpus import GPUS_PER_MACHINE, find_spec_gpu
 from memprof.flows.profile import count_parallel_runs
-from memprof.flows.recommend.closed_form import find_subject
+from memprof.flows.recommend.closed_form import find_estimated_model
 from memprof.flows.recommend.multi_gpu_scripts import Scripts, build_training_scripts
 from memprof.flows.recommend.parallel_plans import Candidate, list_candidates, list_parallel_plans
 from memprof.flows.recommend.plans import Goal, Plan, list_tiers, make_base_spec, set_context_length
@@ -24,7 +24,7 @@ from memprof.report.documents.recommendation import Alternative, Recommendation
 from memprof.spec import HOST_BYTES, TargetSpec
 from memprof.units import format_bytes
 
-NUM_FITTING = 3  # number of fitting candidates that are compared
+NUM_COMPARED_FITS = 3  # number of fitting candidates that are compared
 MAX_RUNS_PER_TIER = 5  # a run of the largest models takes twenty seconds
 MAX_LEANEST_RUNS = 2  # runs of the candidates with least memory, if the quickest fit only with allocator retries
 MAX_ESTIMATE_SHARE = 1.03  # share of capacity up to which the closed form may be exceeded: docs/accuracy-tables.md
@@ -33,7 +33,7 @@ MAX_FAILED_RUNS = 3  # runs without a fit, after which the search for the least 
 
 
 class MultiGpuSearch:
-    """Search over the candidates that run a goal on several GPUs."""
+    """Search for the quickest way to train on several GPUs; a candidate is a plan, a sharding and a micro-batch."""
 
     def __init__(self, spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> None:
         self.gpus = spec.gpus
@@ -42,33 +42,35 @@ class MultiGpuSearch:
         # Each process builds the whole model in host memory before its shards. Host memory is judged only with
         # --host-memory.
         is_judged = spec.host_memory_bytes not in (None, HOST_BYTES)
-        base = spec if is_judged else spec.edit(host_memory_bytes=None)
-        self.base_spec = make_base_spec(request.goal, base.edit(gpus=1))
+        host_spec = spec if is_judged else spec.edit(host_memory_bytes=None)
+        self.base_spec = make_base_spec(request.goal, host_spec.edit(gpus=1))
         if request.micro_batch is None and request.effective_batch is None:
             self.batch = -(-request.batch_size // self.gpus) * self.gpus
         else:
             self.batch = request.effective_batch or (request.micro_batch or 1) * self.gpus
-        kinds = list_tiers(request.goal, self.simulator.gpu, request.precision, request.half)
-        self.tiers = [tier for tier in kinds if tier.optimizer == "adamw"]
-        self.subject: EstimatedModel | None = find_subject(spec)
+        tiers = list_tiers(request.goal, self.simulator.gpu, request.precision, request.half)
+        self.tiers = [tier for tier in tiers if tier.optimizer == "adamw"]
+        self.estimated_model: EstimatedModel | None = find_estimated_model(spec)
         self.num_parallel = count_parallel_runs(spec)
         self.run_by_candidate: dict[Candidate, PlanRun] = {}
 
     def list_candidates(self, tier: Plan, gpus: int, batch: int | None = None) -> list[Candidate]:
-        """Return all ways to run `tier` over `gpus` GPUs, the quickest first."""
-        found = list_candidates(tier, self.base_spec, self.subject, self.simulator.gpu, gpus, batch or self.batch)
-        size = self.request.micro_batch
-        return [candidate for candidate in found if size is None or candidate.micro_batch == size]
+        """Return the candidates that run the plan `tier` on `gpus` GPUs, the quickest first."""
+        candidates = list_candidates(
+            tier, self.base_spec, self.estimated_model, self.simulator.gpu, gpus, batch or self.batch
+        )
+        micro_batch = self.request.micro_batch
+        return [candidate for candidate in candidates if micro_batch is None or candidate.micro_batch == micro_batch]
 
     def might_fit(self, candidate: Candidate) -> bool:
-        """Return whether `candidate` may fit by the closed form; True if the closed form does not know the model."""
+        """Return whether `candidate` may fit by the analytical estimate; True if its memory is not known."""
         return (
             candidate.estimated_bytes is None
             or candidate.estimated_bytes <= MAX_ESTIMATE_SHARE * self.simulator.gpu.total_bytes
         )
 
     def run(self, candidate: Candidate) -> PlanRun | None:
-        """Return the run of `candidate`, made once; None if the run fails."""
+        """Return the simulated run of `candidate`, cached; None if the run fails."""
         if candidate not in self.run_by_candidate:
             outcome = self.simulator.try_run(
                 candidate.make_spec(self.base_spec), candidate.format_label(), candidate.accumulation
@@ -81,73 +83,73 @@ class MultiGpuSearch:
         return self.run_by_candidate[candidate]
 
     def search(self) -> tuple[Candidate, PlanRun] | None:
-        """Return the quickest way that fits in the first tier with a fit, and its run; None if nothing fits."""
+        """Return the quickest candidate that fits, and its run, from the first tier that has one; None if none fits."""
         for tier in self.tiers:
             candidates = self.list_candidates(tier, self.gpus)
             likely = [candidate for candidate in candidates if self.might_fit(candidate)]
-            found = self._find_fitting(self._select_candidates(likely), NUM_FITTING)
-            if found and not self._count_without_retries(found):
+            fitting_runs = self._find_fitting_runs(self._select_candidates(likely), NUM_COMPARED_FITS)
+            if fitting_runs and not self._count_without_retries(fitting_runs):
                 leanest = sorted(likely, key=lambda candidate: candidate.estimated_bytes or 0)[:MAX_LEANEST_RUNS]
-                found += [pair for pair in self._find_fitting(leanest, 1) if pair not in found]
+                fitting_runs += [pair for pair in self._find_fitting_runs(leanest, 1) if pair not in fitting_runs]
             if not likely and candidates:
-                least = min(candidates, key=lambda candidate: candidate.estimated_bytes or 0)
-                needed = format_bytes(least.estimated_bytes or 0)
+                leanest_candidate = min(candidates, key=lambda candidate: candidate.estimated_bytes or 0)
+                needed_text = format_bytes(leanest_candidate.estimated_bytes or 0)
                 self.simulator.error_by_label[tier.format_label()] = (
-                    f"needs {needed} of each GPU by the closed form, with {least.format_label()}"
+                    f"needs {needed_text} of each GPU by the closed form, with {leanest_candidate.format_label()}"
                 )
-            if found:
-                return min(found, key=lambda pair: self.simulator.make_sort_key(pair[1].outcome))
+            if fitting_runs:
+                return min(fitting_runs, key=lambda pair: self.simulator.make_sort_key(pair[1].outcome))
         return None
 
-    def _find_fitting(self, candidates: Sequence[Candidate], num_needed: int) -> list[tuple[Candidate, PlanRun]]:
-        """Run `candidates` in order until `num_needed` have headroom; return the ways that fit, with their runs."""
-        found: list[tuple[Candidate, PlanRun]] = []
-        for place, candidate in enumerate(candidates):
-            if place % self.num_parallel == 0:
-                self._run_parallel(candidates[place : place + self.num_parallel])
+    def _find_fitting_runs(self, candidates: Sequence[Candidate], num_needed: int) -> list[tuple[Candidate, PlanRun]]:
+        """Run `candidates` in order until `num_needed` fit without retries; return those that fit, with their runs."""
+        fitting_runs: list[tuple[Candidate, PlanRun]] = []
+        for index, candidate in enumerate(candidates):
+            if index % self.num_parallel == 0:
+                self._run_in_parallel(candidates[index : index + self.num_parallel])
             run = self.run(candidate)
             if run is not None and run.outcome.fits:
-                found.append((candidate, run))
-                if self._count_without_retries(found) == num_needed:
+                fitting_runs.append((candidate, run))
+                if self._count_without_retries(fitting_runs) == num_needed:
                     break
-        return found
+        return fitting_runs
 
-    def _count_without_retries(self, found: Iterable[tuple[Candidate, PlanRun]]) -> int:
-        return sum(self.simulator.fits_without_retries(run.outcome) for _, run in found)
+    def _count_without_retries(self, runs: Iterable[tuple[Candidate, PlanRun]]) -> int:
+        return sum(self.simulator.fits_without_retries(run.outcome) for _, run in runs)
 
-    def _run_parallel(self, candidates: Sequence[Candidate]) -> None:
-        left = [candidate for candidate in candidates if candidate not in self.run_by_candidate]
+    def _run_in_parallel(self, candidates: Sequence[Candidate]) -> None:
+        pending_candidates = [candidate for candidate in candidates if candidate not in self.run_by_candidate]
         self.simulator.run_in_parallel(
-            (candidate.make_spec(self.base_spec), candidate.accumulation) for candidate in left
+            (candidate.make_spec(self.base_spec), candidate.accumulation) for candidate in pending_candidates
         )
 
-    def _select_candidates(self, likely: list[Candidate]) -> list[Candidate]:
-        """Return the quickest ways, at most two per plan, with at least one of plain fsdp, which all libraries have."""
-        found: list[Candidate] = []
-        for candidate in likely:
-            if sum(other.parallel == candidate.parallel for other in found) < 2:
-                found.append(candidate)
-        found, rest = found[:MAX_RUNS_PER_TIER], found[MAX_RUNS_PER_TIER:]
-        if not any(candidate.parallel == "fsdp" for candidate in found):
-            found[-1:] = [candidate for candidate in rest if candidate.parallel == "fsdp"][:1] or found[-1:]
-        return found
+    def _select_candidates(self, likely_candidates: list[Candidate]) -> list[Candidate]:
+        """Return the candidates to run: the quickest, at most two of each parallel plan, and at least one of fsdp."""
+        selected: list[Candidate] = []
+        for candidate in likely_candidates:
+            if sum(other.parallel == candidate.parallel for other in selected) < 2:
+                selected.append(candidate)
+        selected, rest = selected[:MAX_RUNS_PER_TIER], selected[MAX_RUNS_PER_TIER:]
+        if not any(candidate.parallel == "fsdp" for candidate in selected):
+            selected[-1:] = [candidate for candidate in rest if candidate.parallel == "fsdp"][:1] or selected[-1:]
+        return selected
 
     def find_min_gpus(self, tier: Plan, description: str) -> Alternative | None:
         """Return the least number of GPUs on which `tier` fits at micro-batch 1, as an alternative with `description`.
 
-        The result is the first number that should fit by the closed form, and fits in a run.
+        The result is the first number that fits both by the analytical estimate and in a run.
         """
-        failed, number = 0, 1
-        while number <= MAX_GPUS and failed < MAX_FAILED_RUNS:
-            candidate = self._find_leanest(tier, number)
+        num_failed, num_gpus = 0, 1
+        while num_gpus <= MAX_GPUS and num_failed < MAX_FAILED_RUNS:
+            candidate = self._find_leanest(tier, num_gpus)
             if candidate is not None and self.might_fit(candidate):
                 run = self.run(candidate)
                 if run is not None and run.outcome.fits:
-                    name = f"{number} x {self.simulator.gpu.name}, {candidate.format_label()}"
+                    name = f"{num_gpus} x {self.simulator.gpu.name}, {candidate.format_label()}"
                     return Alternative(description, name, run.outcome.needed_bytes, estimate=False)
-                failed += 1
+                num_failed += 1
             # Above two machines, whole machines are counted.
-            number += 1 if number < 2 * GPUS_PER_MACHINE else GPUS_PER_MACHINE
+            num_gpus += 1 if num_gpus < 2 * GPUS_PER_MACHINE else GPUS_PER_MACHINE
         return None
 
     def _find_leanest(self, tier: Plan, gpus: int) -> Candidate | None:
@@ -158,9 +160,8 @@ class MultiGpuSearch:
 
 
 def recommend_multi_gpu(spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> Recommendation:
-    """Return the recommendation for `spec`'s model over `spec.gpus` GPUs: configuration, other runs and code to paste.
-    Raises UsageError: the goal is not spread over GPUs, or no plan divides the batch; MemprofError: no plan applies to
-    the model."""
+    """Return the configuration for the model of `spec` on `spec.gpus` GPUs, with code to paste. Raises UsageError: the
+    goal does not run on several GPUs, or no plan divides the batch; MemprofError: no plan applies to the model."""
     if request.goal is Goal.QLORA:
         problem = "quantized weights are not spread over GPUs here"
         raise UsageError(problem, value=f"--gpus {spec.gpus} --quantize nf4", hint="leave out --quantize, or --gpus")
@@ -171,31 +172,31 @@ def recommend_multi_gpu(spec: TargetSpec, request: SearchRequest, progress: Call
     if not any(search.list_candidates(tier, search.gpus) for tier in search.tiers):
         problem = f"no plan over {search.gpus} GPUs divides the sequences of a step"
         raise UsageError(problem, value=search.batch, hint=f"--effective-batch {search.gpus}")
-    found = search.search()
+    best_run = search.search()
     if not search.run_by_candidate and simulator.last_error is not None:
         raise simulator.last_error
-    rows = build_rows(simulator, [(candidate.parallel, run) for candidate, run in _sort_runs(search, found)])
-    kind = found[0].plan if found is not None else search.tiers[-1]
-    alternatives = [search.find_min_gpus(kind, "the least number of these GPUs")]
-    first = search.tiers[0]
-    if kind.precision_loss and not first.precision_loss:
-        alternatives.append(search.find_min_gpus(first, "the least number that gives up no precision"))
-    example = next(iter(search.run_by_candidate.values()), None)
-    if example is None:
+    rows = build_rows(simulator, [(candidate.parallel, run) for candidate, run in _sort_runs(search, best_run)])
+    tier = best_run[0].plan if best_run is not None else search.tiers[-1]
+    alternatives = [search.find_min_gpus(tier, "the least number of these GPUs")]
+    first_tier = search.tiers[0]
+    if tier.precision_loss and not first_tier.precision_loss:
+        alternatives.append(search.find_min_gpus(first_tier, "the least number that gives up no precision"))
+    example_run = next(iter(search.run_by_candidate.values()), None)
+    if example_run is None:
         raise MemprofError("nothing could be run", value=spec.model, hint="; ".join(simulator.error_by_label.values()))
-    fitting = [pair for pair in _sort_runs(search, found) if pair[1].outcome.fits]
-    scripts = build_training_scripts(fitting, simulator, spec) if found is not None else Scripts()
+    fitting_runs = [pair for pair in _sort_runs(search, best_run) if pair[1].outcome.fits]
+    scripts = build_training_scripts(fitting_runs, simulator, spec) if best_run is not None else Scripts()
     return build_recommendation(
         simulator,
         search.base_spec.host_memory_bytes,
-        example.outcome.target,
+        example_run.outcome.target,
         rows,
-        fits=found is not None,
+        fits=best_run is not None,
         goal=request.goal.value,
         effective_batch=search.batch,
         gpus=search.gpus,
-        reason=_explain_choice(search, found),
-        alternatives=tuple(one for one in alternatives if one is not None),
+        reason=_explain_choice(search, best_run),
+        alternatives=tuple(alternative for alternative in alternatives if alternative is not None),
         snippets=scripts.text_by_kind,
         launch=scripts.launch_by_kind,
         written_for=scripts.configuration_by_kind,
@@ -203,20 +204,20 @@ def recommend_multi_gpu(spec: TargetSpec, request: SearchRequest, progress: Call
     )
 
 
-def _sort_runs(search: MultiGpuSearch, found: tuple[Candidate, PlanRun] | None) -> list[tuple[Candidate, PlanRun]]:
-    """Return the runs on the requested number of GPUs: `found` first, then by headroom and time of a step."""
+def _sort_runs(search: MultiGpuSearch, best_run: tuple[Candidate, PlanRun] | None) -> list[tuple[Candidate, PlanRun]]:
+    """Return the runs on the requested number of GPUs: `best_run` first, then by headroom and step time."""
     candidates = [
         (candidate, run)
         for candidate, run in search.run_by_candidate.items()
         if candidate.parallel_plan.size == search.gpus
     ]
-    return sorted(candidates, key=lambda pair: (pair != found, *search.simulator.make_sort_key(pair[1].outcome)))
+    return sorted(candidates, key=lambda pair: (pair != best_run, *search.simulator.make_sort_key(pair[1].outcome)))
 
 
-def _explain_choice(search: MultiGpuSearch, found: tuple[Candidate, PlanRun] | None) -> str:
-    if found is None:
+def _explain_choice(search: MultiGpuSearch, best_run: tuple[Candidate, PlanRun] | None) -> str:
+    if best_run is None:
         return "no way to spread it over these GPUs fits"
-    plan = found[0].plan
+    plan = best_run[0].plan
     runs = [
         run
         for candidate, run in search.run_by_candidate.items()
@@ -224,14 +225,14 @@ def _explain_choice(search: MultiGpuSearch, found: tuple[Candidate, PlanRun] | N
     ]
     with_headroom = sum(search.simulator.fits_without_retries(run.outcome) for run in runs)
     fitting, how = (with_headroom, "fit with room to spare") if 0 < with_headroom < len(runs) else (len(runs), "fit")
-    what = "gives up no precision" if not plan.precision_loss else f"gives up: {plan.precision_loss}"
-    only = f"the only one that was run and {how.replace('fit', 'fits', 1)}"
-    quickest = only if fitting == 1 else f"the quickest of {fitting} that were run and {how}"
-    return f"{quickest}; it {what}"
+    precision_note = "gives up no precision" if not plan.precision_loss else f"gives up: {plan.precision_loss}"
+    only_reason = f"the only one that was run and {how.replace('fit', 'fits', 1)}"
+    reason = only_reason if fitting == 1 else f"the quickest of {fitting} that were run and {how}"
+    return f"{reason}; it {precision_note}"
 
 
-def nccl_assumption() -> str:
-    """Return the assumption on NCCL's memory."""
+def describe_nccl_assumption() -> str:
+    """Return a sentence: NCCL's memory is not counted, and how much it may be."""
     least, most = map(format_bytes, NCCL_GROUP_BYTES)
     return f"What NCCL takes of a GPU is not known and not counted: {least} to {most} a group where others measured it."
 
@@ -246,5 +247,5 @@ def _list_assumptions(search: MultiGpuSearch) -> tuple[str, ...]:
         "Each process makes the model in host memory before it is sharded; whether the host has room for all of them "
         "is not judged unless --host-memory says how much each may have.",
         f"{search.batch} sequences in an optimizer step of all GPUs.",
-        nccl_assumption(),
+        describe_nccl_assumption(),
     )

@@ -11,26 +11,28 @@ from memprof.report.documents.recommendation import LengthRisk, LengthRow
 
 
 def cut_lengths(lengths: list[int], statistics: LengthRisk, context_length: int | None) -> tuple[list[int], LengthRisk]:
-    """Return lengths and statistics cut to the context length, as by a tokenizer's `max_length`; None cuts nothing."""
-    limit = context_length or lengths[-1]
-    truncated = len(lengths) - bisect.bisect_right(lengths, limit)
-    cut = [min(length, limit) for length in lengths]
-    return cut, dataclasses.replace(
+    """Return ascending lengths truncated to `context_length` (None: not truncated), and their `statistics`."""
+    max_length = context_length or lengths[-1]
+    num_truncated = len(lengths) - bisect.bisect_right(lengths, max_length)
+    limited = [min(length, max_length) for length in lengths]
+    return limited, dataclasses.replace(
         statistics,
-        truncated=truncated,
-        shortest=cut[0],
-        median=min(statistics.median, limit),
-        p99=min(statistics.p99, limit),
-        longest=cut[-1],
-        packed_rows=-(-sum(lengths) // limit),
-        context_length=limit,
+        truncated=num_truncated,
+        shortest=limited[0],
+        median=min(statistics.median, max_length),
+        p99=min(statistics.p99, max_length),
+        longest=limited[-1],
+        packed_rows=-(-sum(lengths) // max_length),
+        context_length=max_length,
     )
 
 
 def build_length_row(
     search: Search, run: PlanRun, lengths: list[int], micro_batch: int, context_length: int
 ) -> LengthRow:
-    """Return the row of one micro-batch size; a batch needs as much memory as if all were its longest sequence."""
+    """Return the longest sequence that fits at one micro-batch size, and how likely `lengths` exceed it.
+
+    A batch is padded: it takes the memory of its longest sequence for each."""
     accumulation = max(search.effective_batch // micro_batch, 1)
     limit = search.simulator.find_run_limit(
         lambda length: run.plan.make_spec(search.base_spec.edit(context_length=length), micro_batch, accumulation),
@@ -39,52 +41,50 @@ def build_length_row(
         start=lengths[-1],
         high=lengths[-1],
     )
-    longest = limit.largest or 0
+    longest_fitting = limit.largest or 0
     count = len(lengths)
-    too_long = count - bisect.bisect_right(lengths, longest)
+    num_too_long = count - bisect.bisect_right(lengths, longest_fitting)
     return LengthRow(
         micro_batch=micro_batch,
         longest_fitting=limit.largest,
         first_too_long=limit.first_too_large,
-        too_long=too_long,
+        too_long=num_too_long,
         batches=count // micro_batch,
-        batch_odds=1.0 - compute_no_draw_probability(count, too_long, micro_batch) if micro_batch <= count else 0.0,
-        epoch_odds=1.0 - compute_no_draw_probability(count, too_long, count // micro_batch * micro_batch),
-        first_step_median=find_step_by_probability(count, too_long, micro_batch, 0.5),
-        first_step_90=find_step_by_probability(count, too_long, micro_batch, 0.9),
-        step_sorted_ascending=find_step_in_sorted_order(lengths, longest, micro_batch, ascending=True),
-        step_sorted_descending=find_step_in_sorted_order(lengths, longest, micro_batch, ascending=False),
-        packed_fits=longest >= context_length,
+        batch_odds=1.0 - compute_no_draw_probability(count, num_too_long, micro_batch) if micro_batch <= count else 0.0,
+        epoch_odds=1.0 - compute_no_draw_probability(count, num_too_long, count // micro_batch * micro_batch),
+        first_step_median=find_step_by_probability(count, num_too_long, micro_batch, 0.5),
+        first_step_90=find_step_by_probability(count, num_too_long, micro_batch, 0.9),
+        step_sorted_ascending=find_step_in_sorted_order(lengths, longest_fitting, micro_batch, ascending=True),
+        step_sorted_descending=find_step_in_sorted_order(lengths, longest_fitting, micro_batch, ascending=False),
+        packed_fits=longest_fitting >= context_length,
     )
 
 
-def compute_no_draw_probability(count: int, num_marked: int, num_drawn: int) -> float:
-    """Return the probability that `num_drawn` of `count` sequences, drawn without replacement, are all unmarked.
+def compute_no_draw_probability(num_sequences: int, num_marked: int, num_drawn: int) -> float:
+    """Return the probability that none of `num_marked` sequences is among `num_drawn` drawn without replacement.
 
-    C(count - marked, drawn) / C(count, drawn): the product of (count - drawn - i) / (count - i) for i below marked, or
-    with marked and drawn exchanged; the shorter product is computed, by logarithms.
+    With n = `num_sequences`: C(n - marked, drawn) / C(n, drawn), the product of (n - drawn - i) / (n - i) for i below
+    marked, or with marked and drawn exchanged; the shorter product is computed, by logarithms.
     """
     if num_marked <= 0 or num_drawn <= 0:
         return 1.0
-    if num_marked + num_drawn > count:
+    if num_marked + num_drawn > num_sequences:
         return 0.0
     few, many = sorted((num_marked, num_drawn))
-    return math.exp(sum(math.log1p(-many / (count - place)) for place in range(few)))
+    return math.exp(sum(math.log1p(-many / (num_sequences - i)) for i in range(few)))
 
 
-def find_step_by_probability(count: int, num_marked: int, batch_size: int, probability: float) -> int | None:
-    """Return the first step of a random-order epoch by which a marked sequence has occurred with `probability`.
+def find_step_by_probability(num_sequences: int, num_marked: int, batch_size: int, probability: float) -> int | None:
+    """Return the first step by which one of `num_marked` sequences has occurred with `probability`, in random order.
 
-    None if an epoch of full batches does not reach `probability`. The first n batches are n x
-    `batch_size` sequences drawn without replacement.
-    """
-    steps = count // batch_size
-    before = bisect.bisect_left(
-        range(1, steps + 1),
+    None if an epoch of full batches does not reach `probability`."""
+    num_steps = num_sequences // batch_size
+    num_steps_before = bisect.bisect_left(
+        range(1, num_steps + 1),
         probability,
-        key=lambda step: 1.0 - compute_no_draw_probability(count, num_marked, step * batch_size),
+        key=lambda step: 1.0 - compute_no_draw_probability(num_sequences, num_marked, step * batch_size),
     )
-    return before + 1 if before < steps else None
+    return num_steps_before + 1 if num_steps_before < num_steps else None
 
 
 def find_step_in_sorted_order(lengths: list[int], limit: int, batch_size: int, *, ascending: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""The outcome of a simulated run for a search: memory, time and verdict, computed from the trace."""
+"""Memory, step time and verdict of a simulated run, computed from its trace."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ class SimulatedRun:
 
     @property
     def seconds(self) -> float:
-        """Return the lower bound of the time of a step; 0 if unknown."""
+        """Return a lower bound of the step time in seconds; 0 if unknown."""
         return 0.0 if self.step is None else self.step.seconds
 
 
 def evaluate_run(
     trace: Trace, spec: TargetSpec, micro_batches: int, *, gpu: Gpu, avoids_retries: bool = False
 ) -> SimulatedRun:
-    """Return the outcome of the run of `spec` on `gpu`, with `micro_batches` in a step.
+    """Return memory, step time (of `micro_batches`) and verdict of `trace`, a run of `spec` on `gpu`.
 
-    With `avoids_retries`, expandable segments are also tried for runs that fit only with allocator retries.
+    If the run does not fit, or with `avoids_retries` fits only with allocator retries, try expandable segments.
     """
-    document = analyze(trace, explained=False)
+    document = analyze(trace, with_details=False)
     tensors_fit = document.peak.allocated_bytes <= gpu.total_bytes - gpu.context_bytes
     fits, capacity = document.verdict.fits, gpu.total_bytes
     needs_retries = avoids_retries and document.verdict.required_bytes > capacity
-    expanded = _expand_segments(spec, document.target) if (needs_retries or not fits) and tensors_fit else None
+    expanded = _use_expandable_segments(spec, document.target) if (needs_retries or not fits) and tensors_fit else None
     if expanded is not None:
-        expanded_report = analyze(trace, expanded.alloc_conf, explained=False)
-        if expanded_report.verdict.fits and (not fits or expanded_report.verdict.required_bytes <= capacity):
-            spec, document = expanded, expanded_report
+        expandable_report = analyze(trace, expanded.alloc_conf, with_details=False)
+        if expandable_report.verdict.fits and (not fits or expandable_report.verdict.required_bytes <= capacity):
+            spec, document = expanded, expandable_report
     verdict, target, state = document.verdict, document.target, document.model_state
     assert target is not None and state is not None
     stage = verdict.oom_stage or ""
@@ -73,7 +73,7 @@ def evaluate_run(
     )
 
 
-def _expand_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
+def _use_expandable_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
     """Return the spec with expandable segments, against fragmentation; None if `spec` already has these segments."""
     fix = find_fixes_for("fragmentation")[0]
     return None if fix.is_on(spec) else edit_spec(spec, ChosenFix(fix), target_to_json(target))

@@ -1,4 +1,4 @@
-"""Plans that a search chooses among: ways to reach a goal, as edits of the spec, each with its loss of precision."""
+"""Plans that a search chooses among: precision, optimizer and memory savings for a goal, and the loss of precision."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Activations(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run a goal; `spec` returns the options of the run."""
+    """One way to run a goal: precision, optimizer and memory savings; `make_spec` returns the options of the run."""
 
     goal: Goal
     precision: str  # half, amp, float32, int8 or nf4
@@ -47,8 +47,8 @@ class Plan:
     chunked_loss: bool = False
     precision_loss: str = ""  # the loss of precision, in words; empty: none
 
-    def make_spec(self, base: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
-        """Return `base` edited to run in this way.
+    def make_spec(self, base_spec: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
+        """Return `base_spec` with the options of this plan.
 
         `accumulation` above 2 is run as 2: further micro-batches take the same memory as the second.
         """
@@ -61,7 +61,7 @@ class Plan:
         if self.precision in ("int8", "nf4"):
             changes["quantize"] = self.precision
         if self.goal is Goal.INFER:
-            return base.edit(**changes)
+            return base_spec.edit(**changes)
         changes["gradient_accumulation"] = min(accumulation, 2)
         if self.goal in (Goal.LORA, Goal.QLORA):
             changes["adapter"] = "lora"
@@ -74,14 +74,14 @@ class Plan:
             CHECKPOINTING: self.activations in (Activations.CHECKPOINTED, Activations.CHECKPOINTED_OFFLOADED),
             OFFLOADED_ACTIVATIONS: self.activations in (Activations.OFFLOADED, Activations.CHECKPOINTED_OFFLOADED),
         }
-        return base.edit(**changes, fixes=tuple(name for name, is_on in fixes.items() if is_on))
+        return base_spec.edit(**changes, fixes=tuple(name for name, is_on in fixes.items() if is_on))
 
     def format_label(self, micro_batch: int | None = None) -> str:
         """Return a short description for a row of a table."""
         half_labels = {"amp": f"float32 weights under {self.half} autocast", "half": f"{self.half} weights"}
         parts = [half_labels.get(self.precision, f"{self.precision} weights")]
         if self.goal is not Goal.INFER:
-            parts.append(OPTIMIZER_TEXTS[self.optimizer])
+            parts.append(OPTIMIZER_LABELS[self.optimizer])
             if self.activations is not Activations.ON_GPU:
                 parts.append(f"activations {self.activations.value}")
             if self.chunked_loss:
@@ -107,13 +107,13 @@ class Plan:
         if self.goal is Goal.INFER:
             return [self]
         return [
-            replace(self, activations=activations, chunked_loss=chunked)
+            replace(self, activations=activations, chunked_loss=chunked_loss)
             for activations in Activations
-            for chunked in ((False, True) if activations is not Activations.CHECKPOINTED_OFFLOADED else (True,))
+            for chunked_loss in ((False, True) if activations is not Activations.CHECKPOINTED_OFFLOADED else (True,))
         ]
 
 
-OPTIMIZER_TEXTS = {
+OPTIMIZER_LABELS = {
     "adamw": "fused AdamW",
     "adamw-8bit": "8-bit AdamW (bitsandbytes)",
     "torchao-adamw-8bit": "8-bit AdamW (torchao)",
@@ -135,50 +135,50 @@ _OPTION_BY_PRECISION = {
 
 
 def list_tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None = None) -> list[Plan]:
-    """Return the tiers of a goal, as plans to be varied by `list_variants`; tiers that give up no precision come first.
+    """Return the tiers of a goal: a plan for each precision and optimizer, those without loss of precision first.
 
-    A `precision` keeps only tiers of this precision; `half` defaults to the GPU's. Raises UsageError if the goal
-    lacks the precision.
+    `precision` selects tiers of one precision; `half` is the half-precision dtype (None: the GPU's). Raises UsageError
+    if the goal has no such tier.
     """
     half = half or get_half_precision(gpu)
-    rounded = f"weights in {half} are updated in {half}: small updates are lost"
-    states = "states of the optimizer in 8 bits"
+    update_loss = f"weights in {half} are updated in {half}: small updates are lost"
+    state_loss = "states of the optimizer in 8 bits"
     eight_bit = find_8_bit_optimizer()
-    found: list[Plan]
+    tiers: list[Plan]
     if goal is Goal.INFER:
-        found = [
+        tiers = [
             Plan(goal, "half", half),
             Plan(goal, "int8", half, precision_loss="weights and activations of linear layers in 8 bits"),
             Plan(goal, "nf4", half, precision_loss="weights of linear layers in 4 bits"),
         ]
-        found += [Plan(goal, "float32", half)] if precision == "float32" else []
+        tiers += [Plan(goal, "float32", half)] if precision == "float32" else []
     elif goal is Goal.FULL:
-        full_weights = [Plan(goal, "amp", half, optimizer) for optimizer in ("adamw", "adamw-cpu")]
-        full_weights += [Plan(goal, "amp", half, eight_bit, precision_loss=states)] if eight_bit else []
-        half_weights = [
-            Plan(goal, "half", half, optimizer, precision_loss=rounded) for optimizer in ("adamw", "adamw-cpu")
+        amp_tiers = [Plan(goal, "amp", half, optimizer) for optimizer in ("adamw", "adamw-cpu")]
+        amp_tiers += [Plan(goal, "amp", half, eight_bit, precision_loss=state_loss)] if eight_bit else []
+        half_tiers = [
+            Plan(goal, "half", half, optimizer, precision_loss=update_loss) for optimizer in ("adamw", "adamw-cpu")
         ]
-        half_weights += (
-            [Plan(goal, "half", half, eight_bit, precision_loss=f"{rounded}; {states}")] if eight_bit else []
+        half_tiers += (
+            [Plan(goal, "half", half, eight_bit, precision_loss=f"{update_loss}; {state_loss}")] if eight_bit else []
         )
-        found = [*full_weights, *(half_weights if half == "bfloat16" else [])]
-        found += [Plan(goal, "float32", half, "adamw")] if precision == "float32" else []
+        tiers = [*amp_tiers, *(half_tiers if half == "bfloat16" else [])]
+        tiers += [Plan(goal, "float32", half, "adamw")] if precision == "float32" else []
     elif goal is Goal.LORA:
-        found = [Plan(goal, "half", half, "adamw")]
-        found += [Plan(goal, precision, half, "adamw")] if precision in ("amp", "float32") else []
+        tiers = [Plan(goal, "half", half, "adamw")]
+        tiers += [Plan(goal, precision, half, "adamw")] if precision in ("amp", "float32") else []
     else:
-        found = [Plan(goal, "nf4", half, "adamw", precision_loss="frozen weights in 4 bits")]
+        tiers = [Plan(goal, "nf4", half, "adamw", precision_loss="frozen weights in 4 bits")]
     if precision is None:
-        return found
-    kept = [plan for plan in found if plan.precision == precision]
-    if not kept:
+        return tiers
+    selected_tiers = [plan for plan in tiers if plan.precision == precision]
+    if not selected_tiers:
         raise UsageError(
             f"the goal {goal.value} is not searched with this precision",
             value=_OPTION_BY_PRECISION.get(precision, f"--quantize {precision}").format(half=half),
             hint="give "
-            + " or ".join(dict.fromkeys(_OPTION_BY_PRECISION[plan.precision].format(half=half) for plan in found)),
+            + " or ".join(dict.fromkeys(_OPTION_BY_PRECISION[plan.precision].format(half=half) for plan in tiers)),
         )
-    return kept
+    return selected_tiers
 
 
 # Tokens after the prompt: the first from the prompt's forward, the second from a step with the whole KV cache.
@@ -187,14 +187,14 @@ DEFAULT_CONTEXT = 2048  # tokens
 
 
 def make_base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
-    """Return `spec` with the mode of the goal: two training steps, or a prompt and two new tokens."""
+    """Return `spec` set to the goal's mode: two training steps, or inference of a prompt and two new tokens."""
     if goal is Goal.INFER:
         return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
     return spec.edit(mode=Mode.TRAIN, steps=2)
 
 
 def set_context_length(spec: TargetSpec) -> TargetSpec:
-    """Return `spec` with a context length: its own, else 2,048 tokens or the model's maximum if less."""
+    """Return `spec` with a context length: its own if set, else 2,048 tokens, or the model's maximum if smaller."""
     from memprof.workload.models import find_source
 
     length = spec.context_length or min(DEFAULT_CONTEXT, find_source(spec).max_positions or DEFAULT_CONTEXT)

@@ -9,7 +9,7 @@ from typing import Any
 
 from memprof.command_line import make_profile_command
 from memprof.errors import MemprofError
-from memprof.flows.gpus import device_facts, find_spec_gpu
+from memprof.flows.gpus import find_spec_gpu, make_device_facts
 from memprof.flows.recommend.alternatives import find_alternatives
 from memprof.flows.recommend.plans import Goal
 from memprof.flows.recommend.search import CONTEXT_STEP, TIE_TOLERANCE, PlanRun, Search, SearchRequest, SearchResult
@@ -24,7 +24,7 @@ from memprof.units import format_bytes
 def recommend(
     spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, SearchResult]:
-    """Return the recommendation for the model, context length and GPU of `spec`, the search, and its result."""
+    """Search configurations for the model and GPU of `spec`; return recommendation, search and its result."""
     simulator = Simulator(find_spec_gpu(spec), progress)
     goal = request.goal
     search = Search(simulator, spec, request)
@@ -32,22 +32,22 @@ def recommend(
         # The model does not decode: only its forward is run.
         simulator.error_by_label.clear()
         search.base_spec = search.base_spec.edit(new_tokens=None)
-    found = search.search()
-    if not found.runs:
+    result = search.search()
+    if not result.runs:
         if simulator.last_error is not None and set(simulator.error_by_label.values()) == {
             simulator.last_error.line
         }:  # concerns every goal
             raise simulator.last_error
-        label, why = next(iter(simulator.error_by_label.items()))
-        raise MemprofError(f"the goal {goal.value} cannot be run with this model", value=f"{label}: {why}")
-    chosen = None if found.chosen is None else search.confirm_run(found.chosen)
+        run_label, reason = next(iter(simulator.error_by_label.items()))
+        raise MemprofError(f"the goal {goal.value} cannot be run with this model", value=f"{run_label}: {reason}")
+    chosen = None if result.chosen is None else search.confirm_run(result.chosen)
     if chosen is not None and not chosen.outcome.fits:
         # Happens if only zeroed gradients made the run fit: leaner configurations are confirmed in turn.
-        leaner = sorted((one for one in found.runs if one.outcome.fits), key=lambda one: one.outcome.needed_bytes)
-        chosen = next((one for one in map(search.confirm_run, leaner) if one.outcome.fits), None)
-    example = chosen or found.leanest
-    assert example is not None
-    target = example.outcome.target
+        leaner_runs = sorted((run for run in result.runs if run.outcome.fits), key=lambda run: run.outcome.needed_bytes)
+        chosen = next((run for run in map(search.confirm_run, leaner_runs) if run.outcome.fits), None)
+    example_run = chosen or result.leanest
+    assert example_run is not None
+    target = example_run.outcome.target
     fields: dict[str, Any] = {}
     if chosen is not None:
         limits = [functools.partial(search.find_batch_limit, chosen)]
@@ -56,20 +56,20 @@ def recommend(
         fields = dict(zip(("batch", "context"), simulator.run_searches(limits), strict=False))
         fields["snippets"] = build_scripts(chosen.plan, chosen.outcome.spec, chosen.accumulation)
     else:
-        fields["alternatives"] = find_alternatives(search, example)
+        fields["alternatives"] = find_alternatives(search, example_run)
     recommendation = build_recommendation(
         simulator,
         spec.host_memory_bytes,
         target,
-        _build_search_rows(simulator, found.runs, chosen),
+        _build_search_rows(simulator, result.runs, chosen),
         fits=chosen is not None,
         goal=goal.value,
         effective_batch=request.batch_size,
-        reason=_explain_choice(chosen, found, search),
+        reason=_explain_choice(chosen, result, search),
         assumptions=_list_assumptions(request, spec),
         **fields,
     )
-    return recommendation, search, dataclasses.replace(found, chosen=chosen)
+    return recommendation, search, dataclasses.replace(result, chosen=chosen)
 
 
 def build_recommendation(
@@ -81,9 +81,9 @@ def build_recommendation(
     fits: bool,
     **fields: Any,
 ) -> Recommendation:
-    """Return the recommendation with the configurations `rows`; the first row is the chosen one if `fits`."""
+    """Return a Recommendation with the table `rows`; if `fits`, the first row is the chosen configuration."""
     return Recommendation(
-        device=device_facts(simulator.gpu, host_bytes),
+        device=make_device_facts(simulator.gpu, host_bytes),
         model=target.model,
         num_parameters=target.num_parameters,
         context_length=target.context_length or 0,
@@ -101,22 +101,22 @@ def _build_search_rows(
     simulator: Simulator, runs: tuple[PlanRun, ...], chosen: PlanRun | None
 ) -> tuple[Configuration, ...]:
     """Return the rows of all runs of a search, the chosen one first, then by time of a step."""
-    rest = [one for one in runs if chosen is None or (one.plan, one.micro_batch) != (chosen.plan, chosen.micro_batch)]
-    rest.sort(key=lambda one: (not one.outcome.fits, one.outcome.seconds, one.outcome.needed_bytes))
-    return build_rows(simulator, [("", one) for one in ([] if chosen is None else [chosen]) + rest])
+    rest = [run for run in runs if chosen is None or (run.plan, run.micro_batch) != (chosen.plan, chosen.micro_batch)]
+    rest.sort(key=lambda run: (not run.outcome.fits, run.outcome.seconds, run.outcome.needed_bytes))
+    return build_rows(simulator, [("", run) for run in ([] if chosen is None else [chosen]) + rest])
 
 
 def build_rows(simulator: Simulator, runs: Sequence[tuple[str, PlanRun]]) -> tuple[Configuration, ...]:
-    """Return the rows of `runs`, in the same order: pairs of a name of `--parallel` ("": one GPU) and a run."""
-    points = [(one.outcome.needed_bytes, one.outcome.seconds) for _, one in runs]
+    """Return a table row for each of `runs`, which are pairs of an argument of `--parallel` ("": one GPU) and a run."""
+    points = [(run.outcome.needed_bytes, run.outcome.seconds) for _, run in runs]
     return tuple(
-        _build_row(simulator, parallel, one, pareto=_is_pareto_optimal(point, points))
-        for (parallel, one), point in zip(runs, points, strict=True)
+        _build_row(simulator, parallel, run, pareto=_is_pareto_optimal(point, points))
+        for (parallel, run), point in zip(runs, points, strict=True)
     )
 
 
 def _is_pareto_optimal(point: tuple[int, float], points: list[tuple[int, float]]) -> bool:
-    """Return whether no other point has less memory and less time (the Pareto front)."""
+    """Return whether no other of `points` (bytes, seconds) is at most `point` in both (the Pareto front)."""
     return not any(
         other != point
         and other[0] <= point[0]
@@ -156,38 +156,38 @@ def _build_row(simulator: Simulator, parallel: str, run: PlanRun, *, pareto: boo
     )
 
 
-def _explain_choice(chosen: PlanRun | None, found: SearchResult, search: Search) -> str:
+def _explain_choice(chosen: PlanRun | None, result: SearchResult, search: Search) -> str:
     if chosen is None:
-        assert found.leanest is not None
-        return f"nothing fits: the least that any way needs is with {found.leanest.label}"
-    fitting = [one for one in found.runs if one.outcome.fits and one.plan.precision_loss == chosen.plan.precision_loss]
+        assert result.leanest is not None
+        return f"nothing fits: the least that any way needs is with {result.leanest.label}"
+    fitting = [run for run in result.runs if run.outcome.fits and run.plan.precision_loss == chosen.plan.precision_loss]
     precision_loss = (
         "gives up no precision" if not chosen.plan.precision_loss else f"gives up: {chosen.plan.precision_loss}"
     )
-    kinds = [(tier.precision, tier.optimizer) for tier in search.tiers]
-    earlier = search.tiers[: kinds.index((chosen.plan.precision, chosen.plan.optimizer))]
-    gives_less = any(tier.precision_loss != chosen.plan.precision_loss for tier in earlier)
-    no_less = "; what gives up less does not fit" if gives_less else ""
-    if len(found.runs) == 1:
+    tier_keys = [(tier.precision, tier.optimizer) for tier in search.tiers]
+    earlier_tiers = search.tiers[: tier_keys.index((chosen.plan.precision, chosen.plan.optimizer))]
+    skips_less_loss = any(tier.precision_loss != chosen.plan.precision_loss for tier in earlier_tiers)
+    suffix = "; what gives up less does not fit" if skips_less_loss else ""
+    if len(result.runs) == 1:
         return f"the first that was run, and it fits; it {precision_loss}"
     if len(fitting) == 1:
-        return f"the only one of {len(found.runs)} that were run that fits; it {precision_loss}{no_less}"
-    return f"the quickest of {len(fitting)} that fit; it {precision_loss}{no_less}"
+        return f"the only one of {len(result.runs)} that were run that fits; it {precision_loss}{suffix}"
+    return f"the quickest of {len(fitting)} that fit; it {precision_loss}{suffix}"
 
 
 def _list_assumptions(request: SearchRequest, spec: TargetSpec) -> tuple[str, ...]:
-    found = [
+    assumptions = [
         "Times are lower bounds at the GPU's published rates: compute and transfers one after the other. They rank "
         "configurations; real kernels reach a part of these rates.",
         f"Context lengths are searched in steps of {CONTEXT_STEP} tokens, batches one by one.",
     ]
     if spec.host_memory_bytes is not None:
-        found.append(f"The machine has {format_bytes(spec.host_memory_bytes)} of host memory (--host-memory).")
+        assumptions.append(f"The machine has {format_bytes(spec.host_memory_bytes)} of host memory (--host-memory).")
     if request.goal is not Goal.INFER:
-        found.append(
+        assumptions.append(
             "Of more than two micro-batches in a step two are run: each after the second finds what the second found. "
             "Of what is not chosen the second alone, on gradients that zero_grad left as zeros."
         )
         if request.effective_batch is None:
-            found.append(f"{request.batch_size} sequences in an optimizer step (no --effective-batch was given).")
-    return tuple(found)
+            assumptions.append(f"{request.batch_size} sequences in an optimizer step (no --effective-batch was given).")
+    return tuple(assumptions)

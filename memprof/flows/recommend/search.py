@@ -25,7 +25,7 @@ DEFAULT_EFFECTIVE_BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """The request to a search of configurations: goal, batch and precision."""
+    """What the user requests of a search: goal, batch size and precision."""
 
     goal: Goal
     # Sequences in an optimizer step (inference: at a time). None: `micro_batch` if given, else 8 (inference: 1).
@@ -66,7 +66,7 @@ class SearchResult:
 
 
 class Search:
-    """Search over the configurations of a goal; `base` names model, context length and GPU."""
+    """Search over the configurations of a goal; `base_spec` has the model, context length and GPU."""
 
     def __init__(self, simulator: Simulator, base_spec: TargetSpec, request: SearchRequest) -> None:
         self.simulator = simulator
@@ -76,55 +76,54 @@ class Search:
         self.rejected_fixes: set[str] = set()  # fixes that do not apply to this model
         self.run_by_plan: dict[tuple[Plan, int], PlanRun] = {}
 
-    def _filter_installed(self, kinds: list[Plan]) -> list[Plan]:
-        """Return the tiers whose packages are installed; raise UsageError if no tier's are."""
-        missing: dict[str, UsageError] = {}
-        for tier in kinds:
+    def _filter_installed(self, tiers: list[Plan]) -> list[Plan]:
+        """Return those of `tiers` whose packages are installed; raise UsageError if there are none."""
+        error_by_label: dict[str, UsageError] = {}
+        for tier in tiers:
             try:
                 check_installed(tier.make_spec(self.base_spec, 1))
             except UsageError as error:
-                missing[tier.format_label()] = error
-        if len(missing) == len(kinds):
-            raise next(iter(missing.values()))
-        self.simulator.error_by_label |= {label: error.line for label, error in missing.items()}
-        return [tier for tier in kinds if tier.format_label() not in missing]
+                error_by_label[tier.format_label()] = error
+        if len(error_by_label) == len(tiers):
+            raise next(iter(error_by_label.values()))
+        self.simulator.error_by_label |= {label: error.line for label, error in error_by_label.items()}
+        return [tier for tier in tiers if tier.format_label() not in error_by_label]
 
     def search(self) -> SearchResult:
         """Return the quickest configuration that fits, among those that give up the least precision.
 
-        Tiers are tried in turn, those that give up nothing first, each with all exact fixes. In the first that fits,
-        and in others that give up the same, all variants that fit are tried, each up to its largest micro-batch
-        that fits.
+        Tiers are tried in order of their loss of precision, each first with all exact fixes. For the first tier that
+        fits, and tiers with an equal loss, all variants are run, each up to its largest micro-batch that fits.
         """
         smallest = self.list_micro_batches()[0]
-        given_up: str | None = None
+        precision_loss: str | None = None
         best: PlanRun | None = None
         for tier in self.tiers:
-            if given_up is not None and tier.precision_loss != given_up:
+            if precision_loss is not None and tier.precision_loss != precision_loss:
                 break
-            lean = self._run_leanest(tier, smallest)
-            if lean is not None and not lean.outcome.fits and self.goal is not Goal.INFER:
-                leanest_plan = dataclasses.replace(lean.plan, activations=Activations.CHECKPOINTED_OFFLOADED)
-                lean = self.run_plan(leanest_plan, smallest) or lean
-            if lean is None or not lean.outcome.fits:
+            leanest_run = self._run_leanest(tier, smallest)
+            if leanest_run is not None and not leanest_run.outcome.fits and self.goal is not Goal.INFER:
+                leanest_plan = dataclasses.replace(leanest_run.plan, activations=Activations.CHECKPOINTED_OFFLOADED)
+                leanest_run = self.run_plan(leanest_plan, smallest) or leanest_run
+            if leanest_run is None or not leanest_run.outcome.fits:
                 continue
-            given_up = tier.precision_loss
+            precision_loss = tier.precision_loss
             variants = tier.list_variants()
             self._run_in_parallel(variants, smallest)
-            fitting = [run for plan in variants if (run := self.run_plan(plan, smallest)) and run.outcome.fits]
-            for run in sorted(fitting, key=lambda run: run.outcome.seconds):
+            fitting_runs = [run for plan in variants if (run := self.run_plan(plan, smallest)) and run.outcome.fits]
+            for run in sorted(fitting_runs, key=lambda run: run.outcome.seconds):
                 best = self._choose_better(best, self._find_micro_batch(run, self._choose_better(best, run)))
         runs = tuple(self.run_by_plan.values())
-        leanest = min(runs, key=lambda one: one.outcome.needed_bytes, default=None)
+        leanest = min(runs, key=lambda run: run.outcome.needed_bytes, default=None)
         return SearchResult(best, leanest, runs)
 
     def _run_leanest(self, tier: Plan, micro_batch: int) -> PlanRun | None:
         """Return the run of the tier with as many exact fixes as apply to the model; None if no run succeeds."""
-        lean = tier.minimize_memory()
+        lean_plan = tier.minimize_memory()
         plans = [
-            dataclasses.replace(lean, activations=activations, chunked_loss=chunked)
-            for activations in (lean.activations, Activations.ON_GPU)
-            for chunked in (lean.chunked_loss, False)
+            dataclasses.replace(lean_plan, activations=activations, chunked_loss=chunked_loss)
+            for activations in (lean_plan.activations, Activations.ON_GPU)
+            for chunked_loss in (lean_plan.chunked_loss, False)
         ]
         attempts = (self.run_plan(plan, micro_batch) for plan in dict.fromkeys(plans))
         return next((run for run in attempts if run is not None), None)
@@ -138,10 +137,10 @@ class Search:
         return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
 
     def run_plan(self, plan: Plan, micro_batch: int) -> PlanRun | None:
-        """Return the run of a plan at a micro-batch; None if a fix does not apply (no plan with the fix is run again).
+        """Return the cached or new run of a plan at a micro-batch size; None if a fix of the plan does not apply.
 
-        With accumulation, gradients of earlier micro-batches are live in later ones. One micro-batch on gradients that
-        zero_grad left as zeros is the same for the allocator, and takes half the time to run.
+        With gradient accumulation, one micro-batch is run on gradients that zero_grad left as zeros, which takes the
+        memory of a later micro-batch.
         """
         key = plan, micro_batch
         if not self.rejected_fixes.isdisjoint(plan.fixes):
@@ -152,8 +151,8 @@ class Search:
             outcome = self.simulator.try_run(spec, label, accumulation)
             if outcome is None:
                 # The message begins with the name of the fix that does not apply to this model.
-                why = self.simulator.error_by_label[label]
-                self.rejected_fixes |= {name for name in plan.fixes if why.startswith(name)}
+                reason = self.simulator.error_by_label[label]
+                self.rejected_fixes |= {name for name in plan.fixes if reason.startswith(name)}
                 return None
             self.run_by_plan[key] = PlanRun(plan, micro_batch, accumulation, outcome)
         return self.run_by_plan[key]
@@ -170,13 +169,13 @@ class Search:
         )
 
     def confirm_run(self, run: PlanRun) -> PlanRun:
-        """Return `run` with the outcome of a run with its full accumulation."""
+        """Run the plan of `run` again, with all its gradient accumulation; return `run` with the new outcome."""
         spec = run.plan.make_spec(self.base_spec, run.micro_batch, run.accumulation)
         outcome = self.simulator.run(spec, f"check of {run.label}", run.accumulation)
         return dataclasses.replace(run, outcome=outcome)
 
     def find_batch_limit(self, run: PlanRun) -> LargestFit:
-        """Return the largest micro-batch with which this configuration fits."""
+        """Return the largest micro-batch size with which the configuration of `run` fits."""
         accumulation = min(run.accumulation, 2)
         return self.simulator.find_run_limit(
             lambda size: run.plan.make_spec(self.base_spec, size, accumulation),
@@ -186,15 +185,15 @@ class Search:
             high=MAX_BATCH,
         )
 
-    def find_context_limit(self, run: PlanRun, longest: int | None) -> LargestFit:
-        """Return the longest context with which this configuration, which fits, still fits, in steps of CONTEXT_STEP.
+    def find_context_limit(self, run: PlanRun, max_length: int | None) -> LargestFit:
+        """Return the longest context length with which the configuration of `run` fits, in steps of CONTEXT_STEP.
 
-        `longest` is the model's maximum, which does not limit the search if the requested context is longer.
+        `max_length` is the model's maximum, which is ignored if the requested context is longer.
         """
         current_length = run.outcome.target.context_length or 0
         high = MAX_CONTEXT
-        if longest is not None and current_length <= longest - (self.base_spec.new_tokens or 0):
-            high = longest - (self.base_spec.new_tokens or 0)
+        if max_length is not None and current_length <= max_length - (self.base_spec.new_tokens or 0):
+            high = max_length - (self.base_spec.new_tokens or 0)
 
         def make_spec(length: int, accumulation: int) -> TargetSpec:
             return run.plan.make_spec(self.base_spec.edit(context_length=length), run.micro_batch, accumulation)
@@ -202,66 +201,66 @@ class Search:
         format_label = "context {:,}".format
 
         def find_limit(accumulation: int) -> LargestFit:
-            make = functools.partial(make_spec, accumulation=accumulation)
+            build_spec = functools.partial(make_spec, accumulation=accumulation)
             return self.simulator.find_run_limit(
-                make, format_label, run.accumulation, start=current_length, high=high, step_size=CONTEXT_STEP
+                build_spec, format_label, run.accumulation, start=current_length, high=high, step_size=CONTEXT_STEP
             )
 
         # The second micro-batch takes as much as later ones: the limit is found with two, and confirmed with all.
-        num_run = min(run.accumulation, 2)
-        found = find_limit(num_run)
-        if found.largest and num_run < run.accumulation:
-            spec = make_spec(found.largest, run.accumulation)
-            if not self.simulator.run(spec, format_label(found.largest), run.accumulation).fits:
+        num_micro_batches = min(run.accumulation, 2)
+        limit = find_limit(num_micro_batches)
+        if limit.largest and num_micro_batches < run.accumulation:
+            spec = make_spec(limit.largest, run.accumulation)
+            if not self.simulator.run(spec, format_label(limit.largest), run.accumulation).fits:
                 return find_limit(run.accumulation)
-        return found
+        return limit
 
     def _find_micro_batch(self, first: PlanRun, best: PlanRun | None) -> PlanRun:
-        """Return the best run of a plan up to its largest micro-batch that fits; stop if no size can beat `best`.
+        """Return the quickest run of a plan over fitting micro-batch sizes; stop if no size can be quicker than `best`.
 
-        `first` is the plan's run at the smallest micro-batch, which fits; `best` is the quickest run so far.
+        `first` is the plan's run at the smallest micro-batch, which fits.
         """
-        sizes, plan, found = self.list_micro_batches(), first.plan, first
+        sizes, plan, best_run = self.list_micro_batches(), first.plan, first
         low, high = 0, len(sizes)
-        while high - low > 1 and len(self.simulator) < MAX_SEARCH_RUNS and not self._cannot_be_quicker(found, best):
+        while high - low > 1 and len(self.simulator) < MAX_SEARCH_RUNS and not self._cannot_be_quicker(best_run, best):
             middle = self._guess_size(plan, sizes, low, high)
             run = self.run_plan(plan, sizes[middle])
             if run is None:
                 break
             if run.outcome.fits:
-                low, found = middle, self._choose_better(found, run) or found
+                low, best_run = middle, self._choose_better(best_run, run) or best_run
             else:
                 high = middle
-        return found
+        return best_run
 
     def _guess_size(self, plan: Plan, sizes: list[int], low: int, high: int) -> int:
-        """Return the index of the size to try: the largest that fits by extrapolation of two runs, else the next."""
-        known = sorted((size, one.outcome) for (of, size), one in self.run_by_plan.items() if of == plan)[-2:]
-        if len(known) < 2:
+        """Return the index in `sizes` to try next: the largest that fits by extrapolation of two runs, or `low` + 1."""
+        known_outcomes = sorted((size, one.outcome) for (of, size), one in self.run_by_plan.items() if of == plan)[-2:]
+        if len(known_outcomes) < 2:
             return low + 1
-        (one, before), (two, after) = known
-        slope = (after.needed_bytes - before.needed_bytes) / (two - one)
-        if slope <= 0:
+        (one, small_outcome), (large_size, large_outcome) = known_outcomes
+        bytes_per_sequence = (large_outcome.needed_bytes - small_outcome.needed_bytes) / (large_size - one)
+        if bytes_per_sequence <= 0:
             return high - 1
-        most = one + (self.simulator.gpu.total_bytes - before.needed_bytes) / slope
-        fitting = [place for place in range(low + 1, high) if sizes[place] <= most]
-        return max(fitting, default=low + 1)
+        max_size = one + (self.simulator.gpu.total_bytes - small_outcome.needed_bytes) / bytes_per_sequence
+        fitting_indices = [index for index in range(low + 1, high) if sizes[index] <= max_size]
+        return max(fitting_indices, default=low + 1)
 
-    def _cannot_be_quicker(self, first: PlanRun, best: PlanRun | None) -> bool:
-        """Return whether operations and transfers alone, at any micro-batch, take longer than the step of `best`."""
-        step = first.outcome.step
+    def _cannot_be_quicker(self, run: PlanRun, best: PlanRun | None) -> bool:
+        """Return whether the FLOPs and transfers of `run`, at any micro-batch, take longer than the step of `best`."""
+        step = run.outcome.step
         if best is None or step is None:
             return False
-        rate = max(self.simulator.gpu.peak_flops.values(), default=0)
-        half = self.simulator.gpu.peak_flops.get(first.plan.half, rate)
-        least = (step.operations / half if half else 0.0) + step.bus_seconds
-        return least > best.outcome.seconds * (1 - TIE_TOLERANCE)
+        peak_rate = max(self.simulator.gpu.peak_flops.values(), default=0)
+        half_rate = self.simulator.gpu.peak_flops.get(run.plan.half, peak_rate)
+        min_seconds = (step.operations / half_rate if half_rate else 0.0) + step.bus_seconds
+        return min_seconds > best.outcome.seconds * (1 - TIE_TOLERANCE)
 
     @staticmethod
-    def _choose_better(one: PlanRun | None, other: PlanRun | None) -> PlanRun | None:
+    def _choose_better(first: PlanRun | None, second: PlanRun | None) -> PlanRun | None:
         """Return the quicker of two runs that fit; of equally quick runs, the one with less memory."""
-        if one is None or other is None:
-            return one or other
-        quickest = min(one.outcome.seconds, other.outcome.seconds)
-        quickest_runs = [run for run in (one, other) if run.outcome.seconds <= quickest * (1 + TIE_TOLERANCE)]
+        if first is None or second is None:
+            return first or second
+        quickest = min(first.outcome.seconds, second.outcome.seconds)
+        quickest_runs = [run for run in (first, second) if run.outcome.seconds <= quickest * (1 + TIE_TOLERANCE)]
         return min(quickest_runs, key=lambda run: run.outcome.needed_bytes)

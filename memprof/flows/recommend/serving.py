@@ -9,7 +9,7 @@ from collections.abc import Callable
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.recommend.multi_gpu_scripts import build_serving_scripts
-from memprof.flows.recommend.multi_gpu_search import nccl_assumption
+from memprof.flows.recommend.multi_gpu_search import describe_nccl_assumption
 from memprof.flows.recommend.plans import Goal, list_tiers, make_base_spec, set_context_length
 from memprof.flows.recommend.recommendation import build_recommendation, build_rows
 from memprof.flows.recommend.search import PlanRun, SearchRequest
@@ -35,50 +35,50 @@ class ServingSearch:
         self.source = find_source(spec)
         if self.source.task != "causal-lm":
             self.base_spec = self.base_spec.edit(new_tokens=None)  # the model does not decode: only its forward is run
-        kinds = [
+        tiers = [
             tier
             for tier in list_tiers(Goal.INFER, gpu, request.precision, request.half)
             if tier.precision in _UNQUANTIZED_PRECISIONS
         ]
-        if not kinds:
+        if not tiers:
             problem = "quantized weights are not spread over GPUs here"
             raise UsageError(problem, value=f"--quantize {request.precision}", hint="leave out --quantize, or --gpus")
-        self.tier = kinds[0]
+        self.tier = tiers[0]
         self.batch = request.batch_size
 
     def run_parallel_plans(self, gpus: int) -> list[tuple[str, PlanRun]]:
-        """Return the runs of the model over `gpus` GPUs, best first, as pairs of a `--parallel` name and a run."""
-        found = []
+        """Return pairs of an argument of `--parallel` and its run on `gpus` GPUs, best first."""
+        plan_runs = []
         for plan in (f"tp={gpus}", DEVICE_MAP) if gpus > 1 else ("",):
             spec = self.tier.make_spec(self.base_spec, self.batch).edit(parallel=plan or None, gpus=gpus)
-            name = f"{plan}: {self.tier.format_label()}" if plan else self.tier.format_label()
+            label = f"{plan}: {self.tier.format_label()}" if plan else self.tier.format_label()
             try:
                 if plan:
                     check_plan(parse_plan(plan, gpus), spec, self.source.task, self.source.config)
             except UsageError as error:
-                self.simulator.error_by_label[name] = error.line
+                self.simulator.error_by_label[label] = error.line
                 continue
-            outcome = self.simulator.try_run(spec, f"{name} over {gpus}" if gpus > 1 else name)
+            outcome = self.simulator.try_run(spec, f"{label} over {gpus}" if gpus > 1 else label)
             if outcome is not None:
-                found.append((plan, PlanRun(self.tier, self.batch, 1, outcome)))
-        return sorted(found, key=lambda way: self.simulator.make_sort_key(way[1].outcome))
+                plan_runs.append((plan, PlanRun(self.tier, self.batch, 1, outcome)))
+        return sorted(plan_runs, key=lambda plan_run: self.simulator.make_sort_key(plan_run[1].outcome))
 
     def find_min_gpus(self) -> Alternative | None:
-        """Return the least power of two of GPUs on which the model fits; None if none up to MAX_GPUS does."""
+        """Return the least number of GPUs (a power of two, up to MAX_GPUS) that fit the model; None: not found."""
         gpus = 1
         while gpus <= MAX_GPUS:
             for plan, run in self.run_parallel_plans(gpus):
                 if run.outcome.fits:
-                    how = f", {plan}" if plan else ""
-                    name = f"{gpus} x {self.simulator.gpu.name}{how}: {self.tier.format_label(self.batch)}"
+                    suffix = f", {plan}" if plan else ""
+                    name = f"{gpus} x {self.simulator.gpu.name}{suffix}: {self.tier.format_label(self.batch)}"
                     return Alternative("the least number of these GPUs", name, run.outcome.needed_bytes, False)
             gpus *= 2
         return None
 
 
 def recommend_serving(spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]) -> Recommendation:
-    """Return the recommendation for inference of `spec`'s model over `spec.gpus` GPUs, with code to paste.
-    Raises UsageError: quantized weights are requested; MemprofError: no way to spread the model applies."""
+    """Return the recommendation for inference of the model of `spec` on `spec.gpus` GPUs, with code to paste.
+    Raises UsageError: quantized weights are requested; MemprofError: no parallel plan applies to the model."""
     search = ServingSearch(set_context_length(spec), request, progress)
     simulator, runs = search.simulator, search.run_parallel_plans(spec.gpus)
     if not runs:
@@ -87,32 +87,32 @@ def recommend_serving(spec: TargetSpec, request: SearchRequest, progress: Callab
         raise MemprofError(
             "no way to spread it applies", value=spec.model, hint="; ".join(simulator.error_by_label.values())
         )
-    fitting = [(plan, run) for plan, run in runs if run.outcome.fits]
-    fewest = search.find_min_gpus()
-    scripts = build_serving_scripts(fitting, spec)
+    fitting_runs = [(plan, run) for plan, run in runs if run.outcome.fits]
+    min_gpus_alternative = search.find_min_gpus()
+    scripts = build_serving_scripts(fitting_runs, spec)
     return build_recommendation(
         simulator,
         search.base_spec.host_memory_bytes,
         runs[0][1].outcome.target,
         build_rows(simulator, runs),
-        fits=bool(fitting),
+        fits=bool(fitting_runs),
         goal=Goal.INFER.value,
         effective_batch=search.batch,
         gpus=spec.gpus,
-        reason=_explain_choice([plan for plan, _ in fitting]),
-        alternatives=() if fewest is None else (fewest,),
+        reason=_explain_choice([plan for plan, _ in fitting_runs]),
+        alternatives=() if min_gpus_alternative is None else (min_gpus_alternative,),
         snippets=scripts.text_by_kind,
         launch=scripts.launch_by_kind,
-        assumptions=(*_ASSUMPTIONS, nccl_assumption()),
+        assumptions=(*_ASSUMPTIONS, describe_nccl_assumption()),
     )
 
 
-def _explain_choice(fitting: list[str]) -> str:
-    if not fitting:
+def _explain_choice(fitting_plans: list[str]) -> str:
+    if not fitting_plans:
         return "no way to spread it over these GPUs fits"
-    use = "all GPUs are at work at once" if fitting[0] != DEVICE_MAP else "one GPU is at work after another"
-    others = f"the quicker of {len(fitting)} that fit" if len(fitting) > 1 else "the only way that fits"
-    return f"{others}: {use}; it gives up no precision"
+    use = "all GPUs are at work at once" if fitting_plans[0] != DEVICE_MAP else "one GPU is at work after another"
+    ranking = f"the quicker of {len(fitting_plans)} that fit" if len(fitting_plans) > 1 else "the only way that fits"
+    return f"{ranking}: {use}; it gives up no precision"
 
 
 _ASSUMPTIONS = (

@@ -21,7 +21,7 @@ _OutcomeByRun = dict[tuple[TargetSpec, int], SimulatedRun]
 
 
 class Simulator:
-    """Simulator of specs on one GPU with a cache of outcomes; `avoids_retries` as in `evaluate_run`."""
+    """Simulator of specs on one GPU, with a cache of outcomes; `avoids_retries` goes to `evaluate_run`."""
 
     def __init__(self, gpu: Gpu, progress: Callable[[str], None], *, avoids_retries: bool = False) -> None:
         self.gpu = gpu
@@ -54,14 +54,14 @@ class Simulator:
         key = spec, micro_batches
         if key not in self._outcome_by_run:
             self.progress(f"run {len(self) + 1}: {label}")
-            ready = self._prefetched_runs.pop(key, None)
-            if isinstance(ready, MemprofError):
-                raise ready
-            self._outcome_by_run[key] = ready or self._run(spec, micro_batches)
+            prefetched_run = self._prefetched_runs.pop(key, None)
+            if isinstance(prefetched_run, MemprofError):
+                raise prefetched_run
+            self._outcome_by_run[key] = prefetched_run or self._run(spec, micro_batches)
         return self._outcome_by_run[key]
 
     def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun | None:
-        """Return the outcome of `spec`; None if the run fails, with the error in `failures`."""
+        """Return the outcome of `spec`; if the run fails, store the error in `error_by_label` and return None."""
         try:
             return self.run(spec, label, micro_batches)
         except MemprofError as error:
@@ -69,53 +69,50 @@ class Simulator:
             return None
 
     def preload_imports(self, spec: TargetSpec) -> None:
-        """Make a small run like `spec`, so that workers forked from this process have its imports."""
+        """Run a small model with the options of `spec`, so that workers forked afterwards share its imports."""
         self.progress("importing torch and the model's code")
         if _has_workers():
-            small = spec.edit(
+            small_spec = spec.edit(
                 model="pythia-70m", model_is_size=False, context_length=8, batch_size=1, steps=1, vocab_size=None,
                 lengths=None, parallel=spec.parallel and "fsdp", rank=None, fixes=(),
             )  # fmt: skip
             with contextlib.suppress(MemprofError):  # the runs themselves raise it again
-                profile(small, explained=False)
+                profile(small_spec, with_details=False)
             freeze_existing_objects()
 
     def run_in_parallel(self, requests: Iterable[tuple[TargetSpec, int]]) -> None:
-        """Run pairs of a spec and micro-batches in parallel, on all cores; `run` returns and counts the outcomes."""
-        left = [
+        """Run pairs of a spec and its number of micro-batches in parallel; `run` returns the outcomes later."""
+        pending_runs = [
             key
             for key in dict.fromkeys(requests)
             if key not in self._outcome_by_run and key not in self._prefetched_runs
         ]
-        if len(left) > 1 and _has_workers():
+        if len(pending_runs) > 1 and _has_workers():
             from memprof.workload.pool import run_all
 
-            tasks = [functools.partial(self._run, *key) for key in left]
-            self._prefetched_runs |= zip(left, run_all(tasks, self.progress), strict=True)
+            tasks = [functools.partial(self._run, *key) for key in pending_runs]
+            self._prefetched_runs |= zip(pending_runs, run_all(tasks, self.progress), strict=True)
 
     def run_searches(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Return the results of independent searches with this simulator, in order.
-
-        The searches run in parallel on all cores, each with the outcomes known now.
-        """
+        """Run independent searches in parallel, each with a copy of this simulator; return their results in order."""
         if len(tasks) < 2 or not _has_workers():
             return [task() for task in tasks]
         from memprof.workload.pool import run_all
 
         def search(task: Callable[[], Result]) -> tuple[Result, _OutcomeByRun, dict[str, str], MemprofError | None]:
-            """Run `task` in a worker process, with a copy of the simulator; return its result and what it learned."""
+            """Run `task` in a worker process; return its result, and the outcomes and errors of its runs."""
             return task(), self._outcome_by_run, self.error_by_label, self.last_error
 
-        answers = []
-        for found in run_all([functools.partial(search, task) for task in tasks], self.progress):
-            if isinstance(found, MemprofError):
-                raise found
-            answer, known, failures, refusal = found
-            self._outcome_by_run |= known
-            self.error_by_label |= failures
-            self.last_error = refusal or self.last_error
-            answers.append(answer)
-        return answers
+        results = []
+        for search_result in run_all([functools.partial(search, task) for task in tasks], self.progress):
+            if isinstance(search_result, MemprofError):
+                raise search_result
+            result, outcomes, errors, last_error = search_result
+            self._outcome_by_run |= outcomes
+            self.error_by_label |= errors
+            self.last_error = last_error or self.last_error
+            results.append(result)
+        return results
 
     def find_run_limit(
         self,
@@ -128,7 +125,7 @@ class Simulator:
         step_size: int = 1,
         estimate: int | None = None,
     ) -> LargestFit:
-        """Return the largest number at which the run of `make_spec` fits, and the next (`find_limit`); both are run."""
+        """Return the largest number for which the run of `make_spec(number)` fits, and the next (see `find_limit`)."""
         available_bytes = self.gpu.total_bytes
 
         def compute_bytes(number: int) -> int:

@@ -32,7 +32,7 @@ class LoadedModel:
 
 
 def build_scripts(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
-    """Return scripts by kind, "pytorch" and "transformers"; empty if `describe_loaded_model` returns None.
+    """Return scripts by kind, "pytorch" and "transformers"; empty for models from the user's code or without tokens.
 
     `spec` is the run of `plan`; a step has `accumulation` micro-batches.
     """
@@ -77,13 +77,13 @@ def describe_loaded_model(spec: TargetSpec) -> LoadedModel | None:
 
 
 def _describe_catalog_model(entry: ModelEntry, repository: str) -> LoadedModel | None:
-    name = _AUTO_CLASS_BY_TASK.get(entry.task)
-    if name is None:
+    class_name = _AUTO_CLASS_BY_TASK.get(entry.task)
+    if class_name is None:
         return None
     if not entry.synthesized:
-        return LoadedModel(name, repository)
+        return LoadedModel(class_name, repository)
     config = pprint.pformat(entry.load_config(), width=100, sort_dicts=False)
-    return LoadedModel(name, "", f"transformers.AutoConfig.for_model(**{config})")
+    return LoadedModel(class_name, "", f"transformers.AutoConfig.for_model(**{config})")
 
 
 def build_environment_lines(spec: TargetSpec, *imports: str) -> list[str]:
@@ -107,30 +107,30 @@ def build_load_arguments(spec: TargetSpec) -> list[str]:
 
 def build_model_lines(model: LoadedModel, arguments: list[str]) -> list[str]:
     """Return the lines that build a model from its configuration."""
-    make = "from_config" if model.auto_class.startswith("Auto") else "_from_config"
-    made = f"transformers.{model.auto_class}.{make}({', '.join(['config', *arguments])})"
-    return [f"config = {model.from_config}", f"model = {made}"]
+    constructor = "from_config" if model.auto_class.startswith("Auto") else "_from_config"
+    call = f"transformers.{model.auto_class}.{constructor}({', '.join(['config', *arguments])})"
+    return [f"config = {model.from_config}", f"model = {call}"]
 
 
 def build_lora_lines(spec: TargetSpec) -> list[str]:
     """Return the lines that add a LoRA adapter to the model."""
     rank = spec.lora_rank or DEFAULT_LORA_RANK
-    targets = ""
+    target_argument = ""
     if spec.lora_targets is not None:
-        names = [name.strip() for name in spec.lora_targets.split(",")]
-        targets = f", target_modules={names if names != ['all-linear'] else 'all-linear'!r}"
+        module_names = [name.strip() for name in spec.lora_targets.split(",")]
+        target_argument = f", target_modules={module_names if module_names != ['all-linear'] else 'all-linear'!r}"
     return [
         f'lora = peft.LoraConfig(task_type="CAUSAL_LM", r={rank}, lora_alpha={2 * rank}, '
-        f"lora_dropout={spec.lora_dropout}{targets})",
+        f"lora_dropout={spec.lora_dropout}{target_argument})",
         "model = peft.get_peft_model(model, lora)",
     ]
 
 
-def build_apply_lines(names: Sequence[str], model: str = "model") -> list[str]:
-    """Return the line that applies the fixes `names` to a model; empty without fixes."""
-    listed = ", ".join(f'"{name}"' for name in names)
-    assignment = "applied = " if CPU_OPTIMIZER in names else ""
-    return [f"{assignment}memprof.apply({model}, [{listed}], undoable=False)"] if names else []
+def build_apply_lines(fixes: Sequence[str], model_expression: str = "model") -> list[str]:
+    """Return the line that applies `fixes` to the model in variable `model_expression`; empty without fixes."""
+    quoted_names = ", ".join(f'"{name}"' for name in fixes)
+    assignment = "applied = " if CPU_OPTIMIZER in fixes else ""
+    return [f"{assignment}memprof.apply({model_expression}, [{quoted_names}], undoable=False)"] if fixes else []
 
 
 def build_generate_lines(spec: TargetSpec) -> list[str]:
@@ -141,17 +141,17 @@ def build_generate_lines(spec: TargetSpec) -> list[str]:
 
 
 def _build_head_lines(spec: TargetSpec, imports: list[str], fixes: Sequence[str]) -> list[str]:
-    library = ["import memprof", ""] if fixes else []
+    memprof_import = ["import memprof", ""] if fixes else []
     device = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
-    return [*build_environment_lines(spec), *sorted(imports), "", *library, device]
+    return [*build_environment_lines(spec), *sorted(imports), "", *memprof_import, device]
 
 
 def _build_load_lines(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
     arguments = build_load_arguments(spec)
-    made = [] if model.from_pretrained else build_model_lines(model, arguments)
+    model_lines = [] if model.from_pretrained else build_model_lines(model, arguments)
     lines: list[str] = []
-    quantized = plan.precision in ("int8", "nf4")
-    if quantized:
+    is_quantized = plan.precision in ("int8", "nf4")
+    if is_quantized:
         options = (
             "load_in_8bit=True"
             if plan.precision == "int8"
@@ -160,18 +160,18 @@ def _build_load_lines(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[
         )
         lines.append(f"quantization = transformers.BitsAndBytesConfig({options})")
         arguments += ["quantization_config=quantization", 'device_map={"": 0}']
-    lines += made
-    loads = f"transformers.{model.auto_class}.from_pretrained({model.from_pretrained!r},"
+    lines += model_lines
+    load_call = f"transformers.{model.auto_class}.from_pretrained({model.from_pretrained!r},"
     if not model.from_pretrained:
         # bitsandbytes quantizes weights only while they are loaded.
-        loads = "type(model).from_pretrained(None, config=config, state_dict=model.state_dict(),"
-    if model.from_pretrained or quantized:
-        lines += [f"model = {loads}", f"    {', '.join(arguments)})"]
+        load_call = "type(model).from_pretrained(None, config=config, state_dict=model.state_dict(),"
+    if model.from_pretrained or is_quantized:
+        lines += [f"model = {load_call}", f"    {', '.join(arguments)})"]
     if plan.goal is Goal.QLORA:
         lines.append("model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
     if plan.goal in (Goal.LORA, Goal.QLORA):
         lines += build_lora_lines(spec)
-    return lines if quantized else [*lines, "model.to(device)"]
+    return lines if is_quantized else [*lines, "model.to(device)"]
 
 
 def _build_import_lines(plan: Plan) -> list[str]:
@@ -185,19 +185,19 @@ def _build_import_lines(plan: Plan) -> list[str]:
 def _build_optimizer_lines(plan: Plan) -> list[str]:
     if plan.optimizer == "adamw-cpu":
         return [f'optimizer = applied.results["{CPU_OPTIMIZER}"]']
-    made = {
+    optimizer_call = {
         "adamw": "torch.optim.AdamW(trained, lr=1e-4, fused=True)",
         "adamw-8bit": "bitsandbytes.optim.AdamW8bit(trained, lr=1e-4)",
         "torchao-adamw-8bit": "torchao.optim.AdamW8bit(trained, lr=1e-4)",
     }[plan.optimizer]
     return [
         "trained = [parameter for parameter in model.parameters() if parameter.requires_grad]",
-        f"optimizer = {made}",
+        f"optimizer = {optimizer_call}",
     ]
 
 
 def _build_pytorch_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
-    scaled = spec.amp == "float16"
+    scales_loss = spec.amp == "float16"
     lines = [
         *_build_head_lines(spec, _build_import_lines(plan), spec.fixes),
         f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {spec.context_length}",
@@ -205,7 +205,7 @@ def _build_pytorch_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accu
         *_build_load_lines(plan, spec, model),
         *build_apply_lines(spec.fixes),
         *_build_optimizer_lines(plan),
-        *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if scaled else []),
+        *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if scales_loss else []),
         "",
         "",
         "def batches():  # yours",
@@ -226,7 +226,7 @@ def _build_pytorch_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accu
         lines.append("            loss = model(**batch).loss / accumulation")
     else:
         lines.append("        loss = model(**batch).loss / accumulation")
-    if scaled:
+    if scales_loss:
         lines += ["        scaler.scale(loss).backward()", "    scaler.step(optimizer)", "    scaler.update()"]
     else:
         lines += ["        loss.backward()", "    optimizer.step()"]
@@ -238,7 +238,7 @@ def _build_trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accu
     # Trainer has its own argument for checkpointing.
     trainer_fix = CHECKPOINTING if plan.activations is Activations.CHECKPOINTED else ""
     fixes = [name for name in spec.fixes if name != trainer_fix]
-    optim = {"adamw": "adamw_torch_fused", "adamw-8bit": "adamw_bnb_8bit"}.get(plan.optimizer)
+    trainer_optimizer = {"adamw": "adamw_torch_fused", "adamw-8bit": "adamw_bnb_8bit"}.get(plan.optimizer)
     arguments = [
         'output_dir="out"',
         f"per_device_train_batch_size={spec.batch_size}",
@@ -252,15 +252,15 @@ def _build_trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accu
         arguments.append("bf16=True" if spec.amp == "bfloat16" else "fp16=torch.cuda.is_available()")
     if trainer_fix:
         arguments.append("gradient_checkpointing=True")
-    if optim is not None:
-        arguments.append(f'optim="{optim}"')
+    if trainer_optimizer is not None:
+        arguments.append(f'optim="{trainer_optimizer}"')
     imports = [line for line in _build_import_lines(plan) if line != "import bitsandbytes"]
     lines = [
         *_build_head_lines(spec, imports, fixes),
         "",
         *_build_load_lines(plan, spec, model),
         *build_apply_lines(fixes),
-        *([] if optim is not None else _build_optimizer_lines(plan)),
+        *([] if trainer_optimizer is not None else _build_optimizer_lines(plan)),
         f"count, length = {2 * spec.batch_size * accumulation}, {spec.context_length}",
         "rows = torch.randint(model.config.vocab_size, (count, length))  # yours",
         'dataset = [{"input_ids": row, "labels": row} for row in rows]',
@@ -268,7 +268,7 @@ def _build_trainer_script(plan: Plan, spec: TargetSpec, model: LoadedModel, accu
         *(f"    {argument}," for argument in arguments),
         ")",
         "trainer = transformers.Trainer("
-        + ("" if optim is not None else "optimizers=(optimizer, None), ")
+        + ("" if trainer_optimizer is not None else "optimizers=(optimizer, None), ")
         + "model=model, args=arguments, train_dataset=dataset)",
         "trainer.train()",
     ]

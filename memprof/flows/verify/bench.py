@@ -27,7 +27,7 @@ from memprof.flows.verify.peaks import make_adamw, measure_peak, simulate_peak, 
 from memprof.flows.verify.precision_table import measure_precisions, measure_quantized_weights
 from memprof.flows.verify.processes import compile_in_workers, import_dependencies, run_tasks, use_one_thread
 from memprof.flows.verify.reference import compute_in_float64
-from memprof.flows.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
+from memprof.flows.verify.specimens import IGNORED_LABEL, SPECIMENS, Specimen, find_specimen, make_batches
 from memprof.report.documents.verification import Deviation, FixPeak, Verification
 from memprof.torch_private import dynamo
 from memprof.workload.pool import count_workers
@@ -60,7 +60,7 @@ def _select_options(fix: Fix, model: str, general: Mapping[str, Any]) -> dict[st
 
 @contextlib.contextmanager
 def _record_skip(found: Verification, fix: Fix, specimen: Specimen) -> Iterator[None]:
-    """Context manager: record a UsageError of `fix` on the model in `found.skipped`."""
+    """Context manager: record a UsageError of `fix` on the model in the verification's `skipped`."""
     try:
         yield
     except UsageError as error:
@@ -73,10 +73,10 @@ def verify(
     models: Sequence[str] = (),
     *,
     seeds: int = 2,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Callable[[str], None] = lambda _: None,
     trust_remote_code: bool = False,
 ) -> Verification:
-    """Return the verification of `fixes` (default: all) on `models` (default: the small models of `SPECIMENS`).
+    """Verify `fixes` (default: all) on `models` (default: the small models of `SPECIMENS`); return the results.
     Raises UsageError: an unknown fix or model, or fewer than one seed."""
     chosen = [fix for name in fixes for fix in find_fixes([name])] or list(FIXES.values())
     if seeds < 1:
@@ -87,39 +87,39 @@ def verify(
     import_dependencies(chosen, [] if models else specimens)
     with use_one_thread(), compile_in_workers(chosen, is_parallel=is_parallel):
         # Worker processes report no progress.
-        report = (lambda doing: None) if is_parallel else progress
-        make_task = functools.partial(functools.partial, seeds=seeds, progress=report)
-        peaks = _Peaks(chosen, specimens[0] if models else None, report)
+        show_progress = (lambda _: None) if is_parallel else progress
+        make_task = functools.partial(functools.partial, seeds=seeds, progress=show_progress)
+        peaks = _PeakTasks(chosen, specimens[0] if models else None, show_progress)
         # The longest tasks come first: the models.
         tasks: list[Callable[[], Verification]] = [
-            make_task(_verify_specimen, specimen, chosen, named=bool(models)) for specimen in specimens
+            make_task(_verify_specimen, specimen, chosen, is_named=bool(models)) for specimen in specimens
         ]
         if any(fix.bench == "precision" for fix in chosen):
-            tasks += [make_task(_verify_precisions, one) for one in specimens if models or not one.kind]
+            tasks += [make_task(_verify_precisions, result) for result in specimens if models or not result.kind]
         large = specimens[0] if models else SPECIMENS["llama"]
-        tasks += [make_task(_make_own_table, fix, large) for fix in chosen if fix.bench not in ("", "precision")]
-        originals = peaks.originals()
+        tasks += [make_task(_run_own_benchmark, fix, large) for fix in chosen if fix.bench not in ("", "precision")]
+        originals = peaks.make_original_tasks()
         run = functools.partial(run_tasks, progress=progress, is_parallel=is_parallel)
         original_peaks = dict(zip(originals, run(list(originals.values())), strict=True))
-        for one in run([*tasks, *peaks.with_fixes(original_peaks, seeds)]):
-            found.merge(one)
+        for result in run([*tasks, *peaks.make_fix_tasks(original_peaks, seeds)]):
+            found.merge(result)
     return found
 
 
 def _verify_specimen(
-    specimen: Specimen, chosen: Sequence[Fix], *, named: bool, seeds: int, progress: Callable[[str], None]
+    specimen: Specimen, fixes: Sequence[Fix], *, is_named: bool, seeds: int, progress: Callable[[str], None]
 ) -> Verification:
-    """Return the deviations of fixes on one model; a model `named` by the user is tried with all fixes."""
-    found = Verification(seeds=seeds)
+    """Return the deviations of `fixes` on one model; only a model that the user named gets the fixes of other kinds."""
+    verification = Verification(seeds=seeds)
     originals: dict[tuple[int, str], tuple[_TrainingResults, _TrainingResults]] = {}
     _reset_compiler()
-    for fix in chosen:
+    for fix in fixes:
         progress(f"{fix.name} on {specimen.name}")
-        if fix.numerics is Numerics.APPROXIMATE or not (named or specimen.kind == fix.for_models):
+        if fix.numerics is Numerics.APPROXIMATE or not (is_named or specimen.kind == fix.for_models):
             continue
-        with _record_skip(found, fix, specimen):
-            found.deviations += _find_deviations(fix, specimen, seeds, originals, found.narrow)
-    return found
+        with _record_skip(verification, fix, specimen):
+            verification.deviations += _find_deviations(fix, specimen, seeds, originals, verification.narrow)
+    return verification
 
 
 def _reset_compiler() -> None:
@@ -133,17 +133,17 @@ def _verify_precisions(specimen: Specimen, *, seeds: int, progress: Callable[[st
     return Verification(seeds=seeds, precisions=measure_precisions(specimen))
 
 
-def _make_own_table(fix: Fix, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
+def _run_own_benchmark(fix: Fix, specimen: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
     """Return the table of a fix with its own benchmark: quantized weights or 8-bit optimizers."""
-    found = Verification(seeds=seeds)
-    with _record_skip(found, fix, large):
+    verification = Verification(seeds=seeds)
+    with _record_skip(verification, fix, specimen):
         if fix.bench == "quantized weights":
-            progress(f"{fix.name} on {large.name}")
-            found.precisions.append(measure_quantized_weights(large, fix.name))
+            progress(f"{fix.name} on {specimen.name}")
+            verification.precisions.append(measure_quantized_weights(specimen, fix.name))
         elif fix.bench == "optimizer":
             progress("steps of the 8-bit optimizer")
-            found.optimizers += measure_optimizers(large, fix.name)
-    return found
+            verification.optimizers += measure_optimizers(specimen, fix.name)
+    return verification
 
 
 # -- deviations --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class _TrainingResults:
     parameters: dict[str, torch.Tensor]
 
 
-def _build(specimen: Specimen, seed: int) -> nn.Module:
+def _build_model(specimen: Specimen, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return specimen.build().float().train()
 
@@ -177,32 +177,32 @@ def _find_deviations(
 ) -> list[Deviation]:
     """Return the rows with the largest deviation of one fix on one model: loss, gradients and parameters."""
     # With a cap, the original is another model: only the first rows of its head.
-    cap = _VOCAB_CAP if "vocab_size" in fix.options else None
+    vocab_cap = _VOCAB_CAP if "vocab_size" in fix.options else None
     worst: dict[str, Deviation] = {}
     for seed in range(seeds):
         for case in specimen.cases:
             if case == "accumulation" and not fix.accumulates:
                 continue  # this fix does not support accumulation
-            steps = batches(specimen, case, seed)
-            model = _build(specimen, seed)
+            steps = make_batches(specimen, case, seed)
+            model = _build_model(specimen, seed)
             key = (seed, case)
-            if cap is not None or key not in originals:
+            if vocab_cap is not None or key not in originals:
                 # Watched once per model: all runs execute the same code.
-                below: set[str] | None = None if specimen.name in narrow else set()
+                narrow_ops: set[str] | None = None if specimen.name in narrow else set()
                 reference = copy.deepcopy(model).double()
-                with compute_in_float64(below):
-                    exact = _train(reference, steps, cap=cap)
-                narrow.setdefault(specimen.name, tuple(sorted(below or ())))
-                pair = (exact, _train(copy.deepcopy(model), steps, cap=cap))
-                if cap is None:
+                with compute_in_float64(narrow_ops):
+                    exact = _train(reference, steps, vocab_cap=vocab_cap)
+                narrow.setdefault(specimen.name, tuple(sorted(narrow_ops or ())))
+                pair = (exact, _train(copy.deepcopy(model), steps, vocab_cap=vocab_cap))
+                if vocab_cap is None:
                     originals[key] = pair
-            exact, original = pair if cap is not None else originals[key]
+            exact, original = pair if vocab_cap is not None else originals[key]
             options = _select_options(fix, specimen.name, {**_OPTIONS, "optimizer": _make_sgd})
             applied = apply(model, fix.name, **options)
             fixed = _train(model, steps, result=applied.results.get(fix.name))
             for row in _compare(fix.name, specimen.name, f"{case}, seed {seed}", exact, original, fixed):
-                before = worst.get(row.quantity)
-                if before is None or _error_ratio(row) > _error_ratio(before):
+                worst_row = worst.get(row.quantity)
+                if worst_row is None or _error_ratio(row) > _error_ratio(worst_row):
                     worst[row.quantity] = row
     return list(worst.values())
 
@@ -212,15 +212,15 @@ def _error_ratio(row: Deviation) -> float:
 
 
 def _train(
-    model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None
+    model: nn.Module, steps: list[dict[str, Any]], *, vocab_cap: int | None = None, result: Any = None
 ) -> _TrainingResults:
-    """Run some steps on the same micro-batches; return loss and gradients of the first step, and final parameters.
+    """Train on the micro-batches `steps`; return loss and gradients of the first step, and the final parameters.
 
     `result` is the object that the fix returned: an optimizer, or MicroBatches.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = result if hasattr(result, "param_groups") else _make_sgd(list(trained.values()))
-    first: torch.Tensor | None = None
+    first_loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor] = {}
     for step in range(_STEPS):
         total = torch.zeros((), dtype=torch.float64)
@@ -228,51 +228,54 @@ def _train(
             if isinstance(result, MicroBatches):
                 loss = result(**batch)
             else:
-                loss = _compute_loss(model, batch, cap)
+                loss = _compute_loss(model, batch, vocab_cap)
                 loss.backward()
             total += loss.detach().double()
         if step == 0:
-            first = total
+            first_loss = total
             gradients = {name: p.grad.detach().double().clone() for name, p in trained.items() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    assert first is not None
-    return _TrainingResults(first, gradients, {name: p.detach().double().clone() for name, p in trained.items()})
+    assert first_loss is not None
+    return _TrainingResults(first_loss, gradients, {name: p.detach().double().clone() for name, p in trained.items()})
 
 
-def _compute_loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> torch.Tensor:
-    if cap is None:
+def _compute_loss(model: nn.Module, batch: dict[str, Any], vocab_cap: int | None) -> torch.Tensor:
+    if vocab_cap is None:
         loss: torch.Tensor = model(**batch)[0]
         return loss
-    labels, items = batch["labels"][:, 1:], batch.get("num_items_in_batch")
+    labels, num_items = batch["labels"][:, 1:], batch.get("num_items_in_batch")
     outputs = model(**{name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")})
-    logits = outputs[0][:, :-1, :cap]
+    logits = outputs[0][:, :-1, :vocab_cap]
     total = nn.functional.cross_entropy(
-        logits.reshape(-1, cap), labels.reshape(-1), ignore_index=IGNORED, reduction="mean" if items is None else "sum"
+        logits.reshape(-1, vocab_cap),
+        labels.reshape(-1),
+        ignore_index=IGNORED_LABEL,
+        reduction="mean" if num_items is None else "sum",
     )
-    return total if items is None else total / items
+    return total if num_items is None else total / num_items
 
 
 def _compare(
     fix: str, model: str, case: str, exact: _TrainingResults, original: _TrainingResults, fixed: _TrainingResults
 ) -> list[Deviation]:
-    row = functools.partial(Deviation, fix, model)
-    rows = [row("loss", case, "", *_measure_deviation(exact.loss, original.loss, fixed.loss, 0.0))]
+    make_row = functools.partial(Deviation, fix, model)
+    rows = [make_row("loss", case, "", *_measure_deviation(exact.loss, original.loss, fixed.loss, 0.0))]
     for quantity, parts in (("gradients", "gradients"), (f"parameters after {_STEPS} steps", "parameters")):
-        truth, theirs, ours = (getattr(run, parts) for run in (exact, original, fixed))
+        reference, before, after = (getattr(run, parts) for run in (exact, original, fixed))
         # Parameters that the fix freezes have no gradient, and parameters that the fix adds have no reference.
-        names = [name for name in ours if name in truth]
+        names = [name for name in after if name in reference]
         # If the fix trains other parameters, later steps cannot be compared.
         if not names or (parts == "parameters" and fixed.gradients and set(fixed.gradients) != set(exact.gradients)):
             continue
         # A gradient that is zero except for rounding (of a key's bias, say) has the rounding of larger gradients.
-        largest = max((float(truth[name].abs().max()) for name in names), default=0.0)
+        largest = max((float(reference[name].abs().max()) for name in names), default=0.0)
         floor = _EPS * (0.0 if math.isnan(largest) else largest)
         deviations = []
         for name in names:
-            cut = tuple(map(slice, ours[name].shape))  # of a capped vocabulary
-            values = truth[name][cut], theirs[name][cut], ours[name]
-            deviations.append(row(quantity, case, name, *_measure_deviation(*values, floor)))
+            region = tuple(map(slice, after[name].shape))  # of a capped vocabulary
+            values = reference[name][region], before[name][region], after[name]
+            deviations.append(make_row(quantity, case, name, *_measure_deviation(*values, floor)))
         rows.append(max(deviations, key=_error_ratio))
     return rows
 
@@ -288,10 +291,10 @@ def _measure_deviation(
     if not torch.equal(is_nan, fixed.isnan()):
         return 0.0, math.nan, floor
     exact, original, fixed = (part.masked_fill(is_nan, 0) for part in (exact, original, fixed))
-    own = float((original - exact).abs().max())
-    bound = MAX_DEVIATION_RATIO * own + MAX_FLOAT32_UNITS * _EPS * float(exact.abs().max()) + floor
-    found = float((fixed - exact).abs().max())
-    return own, found, max(bound, 1e-300)
+    original_error = float((original - exact).abs().max())
+    bound = MAX_DEVIATION_RATIO * original_error + MAX_FLOAT32_UNITS * _EPS * float(exact.abs().max()) + floor
+    fixed_error = float((fixed - exact).abs().max())
+    return original_error, fixed_error, max(bound, 1e-300)
 
 
 # -- peaks -------------------------------------------------------------------------------------------------------------
@@ -306,7 +309,7 @@ _PEAK_OPTIONS = {
 
 
 @dataclass(frozen=True)
-class _Peaks:
+class _PeakTasks:
     """Peaks of a training step without fixes and with each of `chosen`, on the model `named` or on small ones."""
 
     chosen: Sequence[Fix]
@@ -320,29 +323,29 @@ class _Peaks:
                 rows = 2 if "micro_batch_size" in fix.options else 1
                 yield fix, _PeakKey(specimen, rows, fix.saves == ("fragmentation",))
 
-    def originals(self) -> dict[_PeakKey, Callable[[], _PeakBytes]]:
-        """Return tasks that return the peak of each model without fixes."""
+    def make_original_tasks(self) -> dict[_PeakKey, Callable[[], _PeakBytes]]:
+        """Return, for each model, a function that measures its peak without fixes."""
         return {key: functools.partial(self._measure_peak, key, None) for _, key in self._iter_keys()}
 
-    def with_fixes(self, originals: Mapping[_PeakKey, _PeakBytes], seeds: int) -> list[Callable[[], Verification]]:
-        """Return tasks that return the row of each fix."""
+    def make_fix_tasks(self, originals: Mapping[_PeakKey, _PeakBytes], seeds: int) -> list[Callable[[], Verification]]:
+        """Return, for each fix, a function that measures the peak with the fix."""
         row = functools.partial(functools.partial, self._measure_row, seeds=seeds)
         return [row(fix, key, originals[key]) for fix, key in self._iter_keys()]
 
     def _measure_row(self, fix: Fix, key: _PeakKey, before: _PeakBytes, *, seeds: int) -> Verification:
-        found = Verification(seeds=seeds)
+        verification = Verification(seeds=seeds)
         batch = f"{key.rows} rows of " if key.rows > 1 else ""
         workload = f"{key.specimen.name}, {batch}{key.specimen.peak_tokens:,} tokens, float32, AdamW"
         workload += ", reserved" if key.reserved else ""
-        with _record_skip(found, fix, key.specimen):
+        with _record_skip(verification, fix, key.specimen):
             after = self._measure_peak(key, fix)
-            found.peaks.append(
+            verification.peaks.append(
                 FixPeak(
                     fix.name, workload, before.simulated, after.simulated, _device_type(), before.measured,
                     after.measured, after.reason,
                 )
             )  # fmt: skip
-        return found
+        return verification
 
     def _measure_peak(self, key: _PeakKey, fix: Fix | None) -> _PeakBytes:
         device = _device_type()

@@ -27,18 +27,18 @@ COMPILER_MODULES = (
     *(name.module for name in inductor.MODULES), "torch.distributed.tensor.experimental",
     "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
 )  # fmt: skip
-_CPP = ".cpp"
+_CPP_SUFFIX = ".cpp"
 _EMPTY_KERNEL = 'extern "C" void kernel() {}'
 
 # A module with multi-phase initialization (PEP 489): the create slot receives the file name.
-_HEAD = """
+_CPP_HEAD = """
 static PyObject* of_name(PyObject* spec, PyModuleDef*) {
     PyObject* origin = PyObject_GetAttrString(spec, "origin");
     const char* path = origin ? PyUnicode_AsUTF8(origin) : nullptr;
     PyObject* module = nullptr;
     if (path == nullptr) {}
 """
-_TAIL = """
+_CPP_TAIL = """
     else PyErr_Format(PyExc_ImportError, "no kernel of this name: %s", path);
     Py_XDECREF(origin);
     return module;
@@ -99,74 +99,74 @@ def precompile_header() -> None:
 
 
 class _KernelQueue:
-    """Kernels that wait for the compiler; also serves as the future of each kernel."""
+    """A queue of kernels to compile; also the future that Inductor waits on for each kernel."""
 
     def __init__(self) -> None:
-        self._waiting: list[Any] = []
+        self._builders: list[Any] = []
 
     def submit(self, compile_one: Any) -> _KernelQueue:
         """Queue one kernel; `compile_one` is from `CppCodeCache.load_async` (torch/_inductor/codecache.py)."""
         builders = compile_one.args[1]
         # A tuple of one builder; older releases have no tuple, newer ones may split a kernel into several builders.
         builders = builders if isinstance(builders, tuple) else (builders,)
-        self._waiting += builders if len(builders) == 1 else ()
+        self._builders += builders if len(builders) == 1 else ()
         return self
 
     def result(self, timeout: float | None = None) -> None:
-        """Compile all waiting kernels in one run of the compiler per set of equal settings."""
-        builders, self._waiting = self._waiting, []
-        by_settings: dict[str, list[Any]] = {}
+        """Compile all queued kernels, with one run of the compiler for those with equal settings."""
+        builders, self._builders = self._builders, []
+        by_command: dict[str, list[Any]] = {}
         for builder in builders:
             source, target = _get_paths(builder)
             command: str = builder.get_command_line()
-            by_settings.setdefault(command.replace(source, "").replace(target, ""), []).append(builder)
-        for group in by_settings.values():
-            if len(group) > 1:
+            by_command.setdefault(command.replace(source, "").replace(target, ""), []).append(builder)
+        for builder_group in by_command.values():
+            if len(builder_group) > 1:
                 # After a failure Inductor compiles the missing kernels itself, or raises.
                 with contextlib.suppress(Exception):
-                    _compile_together(group)
+                    _compile_together(builder_group)
 
 
 def _get_paths(builder: Any) -> tuple[str, str]:
-    """Return the paths of the C++ file and of the library compiled from the file."""
+    """Return the paths of a kernel's C++ file and of the library that is compiled from it."""
     target: str = builder.get_target_file_path()
-    return str(Path(target).with_suffix(_CPP)), target
+    return str(Path(target).with_suffix(_CPP_SUFFIX)), target
 
 
 def _compile_together(builders: list[Any]) -> None:
-    targets = {target: source for source, target in map(_get_paths, builders)}  # equal kernels are one file
+    source_by_target = {target: source for source, target in map(_get_paths, builders)}  # equal kernels are one file
     # In a temporary folder: an interrupted compilation leaves no partial library in Inductor's cache.
-    cache_folder = Path(next(iter(targets))).parent
+    cache_folder = Path(next(iter(source_by_target))).parent
     with tempfile.TemporaryDirectory(prefix="memprof-", dir=cache_folder, ignore_cleanup_errors=True) as folder:
-        path = Path(folder, "kernels").with_suffix(_CPP)
-        path.write_text(_join_sources(targets))
-        option = builders[0]._build_option
-        builder = inductor.CppBuilder("kernels", str(path), option, output_dir=folder)
+        path = Path(folder, "kernels").with_suffix(_CPP_SUFFIX)
+        path.write_text(_join_sources(source_by_target))
+        build_option = builders[0]._build_option
+        builder = inductor.CppBuilder("kernels", str(path), build_option, output_dir=folder)
         builder.build()
-        for target in targets:
+        for target in source_by_target:
             _link_library(builder.get_target_file_path(), target)
 
 
-def _join_sources(targets: dict[str, str]) -> str:
+def _join_sources(source_by_target: dict[str, str]) -> str:
     """Return the text of a C++ file that includes the files of all kernels."""
     includes: dict[str, None] = {}
-    parts, cases = [], []
-    for number, (target, source) in enumerate(targets.items()):
+    namespaces, cases = [], []
+    for index, (target, source) in enumerate(source_by_target.items()):
         # Headers come first, outside the namespaces; include guards skip them inside.
         includes.update(dict.fromkeys(re.findall(r"^ *(#include <.*>)", Path(source).read_text(), re.MULTILINE)))
-        parts.append(
-            f"namespace kernel_{number} {{\n"
-            f"#define kernel kernel_{number}_entry\n"
-            f"#define PyInit_kernel PyInit_kernel_{number}\n"
+        namespaces.append(
+            f"namespace kernel_{index} {{\n"
+            f"#define kernel kernel_{index}_entry\n"
+            f"#define PyInit_kernel PyInit_kernel_{index}\n"
             f'#include "{source}"\n'
             "#undef PyInit_kernel\n"
             "#undef kernel\n"
             "}\n"
         )
         name = os.path.basename(target)
-        cases.append(f'    else if (strstr(path, "{name}")) module = kernel_{number}::PyInit_kernel_{number}();')
+        cases.append(f'    else if (strstr(path, "{name}")) module = kernel_{index}::PyInit_kernel_{index}();')
     head = ["#define PY_SSIZE_T_CLEAN", *includes, "#include <cstring>"]
-    return "\n".join([*head, *parts, _HEAD.strip("\n"), *cases, _TAIL.strip("\n")]) + "\n"
+    return "\n".join([*head, *namespaces, _CPP_HEAD.strip("\n"), *cases, _CPP_TAIL.strip("\n")]) + "\n"
 
 
 def _link_library(library: str, target: str) -> None:
@@ -176,6 +176,6 @@ def _link_library(library: str, target: str) -> None:
     except FileExistsError:  # compiled before, or by another process
         pass
     except OSError:  # a file system without links
-        copy = f"{target}.{os.getpid()}"
-        shutil.copy2(library, copy)
-        os.replace(copy, target)
+        temporary_path = f"{target}.{os.getpid()}"
+        shutil.copy2(library, temporary_path)
+        os.replace(temporary_path, target)

@@ -13,7 +13,7 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.fixes.applied import apply
 from memprof.flows.verify.reference import compute_in_float64
-from memprof.flows.verify.specimens import Specimen, batches
+from memprof.flows.verify.specimens import Specimen, make_batches
 from memprof.report.documents.verification import OptimizerRow
 
 STEPS = 3
@@ -30,9 +30,8 @@ _EIGHT_BIT_BOUND = 1.0
 def measure_optimizers(specimen: Specimen, fix: str) -> list[OptimizerRow]:
     """Return rows of float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer of `fix`.
 
-    All start from weights representable in bfloat16, so that deviations begin with the first step. The model is the
-    large one: these optimizers quantize no tensor below 4,096 elements. Raises UsageError: no 8-bit optimizer is
-    installed, or the optimizer does not run on the CPU.
+    All start from weights representable in bfloat16. The model is `build_large`: these optimizers quantize no tensor
+    below 4,096 elements. Raises UsageError: no 8-bit optimizer is installed, or it does not run on the CPU.
     """
     torch.manual_seed(0)
     model = specimen.build_large().float().train()
@@ -45,24 +44,24 @@ def measure_optimizers(specimen: Specimen, fix: str) -> list[OptimizerRow]:
 
     eight_bit = _train(copy.deepcopy(model), specimen, make_eight_bit)
     with compute_in_float64():
-        exact = _train(copy.deepcopy(model).double(), specimen, _make_adamw)
-    begin = [parameter.detach().double() for parameter in model.parameters()]
-    distance = math.sqrt(sum(float((p - b).square().sum()) for p, b in zip(exact[0], begin, strict=True)))
+        reference = _train(copy.deepcopy(model).double(), specimen, _make_adamw)
+    initial = [parameter.detach().double() for parameter in model.parameters()]
+    distance = math.sqrt(sum(float((p - b).square().sum()) for p, b in zip(reference[0], initial, strict=True)))
     rows = []
     for name, (parameters, loss, state_bytes) in (
         (FLOAT32, _train(copy.deepcopy(model), specimen, _make_adamw)),
         (BFLOAT16, _train(copy.deepcopy(model).to(torch.bfloat16), specimen, _make_adamw)),
         (fix, eight_bit),
     ):
-        deviations = [p - e for p, e in zip(parameters, exact[0], strict=True)]
+        deviations = [p - e for p, e in zip(parameters, reference[0], strict=True)]
         rows.append(
             OptimizerRow(
                 name,
                 specimen.name,
                 STEPS,
-                math.sqrt(sum(float(part.square().sum()) for part in deviations)) / distance,
-                max(float(part.abs().max()) for part in deviations) / LEARNING_RATE,
-                abs(loss - exact[1]),
+                math.sqrt(sum(float(deviation.square().sum()) for deviation in deviations)) / distance,
+                max(float(deviation.abs().max()) for deviation in deviations) / LEARNING_RATE,
+                abs(loss - reference[1]),
                 state_bytes,
                 _BOUNDS.get(name, _EIGHT_BIT_BOUND),
             )
@@ -75,15 +74,15 @@ def _make_adamw(model: nn.Module) -> Any:
 
 
 def _train(
-    model: nn.Module, specimen: Specimen, make: Callable[[nn.Module], Any]
+    model: nn.Module, specimen: Specimen, make_optimizer: Callable[[nn.Module], Any]
 ) -> tuple[list[torch.Tensor], float, int]:
     """Return parameters (float64) and loss after STEPS steps, and the bytes of the optimizer's state."""
-    optimizer = make(model)
+    optimizer = make_optimizer(model)
     for group in optimizer.param_groups:
         if "weight_decay" in group:
             group["weight_decay"] = 0.01
     for step in range(STEPS):
-        model(**batches(specimen, "plain", step)[0])[0].backward()
+        model(**make_batches(specimen, "plain", step)[0])[0].backward()
         try:
             optimizer.step()
         except (RuntimeError, NotImplementedError, AttributeError, ImportError, AssertionError) as error:
@@ -91,15 +90,15 @@ def _train(
             raise UsageError(problem, value=(str(error).splitlines() or [type(error).__name__])[0]) from None
         optimizer.zero_grad()
     with torch.no_grad():
-        loss = float(model(**batches(specimen, "plain", STEPS)[0])[0])
+        loss = float(model(**make_batches(specimen, "plain", STEPS)[0])[0])
     values = [value for state in optimizer.state.values() for value in state.values()]
-    state_bytes = sum(_tensor_bytes(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
+    state_bytes = sum(_count_tensor_bytes(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
     return [parameter.detach().double() for parameter in model.parameters()], loss, state_bytes
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> int:
+def _count_tensor_bytes(tensor: torch.Tensor) -> int:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return tensor.numel() * tensor.element_size()
     # A subclass of quantized tensors returns the names of its tensors of codes and scales.
-    return sum(_tensor_bytes(getattr(tensor, name)) for name in flatten()[0])
+    return sum(_count_tensor_bytes(getattr(tensor, name)) for name in flatten()[0])

@@ -36,7 +36,7 @@ def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def train(specimen: Specimen, fix: Fix | None, options: dict[str, Any], rows: int, device: str) -> None:
-    """Build the large model, switch `fix` on (UsageError if it does not apply), and train two steps on `rows`."""
+    """Build the large model, apply `fix` (UsageError if impossible), and train two steps on `rows` sequences."""
     torch.manual_seed(0)
     model = specimen.build_large().to(device).train()
     result: Any = None
@@ -79,21 +79,21 @@ def measure_peak(program: Callable[[str], None], device: str, *, reserved: bool 
             torch.cuda.synchronize()
             # cuBLAS handles keep their workspaces: cleared, so that each program allocates them.
             cuda.clear_cublas_workspaces()
-            before = torch.cuda.memory_reserved() if reserved else torch.cuda.memory_allocated()
+            bytes_before = torch.cuda.memory_reserved() if reserved else torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             program(device)
             torch.cuda.synchronize()
-            most = torch.cuda.max_memory_reserved() if reserved else torch.cuda.max_memory_allocated()
-            return most - before
-        recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            peak_bytes = torch.cuda.max_memory_reserved() if reserved else torch.cuda.max_memory_allocated()
+            return peak_bytes - bytes_before
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with quiet_profiler():
-            recorded.start()
+            profiler.start()
         try:
             program(device)
         finally:
             with quiet_profiler():
-                recorded.stop()
-    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    events: list[Any] = recorded.profiler.kineto_results.events()
+                profiler.stop()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events: list[Any] = profiler.profiler.kineto_results.events()
     changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
     return max(accumulate((event.nbytes() for event in changes), initial=0))

@@ -23,18 +23,18 @@ _T = TypeVar("_T")
 @contextlib.contextmanager
 def use_one_thread() -> Iterator[None]:
     """Context manager: use one thread of torch, so that rounding does not depend on the number of cores."""
-    threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
 
 
 @contextlib.contextmanager
-def compile_in_workers(chosen: Sequence[Fix], *, is_parallel: bool) -> Iterator[None]:
-    """Context manager: if `is_parallel`, compile in each worker: Inductor's own workers would each import torch."""
-    if not is_parallel or not any(fix.compiles for fix in chosen):
+def compile_in_workers(fixes: Sequence[Fix], *, is_parallel: bool) -> Iterator[None]:
+    """Context manager: if `is_parallel`, compile in this process's forks instead of in Inductor's worker processes."""
+    if not is_parallel or not any(fix.compiles for fix in fixes):
         yield
         return
     with inductor.config.get().patch(compile_threads=1), compile_kernels_together():
@@ -42,7 +42,7 @@ def compile_in_workers(chosen: Sequence[Fix], *, is_parallel: bool) -> Iterator[
         yield
 
 
-def import_dependencies(chosen: Sequence[Fix], specimens: Sequence[Specimen]) -> None:
+def import_dependencies(fixes: Sequence[Fix], specimens: Sequence[Specimen]) -> None:
     """Import modules that all workers need, before this process is forked.
 
     Must run before a virtual GPU exists: bitsandbytes looks for a GPU at import, and with a GPU loads the library
@@ -51,8 +51,8 @@ def import_dependencies(chosen: Sequence[Fix], specimens: Sequence[Specimen]) ->
     for specimen in specimens:
         specimen.build()
     modules = ["memprof.virtual"]
-    modules += [package.partition(" ")[0] for fix in chosen for package in fix.packages]
-    if any(fix.compiles for fix in chosen):
+    modules += [package.partition(" ")[0] for fix in fixes for package in fix.packages]
+    if any(fix.compiles for fix in fixes):
         modules += COMPILER_MODULES
     for module in dict.fromkeys(modules):
         with contextlib.suppress(ImportError):  # the fix itself raises UsageError
@@ -63,15 +63,12 @@ def import_dependencies(chosen: Sequence[Fix], specimens: Sequence[Specimen]) ->
 
 
 def run_tasks(tasks: Sequence[Callable[[], _T]], progress: Callable[[str], None], *, is_parallel: bool) -> list[_T]:
-    """Return the results of `tasks` in order; if `is_parallel`, run as many at a time as there are cores.
-
-    Models that the user names run one at a time: they may be large, and their code may have side effects.
-    """
+    """Run `tasks`, if `is_parallel` as many at a time as there are cores; return their results in order."""
     if not is_parallel:
         return [task() for task in tasks]
-    answers = []
-    for answer in run_all(tasks, progress):
-        if isinstance(answer, MemprofError):
-            raise answer
-        answers.append(answer)
-    return answers
+    results = []
+    for result in run_all(tasks, progress):
+        if isinstance(result, MemprofError):
+            raise result
+        results.append(result)
+    return results

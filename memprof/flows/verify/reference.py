@@ -33,12 +33,12 @@ class _Float64Mode(TorchFunctionMode):
 
 
 def _to_float64(value: Any) -> Any:
-    kind = type(value)
-    if kind in _TYPES_WITHOUT_DTYPE:
+    value_type = type(value)
+    if value_type in _TYPES_WITHOUT_DTYPE:
         return value
-    if kind is tuple or kind is list:
-        return kind(map(_to_float64, value))
-    return _widen(value) if kind in (torch.dtype, str) else tree_map(_widen, value)
+    if value_type is tuple or value_type is list:
+        return value_type(map(_to_float64, value))
+    return _widen(value) if value_type in (torch.dtype, str) else tree_map(_widen, value)
 
 
 def _widen(value: Any) -> Any:
@@ -50,27 +50,27 @@ def _widen(value: Any) -> Any:
 class _DtypeWatcher(TorchDispatchMode):
     """Dispatch mode: records the operators that return tensors of a smaller dtype."""
 
-    def __init__(self, found: set[str]) -> None:
+    def __init__(self, operator_names: set[str]) -> None:
         super().__init__()
-        self._found = found
+        self._operator_names = operator_names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(isinstance(part, torch.Tensor) and part.dtype in _SMALLER_DTYPES for part in tree_iter(result)):
-            self._found.add(str(func))
+            self._operator_names.add(str(func))
         return result
 
 
 @contextlib.contextmanager
-def compute_in_float64(narrow: set[str] | None = None) -> Iterator[None]:
+def compute_in_float64(operator_names: set[str] | None = None) -> Iterator[None]:
     """Context manager: compute forward and backward of a float64 model in float64 only.
 
-    `narrow` receives the names of operators that still return a smaller dtype; None: operators are not watched.
+    `operator_names` receives the operators that still return a smaller dtype; None: operators are not watched.
     """
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64Mode(), contextlib.nullcontext() if narrow is None else _DtypeWatcher(narrow):
+        with _Float64Mode(), contextlib.nullcontext() if operator_names is None else _DtypeWatcher(operator_names):
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)

@@ -14,9 +14,9 @@ from torch.nn import functional
 from memprof.errors import UsageError
 from memprof.spec import TargetSpec
 
-VOCAB = 131
-TOKENS = 24
-IGNORED = -100
+VOCAB_SIZE = 131
+NUM_TOKENS = 24
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,17 @@ class Specimen:
     build_large: Callable[[], nn.Module]  # for the peak
     vocab_size: int
     cases: tuple[str, ...]  # kinds of batches; see `batches`
-    tokens: int = TOKENS
+    tokens: int = NUM_TOKENS
     peak_tokens: int = 512  # tokens of the sequence in the step whose peak is simulated and measured
     kind: str = ""  # kind of model of specialised fixes (`Fix.for_models`); empty: for general fixes
 
 
 class Handwritten(nn.Module):
-    """A decoder as in user code: learned positions, a head with a bias, a loss in forward, a tuple as output."""
+    """A decoder like those in user code: learned positions, a head with a bias, and forward returns loss and logits."""
 
-    def __init__(self, vocab_size: int = VOCAB, hidden_size: int = 32, layers: int = 3, positions: int = 64) -> None:
+    def __init__(
+        self, vocab_size: int = VOCAB_SIZE, hidden_size: int = 32, layers: int = 3, positions: int = 64
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, hidden_size)
         self.positions = nn.Embedding(positions, hidden_size)
@@ -82,54 +84,56 @@ class _Block(nn.Module):
 
 
 _CASES = ("plain", "ignored labels", "padding", "accumulation", "all ignored")
-_OWN_CASES = ("plain", "ignored labels", "all ignored")
+_HANDWRITTEN_CASES = ("plain", "ignored labels", "all ignored")
 
 
-def _make_gpt2(**large: Any) -> nn.Module:
+def _make_gpt2(**changes: Any) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
         **{
-            "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 1,
+            "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB_SIZE, "n_positions": 64, "bos_token_id": 1,
             "eos_token_id": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "loss_type": "ForCausalLM",
             "use_cache": False,
-            **large,
+            **changes,
         }
     )  # fmt: skip
     config._attn_implementation = "eager"
     return transformers.GPT2LMHeadModel(config)
 
 
-_SMALL = {
+_SMALL_CONFIG = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCAB, "attn_implementation": "eager", "use_cache": False,
+    "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "attn_implementation": "eager", "use_cache": False,
 }  # fmt: skip
-_LARGE = {
+_LARGE_CONFIG = {
     "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 8000,
 }  # fmt: skip
 
 
-def _make_llama(**large: Any) -> nn.Module:
+def _make_llama(**changes: Any) -> nn.Module:
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SMALL, "tie_word_embeddings": False, **large}))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**_SMALL_CONFIG, "tie_word_embeddings": False, **changes})
+    )
 
 
-def _make_npt(**large: Any) -> nn.Module:
+def _make_npt(**changes: Any) -> nn.Module:
     from memprof.workload.npt_layers import add_npt
 
-    model = _make_llama(**large)
+    model = _make_llama(**changes)
     add_npt(model, TargetSpec(model="llama", npt="dense", npt_rank=4))
     return model
 
 
-def _make_gemma2(**large: Any) -> nn.Module:
+def _make_gemma2(**changes: Any) -> nn.Module:
     import transformers
 
     return transformers.Gemma2ForCausalLM(
         # A soft cap as large as the logits, so that it has an effect.
-        transformers.Gemma2Config(**{**_SMALL, "head_dim": 8, "final_logit_softcapping": 0.5, **large})
+        transformers.Gemma2Config(**{**_SMALL_CONFIG, "head_dim": 8, "final_logit_softcapping": 0.5, **changes})
     )
 
 
@@ -137,21 +141,27 @@ def _make_gemma2(**large: Any) -> nn.Module:
 # frozen model with NPT components whose weight delta is dense.
 SPECIMENS = {
     "gpt2": Specimen(
-        "gpt2", _make_gpt2, lambda: _make_gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024), VOCAB, _CASES
+        "gpt2",
+        _make_gpt2,
+        lambda: _make_gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024),
+        VOCAB_SIZE,
+        _CASES,
     ),
-    "llama": Specimen("llama", _make_llama, lambda: _make_llama(**_LARGE), VOCAB, _CASES),
-    "gemma2": Specimen("gemma2", _make_gemma2, lambda: _make_gemma2(**_LARGE, head_dim=32), VOCAB, _CASES),
-    "handwritten": Specimen("handwritten", Handwritten, lambda: Handwritten(8000, 128, 4, 1024), VOCAB, _OWN_CASES),
-    "npt": Specimen("npt", _make_npt, lambda: _make_npt(**_LARGE), VOCAB, _CASES, peak_tokens=256, kind="npt"),
+    "llama": Specimen("llama", _make_llama, lambda: _make_llama(**_LARGE_CONFIG), VOCAB_SIZE, _CASES),
+    "gemma2": Specimen("gemma2", _make_gemma2, lambda: _make_gemma2(**_LARGE_CONFIG, head_dim=32), VOCAB_SIZE, _CASES),
+    "handwritten": Specimen(
+        "handwritten", Handwritten, lambda: Handwritten(8000, 128, 4, 1024), VOCAB_SIZE, _HANDWRITTEN_CASES
+    ),
+    "npt": Specimen(
+        "npt", _make_npt, lambda: _make_npt(**_LARGE_CONFIG), VOCAB_SIZE, _CASES, peak_tokens=256, kind="npt"
+    ),
 }
 
 
 def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) -> Specimen:
     """Return one of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
 
-    `notes` receives notes on the model, such as whose code is run. Raises UsageError if the model does not exist, or
-    takes no token ids and labels.
-    """
+    `notes` receives notes on the model. Raises UsageError: the model does not exist or is no causal language model."""
     if name in SPECIMENS:
         return SPECIMENS[name]
     from memprof.workload.models import find_source
@@ -164,7 +174,7 @@ def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) 
     notes += source.notes
     limit = source.max_positions or 1024
     build = functools.partial(_build_for_training, source.build)
-    return Specimen(source.name, build, build, source.vocab_size, _CASES, min(TOKENS, limit), min(512, limit))
+    return Specimen(source.name, build, build, source.vocab_size, _CASES, min(NUM_TOKENS, limit), min(512, limit))
 
 
 def _build_for_training(build: Callable[[], nn.Module]) -> nn.Module:
@@ -176,27 +186,27 @@ def _build_for_training(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def batches(specimen: Specimen, case: str, seed: int) -> list[dict[str, Any]]:
-    """Return the micro-batches of one step: one, or two of different lengths for "accumulation"."""
+def make_batches(specimen: Specimen, case: str, seed: int) -> list[dict[str, Any]]:
+    """Return the micro-batches of one step for a case of `specimen.cases`: one, or two for "accumulation"."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (specimen.tokens, specimen.tokens // 2) if case == "accumulation" else (specimen.tokens,)
-    result: list[dict[str, Any]] = []
+    micro_batches: list[dict[str, Any]] = []
     for tokens in lengths:
         ids = torch.randint(0, min(specimen.vocab_size, 100), (2, tokens), generator=generator)
         labels = ids.clone()
         batch: dict[str, Any] = {"input_ids": ids, "labels": labels}
         if case in ("ignored labels", "accumulation"):
-            labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
+            labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED_LABEL
         if case == "all ignored":
-            labels.fill_(IGNORED)
+            labels.fill_(IGNORED_LABEL)
         if case == "padding":
             mask = torch.ones_like(ids)
             mask[1, tokens // 2 :] = 0
-            labels[mask == 0] = IGNORED
+            labels[mask == 0] = IGNORED_LABEL
             batch["attention_mask"] = mask
-        result.append(batch)
+        micro_batches.append(batch)
     if case == "accumulation":
-        items = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in result)
-        for batch in result:
-            batch["num_items_in_batch"] = items
-    return result
+        num_items = sum(int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in micro_batches)
+        for batch in micro_batches:
+            batch["num_items_in_batch"] = num_items
+    return micro_batches

@@ -16,7 +16,7 @@ from memprof.flows.vocabulary.rows import read_json_rows, read_parquet_rows
 from memprof.flows.vocabulary.sources import JSON_LINES, PARQUET, TEXT, Source, find_sources
 from memprof.flows.vocabulary.spilling import MAX_WORDS, SpillingCounter
 from memprof.flows.vocabulary.tally import Tally
-from memprof.flows.vocabulary.text import NoTextError, Progress, blocks, find_codec, pieces
+from memprof.flows.vocabulary.text import NoTextError, Progress, find_codec, read_blocks, read_pieces
 
 WORDS, BYTES = "whitespace", "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CorpusCount:
-    """The counts of a corpus."""
+    """Token counts of a corpus, and what is known of its tokenizer."""
 
     tokenizer: str  # whitespace, bytes, or the path of a tokenizer
     num_bytes: int  # of text: files after decompression, rows as UTF-8
@@ -73,14 +73,14 @@ def count_corpus(
     """
     find_codec(encoding)
     sources = find_sources(corpus, column)
-    reader = _Reader(sources, encoding, column, progress)
+    reader = _CorpusReader(sources, encoding, column, progress)
     if tokenizer == WORDS:
         with SpillingCounter(max_words) as words:
             try:
                 for text in reader.texts():
                     words.update(text.split())
-                counted = Frequencies.of(count for _, count in words.items())
-                most = tuple(words.most_common(show))
+                frequencies = Frequencies.of(count for _, count in words.items())
+                most_frequent = tuple(words.most_common(show))
             except OSError as error:
                 raise MemprofError(
                     "words that wait on disk could not be kept", value=error.filename,
@@ -88,26 +88,26 @@ def count_corpus(
                 ) from None  # fmt: skip
         tally = reader.finish()
         return CorpusCount(
-            tokenizer, tally.num_bytes, counted, most, reserved=1, files=tally.files, rows=tally.rows,
+            tokenizer, tally.num_bytes, frequencies, most_frequent, reserved=1, files=tally.files, rows=tally.rows,
             notes=tuple(tally.notes()),
         )  # fmt: skip
     if tokenizer == BYTES:
         counts = array("Q", bytes(8 * 256))
         for block in reader.blocks():
-            for value in set(block):
-                counts[value] += block.count(value)
-        return _count_ids(tokenizer, reader.finish(), counts, lambda value: repr(bytes((value,)))[1:], show)
-    codec = _load_tokenizer(tokenizer)
-    counts = array("Q", bytes(8 * codec.get_vocab_size(with_added_tokens=True)))
+            for byte in set(block):
+                counts[byte] += block.count(byte)
+        return _count_ids(tokenizer, reader.finish(), counts, lambda byte: repr(bytes((byte,)))[1:], show)
+    encoder = _load_tokenizer(tokenizer)
+    counts = array("Q", bytes(8 * encoder.get_vocab_size(with_added_tokens=True)))
     for documents in reader.documents():
         ids: Counter[int] = Counter()
-        for encoded in codec.encode_batch_fast(documents, add_special_tokens=False):
+        for encoded in encoder.encode_batch_fast(documents, add_special_tokens=False):
             ids.update(encoded.ids)
-        for number, count in ids.items():
-            if number >= len(counts):  # added tokens may leave gaps between ids
-                counts.extend([0] * (number + 1 - len(counts)))
-            counts[number] += count
-    special = {number: str(t.content) for number, t in codec.get_added_tokens_decoder().items() if t.special}
+        for token_id, count in ids.items():
+            if token_id >= len(counts):  # added tokens may leave gaps between ids
+                counts.extend([0] * (token_id + 1 - len(counts)))
+            counts[token_id] += count
+    special = {token_id: str(t.content) for token_id, t in encoder.get_added_tokens_decoder().items() if t.special}
     notes = []
     if any(source.kind == TEXT for source in sources):
         notes.append(
@@ -116,10 +116,10 @@ def count_corpus(
     notes.append(
         "A cap keeps the most frequent ids, which are to be numbered anew; the others become the unknown token."
     )
-    return _count_ids(tokenizer, reader.finish(), counts, lambda i: str(codec.id_to_token(i)), show, special, notes)
+    return _count_ids(tokenizer, reader.finish(), counts, lambda i: str(encoder.id_to_token(i)), show, special, notes)
 
 
-class _Reader:
+class _CorpusReader:
     """Reader of all files of a corpus, one after another, with a tally."""
 
     def __init__(self, sources: Sequence[Source], encoding: str, column: str | None, progress: Progress) -> None:
@@ -127,47 +127,49 @@ class _Reader:
         self._bytes_before = 0
         self._tally = Tally()
 
-    def _report(self, done: int) -> None:
-        self._progress(self._bytes_before + done)
+    def _report(self, num_bytes: int) -> None:
+        self._progress(self._bytes_before + num_bytes)
 
-    def _rows(self, source: Source) -> Iterator[list[str]]:
+    def _read_rows(self, source: Source) -> Iterator[list[str]]:
         if source.kind == PARQUET:
             return read_parquet_rows(source.path, self._column, self._tally, self._report)
         return read_json_rows(source.path, self._column, self._encoding, self._tally, self._report)
 
     def _read(self, read_text: Callable[[Path], Iterator[T]], convert_rows: Callable[[list[str]], T]) -> Iterator[T]:
-        """Yield the texts of all files; files found in folders that are empty or binary are skipped and tallied."""
+        """Yield the text of all files; empty and binary files are skipped and tallied, unless the user named them."""
         for source in self._sources:
             if not source.named and not source.path.exists():
                 self._tally.skipped[source.path] = "vanished before it was read"
                 continue
             try:
-                yield from read_text(source.path) if source.kind == TEXT else map(convert_rows, self._rows(source))
+                yield from read_text(source.path) if source.kind == TEXT else map(convert_rows, self._read_rows(source))
                 self._tally.files += 1
             except NoTextError as error:
-                empty = "empty" in error.problem
-                if source.named and (not empty or len(self._sources) == 1):
+                is_empty = "empty" in error.problem
+                if source.named and (not is_empty or len(self._sources) == 1):
                     raise
-                self._tally.skipped[source.path] = "empty" if empty else "binary"
+                self._tally.skipped[source.path] = "empty" if is_empty else "binary"
             self._bytes_before += source.num_bytes
 
-    def _pieces(self, path: Path, *, lines: bool = False) -> Iterator[str]:
-        return pieces(path, self._encoding, self._report, self._tally, lines=lines)
+    def _read_pieces(self, path: Path, *, lines: bool = False) -> Iterator[str]:
+        return read_pieces(path, self._encoding, self._report, self._tally, lines=lines)
 
     def texts(self) -> Iterator[str]:
-        """Yield pieces of text that end between words."""
-        return self._read(self._pieces, "\n".join)
+        """Yield the text of the corpus in pieces, none of which ends inside a word."""
+        return self._read(self._read_pieces, "\n".join)
 
     def documents(self) -> Iterator[list[str]]:
-        """Yield batches of lines or rows."""
-        return self._read(lambda path: map(str.splitlines, self._pieces(path, lines=True)), lambda rows: rows)
+        """Yield the corpus as lists of lines (text files) or of rows (JSON Lines, Parquet)."""
+        return self._read(lambda path: map(str.splitlines, self._read_pieces(path, lines=True)), lambda rows: rows)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the bytes of text files, and of rows in UTF-8."""
-        return self._read(lambda path: blocks(path, self._report, self._tally), lambda rows: "".join(rows).encode())
+        """Yield the corpus as bytes; rows of JSON Lines and Parquet are encoded in UTF-8."""
+        return self._read(
+            lambda path: read_blocks(path, self._report, self._tally), lambda rows: "".join(rows).encode()
+        )
 
     def finish(self) -> Tally:
-        """Return the tally of the whole corpus; raise UsageError if no file held text."""
+        """Return the tally of the corpus after all files are read; raise UsageError if no file had text."""
         if not self._tally.files:
             reasons = sorted(set(self._tally.skipped.values()))
             raise UsageError(
@@ -183,29 +185,29 @@ def _count_ids(
     tokenizer: str,
     tally: Tally,
     counts: array[int],
-    name: Callable[[int], str],
+    format_id: Callable[[int], str],
     show: int,
-    special: dict[int, str] | None = None,
+    special_tokens: dict[int, str] | None = None,
     notes: Sequence[str] = (),
 ) -> CorpusCount:
-    most = sorted(range(len(counts)), key=lambda number: (-counts[number], number))[:show]
+    top_ids = sorted(range(len(counts)), key=lambda token_id: (-counts[token_id], token_id))[:show]
     ranges = []
-    for seen, numbers in groupby(range(len(counts)), key=lambda number: counts[number] > 0):
-        if not seen:
-            run = list(numbers)
-            ranges.append((run[0], run[-1]))
-    unseen = tuple(text for number, text in sorted((special or {}).items()) if not counts[number])
+    for occurs, ids in groupby(range(len(counts)), key=lambda token_id: counts[token_id] > 0):
+        if not occurs:
+            id_run = list(ids)
+            ranges.append((id_run[0], id_run[-1]))
+    unseen_special = tuple(text for token_id, text in sorted((special_tokens or {}).items()) if not counts[token_id])
     return CorpusCount(
         tokenizer=tokenizer,
         num_bytes=tally.num_bytes,
         frequencies=Frequencies.of(counts),
-        most_common=tuple((name(number), counts[number]) for number in most if counts[number]),
+        most_common=tuple((format_id(token_id), counts[token_id]) for token_id in top_ids if counts[token_id]),
         vocab_size=len(counts),
         unseen=counts.count(0),
-        highest_id=max((number for number, count in enumerate(counts) if count), default=None),
+        highest_id=max((token_id for token_id, count in enumerate(counts) if count), default=None),
         unseen_ranges=tuple(ranges),
-        special_unseen=unseen,
-        reserved=0 if tokenizer == BYTES else max(1, len(unseen)),
+        special_unseen=unseen_special,
+        reserved=0 if tokenizer == BYTES else max(1, len(unseen_special)),
         files=tally.files,
         rows=tally.rows,
         notes=(*tally.notes(), *notes),

@@ -12,10 +12,9 @@ from memprof.errors import UsageError
 
 @dataclass(frozen=True)
 class Frequencies:
-    """The counts of a corpus without its tokens: `histogram` has pairs (count, number of tokens with this count).
+    """A histogram of token frequencies: pairs (count, number of different tokens with this count), in falling order.
 
-    The highest counts come first. A corpus of n tokens has at most sqrt(2 n) pairs, for any number of different
-    tokens.
+    A corpus of n tokens has at most sqrt(2 n) pairs.
     """
 
     histogram: tuple[tuple[int, int], ...]
@@ -39,32 +38,32 @@ class Frequencies:
 
     def count_covered_tokens(self, cap: int) -> int:
         """Return the number of corpus tokens that are among the `cap` most frequent ones."""
-        left, covered = cap, 0
-        for times, tokens in self.histogram:
-            taken = min(left, tokens)
-            covered += times * taken
-            left -= taken
-            if not left:
+        remaining, num_covered = cap, 0
+        for count, num_tokens in self.histogram:
+            num_taken = min(remaining, num_tokens)
+            num_covered += count * num_taken
+            remaining -= num_taken
+            if not remaining:
                 break
-        return covered
+        return num_covered
 
     def compute_coverage(self, cap: int) -> float:
         """Return the share of the corpus that the `cap` most frequent tokens make up."""
         return self.count_covered_tokens(cap) / self.total if self.total else 1.0
 
     def find_cap(self, share: float | str | Fraction) -> int:
-        """Return how many of the most frequent tokens cover `share` (0 to 1, a float as written) of the corpus.
+        """Return how many of the most frequent tokens together make up `share` (0 to 1) of the corpus.
 
         Raises UsageError for a share that is not from 0 to 1.
         """
-        exact = Fraction(str(share)) if isinstance(share, float) else Fraction(share)
-        if not 0 <= exact <= 1:
+        exact_share = Fraction(str(share)) if isinstance(share, float) else Fraction(share)
+        if not 0 <= exact_share <= 1:
             raise UsageError("a coverage is from 0 to 1", value=share, hint="0.999 is 99.9%")
-        missing = -(-exact.numerator * self.total // exact.denominator)  # rounded up
+        remaining = -(-exact_share.numerator * self.total // exact_share.denominator)  # rounded up
         cap = 0
-        for times, tokens in self.histogram:
-            if times * tokens >= missing:
-                return cap - (-missing // times)
-            missing -= times * tokens
-            cap += tokens
+        for count, num_tokens in self.histogram:
+            if count * num_tokens >= remaining:
+                return cap - (-remaining // count)
+            remaining -= count * num_tokens
+            cap += num_tokens
         return cap

@@ -22,11 +22,11 @@ PARQUET_ROWS = 64  # rows read at a time; row groups are decoded lazily
 def read_json_rows(
     path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress
 ) -> Iterator[list[str]]:
-    """Yield batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without text are counted in `tally`.
-    Raises UsageError: no row has text in `column`, or the file cannot be read; NoTextError: empty or binary."""
-    name = column or DEFAULT_COLUMN
-    before = tally.rows
-    seen: set[str] = set()
+    """Yield the text in `column` of a JSON Lines file, a list of rows at a time; `tally` counts rows without text.
+    Raises UsageError: no row has text, or the file cannot be read; NoTextError: the file is empty or binary."""
+    column_name = column or DEFAULT_COLUMN
+    rows_before = tally.rows
+    seen_columns: set[str] = set()
     undecodable = UndecodableCounter(tally, path)
     codec = find_codec(encoding)
     with open_source(path) as (file, tell):
@@ -36,7 +36,7 @@ def read_json_rows(
         texts.check_is_text(path, head, encoding)
         lines = io.TextIOWrapper(file, codec, errors=COUNTING_ERROR_HANDLER, newline="\n")
         batch: list[str] = []
-        batch_characters = number = characters = 0
+        batch_characters = number = num_characters = 0
         while True:
             with undecodable:
                 try:
@@ -46,7 +46,7 @@ def read_json_rows(
             if not line:
                 break
             number += 1
-            characters += len(line)
+            num_characters += len(line)
             if len(line) > MAX_ROW_CHARACTERS:
                 raise UsageError(
                     f"a row of more than {MAX_ROW_CHARACTERS >> 20} Mi characters", value=f"{path}, line {number:,}",
@@ -54,11 +54,11 @@ def read_json_rows(
                 )  # fmt: skip
             if line.isspace():
                 continue
-            value = _parse_row(line, name, seen, path, number, tally)
+            value = _parse_row(line, column_name, seen_columns, path, number, tally)
             if value is None:
                 continue
             tally.rows += 1
-            tally.num_bytes += num_bytes(value)
+            tally.num_bytes += count_bytes(value)
             batch.append(value)
             batch_characters += len(value)
             if batch_characters >= texts.BATCH_BYTES:
@@ -66,18 +66,18 @@ def read_json_rows(
                 batch, batch_characters = [], 0
                 progress(tell())
         lines.detach()
-    if undecodable.count > texts.MAX_UNDECODABLE * characters:
-        raise texts.make_encoding_error(path, encoding, undecodable, characters)
-    if tally.rows == before:
-        columns = ", ".join(sorted(seen)[:8])
+    if undecodable.count > texts.MAX_UNDECODABLE * num_characters:
+        raise texts.make_encoding_error(path, encoding, undecodable, num_characters)
+    if tally.rows == rows_before:
+        columns = ", ".join(sorted(seen_columns)[:8])
         hint = f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?"
-        raise UsageError(f"no row has text in the column {name!r}", value=path, hint=hint)
+        raise UsageError(f"no row has text in the column {column_name!r}", value=path, hint=hint)
     if batch:
         yield batch
     progress(get_file_size(path))
 
 
-def _parse_row(line: str, name: str, seen: set[str], path: Path, number: int, tally: Tally) -> str | None:
+def _parse_row(line: str, column: str, seen_columns: set[str], path: Path, number: int, tally: Tally) -> str | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -86,26 +86,25 @@ def _parse_row(line: str, name: str, seen: set[str], path: Path, number: int, ta
     if not isinstance(row, dict):
         tally.count_bad_row(path, f"is line {number:,}, which is no object")
         return None
-    value: Any = row.get(name)
+    value: Any = row.get(column)
     if not isinstance(value, str):
-        if len(seen) < 64:
-            seen.update(str(key) for key, other in row.items() if isinstance(other, str))
-        tally.count_bad_row(path, f"is line {number:,}, without text in {name!r}")
+        if len(seen_columns) < 64:
+            seen_columns.update(str(key) for key, other in row.items() if isinstance(other, str))
+        tally.count_bad_row(path, f"is line {number:,}, without text in {column!r}")
         return None
     # Lone surrogates, valid in JSON, are replaced: tokenizers reject them.
     return value.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else value
 
 
 def read_parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
-    """Yield batches of the texts in `column` of a Parquet file, by pyarrow. Raises UsageError:
-    pyarrow is not installed, the file is no Parquet, or has no such column of text; NoTextError: the file has no
-    rows."""
+    """Yield the text in `column` of a Parquet file, a batch of rows at a time. Raises UsageError: pyarrow is not
+    installed, the file is no Parquet, or has no such column of text; NoTextError: the file has no rows."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise not_installed("Parquet needs pyarrow", path, "parquet", ", or write JSON Lines") from None
-    name = column or DEFAULT_COLUMN
+    column_name = column or DEFAULT_COLUMN
     size = get_file_size(path)
     with open_source(path) as (raw, _):
         try:
@@ -113,28 +112,28 @@ def read_parquet_rows(path: Path, column: str | None, tally: Tally, progress: Pr
         except (pyarrow.ArrowException, OSError) as error:
             raise UsageError("not a Parquet file", value=path, hint=str(error).splitlines()[0]) from None
         strings = [f.name for f in file.schema_arrow if str(f.type) in ("string", "large_string", "string_view")]
-        if name not in strings:
+        if column_name not in strings:
             hint = f"give --column: there are {', '.join(strings[:8])}" if strings else "it has no column of text"
-            raise UsageError(f"no column of text is called {name!r}", value=path, hint=hint)
-        total = file.metadata.num_rows
-        if not total:
+            raise UsageError(f"no column of text is called {column_name!r}", value=path, hint=hint)
+        num_rows = file.metadata.num_rows
+        if not num_rows:
             raise NoTextError("the corpus is empty", value=path, hint="give files with text")
         done = 0
         try:
-            for rows in file.iter_batches(batch_size=PARQUET_ROWS, columns=[name]):
+            for rows in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column_name]):
                 values = rows.column(0).to_pylist()
                 texts_of_rows = [value for value in values if value is not None]
                 for _ in range(len(values) - len(texts_of_rows)):
                     tally.count_bad_row(path, f"is within rows {done + 1:,} to {done + len(values):,}, without text")
                 done += len(values)
                 tally.rows += len(texts_of_rows)
-                tally.num_bytes += sum(map(num_bytes, texts_of_rows))
+                tally.num_bytes += sum(map(count_bytes, texts_of_rows))
                 yield texts_of_rows
-                progress(size * done // total)
+                progress(size * done // num_rows)
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise UsageError("the Parquet file is damaged", value=path, hint=str(error).splitlines()[0]) from None
 
 
-def num_bytes(value: str) -> int:
-    """Return the bytes of a text in UTF-8."""
+def count_bytes(value: str) -> int:
+    """Return the number of bytes of `value` in UTF-8."""
     return len(value) if value.isascii() else len(value.encode())

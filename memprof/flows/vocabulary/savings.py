@@ -60,16 +60,16 @@ def read_corpus(
     def report(done: int) -> None:
         progress("counting: " + (f"{done / total:.0%} of {total / 1e6:,.0f} MB" if total else f"{done / 1e6:,.0f} MB"))
 
-    counted = count_corpus(corpus, tokenizer, encoding=encoding, column=column, show=show, progress=report)
-    if not counted.frequencies.total:
+    count = count_corpus(corpus, tokenizer, encoding=encoding, column=column, show=show, progress=report)
+    if not count.frequencies.total:
         value = ", ".join(map(str, corpus))
         raise UsageError("there is no token in the corpus", value=value, hint="is there only white space in it?")
-    return counted
+    return count
 
 
 def parse_shares(text: str) -> list[tuple[str, Fraction]]:
-    """Return names and shares of "99,99.9"; raise UsageError for other text than one to six percentages."""
-    found = {}
+    """Parse percentages such as "99,99.9" to pairs (name, share); raise UsageError unless there are one to six."""
+    share_by_name = {}
     for part in (part.strip().removesuffix("%") for part in text.split(",") if part.strip()):
         try:
             share = Fraction(part) / 100
@@ -77,23 +77,23 @@ def parse_shares(text: str) -> list[tuple[str, Fraction]]:
             share = Fraction(-1)
         if not 0 < share <= 1:
             raise UsageError("--coverage has no percentage in it", value=repr(part), hint="write 99,99.9")
-        found[f"{part}%"] = share
-    if not 0 < len(found) <= MAX_CAPS:
+        share_by_name[f"{part}%"] = share
+    if not 0 < len(share_by_name) <= MAX_CAPS:
         raise UsageError("--coverage takes one to six percentages", value=repr(text), hint="write 99,99.9")
-    return list(found.items())
+    return list(share_by_name.items())
 
 
 def compute_caps(
-    counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked: int | None = None
+    counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], requested_cap: int | None = None
 ) -> tuple[TokenCap, ...]:
-    """Return a cap for each share, and one of `asked` tokens if given (at least 1); the largest cap comes first."""
-    if asked is not None and asked < 1:
-        raise UsageError("--cap must be at least 1", value=asked, hint="give a positive whole number")
+    """Return a vocabulary cap for each share of the corpus, and one of `requested_cap` tokens; the largest first."""
+    if requested_cap is not None and requested_cap < 1:
+        raise UsageError("--cap must be at least 1", value=requested_cap, hint="give a positive whole number")
     frequencies = counted.frequencies
     # The largest share first, also among shares with equal caps.
     sizes = [(name, frequencies.find_cap(share)) for name, share in sorted(shares, key=lambda one: -one[1])]
-    if asked is not None:
-        sizes.append(("asked", min(asked, frequencies.distinct)))
+    if requested_cap is not None:
+        sizes.append(("asked", min(requested_cap, frequencies.distinct)))
     sizes.sort(key=lambda size: -size[1])
     return tuple(
         TokenCap(
@@ -121,15 +121,15 @@ def check_model(spec: TargetSpec) -> None:
 
 
 def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[TokenCap], progress: Progress) -> CapSavings:
-    """Run the model with each vocabulary, and return the memory before and with each cap.
+    """Run the model without and with each vocabulary cap, and return the memory of each run.
 
-    The vocabulary before is `spec.vocab_size`; if None, all words of the corpus, or with a tokenizer the model's.
+    Without a cap, the vocabulary is `spec.vocab_size`; if None, all words of the corpus, or the model's own.
     """
     if spec.vocab_size is None and counted.tokenizer == WORDS:
         spec = spec.edit(vocab_size=get_uncapped_size(counted))
 
     def run(name: str, spec: TargetSpec) -> tuple[Trace, Report]:
-        return profile(spec, lambda doing: progress(f"{name}: {doing}"))
+        return profile(spec, lambda message: progress(f"{name}: {message}"))
 
     trace, document = run(BEFORE, spec)
     target = document.target
@@ -153,13 +153,13 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[TokenCap], p
             continue
         trace, document = run(cap.name, spec.edit(vocab_size=cap.vocab_size))
         capped.append(_build_memory(cap.name, cap.vocab_size, trace, document))
-    return CapSavings(SIMULATED, _describe(target), document.device.name, before, tuple(capped), tuple(notes))
+    return CapSavings(SIMULATED, _describe_run(target), document.device.name, before, tuple(capped), tuple(notes))
 
 
 def _build_memory(name: str, rows: int, trace: Trace, document: Report) -> VocabularyMemory:
     ledger = build_ledger(trace)
-    at_loss = (index for index, category in enumerate(ledger.categories) if category is Category.LOGITS_AND_LOSS)
-    logits = [index for index in at_loss if trace.storages[index].device != HOST]
+    loss_storages = (index for index, category in enumerate(ledger.categories) if category is Category.LOGITS_AND_LOSS)
+    logits = [index for index in loss_storages if trace.storages[index].device != HOST]
     state = document.model_state
     assert state is not None and document.target is not None
     return VocabularyMemory(
@@ -176,18 +176,18 @@ def _build_memory(name: str, rows: int, trace: Trace, document: Report) -> Vocab
     )
 
 
-def _describe(target: Target) -> str:
+def _describe_run(target: Target) -> str:
     asked = target.asked
     amp = f" with {asked.amp} autocast" if asked.amp else ""
-    doing = asked.optimizer if asked.mode is Mode.TRAIN else "inference"
+    message = asked.optimizer if asked.mode is Mode.TRAIN else "inference"
     batch = f"batch {asked.batch_size} x {target.context_length or 0:,} tokens"
-    return f"{target.model}, {batch}, {target.dtype}{amp}, {doing}"
+    return f"{target.model}, {batch}, {target.dtype}{amp}, {message}"
 
 
 def estimate_savings(
     params: str | None, counted: CorpusCount, caps: Sequence[TokenCap], spec: TargetSpec
 ) -> CapSavings:
-    """Return the memory before and with each cap by arithmetic: embedding, head, and one copy of the logits.
+    """Return the memory without and with each cap by arithmetic: embedding, head, and one copy of the logits.
 
     Parameters are rows x hidden size, twice if embedding and head are not tied; gradients are as many; optimizer state
     is parameters x `NUM_STATES_BY_OPTIMIZER`; logits are batch x context x rows. All are in `spec.dtype`.
@@ -203,24 +203,24 @@ def estimate_savings(
         raise UsageError(problem, value=f"--optimizer {optimizer}", hint="name a model: --model has it simulated")
     dtype = spec.dtype or "bfloat16"
     context = spec.context_length or DEFAULT_CONTEXT
-    columns = size = others = 0
+    row_size = num_parameters = others = 0
     notes = ["By arithmetic: rows of embedding and head, and one copy of the logits. A run has more of both."]
     description = f"batch {batch_size} x {context:,} tokens, {dtype}, {optimizer}"
     if params is not None:
         entry = synthesize(parse_count(params))
         config = entry.load_config()
-        columns = config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
-        size = entry.num_parameters
-        others = size - columns * config["vocab_size"]
+        row_size = config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
+        num_parameters = entry.num_parameters
+        others = num_parameters - row_size * config["vocab_size"]
         tables = "once: the head is tied" if config["tie_word_embeddings"] else "in embedding and in head"
-        description = f"{format_count(size)} parameters of the shape of Llama, {description}"
+        description = f"{format_count(num_parameters)} parameters of the shape of Llama, {description}"
         notes.append(f"Hidden size {config['hidden_size']:,}, {tables}; {format_count(others)} parameters beside them.")
     else:
         notes.append("Without --model or --params the width is not known, and the logits are all that can be told.")
     rows = spec.vocab_size or get_uncapped_size(counted) or 0
 
-    def memory_of(name: str, vocabulary: int) -> VocabularyMemory:
-        count = others + columns * vocabulary if params is not None else None
+    def estimate_memory(name: str, vocabulary: int) -> VocabularyMemory:
+        count = others + row_size * vocabulary if params is not None else None
         weights = None if count is None else count * DTYPE_BYTES[dtype]
         state = None if weights is None else NUM_STATES_BY_OPTIMIZER[optimizer] * weights
         logits = batch_size * context * vocabulary * DTYPE_BYTES[dtype]
@@ -231,8 +231,8 @@ def estimate_savings(
         if cap.vocab_size >= rows:
             notes.append(f"{cap.name} takes {cap.vocab_size:,} rows, and there are {rows:,}: nothing to save.")
         else:
-            capped.append(memory_of(cap.name, cap.vocab_size))
-    return CapSavings(ARITHMETIC, description, None, memory_of(BEFORE, rows), tuple(capped), tuple(notes))
+            capped.append(estimate_memory(cap.name, cap.vocab_size))
+    return CapSavings(ARITHMETIC, description, None, estimate_memory(BEFORE, rows), tuple(capped), tuple(notes))
 
 
 def build_vocabulary(
@@ -256,18 +256,18 @@ def build_vocabulary(
         tokens=frequencies.total,
         distinct=frequencies.distinct,
         once=dict(frequencies.histogram).get(1, 0),
-        curve=curve(frequencies),
+        curve=build_curve(frequencies),
         caps=caps,
         savings=savings,
         **shared_fields,
     )
 
 
-def curve(frequencies: Frequencies, points: int = _MAX_CURVE_POINTS) -> tuple[CoveragePoint, ...]:
-    """Return the coverage at the last `points` of the round numbers of tokens 1, 2, 5, 10, ..., and at all tokens."""
+def build_curve(frequencies: Frequencies, points: int = _MAX_CURVE_POINTS) -> tuple[CoveragePoint, ...]:
+    """Return the coverage by the most frequent 1, 2, 5, 10, ... tokens (the last `points` of these), and by all."""
     distinct = frequencies.distinct
     if not distinct:
         return ()
-    rounds = [lead * 10**power for power in range(len(str(distinct))) for lead in (1, 2, 5)]
-    shown = [tokens for tokens in rounds if tokens < distinct][-(points - 1) :]
+    round_numbers = [lead * 10**power for power in range(len(str(distinct))) for lead in (1, 2, 5)]
+    shown = [tokens for tokens in round_numbers if tokens < distinct][-(points - 1) :]
     return tuple(CoveragePoint(tokens, frequencies.compute_coverage(tokens)) for tokens in [*shown, distinct])

@@ -22,7 +22,7 @@ _COMPRESSIONS: tuple[tuple[bytes, str, Callable[[IO[bytes]], Any]], ...] = (
     (b"BZh", "bzip2", bz2.BZ2File),
     (b"\xfd7zXZ\x00", "xz", lzma.LZMAFile),
 )
-_SUFFIXES = (".gz", ".bz2", ".xz")
+_COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
 _DAMAGE_ERRORS = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 
@@ -61,8 +61,8 @@ def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None =
                 raise UsageError("no file matches this pattern", value=path, hint="quote it, and check the folder")
         else:
             raise UsageError("cannot read the corpus", value=path, hint="no such file or folder")
-        for one in paths:
-            found.setdefault(one.resolve(), Source(one, is_named, _find_kind(one, column), get_file_size(one)))
+        for file in paths:
+            found.setdefault(file.resolve(), Source(file, is_named, _find_kind(file, column), get_file_size(file)))
     return list(found.values())
 
 
@@ -79,7 +79,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _find_kind(path: Path, column: str | None) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _SUFFIXES]
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED_SUFFIXES]
     last = suffixes[-1] if suffixes else ""
     if last == ".parquet":
         return PARQUET
@@ -92,15 +92,15 @@ def open_source(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
     try:
         with path.open("rb") as raw:
             head = raw.peek(6)[:6]
-            kind, opener = next(((k, o) for magic, k, o in _COMPRESSIONS if head.startswith(magic)), ("", None))
+            kind, decompress = next(((k, o) for magic, k, o in _COMPRESSIONS if head.startswith(magic)), ("", None))
             seekable = raw.seekable()
-            done = 0
+            num_read = 0
 
             def tell() -> int:
-                return raw.tell() if seekable else done
+                return raw.tell() if seekable else num_read
 
             try:
-                yield (raw if opener is None else opener(raw)), tell
+                yield (raw if decompress is None else decompress(raw)), tell
             except _DAMAGE_ERRORS as error:
                 raise UsageError(
                     f"the {kind} file is truncated or damaged", value=path, hint=str(error) or "write it again"

@@ -32,7 +32,7 @@ class SpillingCounter:
             self._folder.cleanup()
 
     def update(self, words: Iterable[str]) -> None:
-        """Count words without line feeds. The words of one call are in memory on top of the limit."""
+        """Count `words`, which have no line feeds; they are held in memory beyond the limit during the call."""
         self._counts.update(words)
         if len(self._counts) > self._max_words:
             self._spill()
@@ -51,29 +51,29 @@ class SpillingCounter:
         self._write(iter(sorted(self._counts.items())))
         self._counts.clear()
         if len(self._spill_files) >= MAX_SPILL_FILES:
-            merged, self._spill_files = self._spill_files, []
-            self._write(_merge([_read_items(run) for run in merged]))
-            for run in merged:
-                run.unlink()
+            old_files, self._spill_files = self._spill_files, []
+            self._write(_merge([_read_items(spill_file) for spill_file in old_files]))
+            for spill_file in old_files:
+                spill_file.unlink()
 
     def _write(self, items: Iterator[tuple[str, int]]) -> None:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="memprof-corpus-")
-        run = Path(self._folder.name) / str(self._num_written)
+        spill_file = Path(self._folder.name) / str(self._num_written)
         self._num_written += 1
-        with run.open("w", encoding="utf-8", newline="\n") as file:
+        with spill_file.open("w", encoding="utf-8", newline="\n") as file:
             file.writelines(f"{count} {word}\n" for word, count in items)
-        self._spill_files.append(run)
+        self._spill_files.append(spill_file)
 
 
-def _read_items(run: Path) -> Iterator[tuple[str, int]]:
-    with run.open(encoding="utf-8", newline="\n") as file:
+def _read_items(spill_file: Path) -> Iterator[tuple[str, int]]:
+    with spill_file.open(encoding="utf-8", newline="\n") as file:
         for line in file:
             count, _, word = line[:-1].partition(" ")
             yield word, int(count)
 
 
-def _merge(runs: list[Iterator[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
+def _merge(sorted_items: list[Iterator[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
     """Yield the merged items of sorted runs; the counts of equal words are added."""
-    for word, group in groupby(heapq.merge(*runs), key=itemgetter(0)):
+    for word, group in groupby(heapq.merge(*sorted_items), key=itemgetter(0)):
         yield word, sum(count for _, count in group)

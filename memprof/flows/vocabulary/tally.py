@@ -13,7 +13,7 @@ MAX_NAMED = 3  # files named in a sentence
 
 @dataclass
 class Defect:
-    """Defects of one kind in one file."""
+    """Number of defects of one kind in one file, and a description of the first."""
 
     count: int
     first: str  # place and description of the first defect
@@ -33,28 +33,28 @@ class Tally:
     skipped: dict[Path, str] = field(default_factory=dict)
 
     def count_bad_row(self, path: Path, first: str) -> None:
-        """Count a row without text; `first` describes the row."""
+        """Count a row without text in the file `path`; `first` describes the row, for the report of the first one."""
         _add_defects(self.bad_rows, path, 1, first)
 
     def notes(self) -> list[str]:
         """Return a sentence on each defect and on the skipped files."""
-        found = []
+        sentences = []
         for path, defect in self.undecodable.items():
             bytes_are = "byte is" if defect.count == 1 else "bytes are"
-            found.append(
+            sentences.append(
                 f"{path}: {defect.count:,} {bytes_are} undecodable and read as U+FFFD; the first {defect.first}."
             )
         for path, defect in self.bad_rows.items():
             rows = "row" if defect.count == 1 else "rows"
-            found.append(f"{path}: {defect.count:,} {rows} left out; the first {defect.first}.")
+            sentences.append(f"{path}: {defect.count:,} {rows} left out; the first {defect.first}.")
         by_reason: dict[str, list[Path]] = {}
-        for path, why in self.skipped.items():
-            by_reason.setdefault(why, []).append(path)
-        for why, paths in by_reason.items():
+        for path, reason in self.skipped.items():
+            by_reason.setdefault(reason, []).append(path)
+        for reason, paths in by_reason.items():
             names = ", ".join(str(path) for path in paths[:MAX_NAMED])
-            more = f" and {len(paths) - MAX_NAMED:,} more" if len(paths) > MAX_NAMED else ""
-            found.append(f"Left out, {why}: {names}{more}.")
-        return found
+            suffix = f" and {len(paths) - MAX_NAMED:,} more" if len(paths) > MAX_NAMED else ""
+            sentences.append(f"Left out, {reason}: {names}{suffix}.")
+        return sentences
 
 
 class UndecodableCounter:

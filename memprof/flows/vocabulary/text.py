@@ -25,24 +25,24 @@ _BYTE_ORDER_MARKS = {
 
 
 class NoTextError(UsageError):
-    """An empty or binary file: an error if the user named the file, which is else skipped."""
+    """A file is empty or binary: an error if the user named the file; else the file is skipped."""
 
 
-def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES) -> Iterator[bytes]:
+def read_blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES) -> Iterator[bytes]:
     """Yield the bytes of a file, decompressed, `size` at a time; `progress` is called with the bytes read from disk.
     Raises UsageError: the file cannot be read; NoTextError: the file is empty."""
-    done = 0
+    num_read = 0
     with open_source(path) as (file, tell):
         while block := file.read(size):
-            done += len(block)
+            num_read += len(block)
             tally.num_bytes += len(block)
             yield block
-            progress(tell() or done)
-    if not done:
+            progress(tell() or num_read)
+    if not num_read:
         raise NoTextError("the corpus is empty", value=path, hint="give files with text")
 
 
-def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines: bool = False) -> Iterator[str]:
+def read_pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines: bool = False) -> Iterator[str]:
     """Yield the text of a file in pieces of about `BLOCK_BYTES`, each of which ends after white space.
 
     A byte order mark of UTF-8 is dropped; bytes invalid in `encoding` are read as U+FFFD and counted in `tally`.
@@ -57,7 +57,7 @@ def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines
     undecodable = UndecodableCounter(tally, path)
     rest: list[str] = []
     rest_characters = offset = 0
-    for block in blocks(path, progress, tally, BATCH_BYTES if lines else BLOCK_BYTES):
+    for block in read_blocks(path, progress, tally, BATCH_BYTES if lines else BLOCK_BYTES):
         if not offset:
             check_is_text(path, block, encoding)
         text = _decode(decoder, block, offset, undecodable, path, encoding)
@@ -79,8 +79,8 @@ def pieces(path: Path, encoding: str, progress: Progress, tally: Tally, *, lines
     rest.append(_decode(decoder, b"", offset, undecodable, path, encoding))
     if undecodable.count > MAX_UNDECODABLE * offset:
         raise make_encoding_error(path, encoding, undecodable, offset)
-    if last := "".join(rest):
-        yield last
+    if last_piece := "".join(rest):
+        yield last_piece
 
 
 def _decode(
@@ -107,7 +107,7 @@ def make_decoding_error(path: Path, encoding: str, error: UnicodeError) -> Usage
 
 
 def find_codec(encoding: str) -> str:
-    """Return the codec of `encoding` (UTF-8: the codec that drops byte order marks); UsageError if not of text."""
+    """Return the codec name of `encoding` (for UTF-8, one that drops byte order marks); UsageError if unknown."""
     try:
         with contextlib.suppress(UnicodeError):
             b"x".decode(encoding)  # raises LookupError for codecs that are no text encoding, such as hex

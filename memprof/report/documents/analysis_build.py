@@ -10,7 +10,7 @@ from memprof.allocator import AllocatorConfig
 from memprof.allocator.pools import pool_name
 from memprof.errors import UsageError
 from memprof.report.documents import analysis
-from memprof.snapshots.occupancy import BY, SegmentUse, fragmentation, group
+from memprof.snapshots.occupancy import GROUP_KEYS, SegmentUse, group_blocks, measure_fragmentation
 from memprof.snapshots.origins import NO_FRAMES
 from memprof.snapshots.out_of_memory import find_out_of_memory_events
 from memprof.snapshots.recording import BEFORE, NEVER, BlockLife, Recording
@@ -124,10 +124,10 @@ def find_moment(recording: Recording, at: str) -> tuple[str, int]:
 
 
 def _build_moment(recording: Recording, request: AnalysisRequest) -> analysis.LiveMemory:
-    assert request.by in BY
-    kind, event = find_moment(recording, request.at)
+    assert request.by in GROUP_KEYS
+    what, event = find_moment(recording, request.at)
     live_blocks = recording.alive(event)
-    groups = group(live_blocks, request.by)
+    groups = group_blocks(live_blocks, request.by)
     return analysis.LiveMemory(
         what=kind,
         amounts=_build_amounts(recording, event),
@@ -168,7 +168,7 @@ def _build_block(block: BlockLife, num_alike: int) -> analysis.BlockRow:
 
 
 def _build_fragmentation(recording: Recording, event: int, max_segments: int) -> analysis.FragmentationRow:
-    summary, segments = fragmentation(recording, event)
+    summary, segments = measure_fragmentation(recording, event)
     nearly_empty = [_build_pinned_segment(segment) for segment in segments if segment.is_nearly_empty]
     return analysis.FragmentationRow(**asdict(summary), nearly_empty=tuple(nearly_empty[:max_segments]))
 

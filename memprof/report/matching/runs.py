@@ -15,7 +15,7 @@ from memprof.ledger.stage_amounts import Stage
 from memprof.ledger.stages import format_stage
 from memprof.report.documents.comparison import RunDescription, TensorGroup
 from memprof.report.documents.report import Report
-from memprof.snapshots.occupancy import fragmentation, group
+from memprof.snapshots.occupancy import group_blocks, measure_fragmentation
 from memprof.snapshots.recording import Recording
 from memprof.trace.events import without_numbers
 from memprof.trace.facts import Target, target_to_json
@@ -191,7 +191,7 @@ def convert_recording(
         module = without_numbers(origin.module) if origin.in_module else None
         tensor_counts[block.category.value, module, origin.op, block.requested, origin.source] += 1
     amounts = recording.at(reserved_event)
-    segment_use, _ = fragmentation(recording, reserved_event)
+    segment_use, _ = measure_fragmentation(recording, reserved_event)
     bridge: dict[str, int | None] = dict.fromkeys(BRIDGE_STEPS)
     bridge |= {
         "requested by tensors": amounts[0],
@@ -209,7 +209,9 @@ def convert_recording(
         totals=totals,
         stages=_index_stages(_build_stages(recording)),
         categories={
-            g.category.value: g.allocated_bytes for g in group(live_blocks, "category") if g.category.value != KERNELS
+            g.category.value: g.allocated_bytes
+            for one in group_blocks(live_blocks, "category")
+            if one.category.value != KERNELS
         },
         tensors=[
             TensorGroup(requested, count, None, None, op, source, category, module)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from memprof.allocator.replay import Timeline
 from memprof.device.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.flows.gpus import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, resolve_settings
 from memprof.stubs.extension import extensions
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
@@ -138,7 +138,7 @@ def run(
     program: Callable[[VirtualGpu], int | None], name: str, *, alloc_conf: str = "", skips_kernels: bool = False
 ) -> Run:
     """`program` on the virtual `gpu`; it may return the number of events before those that count."""
-    gpu, settings = find_gpu(name), allocator_settings(alloc_conf)
+    gpu, settings = find_gpu(name), resolve_settings(alloc_conf)
     with (
         disable_garbage_collection(),
         warnings.catch_warnings(),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memprof.device.nvml import Nvml
-from memprof.flows.gpus import allocator_settings, measured_device_facts
+from memprof.flows.gpus import read_device_facts, resolve_settings
 from memprof.measured import MeasuredDevice
 from memprof.measured.cuda import NvmlUse
 from memprof.spec import TargetSpec
@@ -50,8 +50,8 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     source = find_source(spec)
     workload = Workload(spec, source)
-    settings = allocator_settings(spec.alloc_conf)
-    measured_on = measured_device_facts("cuda")
+    settings = resolve_settings(spec.alloc_conf)
+    measured_on = read_device_facts("cuda")
     device = MeasuredDevice("cuda", NvmlUse())
     with disable_garbage_collection(), device:
         workload.run(device, building=NormalsInSinglePrecision)

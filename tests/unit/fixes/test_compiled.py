@@ -35,7 +35,7 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("model") / "model.py"
     file.write_text(MODEL)
     spec = TargetSpec(model=f"{file}:Model", batch_size=8, context_length=512, gpu="a100-80gb")
-    return apply_fixes(SpecRuns(spec), parse_fixes("cpu-offload-activations=1000000,compile"), each=True)
+    return apply_fixes(SpecRuns(spec), parse_fixes("cpu-offload-activations=1000000,compile"), row_per_fix=True)
 
 
 def test_what_it_saves_and_costs_is_of_its_own_run(ladder: Any) -> None:

@@ -23,7 +23,7 @@ from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.fixes.script_fixes import ScriptFixes
 from memprof.fixes.spec_fixes import apply_fixes
 from memprof.flows.account import analyze
-from memprof.flows.gpus import allocator_settings, device_facts
+from memprof.flows.gpus import make_device_facts, resolve_settings
 from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.search import search_fixes
 from memprof.spec import TargetSpec
@@ -149,8 +149,8 @@ class _Runs(MadeUpRuns):
         b = TraceBuilder()
         b.new((1 << 28) if fixes else 10 << 28)  # float32
         gpu = find_gpu("rtx-4090")
-        device = dataclasses.replace(device_facts(gpu), usable_bytes=8 << 30, total_bytes=(8 << 30) + (1 << 29))
-        b.trace.facts = Facts(command="profile", device=device, allocator=allocator_settings("").facts)
+        device = dataclasses.replace(make_device_facts(gpu), usable_bytes=8 << 30, total_bytes=(8 << 30) + (1 << 29))
+        b.trace.facts = Facts(command="profile", device=device, allocator=resolve_settings("").facts)
         return b.trace, analyze(b.trace)
 
     def check_fixes(self, fixes):

@@ -7,7 +7,7 @@ import pytest
 import memprof
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.flows.rank_reports import PEER, merge_traces
+from memprof.flows.rank_reports import PEER_END_REASON, merge_traces
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.trace.events import NONE, Event, EventKind, Failure, FailureKind, Phase, PhaseKind, Storage, Trace
@@ -77,7 +77,9 @@ def test_a_rank_that_is_full_or_failed_decides():
     assert "Ranks 0, 2-3 are equal" in str(full)
     why = Failure(FailureKind.ERROR, "forward", "ValueError", "no", None, None, None, None)
     stopped = Failure(FailureKind.REFUSED, "forward", "", "rank 1 raised", None, None, None, None)
-    failed = analyze(merge_traces([rank(0, 900, ended=PEER, failure=stopped), rank(1, 10, ended="error", failure=why)]))
+    failed = analyze(
+        merge_traces([rank(0, 900, ended=PEER_END_REASON, failure=stopped), rank(1, 10, ended="error", failure=why)])
+    )
     assert failed.rank == RankFacts(1, 4) and failed.verdict.fits is None
     assert "stopped with others" in str(failed) and "failed" in str(failed)
 

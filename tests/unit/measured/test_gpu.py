@@ -9,7 +9,7 @@ from torch import nn
 
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow
-from memprof.flows.gpus import measured_device_facts
+from memprof.flows.gpus import read_device_facts
 from memprof.flows.local_gpu import make_gpu_options
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import list_spans
@@ -119,14 +119,14 @@ def test_a_programs_peak_counters_and_memprofs_do_not_disturb_each_other(gpu, on
 def test_the_context_is_this_process_alone(gpu, driver):
     """100 MiB, 60 free, torch holds 10: 30 are beside torch, 12 of them of this process."""
     driver(FakeGpu(compute=[FakeProcess(os.getpid(), 22 * MIB), FakeProcess(4_000_002, 18 * MIB)]))
-    device = measured_device_facts("cuda")
+    device = read_device_facts("cuda")
     assert (device.context_bytes, device.usable_bytes, device.total_bytes) == (12 * MIB, 70 * MIB, 100 * MIB)
 
 
 def test_the_context_is_the_usual_one_where_nvml_does_not_say(gpu, driver):
     gpu.free, gpu.total = 3000 * MIB, 4000 * MIB
     driver(FakeGpu(compute=[FakeProcess(os.getpid())]))
-    device = measured_device_facts("cuda")
+    device = read_device_facts("cuda")
     assert (device.context_bytes, device.usable_bytes) == (750 * MIB, 3010 * MIB)
 
 

@@ -18,8 +18,8 @@ from memprof.flows.recordings import export_file, open_file
 from memprof.report.export.memory_viz import convert_snapshot, write_snapshot
 from memprof.report.export.perfetto import build_trace_events
 from memprof.snapshots.from_trace import convert_to_snapshot
-from memprof.snapshots.recording import recordings
-from memprof.snapshots.slices import event_times, slices_of
+from memprof.snapshots.recording import build_recordings
+from memprof.snapshots.slices import build_slices, list_event_times
 from memprof.trace.events import NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import save_trace
@@ -80,7 +80,7 @@ def test_out_of_memory_is_written_down():
     ).snapshot
     actions = [event.action.value for event in made.traces[0]]
     assert actions == ["segment_alloc", "alloc", "oom", "segment_alloc", "alloc", "free_requested", "free_completed"]
-    (found,) = recordings(made)
+    (found,) = build_recordings(made)
     assert found.at(2) == (60 * MIB, 60 * MIB, 60 * MIB)
 
 
@@ -95,7 +95,7 @@ def test_only_types_that_the_viewer_knows():
 def test_frames_categories_and_stages_of_a_trace():
     trace = training_run()
     made = convert_to_snapshot(trace, AllocatorConfig(), None)
-    (found,) = recordings(made.snapshot, made.origins)
+    (found,) = build_recordings(made.snapshot, made.origins)
     assert {life.category for life in found.lives} >= {"parameters", "gradients", "optimizer state", "activations"}
     names = [note["name"] for note in made.snapshot.annotations if note["stage"] == "START"]
     assert "loss (step 1)" in names and "layer 2 (step 2)" in names
@@ -178,8 +178,8 @@ def test_perfetto_of_a_trace(tmp_path):
 
 
 def test_perfetto_of_a_snapshot():
-    (found,) = recordings(training().snapshot())
-    data = build_trace_events([(found, event_times(found), slices_of(found))])
+    (found,) = build_recordings(training().snapshot())
+    data = build_trace_events([(found, list_event_times(found), build_slices(found))])
     check_perfetto(json.loads(json.dumps(data)))
     stages = [event["name"] for event in data["traceEvents"] if event.get("cat") == "stages"]
     assert stages[:3] == ["forward", "backward", "optimizer step"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.snapshots.origins import UNKNOWN, guess_category, origin_of
+from memprof.snapshots.origins import UNKNOWN, find_origin, guess_category
 from memprof.trace.snapshot import Frame
 from tests.unit.snapshots.builder import stack
 
@@ -15,7 +15,7 @@ ENGINE = Frame("", 0, "torch::autograd::Engine::evaluate_function()")
 
 
 def test_no_frames():
-    assert origin_of(()) is UNKNOWN
+    assert find_origin(()) is UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_no_frames():
     ],
 )
 def test_source_is_the_innermost_line_of_the_program(lines, source):
-    assert origin_of(stack(*lines)).source == source
+    assert find_origin(stack(*lines)).source == source
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_source_is_the_innermost_line_of_the_program(lines, source):
      ("to_dtype_layout", "to"), ("cross_entropy_loss", "cross_entropy_loss")],
 )  # fmt: skip
 def test_operator_without_its_overload(name, op):
-    assert origin_of(stack("model.py:12 forward", op=name)).op == op
+    assert find_origin(stack("model.py:12 forward", op=name)).op == op
 
 
 def test_module_chain():
@@ -59,17 +59,17 @@ def test_module_chain():
         "net.py:7 forward",
         "call",
     )
-    assert origin_of(stack(*lines)).module == "net:7 > block:20 > linear"
+    assert find_origin(stack(*lines)).module == "net:7 > block:20 > linear"
 
 
 def test_wrappers_between_a_call_and_its_forward():
     lines = ("block.py:20 forward", f"{SITE}/accelerate/hooks.py:166 new_forward", "call", "net.py:7 forward", "call")
-    assert origin_of(stack(*lines)).module == "net:7 > block:20"
+    assert find_origin(stack(*lines)).module == "net:7 > block:20"
 
 
 def test_backward_is_named_by_its_node():
     node = Frame("", 0, "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)")
-    origin = origin_of((Frame("", 0, "at::_ops::mm::call(at::Tensor const&)"), node, ENGINE))
+    origin = find_origin((Frame("", 0, "at::_ops::mm::call(at::Tensor const&)"), node, ENGINE))
     assert (origin.source, origin.op, origin.part) == ("autograd MmBackward0", "MmBackward0", "backward")
     assert guess_category(origin, outlives=True) == "gradients"
     assert guess_category(origin, outlives=False) == "temporaries"
@@ -99,17 +99,17 @@ def test_backward_is_named_by_its_node():
     ],
 )  # fmt: skip
 def test_category_of_a_stack(frames, category):
-    assert origin_of(frames).category == category
+    assert find_origin(frames).category == category
 
 
 def test_recomputation_in_a_backward_is_an_activation():
     frames = (*stack("model.py:12 forward", "call", main=False), ENGINE)
-    assert guess_category(origin_of(frames), outlives=True) == "activations"
+    assert guess_category(find_origin(frames), outlives=True) == "activations"
 
 
 def test_windows_paths():
     lines = (r"C:\env\lib\site-packages\torch\nn\functional.py:20 linear", r"C:\me\model.py:12 forward")
-    assert origin_of(stack(*lines)).source == r"C:\me\model.py:12 forward"
+    assert find_origin(stack(*lines)).source == r"C:\me\model.py:12 forward"
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_windows_paths():
     ],
 )
 def test_the_workspace_of_cublas_without_frames_of_cpp(kept_bytes: int | None, op: str, category: str) -> None:
-    origin = origin_of(stack("model.py:12 forward", "call", op=op))
+    origin = find_origin(stack("model.py:12 forward", "call", op=op))
     assert guess_category(origin, outlives=True, kept_bytes=kept_bytes) == category

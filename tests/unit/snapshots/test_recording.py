@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from memprof.allocator import parse_config
 from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
-from memprof.snapshots.occupancy import fragmentation, group
+from memprof.snapshots.occupancy import group_blocks, measure_fragmentation
 from memprof.snapshots.out_of_memory import find_out_of_memory_events
-from memprof.snapshots.recording import BEFORE, NEVER, recordings
+from memprof.snapshots.recording import BEFORE, NEVER, build_recordings
 from memprof.snapshots.steps import find_leaks, find_steps
 from memprof.snapshots.what_if import what_if
 from memprof.trace.snapshot import Frame
@@ -29,7 +29,7 @@ from tests.unit.snapshots.builder import (
 
 
 def only(program: Program, last: int | None = None):
-    (found,) = recordings(program.snapshot(last))
+    (found,) = build_recordings(program.snapshot(last))
     assert found.replay.exact
     return found
 
@@ -90,7 +90,7 @@ def test_a_row_has_one_category():
         program.malloc(3 * MIB, stack(*line))
     program.malloc(2 * MIB, (Frame("", 0, "at::cuda::getCUDABlasLtWorkspace()"), *stack(*line)))
     found = only(program)
-    groups = group(found.alive(found.end), "frame")
+    groups = group_blocks(found.alive(found.end), "frame")
     assert [(one.category, one.count) for one in groups] == [("activations", 12), ("library workspace", 1)]
     document = build_analysis([found], RecordingOrigin("a", "b", "measured", ""), AnalysisRequest(top=2))
     assert [block.alike for block in document.devices[0].moment.blocks] == [12, 12]
@@ -99,7 +99,7 @@ def test_a_row_has_one_category():
 def test_groups():
     found = only(training())
     alive = found.alive(found.peak()[1])
-    frames = {one.key: (one.allocated_bytes, one.count) for one in group(alive, "frame")}
+    frames = {one.key: (one.allocated_bytes, one.count) for one in group_blocks(alive, "frame")}
     assert frames == {
         "/home/me/train.py:50 train": (60 * MIB, 2),
         "/home/me/model.py:12 forward": (40 * MIB, 2),
@@ -107,10 +107,10 @@ def test_groups():
         "autograd MmBackward0": (30 * MIB, 1),
         "/home/me/train.py:40 train": (2 * MIB, 1),
     }
-    assert next(one.key for one in group(alive, "module")) == "(optimizer)"
-    assert {one.key for one in group(alive, "size")} == {"10 to 100 MiB", "1 to 10 MiB"}
+    assert next(one.key for one in group_blocks(alive, "module")) == "(optimizer)"
+    assert {one.key for one in group_blocks(alive, "size")} == {"10 to 100 MiB", "1 to 10 MiB"}
     for by in ("frame", "module", "category", "size"):
-        assert sum(one.allocated_bytes for one in group(alive, by)) == 162 * MIB
+        assert sum(one.allocated_bytes for one in group_blocks(alive, by)) == 162 * MIB
 
 
 def test_recorded_from_the_middle():
@@ -132,7 +132,7 @@ def test_fragmentation_names_what_pins_a_segment():
     program.free(*big, empty)
     assert small is not None
     found = only(program)
-    state, segments = fragmentation(found, found.end)
+    state, segments = measure_fragmentation(found, found.end)
     assert (state.reserved_bytes, state.used_bytes, state.free_bytes) == (70 * MIB, 2 * MIB, 68 * MIB)
     assert (state.releasable_bytes, state.pinned_bytes, state.largest_free_bytes) == (50 * MIB, 18 * MIB, 50 * MIB)
     (segment,) = (one for one in segments if one.is_nearly_empty)
@@ -147,7 +147,7 @@ def test_free_units_of_an_expandable_segment_are_not_pinned():
     program.malloc(60 * MIB, stack("a.py:3 third"))
     program.free(first)
     found = only(program)
-    state, _ = fragmentation(found, found.end)
+    state, _ = measure_fragmentation(found, found.end)
     # The first block leaves one whole unit of 20 MiB, and 10 MiB of the next; 28 MiB lie behind the third one.
     assert state.reserved_bytes == 100 * MIB
     before = program.recorder.allocator.counters.reserved_bytes
@@ -226,7 +226,7 @@ def test_two_steps_are_too_few():
 def test_annotated_optimizer_steps():
     program = training(steps=4)
     snapshot = program.snapshot()
-    (found,) = recordings(snapshot)
+    (found,) = build_recordings(snapshot)
     times = [event.time_us for event in found.events]
     notes = [
         {"name": "Optimizer.step#AdamW.step", "stage": stage, "device": 0, "time_us": times[at] + offset}
@@ -284,7 +284,7 @@ def test_a_trace_that_is_not_whole_is_analysed_all_the_same(data):
             trace[at], trace[other] = trace[other], trace[at]
         else:
             trace[at] = trace[at]._replace(**{change: data.draw(st.sampled_from([0, 1, 512, 3 * MIB, 1 << 40]))})
-    found = recordings(snapshot)
+    found = build_recordings(snapshot)
     for one in found:
         one.steps = find_steps(one)
     document = build_analysis(

@@ -11,7 +11,7 @@ from torch import nn
 import memprof
 from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
-from memprof.flows.gpus import RunAllocator, allocator_settings
+from memprof.flows.gpus import RunAllocator, resolve_settings
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def gpus(number: int, name: str = "a100-80gb", *, workspaces: bool = False) -> VirtualGpu:
-    gpu, settings = find_gpu(name), allocator_settings(None)
+    gpu, settings = find_gpu(name), resolve_settings(None)
     return VirtualGpu(gpu, gpus=number, workspaces=workspaces, memory=lambda trace: RunAllocator(trace, gpu, settings))
 
 
@@ -184,7 +184,7 @@ def test_each_gpu_has_its_workspace():
 
 
 def test_one_gpu_is_full_and_the_other_is_not():
-    gpu, settings = find_gpu("rtx-4090"), allocator_settings(None)
+    gpu, settings = find_gpu("rtx-4090"), resolve_settings(None)
     half = 15 << 30
     with VirtualGpu(gpu, gpus=2, memory=lambda trace: RunAllocator(trace, gpu, settings), raises_oom=True):
         kept = [torch.empty(half, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from memprof.allocator import GpuMemory, LiveAllocator
 from memprof.device.catalog import custom_gpu
 from memprof.flows.account import analyze
-from memprof.flows.gpus import allocator_settings
+from memprof.flows.gpus import resolve_settings
 from memprof.trace.events import EventKind
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.virtual import VirtualGpu
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 def small_gpu(gib: float = 1.0) -> VirtualGpu:
     gpu = custom_gpu(int(gib * GIB))
-    settings = allocator_settings("")
+    settings = resolve_settings("")
     return VirtualGpu(
         gpu,
         context_bytes=100 * MIB,
@@ -38,7 +38,7 @@ def report(gpu: VirtualGpu):
     trace = gpu.trace
     total = gpu.gpu.total_bytes
     device = DeviceFacts(gpu.gpu.name, total, total - 100 * MIB, 100 * MIB)
-    trace.facts = Facts(command="test", device=device, allocator=allocator_settings("").facts)
+    trace.facts = Facts(command="test", device=device, allocator=resolve_settings("").facts)
     return analyze(trace)
 
 

@@ -38,7 +38,7 @@ def test_every_file_of_memprof_counts(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     table = tmp_path / "data" / "gpus.toml"
     table.write_text("a = 1")
-    monkeypatch.setattr(inputs, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(inputs, "_PACKAGE_FOLDER", tmp_path)
     before = inputs.describe_environment()
     table.write_text("a = 12")
     after = inputs.describe_environment()
@@ -58,17 +58,17 @@ def test_an_answer_holds_until_a_file_of_it_changes(tmp_path, monkeypatch):
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     # A test may be younger than the modules that it runs beside.
-    monkeypatch.setattr(inputs, "_BEGIN_NS", 1 << 62)
-    stamps = inputs.loaded_files()
+    monkeypatch.setattr(inputs, "_START_TIME_NS", 1 << 62)
+    stamps = inputs.stamp_loaded_files()
     assert stamps is not None and str(file) in {path for path, *_ in stamps}
-    assert inputs.are_unchanged(stamps)
+    assert inputs.are_files_unchanged(stamps)
     file.write_text("x = 2")
-    assert not inputs.are_unchanged(stamps)
+    assert not inputs.are_files_unchanged(stamps)
     os.utime(file, (1, 1))
-    assert inputs.are_unchanged(stamps)  # the same size and time: as Python itself sees it
+    assert inputs.are_files_unchanged(stamps)  # the same size and time: as Python itself sees it
     file.unlink()
-    assert not inputs.are_unchanged(stamps)
-    assert not inputs.are_unchanged([["half"]])
+    assert not inputs.are_files_unchanged(stamps)
+    assert not inputs.are_files_unchanged([["half"]])
 
 
 def test_what_changed_while_it_ran_gives_no_answer_to_keep(tmp_path, monkeypatch):
@@ -77,5 +77,5 @@ def test_what_changed_while_it_ran_gives_no_answer_to_keep(tmp_path, monkeypatch
     module = types.ModuleType("modeling_of_this_test")
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(inputs, "_BEGIN_NS", os.stat(file).st_mtime_ns - 1)
-    assert inputs.loaded_files() is None
+    monkeypatch.setattr(inputs, "_START_TIME_NS", os.stat(file).st_mtime_ns - 1)
+    assert inputs.stamp_loaded_files() is None

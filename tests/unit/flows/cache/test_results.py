@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memprof.flows.cache import results
-from memprof.flows.cache.results import find_cached_result, is_without_cuda
+from memprof.flows.cache.results import find_cache_entry, is_torch_without_cuda
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
@@ -19,12 +19,12 @@ CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer":
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(results, "loaded_files", list)  # this process is older than what it tests
+    monkeypatch.setattr(results, "stamp_loaded_files", list)  # this process is older than what it tests
     return tmp_path
 
 
 def key(spec: TargetSpec = TINY, **asked: object) -> str | None:
-    place = find_cached_result("profile", spec, asked, ["profile"])
+    place = find_cache_entry("profile", spec, asked, ["profile"])
     return None if place is None else place.key
 
 
@@ -37,7 +37,7 @@ def test_every_option_makes_another_question():
     keys = [key(), key(ladder=True), *(key(TINY.edit(**{name: value})) for name, value in changes.items())]
     assert None not in keys and len(set(keys)) == len(keys)
     assert key() == key()
-    assert find_cached_result("recommend", TINY, {}, []).key != key()
+    assert find_cache_entry("recommend", TINY, {}, []).key != key()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ SPECS = {
 @pytest.mark.parametrize("name", ["training", *(pytest.param(one, marks=pytest.mark.nightly) for one in [*SPECS][1:])])
 def test_a_kept_answer_is_the_answer(name):
     document = profile(SPECS[name])[1]
-    place = find_cached_result("profile", SPECS[name], {}, ["profile", "--model", "gpt2"])
+    place = find_cache_entry("profile", SPECS[name], {}, ["profile", "--model", "gpt2"])
     assert place is not None and place.find(Report) is None
     place.save(document)
     found, seconds = place.find(Report)
@@ -113,8 +113,8 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
     file = tmp_path / "modeling.py"
     file.write_text("")
     document = profile(TINY)[1]
-    place = find_cached_result("profile", TINY, {}, [])
-    monkeypatch.setattr(results, "loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
+    place = find_cache_entry("profile", TINY, {}, [])
+    monkeypatch.setattr(results, "stamp_loaded_files", lambda: [(str(file), 0, file.stat().st_mtime_ns)])
     place.save(document)
     assert place.find(Report) is not None
     file.write_text("changed")
@@ -122,14 +122,14 @@ def test_one_of_changed_files_or_another_form_is_none(tmp_path, monkeypatch):
     for entry in ({}, {"files": []}, {"files": [], "given": 1, "answer": {}}, {"files": [], "given": "x", "answer": 3}):
         place.store.save(place.key, entry)
         assert place.find(Report) is None
-    monkeypatch.setattr(results, "loaded_files", lambda: None)
+    monkeypatch.setattr(results, "stamp_loaded_files", lambda: None)
     place.save(document)
     assert place.find(Report) is None
 
 
 def test_an_answer_that_does_not_come_back_as_it_is_is_not_kept(monkeypatch):
     document = profile(TINY)[1]
-    place = find_cached_result("profile", TINY, {}, [])
+    place = find_cache_entry("profile", TINY, {}, [])
     monkeypatch.setattr(Report, "to_json", lambda self: {"peak": id(self)})
     place.save(document)
     assert place.store.list_entries() == []
@@ -153,4 +153,4 @@ def test_a_build_without_cuda_is_told_by_its_file(tmp_path, monkeypatch, line, w
         "find_spec",
         lambda name: __import__("importlib.machinery").machinery.PathFinder.find_spec(name, [str(tmp_path)]),
     )
-    assert is_without_cuda() is without
+    assert is_torch_without_cuda() is without

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.flows.cache.store import Store, cache_folder
+from memprof.flows.cache.store import Store, get_cache_folder
 
 KEYS = [f"{number:064x}" for number in range(40)]
 
@@ -27,13 +27,13 @@ KEYS = [f"{number:064x}" for number in range(40)]
     ],
 )
 def test_the_folder_is_the_platforms(environ, platform, folder):
-    found = cache_folder(environ, platform)
+    found = get_cache_folder(environ, platform)
     assert found == (None if folder is None else Path(folder.replace("HOME", str(Path.home()))))
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert cache_folder({}) is None
+    assert get_cache_folder({}) is None
 
 
 def test_what_is_kept_is_found_again_and_nobody_else_may_read_it(tmp_path):

@@ -3,7 +3,7 @@
 from memprof.device.catalog import find_gpu
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
-from memprof.flows.gpus import allocator_settings, device_facts
+from memprof.flows.gpus import make_device_facts, resolve_settings
 from memprof.flows.ladder.scripts import ScriptRuns, _build_error
 from memprof.run_spec import RunSpec
 from memprof.script import Program
@@ -20,8 +20,8 @@ def _recorded(fixes):
     b.trace.facts = Facts(
         command="run",
         program=ProgramFacts(("a.py",), "exit", 0, 0, tuple(map(str, fixes))),
-        device=device_facts(gpu),
-        allocator=allocator_settings("").facts,
+        device=make_device_facts(gpu),
+        allocator=resolve_settings("").facts,
     )
     return b.trace, analyze(b.trace)
 

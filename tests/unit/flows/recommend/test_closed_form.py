@@ -48,7 +48,7 @@ def test_what_it_does_not_know_is_left_to_the_search():
 )
 def test_it_is_near_what_is_run(plan):
     spec = make_base_spec(plan.goal, SPEC)
-    needed, document = estimate_bytes(plan, spec), profile(plan.make_spec(spec, 1), explained=False)[1]
+    needed, document = estimate_bytes(plan, spec), profile(plan.make_spec(spec, 1), with_details=False)[1]
     allocated = document.peak.allocated_bytes + document.device.context_bytes
     assert needed == pytest.approx(allocated, rel=0.1)
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from memprof.errors import UsageError
-from memprof.flows.recommend.lengths import NUM_DRAWN, compute_quantile, read_lengths
+from memprof.flows.recommend.lengths import NUM_SAMPLES, compute_quantile, read_lengths
 from memprof.flows.recommend.oom_probability import cut_lengths
 
 
@@ -78,5 +78,5 @@ def test_quantile():
 
 def test_a_distribution_is_drawn():
     lengths, read = read_lengths("lognormal:200,0.5")
-    assert (read.file, read.count, len(lengths)) == ("lognormal:200,0.5, 20,000 drawn", NUM_DRAWN, NUM_DRAWN)
-    assert lengths == sorted(lengths) and sum(lengths) / NUM_DRAWN == pytest.approx(200, rel=0.02)
+    assert (read.file, read.count, len(lengths)) == ("lognormal:200,0.5, 20,000 drawn", NUM_SAMPLES, NUM_SAMPLES)
+    assert lengths == sorted(lengths) and sum(lengths) / NUM_SAMPLES == pytest.approx(200, rel=0.02)

@@ -10,7 +10,7 @@ import pytest
 from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.flows.profile import profile
-from memprof.flows.recommend.closed_form import find_subject
+from memprof.flows.recommend.closed_form import find_estimated_model
 from memprof.flows.recommend.multi_gpu_scripts import (
     build_accelerate_script,
     build_accelerate_yaml,
@@ -66,7 +66,7 @@ WAYS = [
 @pytest.mark.parametrize("one", WAYS, ids=lambda one: one.parallel)
 def test_the_script_comes_to_the_peak_that_was_claimed(one, spec, tmp_path):
     made = one.make_spec(make_base_spec(Goal.FULL, spec.edit(gpus=1)))
-    claimed = profile(made, explained=False)[1]
+    claimed = profile(made, with_details=False)[1]
     (tmp_path / "train.py").write_text(build_fully_shard_script(one, made, describe_loaded_model(spec)))
     found = peak_of(tmp_path, "torchrun", "--nproc-per-node", "8", "train.py")
     assert found["verdict"]["fits"] and found["rank"]["world_size"] == 8
@@ -85,7 +85,7 @@ def test_the_script_comes_to_the_peak_that_was_claimed(one, spec, tmp_path):
 )
 def test_accelerate_comes_to_it_too(one, spec, tmp_path):
     made = one.make_spec(make_base_spec(Goal.FULL, spec.edit(gpus=1)))
-    claimed = profile(made, explained=False)[1]
+    claimed = profile(made, with_details=False)[1]
     (tmp_path / "accelerate.yaml").write_text(build_accelerate_yaml(one))
     (tmp_path / "train.py").write_text(build_accelerate_script(one, made, describe_loaded_model(spec)))
     found = peak_of(tmp_path, "accelerate", "launch", "--config_file", "accelerate.yaml", "train.py")
@@ -101,7 +101,7 @@ def test_what_is_looked_at(spec):
     ]  # fmt: skip
     tier = Plan(Goal.FULL, "half", "bfloat16", "adamw")
     base = make_base_spec(Goal.FULL, spec.edit(gpus=1))
-    found = list_candidates(tier, base, find_subject(spec), find_gpu("h100-80gb"), 8, 8)
+    found = list_candidates(tier, base, find_estimated_model(spec), find_gpu("h100-80gb"), 8, 8)
     assert [one.estimated_seconds for one in found] == sorted(one.estimated_seconds for one in found)
     assert all(one.micro_batch * one.accumulation * one.parallel_plan.data == 8 for one in found)
     assert {one.parallel for one in found} == {*list_parallel_plans(8)}
@@ -113,7 +113,9 @@ def test_what_is_looked_at(spec):
 def test_an_answer(spec, monkeypatch):
     """Replicas do not fit, shards do: the claims of each row are those of the run that its command names."""
     ddp, sharded = (
-        profile(one.make_spec(make_base_spec(Goal.FULL, spec.edit(gpus=1))), explained=False)[1].verdict.required_bytes
+        profile(one.make_spec(make_base_spec(Goal.FULL, spec.edit(gpus=1))), with_details=False)[
+            1
+        ].verdict.required_bytes
         for one in (way("ddp", "amp", CHECKPOINTED, chunked=True), way("fsdp", "amp", CHECKPOINTED, chunked=True))
     )
     gpu = spec.edit(gpu_vram_bytes=(ddp + sharded) // 2)

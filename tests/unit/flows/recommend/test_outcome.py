@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memprof.flows.gpus import device_facts, find_spec_gpu
+from memprof.flows.gpus import find_spec_gpu, make_device_facts
 from memprof.flows.profile import capture_trace
 from memprof.flows.recommend.outcome import HOST_MEMORY, evaluate_run
 from memprof.spec import TargetSpec
@@ -12,7 +12,7 @@ from memprof.units import MIB
 
 
 def outcome(trace, spec):
-    device = dataclasses.replace(device_facts(find_spec_gpu(spec)), host_memory_bytes=spec.host_memory_bytes)
+    device = dataclasses.replace(make_device_facts(find_spec_gpu(spec)), host_memory_bytes=spec.host_memory_bytes)
     trace = dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, device=device))
     return evaluate_run(trace, spec, 1, gpu=find_spec_gpu(spec))
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from memprof.flows.verify.peaks import measure_peak
 from memprof.flows.verify.reference import compute_in_float64
-from memprof.flows.verify.specimens import SPECIMENS, batches
+from memprof.flows.verify.specimens import SPECIMENS, make_batches
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
@@ -19,10 +19,10 @@ def test_every_small_model_stays_in_float64(name):
     specimen = SPECIMENS[name]
     torch.manual_seed(0)
     model = specimen.build().float()
-    original = {case: model(**batches(specimen, case, 0)[0])[0].detach().double() for case in specimen.cases}
+    original = {case: model(**make_batches(specimen, case, 0)[0])[0].detach().double() for case in specimen.cases}
     reference = copy.deepcopy(model).double()
     for case in specimen.cases:
-        narrow, batch = set(), batches(specimen, case, 0)[0]  # drawn outside: the default dtype is another inside
+        narrow, batch = set(), make_batches(specimen, case, 0)[0]  # drawn outside: the default dtype is another inside
         with compute_in_float64(narrow):
             loss = reference(**batch)[0]
             loss.backward()

@@ -99,7 +99,7 @@ def test_words_against_a_plain_counter(monkeypatch, tmp_path, content, block, en
     assert counted.num_bytes == file.stat().st_size
     for lines in (False, True):
         codec = "utf-8" if encoding == "utf-8-sig" else encoding
-        assert "".join(text.pieces(file, codec, lambda done: None, Tally(), lines=lines)) == content
+        assert "".join(text.read_pieces(file, codec, lambda done: None, Tally(), lines=lines)) == content
 
 
 @given(st.binary(min_size=1, max_size=200).filter(lambda c: not c.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ"))))
