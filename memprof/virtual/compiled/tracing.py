@@ -138,7 +138,7 @@ class DeviceChoices(OwnFunctionMode):
     def activate(self) -> Iterator[None]:
         """Context manager: functions on traced tensors run as on tensors of the GPU."""
         with PatchSet() as patches:
-            patches.apply_all(python_functions.python_function_patches())
+            patches.apply_all(python_functions.patch_python_functions())
             patches.set(torch.Tensor, "to", _keep_on_host(torch.Tensor.to))
             try:
                 with self:

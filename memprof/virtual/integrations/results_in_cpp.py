@@ -1,9 +1,9 @@
-"""Operators whose results torch makes in C++, with other strides or in other pieces than CUDA's kernels.
+"""Kernels for meta tensors of operators whose C++ code allocates differently on meta than on CUDA.
 
-Some are composites with a kernel of their own on CUDA and the CPU (native_functions.yaml). On a device without such a
-kernel, as meta, the composite runs above the dispatch modes, which then see its pieces. During a run these operators
-have an autograd kernel for meta tensors that passes them on undecomposed. Operators with a derivative need none:
-autograd does so where the device has a kernel. RMS norm has a kernel on CUDA alone, and gets one for meta tensors here.
+Some operators are composites that have a kernel on CUDA and the CPU (native_functions.yaml). On meta, which has none,
+the composite is decomposed above the dispatch modes. During a run these operators have an autograd kernel for meta
+tensors that passes them on undecomposed. Operators with a derivative need none: autograd passes them on. RMS norm has a
+kernel on CUDA only, and gets one for meta tensors here.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from memprof.virtual.kernels.normalization import HAS_FUSED_RMS_NORM, meta_rms_n
 from memprof.virtual.shapes import register_cpp_results
 
 
-class ResultsInCpp(Extension):
+class MetaKernels(Extension):
     """Kernels for meta tensors, registered with torch's dispatcher during the run."""
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Context manager: register the operators."""
-        library = torch.library.Library("aten", "IMPL", "AutogradMeta")
+        """Context manager: register the kernels, and remove them on exit."""
+        autograd_library = torch.library.Library("aten", "IMPL", "AutogradMeta")
         # torch.library refuses a kernel for a composite operator.
-        for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+        meta_library: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
         try:
             if HAS_FUSED_RMS_NORM:
-                for_meta.impl("_fused_rms_norm", "Meta", meta_rms_norm, False)
+                meta_library.impl("_fused_rms_norm", "Meta", meta_rms_norm, False)
             for name in ("mish_backward", "native_channel_shuffle"):
-                library.impl(name, _below_autograd(getattr(torch.ops.aten, name).default), "AutogradMeta")
+                autograd_library.impl(name, _wrap_below_autograd(getattr(torch.ops.aten, name).default), "AutogradMeta")
             with register_cpp_results():
                 yield
         finally:
-            for_meta.reset()
-            library._destroy()
+            meta_library.reset()
+            autograd_library._destroy()
 
 
-def _below_autograd(operator: Any) -> Callable[..., Any]:
+def _wrap_below_autograd(operator: Any) -> Callable[..., Any]:
     def call_below_autograd(*args: Any) -> Any:
         with dispatch.AutoDispatchBelowAutograd():
             return operator(*args)
