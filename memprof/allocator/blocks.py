@@ -52,17 +52,17 @@ class Pool:
     is_small: bool
     counters: Counters
     total: Counters
-    calls: int = 0  # get_free_blocks_call_count: counted while garbage collection is on
+    num_searches: int = 0  # get_free_blocks_call_count: counted while garbage collection is on
     streams: dict[int, StreamPool] = field(default_factory=dict)
 
     def get_stream_pool(self, stream: int) -> StreamPool:
         """Return the free blocks of `stream`, and create the stream's entry at its first use."""
-        found = self.streams.get(stream)
-        if found is None:
-            found = self.streams[stream] = StreamPool(self, stream)
-        return found
+        stream_pool = self.streams.get(stream)
+        if stream_pool is None:
+            stream_pool = self.streams[stream] = StreamPool(self, stream)
+        return stream_pool
 
-    def free_blocks(self) -> list[Block]:
+    def list_free_blocks(self) -> list[Block]:
         """Return every free block in the allocator's order: stream, size, address."""
         return [self.streams[s].blocks[key] for s in sorted(self.streams) for key in self.streams[s].keys]
 
@@ -89,7 +89,7 @@ class StreamPool:
         insort(self.keys, key)
         self.blocks[key] = block
         block.free = True
-        block.gc_base = self.pool.calls
+        block.gc_base = self.pool.num_searches
 
     def remove(self, block: Block) -> None:
         """Remove `block` from the free blocks."""

@@ -18,7 +18,7 @@ UNKNOWN_SPACE = 1 << 50  # address space of an expandable segment when the GPU's
 SEGMENT_ADDITIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 SEGMENT_REMOVALS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 
-_FOREIGN = 1 << 56  # addresses for segments that are not in the recording
+_FIRST_FOREIGN_ADDRESS = 1 << 56  # addresses for segments that are not in the recording
 
 
 class SimulatedDriver:
@@ -32,7 +32,7 @@ class SimulatedDriver:
         self.total_bytes = total_bytes
         self.other_bytes = other_bytes
         self.used_bytes = 0
-        self.refusals = 0  # failed requests
+        self.num_refusals = 0  # failed requests
         self._addresses = AddressSpace()
         self._next_reservation = FIRST_RESERVATION
 
@@ -76,32 +76,32 @@ class SimulatedDriver:
 
     def _take_bytes(self, size: int) -> bool:
         if self.total_bytes is not None and self.used_bytes + self.other_bytes + size > self.total_bytes:
-            self.refusals += 1
+            self.num_refusals += 1
             return False
         self.used_bytes += size
         return True
 
 
 class RecordedDriver:
-    """A driver with the answers of the recorded one. `at` moves through the segment events."""
+    """A driver with the answers of the recorded one. `event_index` moves through the segment events."""
 
     def __init__(self, events: EventColumns, large_segment: int) -> None:
         self.events = events
         self.large_segment = large_segment
         self.stream = 0
-        self.small = False  # whether the request is for the small pool; set before each request
-        self.spaces: dict[int, int] = {}  # reservations by address, with their sizes
-        self.live: Mapping[int, object] = {}  # the current segments by address
-        self.at = 0
+        self.is_small = False  # whether the request is for the small pool; set before each request
+        self.spaces: dict[int, int] = {}  # spaces by address, with their sizes
+        self.live_segments: Mapping[int, object] = {}  # the current segments by address
+        self.event_index = 0
         self.problem: str | None = None
-        self._foreign = _FOREIGN
+        self._next_foreign_address = _FIRST_FOREIGN_ADDRESS
 
     def malloc(self, size: int) -> int | None:
         """Return the address of the next recorded segment; None if the recorded driver refused."""
-        event = self.next()
+        event = self.find_next_event()
         if event is not None and event.action is Action.SEGMENT_ALLOC and event.size == size:
-            self.at += 1
-            if event.address not in self.live:
+            self.event_index += 1
+            if event.address not in self.live_segments:
                 return event.address
             self.differs(f"a segment was taken at {event.address:#x}, where there is one")
             return self._make_address(size)
@@ -117,13 +117,13 @@ class RecordedDriver:
     def reserve(self, size: int) -> int:
         """Return the address of the next mapping recorded for this stream and pool, else a made-up address."""
         events = self.events
-        for at in events.places(SEGMENT_MAP):
-            address = events.addresses[at]
+        for index in events.places(SEGMENT_MAP):
+            address = events.addresses[index]
             if (
-                at >= self.at
+                index >= self.event_index
                 and not self._is_reserved(address)
-                and events.streams[at] == self.stream
-                and (events.sizes[at] % self.large_segment != 0) == self.small
+                and events.streams[index] == self.stream
+                and (events.sizes[index] % self.large_segment != 0) == self.is_small
             ):
                 self.spaces[address] = size
                 return address
@@ -137,9 +137,9 @@ class RecordedDriver:
 
     def map(self, address: int, size: int) -> bool:
         """Return whether the recorded driver mapped the memory."""
-        event = self.next()
+        event = self.find_next_event()
         if event is not None and event.action is Action.SEGMENT_MAP and (event.address, event.size) == (address, size):
-            self.at += 1
+            self.event_index += 1
             return True
         if event is not None and (event.action in SEGMENT_REMOVALS or event.action is Action.OOM):
             return False
@@ -155,17 +155,17 @@ class RecordedDriver:
         return 0, 0
 
     def _compare_release(self, action: Action, address: int, size: int) -> None:
-        event = self.next()
+        event = self.find_next_event()
         if event is not None and (event.action, event.address, event.size) == (action, address, size):
-            self.at += 1
+            self.event_index += 1
         else:
             self.differs(f"{size} bytes at {address:#x} were not released here")
 
-    def next(self) -> SnapshotEvent | None:
+    def find_next_event(self) -> SnapshotEvent | None:
         """Return the next event of the driver, or the event that ends a request."""
-        while self.at < len(self.events) and self.events.actions[self.at] == FREE_COMPLETED:
-            self.at += 1
-        return self.events[self.at] if self.at < len(self.events) else None
+        while self.event_index < len(self.events) and self.events.actions[self.event_index] == FREE_COMPLETED:
+            self.event_index += 1
+        return self.events[self.event_index] if self.event_index < len(self.events) else None
 
     def differs(self, problem: str) -> None:
         """Record the first difference."""
@@ -179,8 +179,8 @@ class RecordedDriver:
         )
 
     def _make_address(self, size: int) -> int:
-        self._foreign += size
-        return self._foreign - size
+        self._next_foreign_address += size
+        return self._next_foreign_address - size
 
 
 Driver = SimulatedDriver | RecordedDriver

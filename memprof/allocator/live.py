@@ -10,7 +10,7 @@ from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
 # Counters that `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp resets besides `.allocated` and `.freed`.
-_COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+_RESET_COUNTERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 
 class LiveAllocator:
@@ -34,16 +34,16 @@ class LiveAllocator:
         storage to `Trace.refused`.
         """
         replay, trace = self._replay, self._trace
-        last = len(trace.events) - 1
-        ref = trace.events[last].ref
-        num_bytes = trace.storages[ref].num_bytes
+        last_event = len(trace.events) - 1
+        storage = trace.events[last_event].ref
+        num_bytes = trace.storages[storage].num_bytes
         self._min_room -= self._max_segment_size(num_bytes)
         if self._min_room >= 0:
             return None
-        replay.advance(last, writes=False)
-        replay.event = last + 1
+        replay.advance(last_event, writes=False)
+        replay.event = last_event + 1
         try:
-            replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
+            replay.live[storage] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
             return error.report.add_process_bytes(self._gpu.context_bytes).message(self._release)
         usable, allowed = self._gpu.usable_bytes, replay.allocator.allowed_bytes
@@ -61,8 +61,8 @@ class LiveAllocator:
 
     def stats(self) -> dict[str, int]:
         """Return the current torch.cuda.memory_stats()."""
-        now = self._current_stats()
-        return {name: value - self._reset_values.get(name, 0) for name, value in now.items()}
+        stats = self._get_current_stats()
+        return {name: value - self._reset_values.get(name, 0) for name, value in stats.items()}
 
     def reset_peak(self) -> None:
         """Reset the peaks (torch.cuda.reset_peak_memory_stats())."""
@@ -71,11 +71,11 @@ class LiveAllocator:
 
     def reset_accumulated(self) -> None:
         """Reset the totals (torch.cuda.reset_accumulated_memory_stats())."""
-        now = self._current_stats()
+        stats = self._get_current_stats()
         self._reset_values = {
-            name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS
+            name: stats[name] for name in stats if name.endswith((".allocated", ".freed")) or name in _RESET_COUNTERS
         }
 
-    def _current_stats(self) -> dict[str, int]:
+    def _get_current_stats(self) -> dict[str, int]:
         self._replay.advance(writes=False)
         return self._replay.allocator.stats()

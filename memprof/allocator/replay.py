@@ -89,17 +89,17 @@ def apply_stream_event(
         if storage in live:
             allocator.record_stream(live[storage], stream)
     elif kind is EventKind.WAIT:
-        by_host, done = trace.waits[ref]
-        for device, stream, before in done:
+        by_host, stream_events = trace.waits[ref]
+        for device, stream, before in stream_events:
             if device == trace.device:
-                allocator.pending.order(stream, before, by_host=by_host)
+                allocator.pending.record_wait(stream, before, by_host=by_host)
     elif kind is EventKind.PHASE:
         allocator.pending.end_phase(time)
 
 
-def make_pool_id(number: int) -> PoolId:
+def make_pool_id(pool_index: int) -> PoolId:
     """Return the pool with this number in a trace; 0 is the default pool."""
-    return (number, 0) if number else DEFAULT_POOL
+    return (pool_index, 0) if pool_index else DEFAULT_POOL
 
 
 class TraceReplay:
@@ -132,17 +132,17 @@ class TraceReplay:
         self.pool = DEFAULT_POOL  # current pool
         self.refused: set[int] = set()  # storages of workspaces that failed, without which the library continues
         self._is_limited = gpu is not None
-        self._retries_in_vain = 0
+        self._failed_retries = 0
 
     def malloc(self, num_bytes: int, stream: int = 0, storage: int = NONE) -> Block | None:
         """Allocate a block, without limit after the first failure; return None for a workspace without room."""
-        before = self.allocator.statistics.num_alloc_retries
+        retries_before = self.allocator.statistics.num_alloc_retries
         try:
             return self.allocator.malloc(num_bytes, stream, self.pool)
         except OutOfMemory as error:
             if self.timeline.first_oom is None and storage in self.trace.optional_storages():
                 self.refused.add(storage)
-                self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
+                self._failed_retries += self.allocator.statistics.num_alloc_retries - retries_before
                 return None
             if self.timeline.first_oom is None:
                 self.timeline.first_oom = FirstOom(self.event, error.report, str(error))
@@ -160,8 +160,8 @@ class TraceReplay:
     @property
     def was_limited(self) -> bool:
         """Return whether the GPU (or a fraction that was set) ever changed a decision."""
-        limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
-        return limited or self.driver.refusals > 0
+        is_limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
+        return is_limited or self.driver.num_refusals > 0
 
     def end_event(self, *, grew: bool) -> None:
         """Append the bytes after the event to the timeline; peaks change only after a request (`grew`)."""
@@ -178,7 +178,7 @@ class TraceReplay:
         """Return the timeline with its statistics and final layout."""
         timeline = self.timeline
         timeline.stats = self.allocator.stats()
-        timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain
+        timeline.retries = self.allocator.statistics.num_alloc_retries - self._failed_retries
         timeline.segments = self.allocator.segments()
         return timeline
 
@@ -187,11 +187,11 @@ class TraceReplay:
         without limit nothing is repeated: the run does not need this memory."""
         if not self._is_limited or self.timeline.first_oom is not None:
             return
-        before = self.allocator.statistics.num_alloc_retries
+        retries_before = self.allocator.statistics.num_alloc_retries
         try:
             self.allocator.free(self.allocator.malloc(num_bytes, self.stream, self.pool))
         except OutOfMemory:
-            self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
+            self._failed_retries += self.allocator.statistics.num_alloc_retries - retries_before
 
     def advance(self, end: int | None = None, *, stop_at_oom: bool = False, writes: bool = True) -> None:
         """Replay the events from the current one up to index `end` (exclusive; None: the end of the trace).
@@ -203,7 +203,7 @@ class TraceReplay:
         blocks, addresses = self.timeline.blocks, self.timeline.addresses
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
         alloc, freed, flushed, stream_set = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
-        several, pending = self.trace.uses, self.allocator.pending
+        has_stream_uses, pending = self.trace.uses, self.allocator.pending
         begin, device = self.event, self.trace.device
         events = self.trace.events[begin:end]
         for time, (kind, ref) in enumerate(events, begin):
@@ -233,7 +233,7 @@ class TraceReplay:
                 self.allocator.create_pool(self.pool)
             elif kind is EventKind.POOL_FREE:
                 self.allocator.retire_pool(make_pool_id(ref))
-            elif several:
+            elif has_stream_uses:
                 apply_stream_event(self.trace, self.allocator, live, time, Event(kind, ref))
             if writes:
                 end_event(grew=has_grown)

@@ -39,11 +39,11 @@ def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
     """
     if divisions and num_bytes >= MIN_BLOCK:
         octave = num_bytes.bit_length() - 1
-        parts = divisions[min(max(octave - 20, 0), DIVISION_ENTRIES - 1)]
-        if parts > 1 and num_bytes > MIN_BLOCK * parts:
+        num_divisions = divisions[min(max(octave - 20, 0), DIVISION_ENTRIES - 1)]
+        if num_divisions > 1 and num_bytes > MIN_BLOCK * num_divisions:
             if num_bytes & (num_bytes - 1) == 0:
                 return num_bytes
-            step = (1 << octave) >> (parts.bit_length() - 1)
+            step = (1 << octave) >> (num_divisions.bit_length() - 1)
             return -(-num_bytes // step) * step
     return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
 

@@ -33,22 +33,22 @@ class Segments:
             return None
         if size >= self.max_split_size:
             self.statistics.oversize_segments.add()
-        self.count(owner, size, 1)
-        return self.adopt(owner, address, size)
+        self.count_driver_bytes(owner, size, 1)
+        return self.add_segment(owner, address, size)
 
-    def count(self, owner: StreamPool, num_bytes: int, segments: int) -> None:
+    def count_driver_bytes(self, owner: StreamPool, num_bytes: int, num_segments: int) -> None:
         """Count bytes taken from the driver; negative: released to the driver."""
         self.total_bytes += num_bytes
-        owner.counters.reserve(num_bytes, segments)
-        owner.total.reserve(num_bytes, segments)
+        owner.counters.count_reserved(num_bytes, num_segments)
+        owner.total.count_reserved(num_bytes, num_segments)
         if num_bytes > 0:
             self.statistics.num_device_alloc += 1
         else:
             self.statistics.num_device_free += 1
 
-    def adopt(self, owner: StreamPool, address: int, size: int, *, expandable: bool = False) -> Block:
+    def add_segment(self, owner: StreamPool, address: int, size: int, *, expandable: bool = False) -> Block:
         """Return an existing segment as one block in no list."""
-        segment = Segment(address, size, expandable=expandable, unit=self.unit(owner) if expandable else 0)
+        segment = Segment(address, size, expandable=expandable, unit=self.get_mapping_unit(owner) if expandable else 0)
         block = segment.first = Block(address, size, owner, segment, None, None)
         self.live[address] = segment
         return block
@@ -59,13 +59,13 @@ class Segments:
         self.driver.free(block.address, size)
         if size >= self.max_split_size:
             self.statistics.oversize_segments.current -= 1
-        self.count(owner, -size, -1)
+        self.count_driver_bytes(owner, -size, -1)
         owner.remove(block)
         del self.live[block.address]
 
     # -- expandable segments ---------------------------------------------------------------------------------------
 
-    def unit(self, owner: StreamPool) -> int:
+    def get_mapping_unit(self, owner: StreamPool) -> int:
         """Return the bytes that are mapped at a time."""
         return SMALL_BUFFER if owner.is_small else self.large_segment
 
@@ -74,20 +74,20 @@ class Segments:
 
         Memory mapped before the refusal stays, as free memory.
         """
-        block = self.find_free_stretch(owner, size) or self._reserve_segment(owner)
+        block = self.find_expandable_block(owner, size) or self._reserve_segment(owner)
         if not block.mapped:
-            mapped = self._map_memory(block, min(block.size, size))
-            if mapped is None:
+            mapped_block = self._map_memory(block, min(block.size, size))
+            if mapped_block is None:
                 return None
-            block = mapped
+            block = mapped_block
         while block.size < size:
-            following = block.next
-            if following is None:
+            next_block = block.next
+            if next_block is None:
                 return None  # larger than the whole reservation
-            mapped = self._map_memory(following, min(size - block.size, following.size))
-            if mapped is None:
+            mapped_block = self._map_memory(next_block, min(size - block.size, next_block.size))
+            if mapped_block is None:
                 return None
-            block = mapped
+            block = mapped_block
         owner.remove(block)
         return block
 
@@ -114,32 +114,32 @@ class Segments:
             absorb_next(left)
             middle = left
         owner.insert_unmapped(middle)
-        self.count(owner, begin - end, 0)
+        self.count_driver_bytes(owner, begin - end, 0)
         if middle.prev is None and middle.next is None:
             owner.remove_unmapped(middle)
             del self.live[segment.address]
             self.driver.unreserve(segment.address, segment.size)
 
-    def find_free_stretch(self, owner: StreamPool, size: int) -> Block | None:
+    def find_expandable_block(self, owner: StreamPool, size: int) -> Block | None:
         """Return the first stretch of free and unmapped blocks with room for `size`, in address order."""
         for address in owner.unmapped:
             block = owner.unmapped_blocks[address]
             if block.prev is not None and block.prev.free:
                 block = block.prev
-            found = 0
-            at: Block | None = block
-            while found < size and at is not None and at.free:
-                found += at.size
-                at = at.next
-            if found >= size:
+            num_bytes = 0
+            current: Block | None = block
+            while num_bytes < size and current is not None and current.free:
+                num_bytes += current.size
+                current = current.next
+            if num_bytes >= size:
                 return block
         return None
 
     def _reserve_segment(self, owner: StreamPool) -> Block:
         """Return a new expandable segment: one block of address space without memory."""
-        unit = self.unit(owner)
-        space = -(-self.address_space // unit) * unit
-        block = self.adopt(owner, self.driver.reserve(space), space, expandable=True)
+        unit = self.get_mapping_unit(owner)
+        num_bytes = -(-self.address_space // unit) * unit
+        block = self.add_segment(owner, self.driver.reserve(num_bytes), num_bytes, expandable=True)
         owner.insert_unmapped(block)
         return block
 
@@ -163,7 +163,7 @@ class Segments:
             absorb_next(left)
             block = left
         owner.insert(block)
-        self.count(owner, size, 0)
+        self.count_driver_bytes(owner, size, 0)
         return block
 
 

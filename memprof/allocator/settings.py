@@ -10,7 +10,7 @@ from memprof.allocator.config import AllocatorConfig, config_from_environment, p
 from memprof.allocator.releases import LATEST, Release, parse_release
 from memprof.trace.facts import AllocatorFacts
 
-_PROGRAM = "the program"
+_PROGRAM_ORIGIN = "the program"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Settings:
     @classmethod
     def from_facts(cls, facts: AllocatorFacts | None) -> Settings:
         """Return the settings of `facts`; the newest release's defaults for a capture without settings."""
-        found = cls() if facts is None else cls(facts.torch)
+        settings = cls() if facts is None else cls(facts.torch)
         if facts is None or facts.alloc_conf is None:
-            return found
+            return settings
         origin = facts.alloc_conf_from
-        return cls(facts.torch, parse_config(facts.alloc_conf, found.release, origin=origin or "alloc_conf"), origin)
+        return cls(facts.torch, parse_config(facts.alloc_conf, settings.release, origin=origin or "alloc_conf"), origin)
 
     @property
     def alloc_conf(self) -> str | None:
@@ -64,7 +64,7 @@ class Settings:
     def changed(self, alloc_conf: str) -> Settings:
         """Return the settings after the program has set `alloc_conf`: settings that the text does not name get
         defaults. Raises UsageError: torch would reject the text."""
-        return type(self)(self.torch, parse_config(alloc_conf, self.release, origin=_PROGRAM), _PROGRAM)
+        return type(self)(self.torch, parse_config(alloc_conf, self.release, origin=_PROGRAM_ORIGIN), _PROGRAM_ORIGIN)
 
     def __str__(self) -> str:
         name = f"torch {self.torch}" if self.torch else f"torch {'.'.join(map(str, LATEST.version))} (not recorded)"

@@ -48,7 +48,7 @@ class PendingFrees:
         block.uses = None
         self.requested_bytes += block.requested
 
-    def order(self, stream: int, time: int, *, by_host: bool) -> None:
+    def record_wait(self, stream: int, time: int, *, by_host: bool) -> None:
         """Record that the host, or another stream, waits for the work of `stream` enqueued before `time`."""
         if by_host or self.completion is not Completion.AT_SYNC:
             self.completed_before[stream] = max(self.completed_before.get(stream, 0), time)
@@ -56,7 +56,7 @@ class PendingFrees:
     def end_phase(self, time: int) -> None:
         """Complete all work enqueued before `time`, where a phase of the run ends."""
         for stream in self.queues:
-            self.order(stream, time, by_host=False)
+            self.record_wait(stream, time, by_host=False)
 
     def poll(self) -> None:
         """Complete the finished events of each stream, oldest first, as every malloc does."""
@@ -79,7 +79,7 @@ class PendingFrees:
                 self.queues[stream] = remaining
             else:
                 del self.queues[stream]
-        self._release_block(block)
+        self._finish_free(block)
 
     def _pop_completed(self, stream: int, before: int | None) -> None:
         """Complete the events of `stream` from before a time; None: all."""
@@ -88,11 +88,11 @@ class PendingFrees:
             block = queue.popleft().block
             block.events -= 1
             if not block.events:
-                self._release_block(block)
+                self._finish_free(block)
         if not queue:
             del self.queues[stream]
 
-    def _release_block(self, block: Block) -> None:
+    def _finish_free(self, block: Block) -> None:
         block.uses = None
         block.events = 0
         self.requested_bytes -= block.requested

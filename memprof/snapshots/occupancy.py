@@ -123,7 +123,7 @@ def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> lis
     for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:
             break
-        ranges.undo(recording.events, later)
+        ranges.undo_event(recording.events, later)
     by_address = sorted(alive, key=lambda life: life.address)
     addresses = [life.address for life in by_address]
     found = []
