@@ -1,4 +1,4 @@
-"""Addresses of cudaMalloc's memory: the order of addresses decides which of two free blocks of equal size is used."""
+"""Simulated addresses of cudaMalloc: of free blocks of equal size, the allocator uses the one at the lowest address."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TOP_ADDRESS = 0x7F0000000000  # recorded addresses on Linux are near this one
 
 
 class AddressSpace:
-    """Addresses in the order of the driver on Linux: each below the last one.
+    """Assigns addresses in the order of the CUDA driver on Linux: each is below the last one.
 
     Address space is taken in chunks of 32 MiB, from the top of the highest free range that is large enough, as in mmap.
-    The unused rest of a request's chunks serves later requests: of the chunks with room, the youngest is used.
+    The unused remainder of a request's chunks serves later requests: of the chunks with room, the newest is used.
 
-    The rule is derived from recordings, as the driver is closed: of the pairs of segments in 19 recordings on an H100
-    (driver 580) it orders 93% as recorded, in 11 public ones 91%; rising addresses, 12% and 10%. With this rule all 19
-    replays have the allocated and reserved peaks of the GPU, to the byte. Other mappings of the process cause the rest.
+    The driver is closed, so the rule is derived from recordings: it orders 93% of the pairs of segments as recorded, in
+    19 recordings on an H100 (driver 580), and 91% in 11 public ones (rising addresses: 12% and 10%). With this rule all
+    19 replays have the GPU's allocated and reserved peaks, to the byte.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class AddressSpace:
         self._last_age = 0
 
     def allocate(self, size: int) -> int:
-        """Return the address of `size` bytes, a multiple of GRANULARITY."""
+        """Return the address of a new allocation of `size` bytes, a multiple of GRANULARITY."""
         address_range = self._find_youngest_with_room(size) or self._open_range(-(-size // _CHUNK_BYTES) * _CHUNK_BYTES)
         with self._reindex(address_range):
             address = address_range.allocate(size)
@@ -40,7 +40,7 @@ class AddressSpace:
         return address
 
     def free(self, address: int, size: int) -> None:
-        """Free the `size` bytes at `address`, which `allocate` returned."""
+        """Free the allocation of `size` bytes at `address`, which `allocate` returned."""
         address_range = self._range_by_address.pop(address)
         with self._reindex(address_range):
             address_range.free(address, size)
@@ -57,7 +57,7 @@ class AddressSpace:
         return self._ranges[max(ages)] if ages else None
 
     def _open_range(self, length: int) -> _AddressRange:
-        """Take `length` bytes of chunks from the highest free range that is large enough, else below all ranges."""
+        """Return a new range of `length` bytes, from the highest sufficient free range or below all ranges."""
         for index in reversed(range(len(self._free_ranges))):
             address, size = self._free_ranges[index]
             if size >= length:
@@ -74,14 +74,14 @@ class AddressSpace:
 
     @contextlib.contextmanager
     def _reindex(self, address_range: _AddressRange) -> Iterator[None]:
-        """Context manager: update the index of ranges by free bytes, around a change of `address_range`."""
+        """Context manager: update `_ages_by_room` around a change of `address_range`."""
         self._ages_by_room[_count_pages(address_range.room)].remove(address_range.age)
         yield
         insort(self._ages_by_room[_count_pages(address_range.room)], address_range.age)
 
 
 class _AddressRange:
-    """The chunks that one request took, and the free pieces of these chunks."""
+    """The chunks of 32 MiB that one request reserved, and the free ranges in them."""
 
     def __init__(self, age: int, address: int, size: int) -> None:
         self.age = age
@@ -91,11 +91,11 @@ class _AddressRange:
 
     @property
     def room(self) -> int:
-        """Return the bytes of the largest free piece."""
+        """Return the bytes of the largest free range."""
         return max((size for _, size in self._free_ranges), default=0)
 
     def allocate(self, size: int) -> int:
-        """Return the lowest address with room for `size` bytes. The caller checks that there is room."""
+        """Allocate `size` bytes at the lowest possible address, and return it. The caller checks `room` first."""
         index = next(index for index, (_, room) in enumerate(self._free_ranges) if room >= size)
         address, room = self._free_ranges[index]
         self._free_ranges[index : index + 1] = [(address + size, room - size)] if room > size else []
@@ -110,7 +110,7 @@ def _count_pages(room: int) -> int:
 
 
 def _merge_range(free_ranges: list[tuple[int, int]], address: int, size: int) -> list[tuple[int, int]]:
-    """Return the sorted ranges `free_ranges` with another range, adjacent ranges merged."""
+    """Return the sorted `free_ranges` with another range (`size` bytes at `address`), adjacent ranges merged."""
     merged: list[tuple[int, int]] = []
     for start, length in sorted([*free_ranges, (address, size)]):
         if merged and sum(merged[-1]) == start:

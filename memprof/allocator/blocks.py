@@ -1,4 +1,4 @@
-"""Blocks, the segments that blocks tile, and the free blocks of one pool on one stream."""
+"""Blocks of the caching allocator, the segments that they divide, and the free blocks of one pool on one stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Block:
-    """A piece of a segment. A block links to its neighbours, so that free ones merge."""
+    """A part of a segment, allocated or free, with links to its neighbours in the segment."""
 
     address: int
     size: int
@@ -34,7 +34,7 @@ class Block:
     next: Block | None
     requested: int = 0
     free: bool = False  # True when it is in the free blocks of its owner, or unmapped
-    mapped: bool = True  # False for a stretch of an expandable segment's address space without memory
+    mapped: bool = True  # False for a range of an expandable segment's address space without memory
     events: int = 0  # number of other streams' events that must complete before the block is free again
     uses: set[int] | None = None  # streams given to record_stream
     gc_base: int = 0  # searches of its pool when it became free: garbage collection derives the block's age
@@ -46,7 +46,7 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one size class: of the default pool, or of a private one. Streams never share blocks."""
+    """The free blocks of one size class (small or large) of the default pool or a private one, by stream."""
 
     pool_id: PoolId
     is_small: bool
@@ -56,7 +56,7 @@ class Pool:
     streams: dict[int, StreamPool] = field(default_factory=dict)
 
     def get_stream_pool(self, stream: int) -> StreamPool:
-        """Return the free blocks of `stream`, and create the stream's entry at its first use."""
+        """Return the free blocks of `stream`; create an empty entry at the first use of the stream."""
         stream_pool = self.streams.get(stream)
         if stream_pool is None:
             stream_pool = self.streams[stream] = StreamPool(self, stream)
@@ -113,7 +113,7 @@ class StreamPool:
 
 
 def absorb_next(block: Block) -> None:
-    """Merge `block` with its right neighbour, which the caller has removed from all lists."""
+    """Merge `block` with the block after it, which the caller has removed from all lists."""
     right = block.next
     assert right is not None
     block.size += right.size
@@ -123,7 +123,7 @@ def absorb_next(block: Block) -> None:
 
 
 def split_right(block: Block, size: int) -> Block:
-    """Cut `block` to `size`; return the rest as a new block at the right, in no list yet."""
+    """Shrink `block` to `size` bytes; return the remainder as a new block after it, in no list yet."""
     rest = Block(block.address + size, block.size - size, block.owner, block.segment, block, block.next)
     if block.next is not None:
         block.next.prev = rest

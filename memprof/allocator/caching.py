@@ -1,6 +1,6 @@
-"""The caching allocator of one device: malloc, free, and the reaction to a full GPU.
+"""The caching allocator of one device: malloc, free, and what it does when the GPU is full.
 
-Source: `DeviceCachingAllocator` of c10/cuda/CUDACachingAllocator.cpp; docstrings of methods name its functions.
+Source: `DeviceCachingAllocator` of c10/cuda/CUDACachingAllocator.cpp; backticks in docstrings name its methods.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ SPLIT_SLACK = SMALL_SIZE  # A block of the large pool is split when more than th
 class CachingAllocator:
     """Replays the decisions of torch's CUDA caching allocator, block by block.
 
-    Its attributes are those of torch's allocator, and the settings of `config` that malloc reads at each call.
-
     Args:
-        total_bytes: capacity of the GPU (cudaMemGetInfo's total); None: without limit.
-        driver: source of segments; a SimulatedDriver of `total_bytes` by default.
-        completion: when blocks that other streams used are free again.
-        counts: whether `counters` and `stats` are maintained, which takes a third of the time; else only the reserved
-            bytes are valid. Decisions do not depend on counters.
+        total_bytes: capacity of the GPU (cudaMemGetInfo's total); None: unlimited.
+        driver: the CUDA driver that segments come from; None: a SimulatedDriver of `total_bytes`.
+        completion: when work of other streams completes, which delays the free of blocks that they use.
+        counts: whether `counters` and `stats` are updated, which takes a third of the time; else only the reserved
+            bytes are valid. Decisions of the allocator do not depend on counters.
 
     Raises:
         UsageError: the settings select another allocator (backend:cudaMallocAsync).
@@ -86,8 +84,8 @@ class CachingAllocator:
     # -- malloc and free -------------------------------------------------------------------------------------------
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
-        """Return a block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`). Raises
-        OutOfMemory: the driver refused, even after cached memory was released."""
+        """Return a block of at least `num_bytes` (positive) for `stream` (`malloc`). Raises OutOfMemory: there is no
+        memory, even after cached segments were released."""
         if self.pending.queues:
             self.pending.poll()
         if self.divisions:
@@ -173,14 +171,14 @@ class CachingAllocator:
         return block
 
     def _round_request(self, num_bytes: int) -> int:
-        """Return `round_size` with divisions, cached: a run requests few different sizes."""
+        """Return `num_bytes` rounded up by `roundup_power2_divisions`; results are cached."""
         size = self._rounded_sizes[num_bytes] = max(round_size(num_bytes, self.divisions), MIN_BLOCK)
         return size
 
     def free(self, block: Block) -> None:
-        """Free `block` (`free`): at once, or when the streams that used the block are done.
+        """Free `block` (`free`): at once, or when the other streams that used it are done.
 
-        Freeing at once is `free_block`: merge with free neighbours, previous first, and insert into the free blocks.
+        Freeing at once (`free_block`) merges the block with free neighbours, and adds it to the free blocks.
         """
         size = block.size
         owner = block.owner
@@ -242,7 +240,7 @@ class CachingAllocator:
                             counter_set.inactive_split_bytes_peak = counter_set.inactive_split_bytes
 
     def _free_block(self, block: Block) -> None:
-        """Free a block whose streams are done. The block counts as allocated again first, since `free` subtracts it."""
+        """Free a block that waited for other streams. First count it as allocated again, since `free` subtracts it."""
         counters, total, size = block.owner.counters, block.owner.total, block.size
         for counter_set in (counters, total):
             counter_set.count_waiting(-1, -size)
@@ -256,7 +254,7 @@ class CachingAllocator:
     # -- finding and obtaining a block -----------------------------------------------------------------------------
 
     def _find_free_block(self, owner: StreamPool, size: int) -> Block | None:
-        """Return the smallest sufficient free block, of these the lowest (`get_free_block`), if it is allowed."""
+        """Return the smallest sufficient free block, at the lowest address (`get_free_block`), or None."""
         if self.gc_enabled:
             owner.pool.num_searches += 1
         keys, blocks = owner.keys, owner.blocks
@@ -287,7 +285,7 @@ class CachingAllocator:
         return block
 
     def needs_driver(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
-        """Return whether a request of `size` bytes (rounded) needs memory from the driver."""
+        """Return whether a request of `size` bytes (already rounded) needs memory from the driver."""
         size_class = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
         owner = size_class.get_stream_pool(stream)
         block = self._find_free_block(owner, size)
@@ -298,13 +296,13 @@ class CachingAllocator:
         return free_range is None or not free_range.mapped or free_range.size < size
 
     def _should_split(self, owner: StreamPool, size: int, remaining: int) -> bool:
-        """Return whether torch splits the block (`should_split`): the remainder is large enough for use."""
+        """Return whether a block is split for `size` bytes (`should_split`), so that `remaining` bytes stay free."""
         if owner.is_small or self.expandable:
             return remaining >= MIN_BLOCK
         return size < self.max_split_size and remaining > SPLIT_SLACK
 
     def _obtain_block(self, owner: StreamPool, num_bytes: int, size: int) -> Block:
-        """Return a block where no free one serves: collect garbage, ask the driver, release segments, or raise."""
+        """Return a block of new memory, after releasing cached segments if necessary. Raises OutOfMemory."""
         if num_bytes >= ONE_EXABYTE:
             raise OutOfMemory(self._build_report(num_bytes, num_bytes), self.release)
         if self.gc_enabled:
@@ -325,7 +323,7 @@ class CachingAllocator:
         return block
 
     def _ask_driver(self, owner: StreamPool, size: int, segment_bytes: int) -> Block | None:
-        """Allocate a segment within the memory limit (`alloc_block`, without its count of retries)."""
+        """Return a block of a new segment (`alloc_block`); None if the GPU or the memory fraction is full."""
         store = self.segment_store
         if self.allowed_bytes is not None and store.total_bytes + segment_bytes > self.allowed_bytes:
             if self.config.throw_on_cudamalloc_oom:
@@ -361,34 +359,34 @@ class CachingAllocator:
     # -- streams ---------------------------------------------------------------------------------------------------
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Record that another `stream` uses `block`, so that the block's free waits for that stream's work."""
+        """Record that `stream` uses `block`: the free of the block then waits for that stream's work."""
         if stream != block.owner.stream:
             if block.uses is None:
                 block.uses = set()
             block.uses.add(stream)
 
     def synchronize(self) -> None:
-        """Wait for the work of all streams (`synchronize_and_free_events`)."""
+        """Complete the work of all streams; free the blocks that wait (`synchronize_and_free_events`)."""
         self.statistics.num_sync_all_streams += 1
         self.pending.synchronize()
 
-    # -- cache, pools, figures -------------------------------------------------------------------------------------
+    # -- cache, pools, statistics -----------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Release every segment that is wholly free, in the default and in retired pools (`release_cached_blocks`)."""
+        """Release all segments without allocated blocks, in the default and retired pools (`release_cached_blocks`)."""
         self.synchronize()
         for pool in (self.default_pool, *self.retired_pools):
             reclaim.release_pool(self.segment_store, pool.large)
             reclaim.release_pool(self.segment_store, pool.small)
 
     def create_pool(self, pool: PoolId) -> PrivatePool:
-        """Return a private pool (MemPool, CUDA graphs), created if new; until `retire_pool` its segments stay."""
+        """Return the private pool `pool`, created if it is new. Its segments stay until `retire_pool`."""
         if pool not in self.pools:
             self.pools[pool] = PrivatePool(pool, self.statistics)
         return self.pools[pool]
 
     def retire_pool(self, pool: PoolId) -> None:
-        """Retire a pool without users: its free segments may be released (`releasePool`)."""
+        """Mark `pool` as unused, so that its free segments may be released (`releasePool`)."""
         if pool in self.pools:
             self.retired_pools.append(self.pools[pool])
 
@@ -400,7 +398,7 @@ class CachingAllocator:
 
     @property
     def counters(self) -> Counters:
-        """Return the counters of all pools together: `.allocated_bytes`, `.reserved_bytes` and so on."""
+        """Return the counters of all pools together, such as `allocated_bytes` and `reserved_bytes`."""
         return self.statistics.all
 
     def stats(self) -> dict[str, int]:
@@ -408,7 +406,7 @@ class CachingAllocator:
         return self.statistics.as_dict(self.config.reported_max_split_size)
 
     def segments(self) -> list[SnapshotSegment]:
-        """Return segments and blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
+        """Return segments and blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped range."""
         return build_layout(self.segment_store.live.values())
 
 

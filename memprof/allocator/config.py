@@ -23,7 +23,7 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first varia
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
-    """Settings that decide what the allocator does. Sizes are bytes."""
+    """Settings of the caching allocator (PYTORCH_CUDA_ALLOC_CONF). Sizes are in bytes."""
 
     max_split_size: int = UNLIMITED
     max_non_split_rounding: int = 20 * MIB
@@ -41,15 +41,15 @@ class AllocatorConfig:
 
     @property
     def reported_max_split_size(self) -> int:
-        """Return the value in the form of statistics and snapshots: -1 when unlimited."""
+        """Return max_split_size as statistics and snapshots have it: -1 if unlimited."""
         return -1 if self.max_split_size == UNLIMITED else self.max_split_size
 
 
 def config_from_environment(
     environ: Mapping[str, str] | None = None, release: Release = LATEST
 ) -> tuple[AllocatorConfig, str | None]:
-    """Return the settings that torch would read from the environment, and the variable that holds them (None:
-    defaults). Raises UsageError: torch would reject them."""
+    """Return the settings that torch would read from `environ` (None: os.environ), and the variable that holds them
+    (None: defaults). Raises UsageError: torch would reject the settings."""
     variables = os.environ if environ is None else environ
     for name in VARIABLES if release.has_unified_settings else VARIABLES[:1]:
         if name in variables:
@@ -58,17 +58,17 @@ def config_from_environment(
 
 
 def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLES[0]) -> AllocatorConfig:
-    """Return the settings in a text such as "expandable_segments:True,max_split_size_mb:128", by the rules of
+    """Return the settings in a string such as "expandable_segments:True,max_split_size_mb:128", by the rules of
     `release`.
 
-    Blanks are ignored, as in torch; errors name `origin` as the source. Raises UsageError: torch would reject the text.
+    Spaces are ignored; errors name `origin` as the source. Raises UsageError: torch would reject the string.
     """
     return _SettingsParser(text, release, origin).parse()
 
 
 def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
-    """Return the settings that a snapshot reports (`allocator_settings`); defaults for missing ones. Raises UsageError:
-    torch would reject the settings string."""
+    """Return the configuration of a snapshot's `allocator_settings`, with defaults for missing ones. Raises UsageError:
+    torch would reject their PYTORCH_CUDA_ALLOC_CONF."""
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     config = parse_config(text if isinstance(text, str) else "", origin="allocator_settings")
     changes: dict[str, object] = {}
@@ -99,7 +99,7 @@ _FLAGS = (
 
 
 class _SettingsParser:
-    """A parser of one settings text: its tokens are words and the characters , : [ ] between them."""
+    """A parser of one settings string, whose tokens are words and the characters , : [ ] between them."""
 
     def __init__(self, text: str, release: Release, origin: str) -> None:
         self.text = text
@@ -177,7 +177,7 @@ class _SettingsParser:
         return self._take_token()
 
     def _parse_integer(self, key: str, allowed: str, is_valid: Callable[[int], bool] = lambda value: True) -> int:
-        """Parse as std::stoull does: leading digits count, the rest is ignored, and a minus wraps around."""
+        """Parse an integer as std::stoull does: text after the digits is ignored, and negative numbers wrap around."""
         text = self._take_value(key, allowed)
         match = re.match(r"\s*([+-]?)(\d+)", text)
         if match is None or int(match[2]) > UNLIMITED:
@@ -188,7 +188,7 @@ class _SettingsParser:
         return value
 
     def _parse_float(self, key: str, allowed: str, is_valid: Callable[[float], bool]) -> float:
-        """Parse as std::stod does: text after the number is ignored."""
+        """Parse a float as std::stod does: text after the number is ignored."""
         text = self._take_value(key, allowed)
         match = re.match(r"\s*[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)", text, re.IGNORECASE)
         if match is None:

@@ -1,7 +1,7 @@
-"""Sources of segments: a simulated CUDA driver, or the recorded answers of a real one.
+"""The CUDA driver that segments come from: a simulated one, or the recorded results of a real one.
 
-The driver's addresses are the only input of the allocator that its own rules do not determine. Addresses decide between
-free blocks of equal size, and nothing else.
+The driver's addresses are the only input of the allocator that its own rules do not determine. They decide only which
+of several free blocks of equal size is used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FIRST_FOREIGN_ADDRESS = 1 << 56  # addresses for segments that are not in the r
 
 
 class SimulatedDriver:
-    """A device of `total_bytes`, with addresses in the order of the Linux driver.
+    """A GPU with `total_bytes` of memory, and addresses in the order of the Linux driver.
 
-    `total_bytes` is cudaMemGetInfo's; None: no limit. The CUDA context, libraries and other processes use `other_bytes`
-    of these.
+    `total_bytes` is that of cudaMemGetInfo; None: unlimited. `other_bytes` of it are used by the CUDA context, by
+    libraries and other processes.
     """
 
     def __init__(self, total_bytes: int | None, other_bytes: int = 0) -> None:
@@ -37,7 +37,7 @@ class SimulatedDriver:
         self._next_reservation = FIRST_RESERVATION
 
     def lift_limit(self) -> None:
-        """Remove the limit of memory from now on, to find what a run would need although it does not fit."""
+        """Make the GPU's memory unlimited from now on, to find how much a run needs that does not fit."""
         self.total_bytes = None
 
     def malloc(self, size: int) -> int | None:
@@ -46,30 +46,30 @@ class SimulatedDriver:
         return self._addresses.allocate(size) if self._take_bytes(size) else None
 
     def free(self, address: int, size: int) -> None:
-        """Free a whole segment (cudaFree)."""
+        """Free the segment of `size` bytes at `address` (cudaFree)."""
         size = -(-size // GRANULARITY) * GRANULARITY
         self.used_bytes -= size
         self._addresses.free(address, size)
 
     def reserve(self, size: int) -> int:
-        """Return the address of new address space without memory (cuMemAddressReserve)."""
+        """Reserve `size` bytes of address space without memory (cuMemAddressReserve); return its address."""
         address = self._next_reservation
         self._next_reservation += -(-size // GRANULARITY) * GRANULARITY
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        """Free an address range (cuMemAddressFree)."""
+        """Do nothing: address space is unlimited (cuMemAddressFree)."""
 
     def map(self, address: int, size: int) -> bool:
-        """Map all of `size` (cuMemCreate and cuMemMap) and return True, or map nothing and return False."""
+        """Map `size` bytes of memory (cuMemCreate, cuMemMap); return whether there was enough memory."""
         return self._take_bytes(size)
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap memory and release it (cuMemUnmap, cuMemRelease)."""
+        """Unmap and release `size` bytes of memory (cuMemUnmap, cuMemRelease)."""
         self.used_bytes -= size
 
     def memory_info(self) -> tuple[int, int]:
-        """Return free and total bytes (cudaMemGetInfo). Without a limit, nothing is free and all is used."""
+        """Return free and total bytes (cudaMemGetInfo); on an unlimited GPU, 0 and the used bytes."""
         used = self.used_bytes + self.other_bytes
         total = used if self.total_bytes is None else self.total_bytes
         return max(total - used, 0), total
@@ -83,7 +83,7 @@ class SimulatedDriver:
 
 
 class RecordedDriver:
-    """A driver with the answers of the recorded one. `event_index` moves through the segment events."""
+    """A driver that returns the recorded results of a real driver; `event_index` is the next event to use."""
 
     def __init__(self, events: EventColumns, large_segment: int) -> None:
         self.events = events
@@ -97,7 +97,7 @@ class RecordedDriver:
         self._next_foreign_address = _FIRST_FOREIGN_ADDRESS
 
     def malloc(self, size: int) -> int | None:
-        """Return the address of the next recorded segment; None if the recorded driver refused."""
+        """Return the address of the next recorded segment; None if the recorded driver had no memory."""
         event = self.find_next_event()
         if event is not None and event.action is Action.SEGMENT_ALLOC and event.size == size:
             self.event_index += 1
@@ -111,11 +111,11 @@ class RecordedDriver:
         return self._make_address(size)
 
     def free(self, address: int, size: int) -> None:
-        """Compare the free of a segment with the next recorded one."""
+        """Compare the free of this segment with the next recorded free."""
         self._compare_release(Action.SEGMENT_FREE, address, size)
 
     def reserve(self, size: int) -> int:
-        """Return the address of the next mapping recorded for this stream and pool, else a made-up address."""
+        """Return the address of the next mapping recorded for this stream and pool; if none, an unused address."""
         events = self.events
         for index in events.places(SEGMENT_MAP):
             address = events.addresses[index]
@@ -132,11 +132,11 @@ class RecordedDriver:
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        """Forget the address space: recordings have no event for it."""
+        """Remove the reservation; recordings have no event for it."""
         del self.spaces[address]
 
     def map(self, address: int, size: int) -> bool:
-        """Return whether the recorded driver mapped the memory."""
+        """Return whether the recorded driver mapped these `size` bytes."""
         event = self.find_next_event()
         if event is not None and event.action is Action.SEGMENT_MAP and (event.address, event.size) == (address, size):
             self.event_index += 1
@@ -147,7 +147,7 @@ class RecordedDriver:
         return True
 
     def unmap(self, address: int, size: int) -> None:
-        """Compare the unmapped memory with the next recorded one."""
+        """Compare this unmapping with the next recorded one."""
         self._compare_release(Action.SEGMENT_UNMAP, address, size)
 
     def memory_info(self) -> tuple[int, int]:
@@ -162,17 +162,17 @@ class RecordedDriver:
             self.differs(f"{size} bytes at {address:#x} were not released here")
 
     def find_next_event(self) -> SnapshotEvent | None:
-        """Return the next event of the driver, or the event that ends a request."""
+        """Skip completed frees; return the next event, or None at the end of the recording."""
         while self.event_index < len(self.events) and self.events.actions[self.event_index] == FREE_COMPLETED:
             self.event_index += 1
         return self.events[self.event_index] if self.event_index < len(self.events) else None
 
     def differs(self, problem: str) -> None:
-        """Record the first difference."""
+        """Record `problem` as the difference, unless one is already recorded."""
         self.problem = self.problem or problem
 
     def _is_reserved(self, address: int) -> bool:
-        """Return whether `address` is in a reservation; in one of unknown size, only its first address counts."""
+        """Return whether `address` is in a reservation; one of unknown size has only its first address."""
         return any(
             address == base or (size < UNKNOWN_SPACE and base <= address < base + size)
             for base, size in self.spaces.items()

@@ -1,14 +1,14 @@
 """The allocator's state at the beginning of a snapshot's recording: the final state, with all events undone.
 
 A snapshot holds the final segments and the events before. Undoing the events from the last to the first gives the
-segments and live blocks of the beginning; the stretches between live blocks were free blocks, because free neighbours
+segments and live blocks of the beginning; the ranges between live blocks were free blocks, because free neighbours
 always merge.
 
 Two things are not always recorded. Where the address space of an expandable segment begins: the lowest known address of
 the segment is used. And the size of a block that was live at the beginning and freed later: a block of the large pool
 keeps up to 1 MiB beyond its request (from max_split_size on, its whole segment):
-* the stretch after the block is at most 1 MiB: it belongs to the block, as no free block of the large pool is so small;
-* an allocation was made in that stretch while the block lived: it starts where the block ends;
+* the range after the block is at most 1 MiB: it belongs to the block, as no free block of the large pool is so small;
+* an allocation was made in that range while the block lived: it starts where the block ends;
 * otherwise the block is assumed to end where its request does (`num_ambiguous` counts these).
 """
 
@@ -40,7 +40,7 @@ OTHER_STREAM = -1  # the stream that a late free waited for is not recorded
 
 
 def completes_at_once(events: EventColumns, index: int) -> bool:
-    """Return whether the free requested by the event at `index` completes at once: no other stream delayed it."""
+    """Return whether the free requested by the event at `index` completes at once: the next event completes it."""
     next_index = index + 1
     if next_index == len(events) or events.actions[next_index] != FREE_COMPLETED:
         return False
@@ -49,7 +49,7 @@ def completes_at_once(events: EventColumns, index: int) -> bool:
 
 @dataclass(slots=True)
 class LiveBlock:
-    """A block that was in use at the beginning."""
+    """A block that was in use at the beginning of a recording."""
 
     address: int
     requested: int
@@ -59,7 +59,7 @@ class LiveBlock:
 
 @dataclass(slots=True)
 class Range:
-    """A range of mapped memory: a segment, or a mapped run of an expandable one."""
+    """A range of mapped memory: a segment, or a mapped range of an expandable one."""
 
     address: int
     size: int
@@ -92,7 +92,7 @@ class State:
 
 
 def rebuild_initial_state(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig) -> State:
-    """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
+    """Return the state before `events` (of one device, oldest first), by undoing them from the final `segments`."""
     state = State()
     ranges = Ranges(segments, config)
     final_blocks: list[LiveBlock] = []
@@ -148,7 +148,7 @@ def rebuild_initial_state(segments: list[SnapshotSegment], events: EventColumns,
 
 
 class Ranges:
-    """The mapped ranges, from which events are undone one by one."""
+    """The mapped ranges at one moment of a recording; events are undone one by one, from the last."""
 
     def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
         self.large_segment = config.large_segment_size
@@ -161,11 +161,11 @@ class Ranges:
         return list(self.by_address.values())
 
     def is_small(self, mapped: int) -> bool:
-        """Return whether `mapped` bytes are of the small pool, mapped 2 MiB at a time; the large pool maps 20 MiB."""
+        """Return whether a mapping of `mapped` bytes is of the small pool (2 MiB each), not the large one (20 MiB)."""
         return mapped % self.large_segment != 0
 
     def undo_event(self, events: EventColumns, index: int) -> str | None:
-        """Undo the event at `index`; return a problem of the event, or None."""
+        """Undo the event at `index`. Return how it contradicts the ranges, or None."""
         action, address, size = events.actions[index], events.addresses[index], events.sizes[index]
         if action == SEGMENT_ALLOC:
             mapped_range = self.by_address.get(address)
@@ -196,7 +196,7 @@ class Ranges:
         return None
 
     def _merge_adjacent(self, run: Range) -> Range:
-        """Return the expandable `run` merged with the adjacent mapped runs, which are removed."""
+        """Return the range `run` of an expandable segment merged with adjacent ranges, which are removed."""
         index = self.by_address.bisect_left(run.address)
         for neighbour in self.by_address.values()[max(index - 1, 0) : index + 1]:
             if neighbour.expandable and (neighbour.end == run.address or run.end == neighbour.address):
@@ -206,7 +206,7 @@ class Ranges:
         return run
 
     def _find_range(self, address: int) -> Range | None:
-        """Return the range that contains `address`."""
+        """Return the range that contains `address`, or None."""
         index = self.by_address.bisect_right(address) - 1
         mapped_range: Range | None = self.by_address.peekitem(index)[1] if index >= 0 else None
         return mapped_range if mapped_range is not None and address < mapped_range.end else None
@@ -219,7 +219,7 @@ class Ranges:
 
 
 def _set_block_sizes(state: State, events: EventColumns, config: AllocatorConfig) -> None:
-    """Set the size of every live block for which the recording has none."""
+    """Set the size of each live block whose size is not recorded."""
     addresses = sorted(state.live)
     starts = [run.address for run in state.ranges]
     open_ends: list[tuple[int, int, LiveBlock]] = []  # (first possible end, last possible end, block)
@@ -251,7 +251,7 @@ def _set_block_sizes(state: State, events: EventColumns, config: AllocatorConfig
 
 
 def _set_sizes_by_neighbours(state: State, events: EventColumns, open_ends: list[tuple[int, int, LiveBlock]]) -> None:
-    """Set the sizes of blocks followed by more than 1 MiB: the first allocation there shows where the block ends."""
+    """Set the sizes of the blocks in `open_ends`: the first later allocation after a block shows where it ends."""
     first_ends = [first_end for first_end, _, _ in open_ends]
     open_blocks = {block.address: block for _, _, block in open_ends}
     for action, address in zip(events.actions, events.addresses, strict=True):
@@ -274,7 +274,7 @@ def _set_sizes_by_neighbours(state: State, events: EventColumns, open_ends: list
 
 
 def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
-    """Set a fresh `allocator`, without counters, to `state`; return its live blocks by address."""
+    """Set a new `allocator` to `state`; return its live blocks by address. Counters are not set."""
     addresses = sorted(state.live)
     blocks: dict[int, Block] = {}
     previous: tuple[Range, Block] | None = None
@@ -313,9 +313,9 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
 def _restore_run(
     store: Segments, owner: StreamPool, run: Range, state: State, previous: tuple[Range, Block] | None
 ) -> tuple[Block, Block]:
-    """Return the block of the mapped `run`, in no list, and the unmapped block after it.
+    """Return a new block for the mapped range `run`, in no list, and the unmapped block after it.
 
-    Successive runs of one pool and stream are assumed to share one reservation.
+    Successive ranges of one pool and stream are assumed to be in one expandable segment; `previous` is the last one.
     """
     if previous is not None and _is_same_space(previous[0], run):
         unmapped_block = previous[1]
@@ -334,7 +334,7 @@ def _restore_run(
 
 
 def _find_base(run: Range, state: State) -> int:
-    """Return the lowest known address of the reservation of `run`, with nothing of other segments between."""
+    """Return the lowest known address of the expandable segment of `run`, above all other segments before it."""
     others = [other.address for other in state.ranges if not (other.expandable and _is_same_space(other, run))]
     for key, segment_addresses in state.reserved.items():
         if key != (run.stream, run.is_small):

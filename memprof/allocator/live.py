@@ -1,4 +1,4 @@
-"""The allocator of a run in progress, for a program that reads its memory statistics."""
+"""The allocator of a run in progress, for programs that read memory statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RESET_COUNTERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num
 
 
 class LiveAllocator:
-    """Follows a growing trace on demand: each query replays the events since the last one."""
+    """The allocator at the current end of a growing trace: each query replays the events since the last query."""
 
     def __init__(
         self, trace: Trace, gpu: GpuMemory, config: AllocatorConfig | None = None, release: Release = LATEST
@@ -28,9 +28,9 @@ class LiveAllocator:
         self._reset_values: dict[str, int] = {}  # accumulated counters at their last reset
 
     def refusal(self) -> str | None:
-        """Return the text of torch.OutOfMemoryError if the GPU refuses the last event's request; None if it is served.
+        """Return the message of torch.OutOfMemoryError if the last event is a failed allocation; None if it succeeds.
 
-        The allocator continues as torch's does: its cache was released, and nothing was allocated. The caller adds the
+        As in torch, the allocator continues with a released cache and without the allocation. The caller adds the
         storage to `Trace.refused`.
         """
         replay, trace = self._replay, self._trace
@@ -52,9 +52,9 @@ class LiveAllocator:
         return None
 
     def _max_segment_size(self, num_bytes: int) -> int:
-        """Return the most bytes that a request makes the allocator reserve. As long as there is room for all requests,
-        none fails, and none must be replayed. Small blocks come from 2 MiB; others from a segment of their own or of
-        `large_segment_size`, and `roundup_power2_divisions` at most doubles them."""
+        """Return an upper bound of the bytes that a request of `num_bytes` reserves. As long as there is room for the
+        bounds of all requests, none fails, and none must be replayed. Small blocks come from segments of 2 MiB; the
+        segment of another is its size, at most doubled by `roundup_power2_divisions`, or `large_segment_size`."""
         if num_bytes <= SMALL_SIZE // 2:
             return SMALL_BUFFER
         return 2 * num_bytes + self._large_segment + SMALL_BUFFER

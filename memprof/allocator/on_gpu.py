@@ -1,4 +1,4 @@
-"""A run on one GPU: its memory there, whether it fits, and the error that ends it if not."""
+"""Replay of a run on one GPU: its memory, whether it fits, and its out-of-memory error if it does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemoryNeeds(NamedTuple):
 
 
 class StreamBounds(NamedTuple):
-    """Bounds of the reserved peak: memory used by other streams is free as soon, or as late, as possible."""
+    """Bounds of the reserved peak, if memory used by other streams is freed as early, or as late, as possible."""
 
     lower_bound_bytes: int  # if this memory is free at once
     upper_bound_bytes: int  # if it is free only once the host has waited for those streams
@@ -52,12 +52,12 @@ class GpuReplay:
     _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)  # by event
 
     def layout_at(self, event: int) -> Layout:
-        """Return segments after `event` of the timeline's run, and the storage in each block by the block's address."""
+        """Return the segments after the event at index `event`, and the storage of each block by its address."""
         self.prepare_layouts((event,))
         return self._layouts[event]
 
     def prepare_layouts(self, events: Iterable[int]) -> None:
-        """Prepare the layouts after several events, for `layout_at`, in one replay."""
+        """Compute the layouts after `events` in one replay, so that `layout_at` returns them at once."""
         missing_events = sorted(set(events) - self._layouts.keys())
         if not missing_events:
             return
@@ -68,8 +68,8 @@ class GpuReplay:
             self._layouts[event] = _get_layout(replay)
 
     def layout_at_oom(self) -> Layout:
-        """Return the layout (see `layout_at`) when an allocation fails on the GPU, after all cached memory was
-        released. Raises ValueError: no allocation fails."""
+        """Return the layout (see `layout_at`) at the first failed allocation, after cached segments were released.
+        Raises ValueError: no allocation fails."""
         if self.first_oom is None:
             raise ValueError("the run fits")
         replay = TraceReplay(self.trace, self.gpu, self.config, self.release, counts=False)
@@ -83,14 +83,14 @@ class GpuReplay:
         return self.first_oom is None
 
     def under(self, config: AllocatorConfig) -> MemoryNeeds:
-        """Return the needs of the same run with other settings."""
+        """Return the memory needs of this run with other allocator settings."""
         return compute_memory_needs(self.trace, self.gpu, config, self.release)
 
 
 def compute_memory_needs(
     trace: Trace, gpu: GpuMemory | None, config: AllocatorConfig, release: Release = LATEST
 ) -> MemoryNeeds:
-    """Return the needs of `trace`, in a fraction of the time of `replay_on_gpu`."""
+    """Return the memory needs of `trace` on `gpu`, faster than `replay_on_gpu`."""
     replay = TraceReplay(trace, None, config, release)
     replay.advance(writes=False)
     counters = replay.allocator.counters
@@ -109,7 +109,7 @@ def compute_memory_needs(
 def replay_on_gpu(
     trace: Trace, gpu: GpuMemory | None, config: AllocatorConfig | None = None, release: Release = LATEST
 ) -> GpuReplay:
-    """Replay `trace` on `gpu`, and on a GPU without limit where the two differ; None: no GPU limits the run. Raises
+    """Replay `trace` on `gpu` (None: a GPU of unlimited size); if it does not fit, also on an unlimited one. Raises
     UsageError: the settings select another allocator."""
     config = AllocatorConfig() if config is None else config
     bounds = _find_stream_bounds(trace, config, release)
@@ -154,7 +154,7 @@ def _get_layout(replay: TraceReplay) -> Layout:
 
 
 def replay_in_host_memory(trace: Trace) -> GpuReplay:
-    """Return the replay in host memory: requested bytes are allocated bytes, and nothing is cached."""
+    """Return a replay of `trace` in host memory, where requests are not rounded and nothing is cached."""
     timeline = Timeline()
     current_bytes, peak = 0, TimelinePeak()
     for time, (kind, ref) in enumerate(trace.events):

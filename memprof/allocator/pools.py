@@ -1,4 +1,4 @@
-"""The two size classes of the default or a private pool, and the layout of segments in the form of a snapshot."""
+"""The pools of small and large blocks, and the layout of segments in the form of a snapshot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, BlockState, PoolId, SnapshotBlo
 
 
 class PrivatePool:
-    """A pool of blocks (torch's `PrivatePool`); the default pool is one that is never released."""
+    """The small and large blocks of a private pool (torch's `PrivatePool`), or of the default pool."""
 
     def __init__(self, pool_id: PoolId, statistics: Statistics) -> None:
         self.small = Pool(pool_id, is_small=True, counters=statistics.small_pool, total=statistics.all)
@@ -18,13 +18,13 @@ class PrivatePool:
 
 
 def pool_name(is_small: bool, pool_id: PoolId) -> str:
-    """Return the name `small` or `large`; for a private pool (CUDA graphs) with the pool's number."""
+    """Return the name of a pool for reports: "small" or "large", with the pool id if it is private."""
     size_class = "small" if is_small else "large"
     return size_class if pool_id == DEFAULT_POOL else f"{size_class}, private {pool_id}"
 
 
 def build_layout(segments: Iterable[Segment]) -> list[SnapshotSegment]:
-    """Return all mapped runs of `segments` by address, in the form of a snapshot."""
+    """Return all mapped ranges of `segments` by address, in the form of a snapshot."""
     snapshot_segments: list[SnapshotSegment] = []
     for segment in segments:
         run: list[Block] = []

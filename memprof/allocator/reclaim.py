@@ -1,4 +1,4 @@
-"""Release of memory to the driver: on request, when the driver refuses, and by garbage collection.
+"""Release of cached memory to the driver: by empty_cache, when the GPU is full, and by garbage collection.
 
 Source: `release_available_cached_blocks`, `release_cached_blocks` and `garbage_collect_cached_blocks` of
 c10/cuda/CUDACachingAllocator.cpp.
@@ -14,9 +14,9 @@ from memprof.allocator.segments import Segments
 
 
 def release_oversize(segments: Segments, owner: StreamPool, size: int) -> bool:
-    """Release oversize segments of this pool and stream to make room for `size`; return whether they suffice.
+    """Release free oversize segments of `owner` to make room for `size` bytes; return whether there is enough room.
 
-    Only with a finite max_split_size: one segment that is large enough, else several from the largest down.
+    Without a limit max_split_size, release none; else one that is large enough, or several, the largest first.
     """
     max_split_size = segments.max_split_size
     if max_split_size == UNLIMITED:
@@ -40,7 +40,7 @@ def release_oversize(segments: Segments, owner: StreamPool, size: int) -> bool:
 
 
 def release_pool(segments: Segments, pool: Pool) -> None:
-    """Release unsplit free segments, and unmap the unused memory of expandable ones (`release_blocks`)."""
+    """Release the free segments of `pool`, and unmap free memory of expandable segments (`release_blocks`)."""
     expandable: list[Block] = []
     for block in pool.list_free_blocks():
         if block.segment.expandable:
@@ -52,7 +52,7 @@ def release_pool(segments: Segments, pool: Pool) -> None:
 
 
 def collect_garbage(segments: Segments, pool: Pool, threshold: int) -> None:
-    """Release old unsplit segments of `pool` if more than `threshold` bytes are taken from the driver."""
+    """Release the oldest free segments of `pool` until at most `threshold` bytes are reserved."""
     target_bytes = segments.total_bytes - threshold
     unsplit_blocks = [block for block in pool.list_free_blocks() if block.prev is None and block.next is None]
     total_age = sum(pool.num_searches - block.gc_base for block in unsplit_blocks)
@@ -76,8 +76,8 @@ def collect_garbage(segments: Segments, pool: Pool, threshold: int) -> None:
 
 
 def _fills_segment(block: Block) -> bool:
-    """Return whether the free block is a whole segment of cudaMalloc.
+    """Return whether the free block is an entire segment of cudaMalloc.
 
-    An oversize block always is, as it is never split, except in a damaged recording.
+    Oversize blocks always are, as they are never split, except in a damaged recording.
     """
     return block.prev is None and block.next is None and not block.segment.expandable

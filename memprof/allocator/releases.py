@@ -1,6 +1,6 @@
-"""Differences between torch releases: texts, limits of settings, life of the cuBLAS workspaces.
+"""Differences between torch releases in the caching allocator: messages, and which settings exist.
 
-The figures come from the sources and the strings of the official wheels 2.0.1 to 2.15.0. A release between two
+The values come from the sources and the strings of the official wheels 2.0.1 to 2.15.0. A release between two
 inspected ones is assumed to agree with the earlier one unless a note says otherwise.
 """
 
@@ -27,12 +27,12 @@ _FIRST_RELEASES = {
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One torch release (major, minor) and its differences."""
+    """A torch release (major, minor), and what differs in it."""
 
     version: tuple[int, int]
 
     def has_setting(self, setting: str) -> bool:
-        """Return whether the release has this setting of the allocator."""
+        """Return whether the release has the allocator setting `setting`."""
         return self.version >= _FIRST_RELEASES.get(setting, OLDEST)
 
     @property
@@ -51,12 +51,12 @@ class Release:
 
     @property
     def capacity_phrase(self) -> str:
-        """Return the phrase before the capacity in the out-of-memory message; 2.1 has one letter less."""
+        """Return the phrase before the capacity in the out-of-memory message, which torch 2.1 misspells."""
         return "has a total capacty of" if self.version == (2, 1) else "has a total capacity of"
 
     @property
     def oom_advice(self) -> str:
-        """Return the end of the out-of-memory message."""
+        """Return the advice at the end of the out-of-memory message."""
         head, goal = "If reserved but unallocated memory is large", "to avoid fragmentation.  See documentation for"
         if self.version < (2, 2):
             head = "If reserved memory is >> allocated memory" if self.version < (2, 1) else head

@@ -1,4 +1,4 @@
-"""The settings that a run is replayed with: the torch release, its allocator settings, and the source of these."""
+"""Settings of a replay: the torch release, the allocator settings, and where these come from."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _PROGRAM_ORIGIN = "the program"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Release and configuration of the allocator. Raises UsageError: the configuration selects another allocator
-    (backend:cudaMallocAsync)."""
+    """The torch release, and the configuration of its allocator. Raises UsageError: the configuration selects another
+    allocator (backend:cudaMallocAsync)."""
 
     torch: str | None = None  # version of torch; None: unknown, the newest supported one is used
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
     origin: str | None = None  # flag or environment variable that set `config`; None: torch's defaults
 
     def __post_init__(self) -> None:
-        """Raise for settings that cannot be replayed, before the run."""
+        """Raise UsageError if the settings cannot be replayed."""
         CachingAllocator(None, self.config, self.release)
 
     @property
     def release(self) -> Release:
-        """Return the torch release whose rules and messages apply."""
+        """Return the torch release whose rules and messages apply; the newest if `torch` is None."""
         return LATEST if self.torch is None else parse_release(self.torch)
 
     @classmethod
     def resolve(
         cls, alloc_conf: str | None, torch: str | None, *, flag: str = "--alloc-conf", environ: Mapping[str, str]
     ) -> Settings:
-        """Return the settings that torch `torch` would use: `alloc_conf` if not None, else the environment's. Raises
-        UsageError: torch would reject the configuration."""
+        """Return the settings of version `torch`: `alloc_conf` if not None, else those in `environ`. Raises UsageError:
+        torch would reject the configuration."""
         release = cls(torch).release
         if alloc_conf is not None:
             return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
@@ -58,12 +58,12 @@ class Settings:
 
     @property
     def alloc_conf(self) -> str | None:
-        """Return the configuration's text; None: torch's defaults."""
+        """Return the configuration as a string; None: torch's defaults."""
         return self.config.text if self.origin is not None else None
 
     def changed(self, alloc_conf: str) -> Settings:
-        """Return the settings after the program has set `alloc_conf`: settings that the text does not name get
-        defaults. Raises UsageError: torch would reject the text."""
+        """Return the settings after the program has set `alloc_conf`; settings that are not in it get defaults. Raises
+        UsageError: torch would reject the string."""
         return type(self)(self.torch, parse_config(alloc_conf, self.release, origin=_PROGRAM_ORIGIN), _PROGRAM_ORIGIN)
 
     def __str__(self) -> str:
@@ -80,9 +80,9 @@ class CurrentSettings:
         self.now = settings
 
     def get(self) -> str:
-        """Return the last text that was set, as torch does."""
+        """Return the current settings as a string; empty for torch's defaults."""
         return self.now.alloc_conf or ""
 
     def set(self, alloc_conf: str) -> None:
-        """Change the settings as torch does. Raises UsageError: torch would reject the text."""
+        """Replace the settings by those in `alloc_conf`. Raises UsageError: torch would reject the string."""
         self.now = self.now.changed(alloc_conf)

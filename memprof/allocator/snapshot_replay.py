@@ -1,8 +1,8 @@
 """Replay of a recorded snapshot: every allocation must get the recorded address.
 
 The replay receives the program's actions (requests, frees, the completion of frees, calls of empty_cache) and the
-driver's answers (addresses, refusals). The allocator decides the rest, so that equal addresses and an equal final
-layout mean the same decisions as torch's, every time.
+driver's results (addresses, failures). All else the allocator decides: if all addresses and the final layout are equal,
+the allocator made torch's decisions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReplayDifference:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReplay:
-    """The outcome of the replay of one device's trace."""
+    """The result of the replay of one device's trace."""
 
     device: int
     allocations: int  # in the whole trace
@@ -72,15 +72,15 @@ class SnapshotReplay:
 def replay_snapshot(snapshot: Snapshot, total_bytes: int | None = None) -> list[SnapshotReplay]:
     """Replay each device of `snapshot`, by device. A replay ends at its first difference.
 
-    `total_bytes` is the GPU's memory, if known: snapshots do not contain it, and it decides how much address space an
-    expandable segment has. Raises UsageError: settings that torch would reject, or of another allocator.
+    `total_bytes` is the GPU's memory, if known: it is not in snapshots, and determines the address space of expandable
+    segments. Raises UsageError: the settings are invalid, or select another allocator.
     """
     return [_replay_device(snapshot, device, total_bytes) for device in snapshot.devices]
 
 
 def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> SnapshotReplay:
-    """Return the longest replay of one device. Where a recording is ambiguous, the other reading is tried on a
-    difference.
+    """Return the longest replay of one device. A recording may be ambiguous: after a difference, the replay is repeated
+    with another choice.
 
     Memory that is released just before a request may be due to empty_cache, or to the request itself; delayed frees may
     have been polled, or waited for.
@@ -104,7 +104,7 @@ def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> 
 
 
 class _DeviceReplay:
-    """One device's trace: the recording, the allocator, and the state of the replay."""
+    """One replay of one device's trace, with the choices in `forced` where the recording is ambiguous."""
 
     def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
         self.forced_choices = forced
@@ -168,8 +168,8 @@ class _DeviceReplay:
         )
 
     def replay_plain_requests(self, index: int) -> int:
-        """Replay requests of the default pool and frees that complete at once, nearly all of a recording, from `index`
-        on. Return the index of the first other event, or of the event after the first difference."""
+        """Replay events from `index` on, while they are requests of the default pool or frees that complete at once.
+        Return the index of the next event; stop after a difference."""
         events, driver, live, sizes = self.events, self.driver, self.live, self.block_sizes
         actions, addresses, requested, streams = events.actions, events.addresses, events.sizes, events.streams
         malloc, free, count = self.allocator.malloc, self.allocator.free, len(events)
@@ -207,7 +207,7 @@ class _DeviceReplay:
         return index
 
     def replay_driver_events(self, start: int) -> int:
-        """Replay the driver's events from `start`, either as part of the next request or as done before it. Return the
+        """Replay the driver's events from `start` on, as part of the next request or as completed before it. Return the
         index of the next event."""
         end, actions = start, self.events.actions
         while end < len(actions) and actions[end] not in _STOP_ACTIONS:
@@ -240,7 +240,7 @@ class _DeviceReplay:
         return end
 
     def is_from_request(self, window: list[SnapshotEvent], request: SnapshotEvent) -> bool:
-        """Return whether `request` caused the events in `window`: no free block served the request."""
+        """Return whether `request` caused the events in `window`: it needed memory from the driver."""
         actions = {event.action for event in window}
         if request.action is Action.ALLOC and not actions & {*SEGMENT_ADDITIONS} and not self.has_edge(window, request):
             return False
@@ -276,7 +276,7 @@ class _DeviceReplay:
         return oversize_blocks[-1].address if oversize_blocks else None
 
     def replay_request(self, start: int, index: int) -> None:
-        """Replay the request at `index`, which caused the events from `start` on."""
+        """Replay the request at `index`, which caused the driver's events from `start` on."""
         event = self.events[index]
         self.driver.event_index = start
         self.driver.stream = event.stream
@@ -288,7 +288,7 @@ class _DeviceReplay:
         self.check_answer(index, block, completed)
 
     def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
-        """Compare the allocator's answer to the request at `index`, and the frees that completed during the request."""
+        """Compare `block`, the replay's result for the request at `index`; complete the frees at `completed`."""
         event = self.events[index]
         self.check_driver(index, index)
         for address in completed:
@@ -310,7 +310,7 @@ class _DeviceReplay:
             self.allocator.pending.complete(block)
 
     def free(self, index: int) -> int:
-        """Free the block of the event at `index`; return the number of later events that belong to this free."""
+        """Free the block of the event at `index`; return how many of the following events belong to this free."""
         address = self.events.addresses[index]
         block = self.live.pop(address, None)
         if block is None:
@@ -324,7 +324,7 @@ class _DeviceReplay:
         return int(is_immediate)
 
     def check_driver(self, index: int, end: int) -> None:
-        """Compare the driver's requests with those recorded before `end`; a difference is reported at `index`."""
+        """Compare the driver's calls with those recorded before `end`; report a difference at `index`."""
         left = self.driver.find_next_event()
         if left is not None and self.driver.event_index < end:
             self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
@@ -346,7 +346,7 @@ class _DeviceReplay:
             self.first_difference = ReplayDifference(self.device, trace_index, problem, self.find_reason())
 
     def find_reason(self) -> str:
-        """Return the cause of a difference in the file; empty if there is none."""
+        """Return why the file does not determine the replay; empty if there is no reason."""
         if self.state.contradictions:
             return f"the trace is not whole: {self.state.contradictions[0]}"
         if self.state.num_ambiguous:

@@ -1,8 +1,7 @@
 """The counters behind `torch.cuda.memory_stats()`, under torch's own names.
 
-Source: `DeviceStats` of c10/core/CachingDeviceAllocator.h and the places that update it in
-c10/cuda/CUDACachingAllocator.cpp. Every counter has a current value, a peak (the largest value after a rise), and the
-totals ever added and removed.
+Source: `DeviceStats` of c10/core/CachingDeviceAllocator.h, and the code in c10/cuda/CUDACachingAllocator.cpp that
+updates it. Every counter has a current value, a peak, and the totals of all additions and all removals.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Counters:
-    """The counters of one size class, or of both together. Plain attributes, because malloc updates them inline."""
+    """The counters of one pool (small or large), or of both together."""
 
     allocation: int = 0
     allocation_peak: int = 0
@@ -42,7 +41,7 @@ class Counters:
 
     @property
     def active(self) -> int:
-        """Return the number of blocks in use, by the program or by a stream."""
+        """Return the number of active blocks: allocated, or freed and still in use by another stream."""
         return self.allocation + self.waiting
 
     @property
@@ -61,17 +60,17 @@ class Counters:
         return max(self.allocated_bytes_peak, self.waiting_active_bytes_peak)
 
     def count_waiting(self, num_blocks: int, num_bytes: int) -> None:
-        """Count blocks that begin to wait for other streams (positive), or stop waiting (negative)."""
+        """Add `num_blocks` of `num_bytes` in all to the blocks that wait for other streams; negative: remove them."""
         self.waiting += num_blocks
         self.waiting_bytes += num_bytes
 
     def update_active_peak(self) -> None:
-        """Update the peak of active blocks, after an allocation while others waited."""
+        """Update the peak of active blocks, after an allocation while freed blocks wait for other streams."""
         self.waiting_active_peak = max(self.waiting_active_peak, self.active)
         self.waiting_active_bytes_peak = max(self.waiting_active_bytes_peak, self.active_bytes)
 
     def count_reserved(self, num_bytes: int, num_segments: int) -> None:
-        """Count bytes from the driver, with a new segment or (0) mapped into one; negative: released to the driver."""
+        """Add reserved bytes and segments (0: bytes mapped into an existing segment); negative: released."""
         self.reserved_bytes += num_bytes
         self.reserved_bytes_added += max(num_bytes, 0)
         self.reserved_bytes_peak = max(self.reserved_bytes_peak, self.reserved_bytes)
@@ -80,7 +79,7 @@ class Counters:
         self.segment_peak = max(self.segment_peak, self.segment)
 
     def change_inactive_split(self, num_blocks: int, num_bytes: int) -> None:
-        """Count free pieces of segments that are partly in use: more (positive) or fewer."""
+        """Add `num_blocks` free blocks to those in segments that are partly in use; negative: remove them."""
         self.inactive_split += num_blocks
         if num_blocks > 0:
             self.inactive_split_added += num_blocks
@@ -114,14 +113,14 @@ _ADDITIONS = {
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """A counter: current value, peak, and all additions."""
+    """A counter with a current value, a peak, and the total of all additions."""
 
     current: int = 0
     peak: int = 0
     added: int = 0
 
     def add(self) -> None:
-        """Count one more."""
+        """Add one."""
         self.current += 1
         self.added += 1
         self.peak = max(self.peak, self.current)
@@ -151,7 +150,7 @@ class Statistics:
             gauge.peak = gauge.current
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
-        """Return the flat dictionary of `torch.cuda.memory_stats()`, sorted by key; `max_split_size` in bytes, -1:
+        """Return the values of `torch.cuda.memory_stats()`, sorted by name; `max_split_size` is in bytes, -1 if
         unlimited."""
         stats: dict[str, int] = {}
         for added in ("mallocs", "mallocs_bytes", "mallocs_requested"):
