@@ -183,7 +183,7 @@ class TraceReplay:
         return timeline
 
     def _repeat_failure(self, num_bytes: int) -> None:
-        """Release the cache, as a failed allocation does after which the program continued. On a GPU of unlimited size do
+        """Release the cache, as a failed allocation does after which the program continued. On an unlimited GPU do
         nothing: the run does not need this memory."""
         if not self._is_limited or self.timeline.first_oom is not None:
             return
