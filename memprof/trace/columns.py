@@ -39,31 +39,31 @@ class EventColumns(Sequence[SnapshotEvent]):
         self.stacks = array("I")  # places in `known_stacks`; 0 is the empty stack
         self.pool_ids: list[tuple[int, int]] = [(0, 0)]
         self.known_stacks: list[Stack] = [()]
-        self._stack_ids: dict[int, int] = {}
-        self._pool_numbers = {(0, 0): 0}
+        self._stack_indices: dict[int, int] = {}
+        self._pool_indices = {(0, 0): 0}
 
     @classmethod
     def of(cls, events: Iterable[SnapshotEvent]) -> EventColumns:
         """Return `events` as columns; return `events` itself if it is an `EventColumns`."""
         if isinstance(events, EventColumns):
             return events
-        found = cls()
+        columns = cls()
         for event in events:
-            found.append(event)
-        return found
+            columns.append(event)
+        return columns
 
     @classmethod
-    def sharing(cls, other: EventColumns) -> EventColumns:
+    def create_sharing(cls, other: EventColumns) -> EventColumns:
         """Return columns without events that use the same tables of stacks and pools as `other`, now and later."""
-        found = cls()
-        found.pool_ids, found._pool_numbers = other.pool_ids, other._pool_numbers
-        found.known_stacks, found._stack_ids = other.known_stacks, other._stack_ids
-        return found
+        columns = cls()
+        columns.pool_ids, columns._pool_indices = other.pool_ids, other._pool_indices
+        columns.known_stacks, columns._stack_indices = other.known_stacks, other._stack_indices
+        return columns
 
-    def extend(self, rows: EventColumns, begin: int, end: int) -> None:
-        """Append the events from `begin` to `end` of `rows`, which has the same numbers of stacks and pools."""
+    def extend(self, source: EventColumns, begin: int, end: int) -> None:
+        """Append the events from `begin` to `end` of `source`, which has the same numbers of stacks and pools."""
         for name in COLUMNS:
-            getattr(self, name).extend(getattr(rows, name)[begin:end])
+            getattr(self, name).extend(getattr(source, name)[begin:end])
 
     def append(self, event: SnapshotEvent) -> None:
         """Append an event. Raises OverflowError: a number of the event has more than 64 bits."""
@@ -77,43 +77,43 @@ class EventColumns(Sequence[SnapshotEvent]):
 
     def pool(self, pool_id: tuple[int, int]) -> int:
         """Return the number of a pool."""
-        known = self._pool_numbers.get(pool_id)
-        if known is None:
-            known = self._pool_numbers[pool_id] = len(self.pool_ids)
+        index = self._pool_indices.get(pool_id)
+        if index is None:
+            index = self._pool_indices[pool_id] = len(self.pool_ids)
             self.pool_ids.append(pool_id)
-        return known
+        return index
 
     def stack(self, frames: Stack) -> int:
         """Return the number of a stack, which is found by identity: readers create equal stacks once."""
         if not frames:
             return 0
-        known = self._stack_ids.get(id(frames))
-        if known is None:
-            known = self._stack_ids[id(frames)] = len(self.known_stacks)
+        index = self._stack_indices.get(id(frames))
+        if index is None:
+            index = self._stack_indices[id(frames)] = len(self.known_stacks)
             self.known_stacks.append(frames)
-        return known
+        return index
 
     def without(self, *codes: int) -> tuple[EventColumns, Sequence[int]]:
         """Return the events whose action is none of `codes`, and the indices of these events in this sequence."""
-        places: Sequence[int] = range(len(self))
+        indices: Sequence[int] = range(len(self))
         if not any(code in self.actions for code in codes):
-            return self, places
-        places = [at for at, action in enumerate(self.actions) if action not in codes]
-        found = EventColumns.sharing(self)
+            return self, indices
+        indices = [index for index, action in enumerate(self.actions) if action not in codes]
+        columns = EventColumns.create_sharing(self)
         for name in COLUMNS:
-            getattr(found, name).extend(map(getattr(self, name).__getitem__, places))
-        return found, places
+            getattr(columns, name).extend(map(getattr(self, name).__getitem__, indices))
+        return columns, indices
 
     def places(self, *codes: int) -> list[int]:
         """Return the indices of the events with these actions, in order."""
-        found: list[int] = []
+        indices: list[int] = []
         actions = self.actions.tobytes()
         for code in codes:
-            at = actions.find(code)
-            while at >= 0:
-                found.append(at)
-                at = actions.find(code, at + 1)
-        return sorted(found) if len(codes) > 1 else found
+            index = actions.find(code)
+            while index >= 0:
+                indices.append(index)
+                index = actions.find(code, index + 1)
+        return sorted(indices) if len(codes) > 1 else indices
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -127,16 +127,16 @@ class EventColumns(Sequence[SnapshotEvent]):
     def __getitem__(self, index: int | slice) -> SnapshotEvent | list[SnapshotEvent]:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        return self._record(
+        return self._make_event(
             self.actions[index], self.addresses[index], self.sizes[index], self.streams[index], self.pools[index],
             self.times[index], self.stacks[index],
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[SnapshotEvent]:
         columns = (self.actions, self.addresses, self.sizes, self.streams, self.pools, self.times, self.stacks)
-        return starmap(self._record, zip(*columns, strict=True))
+        return starmap(self._make_event, zip(*columns, strict=True))
 
-    def _record(
+    def _make_event(
         self, action: int, address: int, size: int, stream: int, pool: int, time: int, stack: int
     ) -> SnapshotEvent:
         time_us = None if time == NO_TIME else time
@@ -147,7 +147,7 @@ class EventColumns(Sequence[SnapshotEvent]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
             return NotImplemented
-        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -388,7 +388,7 @@ class Trace:
     def optional_storages(self) -> frozenset[int]:
         """Return the storages of workspaces that their library does without where the GPU has no room."""
         events = self.events
-        return frozenset(events[one.event].ref for one in self.workspaces if one.num_bytes and one.event < len(events))
+        return frozenset(events[w.event].ref for w in self.workspaces if w.num_bytes and w.event < len(events))
 
     def list_phase_begins(self) -> list[tuple[int, Phase]]:
         """Return the phases in order, each with the index of the event at which the phase begins."""

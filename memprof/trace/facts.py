@@ -59,7 +59,7 @@ def _drop_custom_dtype(values: dict[str, Any]) -> dict[str, Any]:
     return values if values.get("dtype") in (None, *DTYPES) else {**values, "dtype": None}
 
 
-_COMMON_FIELDS = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
+_COMMON_FIELDS = [f.name for f in dataclasses.fields(Target) if f.name in TargetSpec.__dataclass_fields__]
 
 
 # How a program may end (`memprof.script.EndReason`).

@@ -30,7 +30,7 @@ def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
     return {"json": name, "last": last}
 
 
-def cut(text: str) -> str:
+def truncate(text: str) -> str:
     """Return a text of a file, cut to a length that people read: a name of megabytes takes minutes to display."""
     return text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}..."
 
@@ -61,9 +61,9 @@ def to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return _dump_fields(value)
     if isinstance(value, dict | types.MappingProxyType):
-        return {key: to_plain(one) for key, one in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(one) for one in value]
+        return [to_plain(item) for item in value]
     return value.value if isinstance(value, enum.Enum) else value
 
 
@@ -74,23 +74,23 @@ def _dump_fields(instance: Any) -> dict[str, Any]:
 
 def from_plain(kind: Any, value: Any) -> Any:
     """Return the value of type `kind` of which `to_plain` made `value`. Raises ValueError: `value` has another form."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    origin, type_args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        (known,) = (part for part in parts if part is not types.NoneType)
-        absent = value is None or (value == {} and dataclasses.is_dataclass(known))
-        return None if absent else from_plain(known, value)
+        (inner_type,) = (arg for arg in type_args if arg is not types.NoneType)
+        is_none = value is None or (value == {} and dataclasses.is_dataclass(inner_type))
+        return None if is_none else from_plain(inner_type, value)
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
             raise ValueError(f"{value!r} is not a list")
-        if origin is tuple and parts[-1] is not Ellipsis:
-            return tuple(from_plain(part, one) for part, one in zip(parts, value, strict=True))
-        return origin(from_plain(parts[0], one) for one in value)
+        if origin is tuple and type_args[-1] is not Ellipsis:
+            return tuple(from_plain(arg, item) for arg, item in zip(type_args, value, strict=True))
+        return origin(from_plain(type_args[0], item) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not an object")
-        return {key: from_plain(parts[1], one) for key, one in value.items()}
+        return {key: from_plain(type_args[1], item) for key, item in value.items()}
     if issubclass(kind, JsonValue):
         return kind.from_json(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -103,7 +103,7 @@ def from_plain(kind: Any, value: Any) -> Any:
         raise ValueError(f"{value!r} is not of type {kind.__name__}")
     if type(value) is int and not -_NUMBER_LIMIT <= value < _NUMBER_LIMIT:
         raise ValueError("a number is out of range")
-    return cut(value) if type(value) is str else value
+    return truncate(value) if type(value) is str else value
 
 
 def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
 
 
 def _build_instance(kind: type[T], values: Any) -> T:
-    given = fields_from_plain(kind, values)
+    fields = fields_from_plain(kind, values)
     try:
-        return kind(**given)
+        return kind(**fields)
     except TypeError as error:  # a field without a default is missing
         raise ValueError(str(error)) from None
 
@@ -135,22 +135,22 @@ def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
     for hint, column in zip(_get_row_types(kind), zip(*rows, strict=True), strict=False):
         is_list = typing.get_origin(hint) is tuple
         _check_column(typing.get_args(hint)[0] if is_list else hint, itertools.chain(*column) if is_list else column)
-        columns.append(map(tuple, column) if is_list else map(cut, column) if hint is str else column)
+        columns.append(map(tuple, column) if is_list else map(truncate, column) if hint is str else column)
     if columns and len(rows[0]) > len(columns):
         raise ValueError(f"a row of {kind.__name__} has {len(rows[0])} values")
     return list(itertools.starmap(kind, zip(*columns, strict=True)))
 
 
 def _check_column(kind: Any, values: Iterable[Any]) -> None:
-    found: set[type] = set()
-    least = most = 0
+    value_types: set[type] = set()
+    minimum = maximum = 0
     for value in values:
-        found.add(type(value))
-        if type(value) is int and not least <= value <= most:
-            least, most = min(least, value), max(most, value)
-    if not found <= ({int, float} if kind is float else {kind}):
+        value_types.add(type(value))
+        if type(value) is int and not minimum <= value <= maximum:
+            minimum, maximum = min(minimum, value), max(maximum, value)
+    if not value_types <= ({int, float} if kind is float else {kind}):
         raise ValueError(f"a value is not of type {kind.__name__}")
-    if least < -1 or most >= _NUMBER_LIMIT:
+    if minimum < -1 or maximum >= _NUMBER_LIMIT:
         raise ValueError("a number is out of range")
 
 
@@ -165,5 +165,5 @@ def json_fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
     """Return the fields of a dataclass that are in JSON, in the order of JSON: field, name in JSON and type."""
     hints = typing.get_type_hints(kind)
     fields = sorted(dataclasses.fields(kind), key=lambda field: field.metadata.get("last", False))
-    named = [(field, field.metadata.get("json", field.name)) for field in fields]
-    return [(field, name, hints[field.name]) for field, name in named if name is not None]
+    json_names = [(field, field.metadata.get("json", field.name)) for field in fields]
+    return [(field, name, hints[field.name]) for field, name in json_names if name is not None]

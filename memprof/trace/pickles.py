@@ -55,7 +55,7 @@ class PlainUnpickler(pickle.Unpickler):
 _UNKNOWN, _TWO_LINES, _INDEX4, _TUPLE, _LONG, _NUMBER = -100, -101, -102, -103, -104, -105
 _LONG_BYTES = 9  # bytes of a number with its sign: any number of longer ones can share a hash
 _NUMBER_CHARACTERS = 24
-MOST_TUPLES = 10_000  # without pairs of short numbers (pool ids): any number of other tuples can share a hash
+MAX_TUPLES = 10_000  # without pairs of short numbers (pool ids): any number of other tuples can share a hash
 _EXCLUDED_OPCODES = ("EMPTY_SET", "FROZENSET", "LONG4")
 _SHORT = rb"(?:K.|M..|J....)"
 _PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)
@@ -63,16 +63,16 @@ _PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)
 
 def _build_widths() -> list[int]:
     """Return, by opcode, the bytes of its argument, or a negative code for a variable length (extends pickletools)."""
-    table = [_UNKNOWN] * 256
+    widths = [_UNKNOWN] * 256
     for opcode in pickletools.opcodes:
         if opcode.name not in _EXCLUDED_OPCODES:
-            table[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
+            widths[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
     for code, width in (("c", _TWO_LINES), ("i", _TWO_LINES), ("r", _INDEX4), ("I", _NUMBER), ("L", _NUMBER)):
-        table[ord(code)] = width
+        widths[ord(code)] = width
     for code in "t\x85\x86\x87":
-        table[ord(code)] = _TUPLE
-    table[0x8A] = _LONG
-    return table
+        widths[ord(code)] = _TUPLE
+    widths[0x8A] = _LONG
+    return widths
 
 
 WIDTHS = _build_widths()
@@ -80,40 +80,40 @@ STOP = ord(".")
 _FOUR_BYTE_LENGTHS = (pickletools.TAKEN_FROM_ARGUMENT4, pickletools.TAKEN_FROM_ARGUMENT4U)
 
 
-def fixed_opcodes(without: bytes = b"") -> bytes:
+def build_fixed_opcode_pattern(without: bytes = b"") -> bytes:
     """Return the pattern of an opcode of fixed width with its argument, except for those in `without` and STOP."""
-    kinds = []
+    patterns = []
     for width in sorted({width for width in WIDTHS if width >= 0}):
-        known = (c for c in range(256) if WIDTHS[c] == width and c != STOP and c not in without)
-        if codes := b"".join(re.escape(bytes([c])) for c in known):
-            kinds.append(b"[" + codes + b"]" + b".{%d}" % width)
-    return b"|".join(kinds)
+        matching = (c for c in range(256) if WIDTHS[c] == width and c != STOP and c not in without)
+        if codes := b"".join(re.escape(bytes([c])) for c in matching):
+            patterns.append(b"[" + codes + b"]" + b".{%d}" % width)
+    return b"|".join(patterns)
 
 
 # A run of such opcodes: nearly all of a snapshot.
-_FIXED_RUN = re.compile(b"(?:" + _PAIR + b"|" + fixed_opcodes() + b"){0,10000}+", re.DOTALL)
+_FIXED_RUN = re.compile(b"(?:" + _PAIR + b"|" + build_fixed_opcode_pattern() + b"){0,10000}+", re.DOTALL)
 
 
 def _check_opcodes(data: bytes) -> None:
     """Check that every opcode and its argument lie within `data`, and that memo indices and numbers are not huge."""
-    size, at, num_tuples = len(data), 0, 0
-    skip = _FIXED_RUN.match
-    while at < size:
-        code = data[at]
+    size, position, num_tuples = len(data), 0, 0
+    match_run = _FIXED_RUN.match
+    while position < size:
+        code = data[position]
         if code == STOP:
             return
-        found = skip(data, at)
-        if found is not None and found.end() > at:
-            at = found.end()
+        match = match_run(data, position)
+        if match is not None and match.end() > position:
+            position = match.end()
             continue
         num_tuples += WIDTHS[code] == _TUPLE
-        at = after_opcode(data, at)
-        if num_tuples > MOST_TUPLES:
-            raise BrokenPickle(f"it has more than {MOST_TUPLES:,} tuples")
+        position = skip_opcode(data, position)
+        if num_tuples > MAX_TUPLES:
+            raise BrokenPickle(f"it has more than {MAX_TUPLES:,} tuples")
     raise BrokenPickle("it is truncated")
 
 
-def after_opcode(data: bytes, at: int) -> int:
+def skip_opcode(data: bytes, at: int) -> int:
     """Return the position after the opcode at `at` of `data` and its argument; the opcode is not STOP. Raises
     BrokenPickle: the byte is no opcode, or its argument is cut off or huge."""
     code = data[at]

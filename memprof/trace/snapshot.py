@@ -92,11 +92,11 @@ class SnapshotSegment(NamedTuple):
         """
         if self.pool_id != DEFAULT_POOL:
             return 0
-        free = [block for block in self.blocks if block.state is BlockState.INACTIVE]
+        free_blocks = [block for block in self.blocks if block.state is BlockState.INACTIVE]
         if not self.expandable:
-            return self.size if len(free) == len(self.blocks) else 0
-        begins = [(block.address - self.address, block.size) for block in free]  # runs begin at whole units
-        return sum(max((begin + size) // unit - -(-begin // unit), 0) * unit for begin, size in begins)
+            return self.size if len(free_blocks) == len(self.blocks) else 0
+        free_ranges = [(block.address - self.address, block.size) for block in free_blocks]  # runs begin at whole units
+        return sum(max((begin + size) // unit - -(-begin // unit), 0) * unit for begin, size in free_ranges)
 
 
 class SnapshotEvent(NamedTuple):
@@ -124,5 +124,5 @@ class Snapshot:
     @property
     def devices(self) -> list[int]:
         """Return the devices that hold a segment or recorded an event."""
-        traced = {device for device, trace in enumerate(self.traces) if trace}
-        return sorted(traced | {segment.device for segment in self.segments})
+        recording_devices = {device for device, trace in enumerate(self.traces) if trace}
+        return sorted(recording_devices | {segment.device for segment in self.segments})
