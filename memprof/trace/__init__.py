@@ -1,1 +1,1 @@
-"""Events and phases of a run, and the file that keeps them."""
+"""The trace of a run (its events and phases), the capture file that stores it, and torch's memory snapshots."""

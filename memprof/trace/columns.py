@@ -1,7 +1,7 @@
-"""The events of one device as columns: 42 bytes per event, where a record with its numbers takes 300.
+"""The events of one device as columns, which take 42 bytes per event; a `SnapshotEvent` takes 300.
 
-A column is an `array`: a loop over a column creates only the numbers that it visits. Stacks and pools have numbers, so
-that a property of a stack is computed once for all events with that stack.
+A column is an `array`. Stacks and pools are stored once, and columns have their indices, so that a property of a stack
+is computed once for all events with that stack.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks
 
 
 class EventColumns(Sequence[SnapshotEvent]):
-    """Events in order. As a sequence, the columns create a record for each item that is accessed."""
+    """The events of one device, in order. As a sequence, it creates a `SnapshotEvent` for each item accessed."""
 
     def __init__(self) -> None:
-        self.actions = array("B")  # places in ACTIONS
+        self.actions = array("B")  # indices in ACTIONS
         self.addresses = array("Q")
         self.sizes = array("Q")  # bytes
         self.streams = array("Q")
         self.times = array("q")  # microseconds, or NO_TIME
-        self.pools = array("I")  # places in `pool_ids`; 0 is the default pool
-        self.stacks = array("I")  # places in `known_stacks`; 0 is the empty stack
+        self.pools = array("I")  # indices in `pool_ids`; 0 is the default pool
+        self.stacks = array("I")  # indices in `known_stacks`; 0 is the empty stack
         self.pool_ids: list[tuple[int, int]] = [(0, 0)]
         self.known_stacks: list[Stack] = [()]
         self._stack_indices: dict[int, int] = {}
@@ -44,7 +44,7 @@ class EventColumns(Sequence[SnapshotEvent]):
 
     @classmethod
     def of(cls, events: Iterable[SnapshotEvent]) -> EventColumns:
-        """Return `events` as columns; return `events` itself if it is an `EventColumns`."""
+        """Return `events` as columns; if it is an `EventColumns`, return it unchanged."""
         if isinstance(events, EventColumns):
             return events
         columns = cls()
@@ -54,19 +54,19 @@ class EventColumns(Sequence[SnapshotEvent]):
 
     @classmethod
     def create_sharing(cls, other: EventColumns) -> EventColumns:
-        """Return columns without events that use the same tables of stacks and pools as `other`, now and later."""
+        """Return empty columns that share the tables of stacks and pools with `other`."""
         columns = cls()
         columns.pool_ids, columns._pool_indices = other.pool_ids, other._pool_indices
         columns.known_stacks, columns._stack_indices = other.known_stacks, other._stack_indices
         return columns
 
     def extend(self, source: EventColumns, begin: int, end: int) -> None:
-        """Append the events from `begin` to `end` of `source`, which has the same numbers of stacks and pools."""
+        """Append `source[begin:end]`; stack and pool indices of `source` must be those of this sequence."""
         for name in COLUMNS:
             getattr(self, name).extend(getattr(source, name)[begin:end])
 
     def append(self, event: SnapshotEvent) -> None:
-        """Append an event. Raises OverflowError: a number of the event has more than 64 bits."""
+        """Append `event`. Raises OverflowError: an integer in it has more than 64 bits."""
         self.addresses.append(event.address)
         self.sizes.append(event.size)
         self.streams.append(event.stream)
@@ -76,7 +76,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         self.actions.append(CODES[event.action])
 
     def pool(self, pool_id: tuple[int, int]) -> int:
-        """Return the number of a pool."""
+        """Return the index of a pool in `pool_ids`; a new pool is added."""
         index = self._pool_indices.get(pool_id)
         if index is None:
             index = self._pool_indices[pool_id] = len(self.pool_ids)
@@ -84,7 +84,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return index
 
     def stack(self, frames: Stack) -> int:
-        """Return the number of a stack, which is found by identity: readers create equal stacks once."""
+        """Return the index of a stack in `known_stacks`, compared by identity; a new stack is added."""
         if not frames:
             return 0
         index = self._stack_indices.get(id(frames))
@@ -94,7 +94,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return index
 
     def without(self, *codes: int) -> tuple[EventColumns, Sequence[int]]:
-        """Return the events whose action is none of `codes`, and the indices of these events in this sequence."""
+        """Return the events whose action is not in `codes`, and their indices in this sequence."""
         indices: Sequence[int] = range(len(self))
         if not any(code in self.actions for code in codes):
             return self, indices
@@ -105,7 +105,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         return columns, indices
 
     def places(self, *codes: int) -> list[int]:
-        """Return the indices of the events with these actions, in order."""
+        """Return the indices of the events with an action in `codes`, in order."""
         indices: list[int] = []
         actions = self.actions.tobytes()
         for code in codes:
@@ -157,14 +157,14 @@ class EventColumns(Sequence[SnapshotEvent]):
 
 @dataclass(frozen=True, slots=True)
 class CutRange:
-    """A placeholder in a list for events that were cut out: a range of rows of `CutEvents`."""
+    """A placeholder in a list for events that were cut out of a pickle: a range of `CutEvents.rows`."""
 
     first: int
     count: int
 
 
 class CutEvents(NamedTuple):
-    """Events that were cut out of a file: `rows.stacks` are indices of `lists`, and 0 means no frames."""
+    """Events that were cut out of a pickle; `rows.stacks` has indices into `lists` (0: no frames)."""
 
     rows: EventColumns
     lists: list[object]  # as they were unpickled

@@ -1,7 +1,7 @@
-"""The form of events in a pickle: the order of their keys. All events of one form are parsed at once.
+"""Parses the events in a pickle by form (the order of their keys): all events of one form are parsed at once.
 
-A form is derived from the first event that has this form. Positions and values of many events are arrays with one row
-per event: one numpy operation parses one key of all events.
+A form is derived from the first event that has it. Positions and values of many events are arrays with one row per
+event, so that one numpy operation parses one key of all events.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _BYTE_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64) 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The keys of an event in order: the bytes of each key's memo reference, and the role of the key here."""
+    """The keys of an event in order: the bytes of each key's memo reference, and its role in `_ROLES_BY_KEY`."""
 
     keys: tuple[bytes, ...]
     roles: tuple[str, ...]
 
 
 class Batch(NamedTuple):
-    """Candidates, one per row. Positions are byte offsets in the file; `reference` is -1 for an inline list."""
+    """Byte sequences that may be events, one per row. Positions are byte offsets in the file."""
 
     start: _Array
     end: _Array
     ok: _Array
-    num_memos: _Array  # memo entries that the event makes before the entry of its list
+    num_memos: _Array  # memo entries that the event adds before the entry of its list
     frames: _Array  # position of the event's frames; 0: the event has no frames
-    reference: _Array
+    reference: _Array  # memo entry of the frames; -1: an inline list
     columns: dict[str, _Array]
 
 
 class Forms:
-    """The known forms of the events of one pickle (`data`); `rows` numbers the pools of the events."""
+    """The known forms of the events in the pickle `data`; `rows` holds the pools of the events."""
 
     def __init__(self, data: bytes, rows: EventColumns) -> None:
         self.data = data
@@ -75,7 +75,7 @@ class Forms:
         self.pairs: dict[int, tuple[int, int]] = {}  # by memo entry: pairs that may be pool ids
 
     def record_text(self, entry: int, text: bytes) -> bool:
-        """Record that a memo entry is a text; return whether the text is a key or an action."""
+        """Record that memo entry `entry` is the string `text`; return whether it is a key of events or an action."""
         is_relevant = text in _ROLES_BY_KEY or text in _ACTIONS
         self.texts[entry] = text if is_relevant else b""
         if text in _ACTIONS:
@@ -85,8 +85,8 @@ class Forms:
         return is_relevant
 
     def parse(self, start: _Array, memo_size: int) -> Batch:
-        """Parse the candidates at the rising positions `start`; rows with known values are `ok`. `memo_size` is the number
-        of memo entries before the first candidate."""
+        """Parse the candidates at the rising positions `start`; parsed rows are `ok`. `memo_size` is the number of memo
+        entries before the first candidate."""
         count = len(start)
         next_start = np.append(start[1:], len(self.data))
         batch = Batch(
@@ -109,7 +109,7 @@ class Forms:
             num_layouts_tried += 1
 
     def _derive_layout(self, position: int) -> _Layout | None:
-        """Derive the layout of the event at `position`; None: the bytes there are no event."""
+        """Return the layout of the event at `position`; None if the bytes are not an event."""
         keys, roles = [], []
         data, position = self.data, position + 3
         while data[position] != ord("u"):
@@ -132,7 +132,7 @@ class Forms:
         return None if len(set(known)) < len(known) or "action" not in known else _Layout(tuple(keys), tuple(roles))
 
     def _parse_layout(self, layout: _Layout, batch: Batch, rows: _Array, next_start: _Array, memo_size: int) -> None:
-        """Mark the rows of `rows` that have this layout as ok, and store their values in `batch`."""
+        """Parse the candidates `rows` that have this layout: set `batch.ok`, and store their values in `batch`."""
         words = self.words
         position = batch.start[rows] + 3
         ok = np.ones(len(rows), bool)
@@ -186,7 +186,7 @@ class Forms:
             batch.columns["times"][valid_rows] = values["time"][ok].astype(np.int64)
 
     def _parse_numbers(self, position: _Array, word: _Array, code: _Array, length_byte: _Array, ok: _Array) -> _Array:
-        """Return the numbers at `position`; clear `ok` for numbers that are negative or above 2^63."""
+        """Return the integers at `position`; set `ok` to False where one is negative or exceeds 64 bits."""
         is_long = code == 0x8A
         size = np.where(is_long, length_byte, _NUMBER_BYTES[code])
         ok &= (size > 0) & (size <= 8)
@@ -197,7 +197,7 @@ class Forms:
         return value
 
     def _is_ascii(self, position: _Array, size: _Array) -> _Array:
-        """Return whether the `size` bytes at each position are ASCII; the unpickler checks other texts."""
+        """Return for each position whether the `size` bytes there are ASCII."""
         is_ascii = np.ones(len(position), bool)
         for begin in range(0, int(size.max()), 8):
             bits = _BYTE_MASKS[np.clip(size - begin, 0, 8)] & np.uint64(0x8080808080808080)
@@ -205,7 +205,7 @@ class Forms:
         return is_ascii
 
     def _parse_pools(self, position: _Array, ok: _Array, num_memos: _Array, values: dict[str, Any]) -> _Array:
-        """Parse the pools at `position`, each a reference or a pair of two bytes; return the positions after them."""
+        """Parse the pool ids at `position` (references or pairs of bytes) into `values`; return their ends."""
         word = self.words[position]
         code = (word & np.uint64(255)).astype(np.int64)
         is_reference = (code == GET) | (code == LONG_GET)
@@ -224,7 +224,7 @@ class Forms:
         return position + width
 
     def _parse_frames(self, frames: _Array, position: _Array, next_start: _Array, batch: Batch, rows: _Array) -> _Array:
-        """Store the end and the frames of each event in `batch`; return which events are complete."""
+        """Store end and frames of the candidates `rows` in `batch`; return which of them are complete events."""
         if not frames.any():
             batch.end[rows], batch.frames[rows], batch.reference[rows] = position + 1, 0, -1
             is_complete: _Array = self.bytes[position] == ord("u")
@@ -245,7 +245,7 @@ class Forms:
 
 
 def _measure_value(data: bytes, position: int, role: str) -> int | None:
-    """Return the bytes of the value at `position`; None: an event has no such value."""
+    """Return the number of bytes of the value at `position`; None if its type does not occur in events."""
     if role == "pool" and data[position] == ord("K"):
         return 6
     width = _VALUE_BYTES.get(data[position])

@@ -1,7 +1,7 @@
 """Atomic writing of files: a temporary file in the same folder is completed first, then renamed.
 
 An existing file is replaced only if memprof wrote that file or the caller forces it: a typing error in a file name must
-not cost somebody a file.
+not destroy a user's file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PROBE_BYTES = 4096  # bytes at a file's begin and end that show whether memprof
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file that memprof writes."""
+    """A kind of file that memprof writes, and how to recognize it."""
 
     name: str  # in errors, such as "capture"
     option: str  # the option that sets the path
@@ -28,15 +28,15 @@ class FileKind:
 
 
 def csv_kind(name: str, option: str, header: bytes) -> FileKind:
-    """Return the kind of a CSV file: memprof's own files are recognised by their first line `header`."""
+    """Return the kind of a CSV file that begins with the line `header`, by which memprof recognizes its own files."""
     return FileKind(name, option, lambda begin, end: begin.startswith(header + b"\n"))
 
 
 def write_atomically(path: Path, data: bytes, file_kind: FileKind, *, force: bool = False) -> None:
     """Write `data` to a file that appears at `path` once it is complete.
 
-    A symbolic link stays a link to the replaced file, and permissions stay. Data for a path that is no regular file (a
-    pipe, /dev/null) is written through.
+    A symbolic link is kept, and its target is replaced; permissions are kept. Data for a path that is no regular file
+    (a pipe, /dev/null) is written directly.
 
     Args:
         force: also replace a file that memprof has not written.

@@ -1,7 +1,7 @@
-"""The capture file: a trace on disk, with a schema version, written atomically.
+"""Writes and reads capture files: a trace with a schema version.
 
-The format is gzip-compressed JSON, columnar: a header with the schema version, then the tables of `Trace`. JSON rather
-than pickle, since captures are passed around and a pickle executes arbitrary code.
+The format is gzip-compressed JSON: the schema version, then the tables of `Trace`. It is not a pickle, since captures
+are shared, and loading a pickle executes arbitrary code.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _is_capture(begin: bytes) -> bool:
 
 
 def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
-    """Write `trace` to `path`, replacing a capture there once everything is written. Raises UsageError: another file is
-    there (see `force`); MemprofError: the file cannot be written (no such folder, no permission, disk full)."""
+    """Write `trace` to `path` atomically; an existing capture is replaced. Raises UsageError: another file is there
+    (unless `force`); MemprofError: the file cannot be written (no such folder, no permission, disk full)."""
     traces = [trace, *trace.others]
     document = {
         "format": _FORMAT,
@@ -134,7 +134,7 @@ class _TimeRow(NamedTuple):
 
 
 def _build_traces(document: dict[str, Any]) -> Trace:
-    """Return the first rank's trace with the other ranks; ranks marked as equal share their tables."""
+    """Return the first rank's trace, with the other ranks in `others`; ranks marked as equal share their tables."""
     traces = [_build_trace(document)]
     for other in document.get("others", []):
         if "same_as" in other:
@@ -165,7 +165,7 @@ def _build_trace(document: dict[str, Any]) -> Trace:
 
 
 def _check_references(trace: Trace) -> None:
-    """Check that all references are in range: a damaged file must not cause an IndexError in the analysis."""
+    """Raise ValueError if an index in `trace` is out of range: a damaged file must fail here, not in the analysis."""
     table_sizes = {
         EventKind.ALLOC: len(trace.storages),
         EventKind.FREE: len(trace.storages),

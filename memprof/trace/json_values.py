@@ -1,10 +1,10 @@
-"""Dataclasses as plain JSON values and back, for the facts of a trace and for every document.
+"""Conversion of dataclasses to plain JSON values and back, for the facts of a trace and for reports.
 
 A field has the same name in JSON unless `json_name` sets another. JSON does not distinguish tuples from lists, nor
-members of an enum from their values: the field's type decides. A NamedTuple is a row without names.
+members of an enum from their values: when read, the field's type decides. A NamedTuple is a list.
 
 Why no library does it: msgspec renames and orders fields only of its own structs, and cattrs needs a hook for each of
-the rules here (names, order, rows, cut texts, numbers of 64 bits, `{}` for None), as long as this file. Importing
+the rules here (names, order, rows, truncated strings, 64-bit integers, `{}` for None), as long as this file. Importing
 either takes about seven times as long as importing this module, a third of a whole `memprof estimate`.
 """
 
@@ -20,23 +20,23 @@ from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-_NUMBER_LIMIT = 1 << 63  # limit of whole numbers: more than any GPU's bytes, and convertible to a float
+_NUMBER_LIMIT = 1 << 63  # limit of integers: more than any GPU's bytes, and convertible to a float
 _MAX_TEXT_LENGTH = 10_000  # characters of a name, a command or a message
 
 
 def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
-    """Return metadata for a field that is called `name` in JSON. With None the field is not in JSON, and gets its
-    default when it is read. With `last` the field is written after all others."""
+    """Return metadata of a dataclass field that is called `name` in JSON. None: the field is not in JSON, and gets its
+    default when it is read. `last`: the field is written after all others."""
     return {"json": name, "last": last}
 
 
 def truncate(text: str) -> str:
-    """Return a text of a file, cut to a length that people read: a name of megabytes takes minutes to display."""
+    """Return `text`, truncated to 10,000 characters: a name of megabytes in a file takes minutes to display."""
     return text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}..."
 
 
 class JsonValue:
-    """Base of a dataclass that is written to JSON."""
+    """Base class of dataclasses that are written to JSON."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class JsonValue:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Return the value of `to_json`. Unknown names are ignored; a missing one gets its default.
+        """Return the instance from the result of `to_json`. Unknown names are ignored; missing ones get defaults.
 
         Raises:
             ValueError: a value is missing, or not of its field's type.
@@ -55,7 +55,7 @@ class JsonValue:
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` as plain JSON values; values other than dataclasses and containers stay unchanged."""
+    """Return `value` as plain JSON values: dataclasses, containers and enums are converted."""
     if isinstance(value, JsonValue):
         return value.to_json()
     if dataclasses.is_dataclass(value):
@@ -73,7 +73,7 @@ def _dump_fields(instance: Any) -> dict[str, Any]:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """Return the value of type `kind` of which `to_plain` made `value`. Raises ValueError: `value` has another form."""
+    """Return the value of type `kind` that `to_plain` converted to `value`. Raises ValueError: `value` does not fit."""
     origin, type_args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -107,8 +107,8 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 
 def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are in `values`, by their Python names. Raises ValueError: a value is not
-    of its field's type."""
+    """Return the fields of the dataclass `kind` that are in `values`, by their Python names. Raises ValueError: a value
+    is not of its field's type."""
     if not isinstance(values, dict):
         raise ValueError(f"{values!r} is no {kind.__name__}")
     return {
@@ -127,8 +127,8 @@ def _build_instance(kind: type[T], values: Any) -> T:
 
 
 def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
-    """Return a long table: rows of a NamedTuple, checked one column at a time. Lists become tuples. Raises ValueError:
-    a value is not of its column's type, a whole number exceeds 64 bits, or the length of a row is wrong."""
+    """Return `rows` as instances of the NamedTuple `kind`, checked by column. Lists become tuples. Raises ValueError: a
+    value is not of its column's type, an integer exceeds 64 bits, or a row's length is wrong."""
     if not isinstance(rows, list) or any(type(row) is not list for row in rows):
         raise ValueError(f"the table of {kind.__name__} is none")
     columns: list[Any] = []
@@ -162,7 +162,7 @@ def _get_row_types(kind: Any) -> list[Any]:
 
 @functools.cache
 def json_fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
-    """Return the fields of a dataclass that are in JSON, in the order of JSON: field, name in JSON and type."""
+    """Return (field, name in JSON, type) for the fields of the dataclass `kind` that are in JSON, in JSON's order."""
     hints = typing.get_type_hints(kind)
     fields = sorted(dataclasses.fields(kind), key=lambda field: field.metadata.get("last", False))
     json_names = [(field, field.metadata.get("json", field.name)) for field in fields]

@@ -1,4 +1,4 @@
-"""The error messages of torch for tensors on several devices in one operator."""
+"""torch's error messages for an operator whose tensors are on different devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MESSAGE_START = "Expected all tensors to be on the same device, but"
 
 
 def format_mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
-    """Return torch's message: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
+    """Return torch's message for operator `op`: matrix products name an argument, others the devices."""
     names = _ARGUMENTS.get(op, ())
     first_device = operands[0].device
     for name, operand in zip(names, operands, strict=False):
@@ -32,7 +32,7 @@ def format_mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
 
 
 def find_misplaced_operand(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
-    """Return the tensor on the wrong device, and one on the right device: a host tensor counts as the wrong one."""
+    """Return the operand on the wrong device (a host tensor, if there is one), and one on the right device."""
     # A 0-dimensional host tensor may be mixed with GPU tensors: another host tensor is the wrong one, if there is one.
     host_operands = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
     gpu_operands = [o for o in operands if o.device.startswith("cuda")]

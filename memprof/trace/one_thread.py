@@ -1,6 +1,6 @@
-"""numpy with one BLAS thread: the memory of more threads, which nothing here uses, would count as memory for a file.
+"""Import of numpy with one BLAS thread: more are not used, and their memory would count as that of reading a file.
 
-If numpy has been imported before, its threads stay.
+If numpy is already imported, its number of threads does not change.
 """
 
 from __future__ import annotations
