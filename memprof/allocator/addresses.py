@@ -74,7 +74,7 @@ class AddressSpace:
 
     @contextlib.contextmanager
     def _reindex(self, address_range: _AddressRange) -> Iterator[None]:
-        """Context manager: update `_ages_by_room` around a change of `address_range`."""
+        """Context manager: keep `_ages_by_room` current while the room of `address_range` changes."""
         self._ages_by_room[_count_pages(address_range.room)].remove(address_range.age)
         yield
         insort(self._ages_by_room[_count_pages(address_range.room)], address_range.age)
@@ -95,7 +95,7 @@ class _AddressRange:
         return max((size for _, size in self._free_ranges), default=0)
 
     def allocate(self, size: int) -> int:
-        """Allocate `size` bytes at the lowest possible address, and return it. The caller checks `room` first."""
+        """Allocate `size` bytes; return their address, the lowest possible. The caller first checks `room`."""
         index = next(index for index, (_, room) in enumerate(self._free_ranges) if room >= size)
         address, room = self._free_ranges[index]
         self._free_ranges[index : index + 1] = [(address + size, room - size)] if room > size else []

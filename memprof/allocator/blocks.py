@@ -114,12 +114,12 @@ class StreamPool:
 
 def absorb_next(block: Block) -> None:
     """Merge `block` with the block after it, which the caller has removed from all lists."""
-    right = block.next
-    assert right is not None
-    block.size += right.size
-    block.next = right.next
-    if right.next is not None:
-        right.next.prev = block
+    next_block = block.next
+    assert next_block is not None
+    block.size += next_block.size
+    block.next = next_block.next
+    if next_block.next is not None:
+        next_block.next.prev = block
 
 
 def split_right(block: Block, size: int) -> Block:

@@ -66,11 +66,11 @@ class CachingAllocator:
         self.allowed_bytes: int | None = None
         if config.per_process_memory_fraction < 1 and total:  # a GPU without limit has no fractions
             self.allowed_bytes = int(config.per_process_memory_fraction * total)
-        reserve = config.expandable_segments_reserve_bytes
-        if reserve is None:  # without a limit of memory, the reservation must not be a limit either
-            reserve = int(total * config.expandable_segments_reserve) if total else UNKNOWN_SPACE
+        reserve_bytes = config.expandable_segments_reserve_bytes
+        if reserve_bytes is None:  # without a limit of memory, the reservation must not be a limit either
+            reserve_bytes = int(total * config.expandable_segments_reserve) if total else UNKNOWN_SPACE
         self.segment_store = Segments(
-            self.driver, self.statistics, config.large_segment_size, config.max_split_size, address_space=reserve
+            self.driver, self.statistics, config.large_segment_size, config.max_split_size, address_space=reserve_bytes
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
@@ -176,7 +176,7 @@ class CachingAllocator:
         return size
 
     def free(self, block: Block) -> None:
-        """Free `block` (`free`): at once, or when the other streams that used it are done.
+        """Free `block` (torch's `free`): at once, or when the other streams that used it are done.
 
         Freeing at once (`free_block`) merges the block with free neighbours, and adds it to the free blocks.
         """

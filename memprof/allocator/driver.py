@@ -103,11 +103,11 @@ class RecordedDriver:
             self.event_index += 1
             if event.address not in self.live_segments:
                 return event.address
-            self.differs(f"a segment was taken at {event.address:#x}, where there is one")
+            self.report(f"a segment was taken at {event.address:#x}, where there is one")
             return self._make_address(size)
         if event is not None and (event.action in SEGMENT_REMOVALS or event.action is Action.OOM):
             return None
-        self.differs(f"a segment of {size} bytes was not taken")
+        self.report(f"a segment of {size} bytes was not taken")
         return self._make_address(size)
 
     def free(self, address: int, size: int) -> None:
@@ -117,7 +117,7 @@ class RecordedDriver:
     def reserve(self, size: int) -> int:
         """Return the address of the next mapping recorded for this stream and pool; if none, an unused address."""
         events = self.events
-        for index in events.places(SEGMENT_MAP):
+        for index in events.find_indices(SEGMENT_MAP):
             address = events.addresses[index]
             if (
                 index >= self.event_index
@@ -143,7 +143,7 @@ class RecordedDriver:
             return True
         if event is not None and (event.action in SEGMENT_REMOVALS or event.action is Action.OOM):
             return False
-        self.differs(f"{size} bytes at {address:#x} were not mapped")
+        self.report(f"{size} bytes at {address:#x} were not mapped")
         return True
 
     def unmap(self, address: int, size: int) -> None:
@@ -159,7 +159,7 @@ class RecordedDriver:
         if event is not None and (event.action, event.address, event.size) == (action, address, size):
             self.event_index += 1
         else:
-            self.differs(f"{size} bytes at {address:#x} were not released here")
+            self.report(f"{size} bytes at {address:#x} were not released here")
 
     def find_next_event(self) -> SnapshotEvent | None:
         """Skip completed frees; return the next event, or None at the end of the recording."""
@@ -167,7 +167,7 @@ class RecordedDriver:
             self.event_index += 1
         return self.events[self.event_index] if self.event_index < len(self.events) else None
 
-    def differs(self, problem: str) -> None:
+    def report(self, problem: str) -> None:
         """Record `problem` as the difference, unless one is already recorded."""
         self.problem = self.problem or problem
 

@@ -6,7 +6,7 @@ always merge.
 
 Two things are not always recorded. Where the address space of an expandable segment begins: the lowest known address of
 the segment is used. And the size of a block that was live at the beginning and freed later: a block of the large pool
-keeps up to 1 MiB beyond its request (from max_split_size on, its whole segment):
+keeps up to 1 MiB beyond its request (from max_split_size on, its entire segment):
 * the range after the block is at most 1 MiB: it belongs to the block, as no free block of the large pool is so small;
 * an allocation was made in that range while the block lived: it starts where the block ends;
 * otherwise the block is assumed to end where its request does (`num_ambiguous` counts these).
@@ -87,7 +87,7 @@ class State:
     live: dict[int, LiveBlock] = field(default_factory=dict)
     num_ambiguous: int = 0  # blocks of unknown size
     # Addresses known to be in an expandable segment, by its stream and whether it is of the small pool; sorted.
-    reserved: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    known_addresses: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
     contradictions: list[str] = field(default_factory=list)  # if any, the trace is incomplete
 
 
@@ -135,13 +135,13 @@ def rebuild_initial_state(segments: list[SnapshotSegment], events: EventColumns,
         else:
             initial_block = LiveBlock(address, events.sizes[source_index], None, pending=address in delayed_addresses)
         state.live[address] = initial_block
-    for index in events.places(SEGMENT_MAP, SEGMENT_UNMAP):
-        key = events.streams[index], ranges.is_small(events.sizes[index])
-        state.reserved.setdefault(key, []).append(addresses[index])
+    for index in events.find_indices(SEGMENT_MAP, SEGMENT_UNMAP):
+        key = events.streams[index], ranges.is_small_mapping(events.sizes[index])
+        state.known_addresses.setdefault(key, []).append(addresses[index])
     for run in state.ranges:
         if run.expandable:
-            state.reserved.setdefault((run.stream, run.is_small), []).append(run.address)
-    for segment_addresses in state.reserved.values():
+            state.known_addresses.setdefault((run.stream, run.is_small), []).append(run.address)
+    for segment_addresses in state.known_addresses.values():
         segment_addresses.sort()
     _set_block_sizes(state, events, config)
     return state
@@ -160,9 +160,9 @@ class Ranges:
         """Return all ranges by address."""
         return list(self.by_address.values())
 
-    def is_small(self, mapped: int) -> bool:
-        """Return whether a mapping of `mapped` bytes is of the small pool (2 MiB each), not the large one (20 MiB)."""
-        return mapped % self.large_segment != 0
+    def is_small_mapping(self, num_bytes: int) -> bool:
+        """Return whether a mapping of `num_bytes` is of the small pool (2 MiB each), not the large one (20 MiB)."""
+        return num_bytes % self.large_segment != 0
 
     def undo_event(self, events: EventColumns, index: int) -> str | None:
         """Undo the event at `index`. Return how it contradicts the ranges, or None."""
@@ -187,7 +187,7 @@ class Ranges:
                 return f"gives memory at {address:#x} back that is still there afterwards"
             expandable = action == SEGMENT_UNMAP
             # Every segment of the small pool has this size, and none of the large pool.
-            is_small = self.is_small(size) if expandable else size == SMALL_BUFFER
+            is_small = self.is_small_mapping(size) if expandable else size == SMALL_BUFFER
             pool_id = events.pool_ids[events.pools[index]]
             run = Range(address, size, events.streams[index], is_small, pool_id, expandable)
             if expandable:
@@ -336,11 +336,11 @@ def _restore_run(
 def _find_base(run: Range, state: State) -> int:
     """Return the lowest known address of the expandable segment of `run`, above all other segments before it."""
     others = [other.address for other in state.ranges if not (other.expandable and _is_same_space(other, run))]
-    for key, segment_addresses in state.reserved.items():
+    for key, segment_addresses in state.known_addresses.items():
         if key != (run.stream, run.is_small):
             others += segment_addresses
-    barrier = max((address for address in others if address < run.address), default=-1)
-    return min(address for address in state.reserved[run.stream, run.is_small] if barrier < address <= run.address)
+    bound = max((address for address in others if address < run.address), default=-1)
+    return min(address for address in state.known_addresses[run.stream, run.is_small] if bound < address <= run.address)
 
 
 def _is_same_space(before: Range, run: Range) -> bool:

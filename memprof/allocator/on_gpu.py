@@ -82,7 +82,7 @@ class GpuReplay:
         """Return whether no allocation fails; True without a GPU."""
         return self.first_oom is None
 
-    def under(self, config: AllocatorConfig) -> MemoryNeeds:
+    def compute_needs(self, config: AllocatorConfig) -> MemoryNeeds:
         """Return the memory needs of this run with other allocator settings."""
         return compute_memory_needs(self.trace, self.gpu, config, self.release)
 

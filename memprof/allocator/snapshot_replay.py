@@ -22,9 +22,9 @@ from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import find_mapping_units
 from memprof.allocator.streams import Completion
 from memprof.trace.columns import (
+    ACTION_CODES,
     ALLOC,
     ANNOTATE,
-    CODES,
     FREE_COMPLETED,
     FREE_REQUESTED,
     SEGMENT_MAP,
@@ -36,7 +36,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, Action, PoolId, Snapshot, Snaps
 MAX_REPLAYS = 64  # replays of one trace at most
 
 _REQUEST_ENDS = (Action.ALLOC, Action.OOM)
-_STOP_ACTIONS = frozenset(CODES[action] for action in (*_REQUEST_ENDS, Action.FREE_REQUESTED))
+_STOP_ACTIONS = frozenset(ACTION_CODES[action] for action in (*_REQUEST_ENDS, Action.FREE_REQUESTED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class _DeviceReplay:
         self.live: dict[int, Block] = {}
         self.pending: dict[int, Block] = {}
         if self.state.contradictions:
-            self.differs(0, "the beginning cannot be rebuilt")
+            self.report(0, "the beginning cannot be rebuilt")
             return
         self.live = restore(self.allocator, self.state)
         self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
@@ -154,7 +154,7 @@ class _DeviceReplay:
                 index = self.replay_driver_events(index)
         is_identical = self.first_difference is None and _layout(self.final) == _layout(self.allocator.segments())
         if not is_identical:
-            self.differs(len(self.events), "the final layout is another one")
+            self.report(len(self.events), "the final layout is another one")
         return SnapshotReplay(
             device=self.device,
             allocations=self.events.actions.count(ALLOC),
@@ -284,7 +284,7 @@ class _DeviceReplay:
         block: Block | None = None
         with contextlib.suppress(OutOfMemory):
             block = self.allocator.malloc(event.size, event.stream, self.get_pool_id(event))
-        completed = [other.address for other in self.events[start:index] if other.action is Action.FREE_COMPLETED]
+        completed = [e.address for e in self.events[start:index] if e.action is Action.FREE_COMPLETED]
         self.check_answer(index, block, completed)
 
     def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
@@ -295,11 +295,11 @@ class _DeviceReplay:
             self.complete_free(address)
         if event.action is Action.OOM:
             if block is not None:
-                self.differs(index, f"{event.size} bytes were refused, the replay finds {block.address:#x}")
+                self.report(index, f"{event.size} bytes were refused, the replay finds {block.address:#x}")
         elif block is None:
-            self.differs(index, f"{event.size} bytes were allocated, the replay runs out of memory")
+            self.report(index, f"{event.size} bytes were allocated, the replay runs out of memory")
         elif block.address != event.address:
-            self.differs(index, f"{event.size} bytes at {event.address:#x}, the replay says {block.address:#x}")
+            self.report(index, f"{event.size} bytes at {event.address:#x}, the replay says {block.address:#x}")
         elif self.first_difference is None:
             self.live[event.address] = block
             self.block_sizes.append(block.size)
@@ -314,7 +314,7 @@ class _DeviceReplay:
         address = self.events.addresses[index]
         block = self.live.pop(address, None)
         if block is None:
-            self.differs(index, f"{address:#x} is freed, but nothing is there")
+            self.report(index, f"{address:#x} is freed, but nothing is there")
             return 0
         is_immediate = completes_at_once(self.events, index)
         if not is_immediate:
@@ -325,11 +325,11 @@ class _DeviceReplay:
 
     def check_driver(self, index: int, end: int) -> None:
         """Compare the driver's calls with those recorded before `end`; report a difference at `index`."""
-        left = self.driver.find_next_event()
-        if left is not None and self.driver.event_index < end:
-            self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
+        event = self.driver.find_next_event()
+        if event is not None and self.driver.event_index < end:
+            self.driver.report(f"{event.action} of {event.size} bytes at {event.address:#x} does not happen")
         if self.driver.problem is not None:
-            self.differs(index, self.driver.problem)
+            self.report(index, self.driver.problem)
 
     def get_pool_id(self, event: SnapshotEvent) -> PoolId:
         if event.pool_id != DEFAULT_POOL:
@@ -340,7 +340,7 @@ class _DeviceReplay:
                 return segment.pool_id
         return DEFAULT_POOL
 
-    def differs(self, index: int, problem: str) -> None:
+    def report(self, index: int, problem: str) -> None:
         if self.first_difference is None:
             trace_index = self.places[index] if index < len(self.events) else self.end
             self.first_difference = ReplayDifference(self.device, trace_index, problem, self.find_reason())

@@ -120,7 +120,7 @@ def _make_group_key(life: BlockLife, by: str) -> str:
 def segments_at(recording: Recording, event: int, alive: list[BlockLife]) -> list[SegmentUse]:
     """Return the segments after `event`, by address, with the blocks `alive`."""
     ranges = Ranges(recording.final, recording.replay.config)
-    for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
+    for later in reversed(recording.events.find_indices(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:
             break
         ranges.undo_event(recording.events, later)

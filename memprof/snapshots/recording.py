@@ -213,7 +213,7 @@ class _RecordingBuilder:
             return
         parts, ends = _divide_into_parts(found.lives, len(found.events))
         _lower_call_ends(found.lives, ends)
-        refused = found.events.places(columns.OOM)
+        refused = found.events.find_indices(columns.OOM)
         for life in found.lives:
             # Blocks whose life an out-of-memory error ended count as outliving.
             following = bisect_left(refused, life.born)

@@ -15,12 +15,13 @@ from typing import NamedTuple, overload
 from memprof.trace.snapshot import Action, SnapshotEvent, Stack
 
 ACTIONS = tuple(Action)
-CODES = {action: code for code, action in enumerate(ACTIONS)}
-ALLOC, FREE_REQUESTED, FREE_COMPLETED = CODES[Action.ALLOC], CODES[Action.FREE_REQUESTED], CODES[Action.FREE_COMPLETED]
-SEGMENT_ALLOC, SEGMENT_MAP = CODES[Action.SEGMENT_ALLOC], CODES[Action.SEGMENT_MAP]
-SEGMENT_FREE, SEGMENT_UNMAP = CODES[Action.SEGMENT_FREE], CODES[Action.SEGMENT_UNMAP]
+ACTION_CODES = {action: code for code, action in enumerate(ACTIONS)}
 # Codes of actions in the column `actions`.
-OOM, SNAPSHOT, ANNOTATE = CODES[Action.OOM], CODES[Action.SNAPSHOT], CODES[Action.ANNOTATE]
+ALLOC, FREE_REQUESTED = ACTION_CODES[Action.ALLOC], ACTION_CODES[Action.FREE_REQUESTED]
+FREE_COMPLETED, SEGMENT_ALLOC = ACTION_CODES[Action.FREE_COMPLETED], ACTION_CODES[Action.SEGMENT_ALLOC]
+SEGMENT_MAP, SEGMENT_FREE = ACTION_CODES[Action.SEGMENT_MAP], ACTION_CODES[Action.SEGMENT_FREE]
+SEGMENT_UNMAP, OOM = ACTION_CODES[Action.SEGMENT_UNMAP], ACTION_CODES[Action.OOM]
+SNAPSHOT, ANNOTATE = ACTION_CODES[Action.SNAPSHOT], ACTION_CODES[Action.ANNOTATE]
 
 NO_TIME = -1
 COLUMNS = ("actions", "addresses", "sizes", "streams", "times", "pools", "stacks")
@@ -73,7 +74,7 @@ class EventColumns(Sequence[SnapshotEvent]):
         self.times.append(NO_TIME if event.time_us is None else event.time_us)
         self.pools.append(self.pool(event.pool_id))
         self.stacks.append(self.stack(event.frames))
-        self.actions.append(CODES[event.action])
+        self.actions.append(ACTION_CODES[event.action])
 
     def pool(self, pool_id: tuple[int, int]) -> int:
         """Return the index of a pool in `pool_ids`; a new pool is added."""
@@ -104,7 +105,7 @@ class EventColumns(Sequence[SnapshotEvent]):
             getattr(columns, name).extend(map(getattr(self, name).__getitem__, indices))
         return columns, indices
 
-    def places(self, *codes: int) -> list[int]:
+    def find_indices(self, *codes: int) -> list[int]:
         """Return the indices of the events with an action in `codes`, in order."""
         indices: list[int] = []
         actions = self.actions.tobytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from memprof.trace.columns import CODES, COLUMNS, NO_TIME, EventColumns
+from memprof.trace.columns import ACTION_CODES, COLUMNS, NO_TIME, EventColumns
 from memprof.trace.one_thread import np
 from memprof.trace.snapshot import Action
 
@@ -24,7 +24,7 @@ _ROLES_BY_KEY = {
     b"action": "action", b"addr": "address", b"device_free": "free", b"size": "size", b"stream": "stream",
     b"time_us": "time", b"pool_id": "pool", b"frames": "frames",
 }  # fmt: skip
-_ACTIONS = {action.value.encode(): code for action, code in CODES.items()}
+_ACTIONS = {action.value.encode(): code for action, code in ACTION_CODES.items()}
 # Bytes of values with their opcodes, without the variable part that a length byte gives.
 _VALUE_BYTES = {
     ord("K"): 2, ord("M"): 3, ord("J"): 5, GET: 2, LONG_GET: 5, ord("N"): 1, 0x88: 1, 0x89: 1, ord("G"): 9, 0x8A: 2,
@@ -85,8 +85,8 @@ class Forms:
         return is_relevant
 
     def parse(self, start: _Array, memo_size: int) -> Batch:
-        """Parse the candidates at the rising positions `start`; parsed rows are `ok`. `memo_size` is the number of memo
-        entries before the first candidate."""
+        """Parse the possible events at the positions `start`, in ascending order; the result's `ok` is True for events.
+        `memo_size` is the number of memo entries before the first."""
         count = len(start)
         next_start = np.append(start[1:], len(self.data))
         batch = Batch(
@@ -172,7 +172,7 @@ class Forms:
             action[values["action"] == entry] = action_code
         ok &= action >= 0
         if "free" in values or "address" not in values:  # the address of an OOM event is the free bytes of the device
-            is_oom = action == CODES[Action.OOM]
+            is_oom = action == ACTION_CODES[Action.OOM]
             ok &= is_oom if "address" not in values else ~is_oom
             values["address"] = values.get("free", np.zeros(len(rows), np.uint64))
         valid_rows = rows[ok]
@@ -213,10 +213,10 @@ class Forms:
         is_inline = (word & np.uint64(0xFFFF00FF00FF)) == int.from_bytes(b"K\0K\0\x86\x94", "little")
         pair = np.where(is_inline, word & np.uint64(0xFF00FF00), 0)
         pool_index = np.full(len(position), -1, np.int64)
-        for known, pool in self.pairs.items():
-            pool_index[is_reference & (entry == known)] = self.rows.pool(pool)
-        for known in np.unique(pair[is_inline & ok]).tolist():
-            pool_index[is_inline & (pair == known)] = self.rows.pool((known >> 8 & 255, known >> 24 & 255))
+        for pair_entry, pool_id in self.pairs.items():
+            pool_index[is_reference & (entry == pair_entry)] = self.rows.pool(pool_id)
+        for value in np.unique(pair[is_inline & ok]).tolist():
+            pool_index[is_inline & (pair == value)] = self.rows.pool((value >> 8 & 255, value >> 24 & 255))
         ok &= pool_index >= 0
         num_memos += is_inline
         values["pool"] = np.maximum(pool_index, 0)

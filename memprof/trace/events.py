@@ -166,7 +166,7 @@ class Work(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory that a library allocates for one call only, with an estimated size."""
+    """Memory that a library allocates during one call only; its size is estimated."""
 
     event: int  # number of events before the call; also the index of the allocation, unless `num_bytes` is 0
     device: str

@@ -49,7 +49,7 @@ class Target(JsonValue):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Target:
-        """Return the target from the result of `to_json`. Without "asked" (early releases), all values count."""
+        """Return the target from the result of `to_json`. Without "asked" (early releases), none is replaced."""
         asked = from_plain(TargetSpec, _drop_custom_dtype({**values, **values.get("asked", {})}))
         return cls(asked, **fields_from_plain(cls, values))
 

@@ -61,10 +61,10 @@ def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
         else max([1, *(_SCHEMAS.get(kind, 1) for kind in _collect_event_kinds(trace))]),
         **_to_json(trace),
     }
-    for rank_index, other in enumerate(trace.others, 1):
-        first_equal = next(index for index, candidate in enumerate(traces) if candidate.events is other.events)
+    for rank_index, peer in enumerate(trace.others, 1):
+        first_equal = next(index for index, candidate in enumerate(traces) if candidate.events is peer.events)
         document["others"].append(
-            {"facts": other.facts.to_json(), "same_as": first_equal} if first_equal < rank_index else _to_json(other)
+            {"facts": peer.facts.to_json(), "same_as": first_equal} if first_equal < rank_index else _to_json(peer)
         )
     compressed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
     write_atomically(path, compressed, CAPTURE, force=force)
@@ -136,12 +136,12 @@ class _TimeRow(NamedTuple):
 def _build_traces(document: dict[str, Any]) -> Trace:
     """Return the first rank's trace, with the other ranks in `others`; ranks marked as equal share their tables."""
     traces = [_build_trace(document)]
-    for other in document.get("others", []):
-        if "same_as" in other:
-            facts = from_plain(Facts, rename_old(other["facts"]))
-            traces.append(dataclasses.replace(traces[range(len(traces)).index(other["same_as"])], facts=facts))
+    for rank_document in document.get("others", []):
+        if "same_as" in rank_document:
+            facts = from_plain(Facts, rename_old(rank_document["facts"]))
+            traces.append(dataclasses.replace(traces[range(len(traces)).index(rank_document["same_as"])], facts=facts))
         else:
-            traces.append(_build_trace(other))
+            traces.append(_build_trace(rank_document))
     traces[0].others = traces[1:]
     return traces[0]
 

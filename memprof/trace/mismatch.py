@@ -27,8 +27,8 @@ def format_mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
             return f"{_MESSAGE_START} got {difference} (when checking argument in method {method})"
     if op in _INDEX_OPERATORS and any(operand.device not in (first_device, HOST) for operand in operands):
         return f"indices should be either on cpu or on the same device as the indexed tensor ({first_device})"
-    misplaced, other = find_misplaced_operand(operands)
-    return f"{_MESSAGE_START} found at least two devices, {other.device} and {misplaced.device}!"
+    misplaced, reference = find_misplaced_operand(operands)
+    return f"{_MESSAGE_START} found at least two devices, {reference.device} and {misplaced.device}!"
 
 
 def find_misplaced_operand(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
@@ -38,5 +38,5 @@ def find_misplaced_operand(operands: tuple[Operand, ...]) -> tuple[Operand, Oper
     gpu_operands = [o for o in operands if o.device.startswith("cuda")]
     if host_operands and gpu_operands:
         return host_operands[0], gpu_operands[0]
-    other = operands[0]
-    return next((o for o in operands if o.device != other.device), other), other
+    first_operand = operands[0]
+    return next((o for o in operands if o.device != first_operand.device), first_operand), first_operand

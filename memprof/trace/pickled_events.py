@@ -1,17 +1,17 @@
-"""The events of a large snapshot, read out of its pickle as columns, without unpickling them.
+"""Reads the events of a large snapshot from the bytes of its pickle, as columns, without unpickling them.
 
 torch writes an event as a dictionary whose keys are references, in one order, and so nearly all events of a file have
 one form (trace/event_forms.py):
 
     EMPTY_DICT MEMOIZE MARK  action REF  addr LONG1  size BININT  stream BININT1  time_us LONG1  frames LIST  SETITEMS
 
-Such events are cut out of the pickle. The unpickler receives the rest of the pickle, with a short stub for each run of
-cut events. The stub makes as many memo entries as the cut events, and keeps the lists that later events refer to.
-Events of another form stay in the pickle. So every value is the same as from the unpickler; for any other file
-`NotRegular` is raised, and trace/snapshot_file.py uses the unpickler alone.
+Such events are cut out of the pickle. The unpickler receives the remaining pickle, with a short stub for each run of
+cut events. The stub adds as many memo entries as the cut events, and has the lists that later events refer to. Events
+of another form stay in the pickle. So the result equals that of the unpickler; for any other file `NotRegular` is
+raised, and trace/snapshot_file.py uses the unpickler alone.
 
-A cut event is known to begin at an opcode: events follow each other without a gap, and the opcodes between them are
-walked as in trace/pickles.py.
+A cut event always begins at an opcode: events follow each other without a gap, and the opcodes between them are
+skipped one by one, as in trace/pickles.py.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _Array = np.ndarray[Any, Any]
 
 
 def load_events_apart(data: bytes) -> tuple[object, CutEvents]:
-    """Return the value in `data`, with `CutRange`s in place of events, and the events. Raises NotRegular: use
-    `load_plain`, which reports any error of the file; MemoryError: out of host memory."""
+    """Return the value in the pickle `data`, with a `CutRange` in place of each run of events, and the events. Raises
+    NotRegular: `load_plain` must be used, which reports any error of the file; MemoryError: out of host memory."""
     try:
         return _Cutter(data).load()
     except (NotRegular, MemoryError):
@@ -62,15 +62,15 @@ class _Cutter:
         self.data = data
         self.rows = EventColumns()
         self.forms = Forms(data, self.rows)
-        self.position = 0  # opcodes before this position are done
+        self.position = 0  # opcodes before this position are copied or cut
         self.memo_size = 0  # entries in the memo
         self.num_tuples = 0
         self.output: list[bytes] = []
         self.has_learned = False  # whether `forms` knows more than when the batch was parsed
-        self.index_by_list: dict[bytes, int] = {}  # numbers of lists by their bytes, which hold references alone
+        self.index_by_list: dict[bytes, int] = {}  # indices of lists by their bytes, which hold only references
         self.list_entries: list[int] = [0]  # for each list, a memo entry that holds it; 0: none yet
         self.tails: list[bytes] = [b""]  # for each list, the opcodes that put it into the memo again
-        self.list_by_entry = np.full(1 << 16, -1, np.int32)  # by memo entry: the number of its list; -1: unknown
+        self.list_by_entry = np.full(1 << 16, -1, np.int32)  # by memo entry: the index of its list; -1: unknown
 
     def load(self) -> tuple[object, CutEvents]:
         """Return the value and the events: see `load_events_apart`."""
@@ -80,13 +80,13 @@ class _Cutter:
             raise NotRegular("it is truncated")
         get_opcodes = b"".join(_make_get_opcode(source) for source in self.list_entries[1:])
         self.output.append(b"(" + get_opcodes + b"l\x86.")
-        rest = b"".join(self.output)
+        remaining_pickle = b"".join(self.output)
         self.output.clear()
-        value, lists = _Unpickler(io.BytesIO(rest)).load()
+        value, lists = _Unpickler(io.BytesIO(remaining_pickle)).load()
         return value, CutEvents(self.rows, [[], *lists])
 
     def _find_event_prefix(self) -> bytes:
-        """Return the bytes that begin every event; walk the opcodes before the first event."""
+        """Return the bytes with which every event begins; copy the opcodes before the first event."""
         if self.data[:1] != b"\x80" or self.data[1] < 4:
             raise NotRegular("the memo is not numbered in order")
         while True:
@@ -101,14 +101,14 @@ class _Cutter:
     # -- between the events ------------------------------------------------------------------------------------------
 
     def _copy_opcodes(self, limit: int) -> None:
-        """Copy opcodes for the unpickler until an opcode begins at `limit` or behind it."""
+        """Copy opcodes to the remaining pickle, up to the first that begins at or after position `limit`."""
         data, position, match_run, out = self.data, self.position, _RUN.match, self.output
-        begin = last = position
+        begin = last_begin = position
         while position < limit:
             code = data[position]
             match = match_run(data, position, limit)
             if match is not None and match.end() > position:
-                last, position = position, match.end()
+                last_begin, position = position, match.end()
                 continue
             if code == MEMOIZE:
                 self.memo_size += 1
@@ -131,7 +131,7 @@ class _Cutter:
                 break
             else:
                 if code in b"t\x85\x86\x87":
-                    pair = _ENDS_IN_PAIR.fullmatch(data, last, position) if code == 0x86 else None
+                    pair = _ENDS_IN_PAIR.fullmatch(data, last_begin, position) if code == 0x86 else None
                     self.num_tuples += pair is None
                     if self.num_tuples > MAX_TUPLES:
                         raise NotRegular("many tuples")
@@ -144,8 +144,8 @@ class _Cutter:
 
     # -- the events --------------------------------------------------------------------------------------------------
 
-    def _cut_all(self, event: re.Pattern[bytes]) -> None:
-        positions: Iterator[int] = (match.start() for match in event.finditer(self.data, self.position))
+    def _cut_all(self, event_pattern: re.Pattern[bytes]) -> None:
+        positions: Iterator[int] = (match.start() for match in event_pattern.finditer(self.data, self.position))
         size = _FIRST_BATCH
         candidates: list[int] = []
         while True:
@@ -156,17 +156,17 @@ class _Cutter:
             size = _FIRST_BATCH if self.has_learned else min(2 * size, _BATCH)
 
     def _cut_batch(self, positions: list[int], *, is_last: bool) -> int:
-        """Cut out the regular events of these candidates. Return how many candidates are done before a new form was
-        learned.
+        """Cut out the regular events among the candidates at `positions`, until a new form is found. Return how many
+        candidates are done.
 
-        The end of a list is known from the next candidate: the last candidate waits for the next batch.
+        An inline list ends at the next candidate, so that the last candidate is left for the next batch.
         """
         self.has_learned = False
         batch = self.forms.parse(np.array(positions, np.int64), self.memo_size)
         is_adjacent = np.append(batch.ok[:-1] & batch.ok[1:] & (batch.end[:-1] == batch.start[1:]), False)
         run_ends = (np.flatnonzero(~is_adjacent) + 1).tolist()  # ends of runs, in order
         ok = batch.ok.tolist()
-        index, next_end, count = 0, 0, len(positions)
+        index, run_index, count = 0, 0, len(positions)
         while index < count:
             start = positions[index]
             if self.has_learned or self.data[self.position] == STOP:
@@ -176,9 +176,9 @@ class _Cutter:
             elif start > self.position:
                 self._copy_opcodes(start)
             elif ok[index]:
-                while run_ends[next_end] <= index:
-                    next_end += 1
-                end = self._cut_run(batch, index, run_ends[next_end])
+                while run_ends[run_index] <= index:
+                    run_index += 1
+                end = self._cut_run(batch, index, run_ends[run_index])
                 if end == index:
                     ok[index] = False
                 else:
@@ -195,8 +195,8 @@ class _Cutter:
         return index
 
     def _cut_run(self, batch: Batch, begin: int, end: int) -> int:
-        """Cut a run of regular events, but keep events with a new list. Return the end of the run (exclusive), which is
-        earlier if a list holds more than references."""
+        """Cut out the events `begin` to `end` (exclusive) that have no new list. Return the end: a lower one if a list
+        holds other values than references."""
         is_inline = (batch.reference[begin:end] < 0) & (batch.frames[begin:end] > 0)
         stacks = np.zeros(end - begin, np.int64)
         new_rows: list[int] = []
@@ -229,9 +229,9 @@ class _Cutter:
         return end
 
     def _number_lists(self, rows: list[int], starts: list[int], stops: list[int], new_rows: list[int]) -> list[int]:
-        """Return the number of each list of the rows `rows`, up to the first list that holds more than references.
+        """Return the indices of the lists of `rows`, up to the first list that holds other values than references.
 
-        Lists are bytes `starts` to `stops` of the file; rows with a new list are appended to `new_rows`.
+        `starts` and `stops` are the positions of the lists; rows with a new list are appended to `new_rows`.
         """
         data, index_by_list = self.data, self.index_by_list
         numbers = []
@@ -253,7 +253,7 @@ class _Cutter:
         self.output.append(self.data[int(batch.start[begin]) : int(batch.end[end - 1])])
 
     def _cut_rows(self, batch: Batch, begin: int, end: int, inline: _Array, stacks: _Array, list_entry: _Array) -> None:
-        """Cut events whose lists are all known, or references."""
+        """Cut out the events `begin` to `end`, whose lists are known or references; keep them if they are few."""
         self.list_by_entry[list_entry[inline]] = stacks[inline]
         if end - begin < _MIN_RUN:
             self._keep_events(batch, begin, end)
@@ -282,7 +282,7 @@ class _Cutter:
 
 
 def _make_get_opcode(entry: int) -> bytes:
-    """Return the opcode that loads this entry of the memo."""
+    """Return the opcode that loads memo entry `entry`."""
     return bytes((GET, entry)) if entry < 256 else struct.pack("<ci", b"j", entry)
 
 

@@ -1,4 +1,4 @@
-"""Read a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`) without torch, and without trusting the file.
+"""Reads a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`) without torch, from an untrusted file.
 
 All versions since torch 2.0 are supported: the dictionary with `segments` and `device_traces`, and the bare list of
 segments that `torch.cuda.memory_snapshot()` returns. Every field that the analysis uses is checked; fields of newer
@@ -62,7 +62,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
-    """Return the snapshot in `data`; errors call it `name`. Raises UsageError: the data is no snapshot."""
+    """Return the snapshot in the bytes `data`; errors name the file `name`. Raises UsageError: it is no snapshot."""
     for magic, format_name in COMPRESSED.items():
         if data.startswith(magic):
             raise UsageError(f"the snapshot is compressed ({format_name})", value=name, hint="unpack it first")
@@ -92,11 +92,11 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
 
 
 class _WrongStructure(Exception):
-    """A field has a wrong type or value."""
+    """A field of a snapshot has a wrong type or value."""
 
 
 class _SnapshotReader:
-    """Converts plain values to records; equal frames and stacks are created once.
+    """Converts an unpickled snapshot to records; equal frames and stacks are created once.
 
     The file's `size` in bytes limits the number of records; `cut` has events that are already columns.
     """
@@ -140,7 +140,7 @@ class _SnapshotReader:
         return snapshot
 
     def number_stacks(self, cut: CutEvents) -> None:
-        """Renumber the stacks and pools of events that were cut out, so that all devices have the same numbers."""
+        """Change the stack and pool indices of `cut` to those of `self.events`, which all devices share."""
         stacks = array("I", [self.events.stack(self.get_stack(raw)) for raw in cut.lists])
         cut.rows.stacks = array("I", map(stacks.__getitem__, cut.rows.stacks))
         pools = array("I", map(self.events.pool, cut.rows.pool_ids))
@@ -158,7 +158,7 @@ class _SnapshotReader:
         return columns
 
     def copy_plain(self, raw: object, description: str, *, depth: int = 1) -> dict[str, object]:
-        """Return a mapping with its plain values, and containers in it down to `depth`: they may contain themselves."""
+        """Return the dictionary `raw` with its plain values, and those of dictionaries in it down to `depth` levels."""
         item = _check_mapping(raw, description)
         self.charge_bytes(_RECORD_BYTES * len(item))
         plain_values: dict[str, object] = {}
@@ -275,7 +275,7 @@ class _SnapshotReader:
 
 
 def _describe_value(value: object) -> str:
-    """Return a value for a message; containers and huge numbers by their type, since their text can be endless."""
+    """Return `value` as text for an error message; containers and huge integers by type only."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 128):

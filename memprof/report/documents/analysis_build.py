@@ -107,7 +107,7 @@ def find_moment(recording: Recording, at: str) -> tuple[str, int]:
     if at == "end":
         return at, recording.end
     if at == "oom":
-        refused = recording.events.places(OOM)
+        refused = recording.events.find_indices(OOM)
         if not refused:
             problem = f"the recording of device {recording.device} holds no out-of-memory error"
             raise UsageError(problem, value="--at oom", hint="--at peak or --at end; --device chooses another device")

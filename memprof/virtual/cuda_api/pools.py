@@ -134,8 +134,8 @@ class GraphsAndPools(Extension):
 
         classes = {"CUDAGraph": graph, "MemPool": pool, "use_mem_pool": use_mem_pool, "graph_pool_handle": pools.create}
         for owner in (torch.cuda, torch.cuda.graphs, torch.cuda.memory):
-            for name, value in classes.items():
+            for name, replacement in classes.items():
                 if hasattr(owner, name):
-                    yield owner, name, value
+                    yield owner, name, replacement
         if not cuda.host_empty_cache.exists():  # a CPU build, where torch.cuda.graph calls this function
             yield cuda.host_empty_cache.patch(lambda: None)

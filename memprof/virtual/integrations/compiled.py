@@ -197,12 +197,12 @@ def allocate_block_mask(*args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     arguments = bound.arguments
     size, queries, keys = arguments["BLOCK_SIZE"], arguments["Q_LEN"], arguments["KV_LEN"]
-    rows, columns = (size, size) if isinstance(size, int) else size
-    shape = (arguments["B"] or 1, arguments["H"] or 1, -(-queries // rows), -(-keys // columns))
+    q_size, k_size = (size, size) if isinstance(size, int) else size
+    shape = (arguments["B"] or 1, arguments["H"] or 1, -(-queries // q_size), -(-keys // k_size))
     device = torch.accelerator.current_accelerator() if arguments["device"] is None else arguments["device"]
     partial, full = (torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2))
     blocks = (partial, full if arguments.get("separate_full_blocks", True) else None)
-    return dispatch.create_sparse_block_from_block_mask(blocks, arguments["mask_mod"], (queries, keys), rows, columns)
+    return dispatch.create_sparse_block_from_block_mask(blocks, arguments["mask_mod"], (queries, keys), q_size, k_size)
 
 
 def _make_flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ _array_interface: Any = torch.Tensor.__cuda_array_interface__
 
 
 class CudaInterop(Extension):
-    """Patches of the functions by which torch passes tensors, or CUDA code of the program, to CUDA."""
+    """Patches of functions that pass tensors to other CUDA libraries, compile kernels, or replace the allocator."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Yield the patches. Kernels compiled at run time are skipped if `passes_kernels` is set; else they raise."""

@@ -60,13 +60,14 @@ class Interchange:
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
         )
-        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._pinned_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._shared_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def share_state(self, other: Interchange) -> None:
         """Share the state of `other`, the interchange of another thread."""
         self.checkpoints, self.safetensors = other.checkpoints, other.safetensors
-        self._pages, self._pinned, self._shared = other._pages, other._pinned, other._shared
+        self._pages = other._pages
+        self._pinned_storages, self._shared_storages = other._pinned_storages, other._shared_storages
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return for each torch function the method that the function mode calls in its place."""
@@ -105,7 +106,7 @@ class Interchange:
         yield _patch_pickled_function(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
 
     def read_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the values of `tensor`: unknown ones by policy, one expanded element if it is large."""
+        """Return the values of `tensor`: unknown ones by policy, and as one expanded element if it is large."""
         with torch.DisableTorchFunction():
             if not tensor.is_meta:
                 return tensor
@@ -187,20 +188,20 @@ class Interchange:
     def mark_pinned(self, tensors: Any) -> None:
         """Record that `tensors`, a tensor or a nested collection of tensors, are in pinned memory."""
         for tensor in find_tensors(tensors):
-            self._pinned.add(tensor.untyped_storage())
+            self._pinned_storages.add(tensor.untyped_storage())
 
     def _is_pinned(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         with torch.DisableTorchFunction():
-            return tensor.untyped_storage() in self._pinned
+            return tensor.untyped_storage() in self._pinned_storages
 
     @_override_for_meta(torch.Tensor.share_memory_)
     def _share_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._shared.add(tensor.untyped_storage())  # no change for a GPU tensor: all GPU memory is shareable
+        self._shared_storages.add(tensor.untyped_storage())  # no change for a GPU tensor: all GPU memory is shareable
         return tensor
 
     @_override_for_meta(torch.Tensor.is_shared)
     def _is_shared(self, tensor: torch.Tensor) -> bool:
-        return is_gpu(self._device_state.device_of(tensor)) or tensor.untyped_storage() in self._shared
+        return is_gpu(self._device_state.device_of(tensor)) or tensor.untyped_storage() in self._shared_storages
 
     def _reduce(self, tensor: torch.Tensor, protocol: Any) -> Any:
         """Return the result of `__reduce_ex__`; a virtual tensor is pickled as layout, device and known values."""

@@ -23,14 +23,14 @@ class CollectiveCall(NamedTuple):
 
     group: str
     ranks: tuple[int, ...]  # global ranks, in the group's order
-    number: int  # number of earlier calls of the group on this rank
+    call_index: int  # number of earlier calls of the group on this rank
     name: str  # all_reduce, and so on
     detail: str  # the reduction, or the source or destination rank
     dtype: str
     send_counts: tuple[int, ...]  # number of elements that are sent to each rank of the group
     receive_counts: tuple[int, ...]  # number of elements that are received from each rank
-    text: str  # the call in words
-    line: str  # of the program: `file:line function`
+    description: str  # the call in words
+    line: str  # line of the program: `file:line function`
 
     @property
     def signature(self) -> tuple[str, str, str]:
@@ -40,7 +40,7 @@ class CollectiveCall(NamedTuple):
     @property
     def collective_id(self) -> tuple[str, tuple[int, ...], int]:
         """Return an identifier of the collective, equal for the calls of all its ranks."""
-        return self.group, self.ranks, self.number
+        return self.group, self.ranks, self.call_index
 
 
 class Channel:

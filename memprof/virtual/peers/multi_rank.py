@@ -180,9 +180,9 @@ class MultiRankBackend(SingleRankBackend):
             dtypes = ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
         repeat_text = f"{len(tensors)} x " if len(tensors) > 1 else ""
         tensors_text = f" of {repeat_text}{' and '.join(shapes[:3])} {dtypes}" if tensors else ""
-        text = f"{name}{tensors_text}" + (f", {detail}" if detail else "")
+        summary = f"{name}{tensors_text}" + (f", {detail}" if detail else "")
         return CollectiveCall(
-            *key, call_index, name, detail, dtypes, tuple(send_counts), tuple(receive_counts), text, program_line()
+            *key, call_index, name, detail, dtypes, tuple(send_counts), tuple(receive_counts), summary, program_line()
         )
 
     def _split_if_known(self, parts: Parts, group: GroupRank) -> Sequence[torch.Tensor]:
