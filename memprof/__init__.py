@@ -1,4 +1,4 @@
-"""memprof: where the memory of a PyTorch run goes, without a GPU and with one.
+"""memprof: shows where the GPU memory of a PyTorch run goes, simulated without a GPU or measured on one.
 
     with memprof.virtual_gpu("h100-80gb") as gpu:
         ...            # your code, unmodified; "cuda" is the virtual GPU
@@ -7,16 +7,16 @@
     with memprof.virtual_gpus(8, rank=3) as gpus:
         ...            # several GPUs of one process, or one rank of several
 
-    memprof.profile(train_step, model, optimizer, batch)  # a function, run twice on a virtual GPU: its report
+    memprof.profile(train_step, model, optimizer, batch)  # report on a function, run twice on a virtual GPU
 
-    memprof.apply(model, ["chunked-loss"])  # fixes, in your own model
+    memprof.apply(model, ["chunked-loss"])  # apply fixes to your own model
 
-    memprof.load("run.memprof")  # a capture or a report that was saved
+    memprof.load("run.memprof")  # read a saved capture or report
 
     @memprof.stub("package.module.name", source=...)  # for a package that cannot be installed without a GPU
     def name(...): ...
 
-The public names are imported when first used, so that `import memprof` costs nothing. docs/python.md has them all.
+Public names are imported when first used, so that `import memprof` is fast. docs/python.md lists all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors for users: a problem, the offending value, and what to do about it.
+"""Exceptions whose messages are for users: the problem, the offending value, and what to do about it.
 
 Every error that a user can cause is a `MemprofError`. The command line catches it once (cli/options.py), prints its
 lines to stderr and exits with `exit_code`; a traceback appears only with `--debug`.

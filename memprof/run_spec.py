@@ -1,4 +1,4 @@
-"""The description of a script's run: one frozen value, as `TargetSpec` is of a model that memprof builds.
+"""The options of a script's run in one frozen dataclass, like `TargetSpec` for a model that memprof builds.
 
 Every option that affects the result of a run is a field. Code that runs the script again, or prints the command, uses
 the whole object, so that no option is lost. To add an option of `memprof run`, add a field.

@@ -1,3 +1,3 @@
-"""The release."""
+"""The version of memprof."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Simulated addresses of cudaMalloc: of free blocks of equal size, the allocator uses the one at the lowest address."""
+"""Simulated addresses of cudaMalloc's memory: of free blocks of equal size, the allocator uses the lowest address."""
 
 from __future__ import annotations
 

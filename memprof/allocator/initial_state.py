@@ -1,14 +1,14 @@
 """The allocator's state at the beginning of a snapshot's recording: the final state, with all events undone.
 
 A snapshot holds the final segments and the events before. Undoing the events from the last to the first gives the
-segments and live blocks of the beginning; the ranges between live blocks were free blocks, because free neighbours
+segments and live blocks of the beginning; the ranges between live blocks were free blocks, because adjacent free blocks
 always merge.
 
 Two things are not always recorded. Where the address space of an expandable segment begins: the lowest known address of
 the segment is used. And the size of a block that was live at the beginning and freed later: a block of the large pool
 keeps up to 1 MiB beyond its request (from max_split_size on, its entire segment):
 * the range after the block is at most 1 MiB: it belongs to the block, as no free block of the large pool is so small;
-* an allocation was made in that range while the block lived: it starts where the block ends;
+* an allocation was made in that range while the block was live: it starts where the block ends;
 * otherwise the block is assumed to end where its request does (`num_ambiguous` counts these).
 """
 

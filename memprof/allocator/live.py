@@ -1,4 +1,4 @@
-"""The allocator of a run in progress, for programs that read memory statistics."""
+"""Replay of a run that is still in progress, so that the program can read its own memory statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The out-of-memory error: its values, and its message in each torch release.
+"""The out-of-memory error that ends a run: the message's wording in each torch release, and the byte values in it.
 
 Source: `malloc` of c10/cuda/CUDACachingAllocator.cpp, and the strings of the official wheels.
 """

@@ -1,4 +1,4 @@
-"""Replay of a run on one GPU: its memory, whether it fits, and its out-of-memory error if it does not."""
+"""Replay of a run on one GPU: the memory that it needs, whether it fits, and the error that ends it if it does not."""
 
 from __future__ import annotations
 

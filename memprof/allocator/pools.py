@@ -1,4 +1,4 @@
-"""The pools of small and large blocks, and the layout of segments in the form of a snapshot."""
+"""Memory pools (default and private), each with a small and a large size class, and their segments as a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between torch releases in the caching allocator: messages, and which settings exist.
+"""Differences between torch releases: error messages, allowed values of settings, lifetime of cuBLAS workspaces.
 
 The values come from the sources and the strings of the official wheels 2.0.1 to 2.15.0. A release between two
 inspected ones is assumed to agree with the earlier one unless a note says otherwise.

@@ -1,4 +1,4 @@
-"""Settings of a replay: the torch release, the allocator settings, and where these come from."""
+"""The settings that a run is replayed with: the torch release, the allocator settings, and where they come from."""
 
 from __future__ import annotations
 

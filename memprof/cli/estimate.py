@@ -1,4 +1,4 @@
-"""`memprof estimate`: the memory of a model by a closed form, without a run."""
+"""`memprof estimate`: the memory of a model by formulas, without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on stderr of long calls: on a terminal one line, redrawn; in a pipe plain lines.
+"""Display of a long command's progress on stderr: one redrawn line on a terminal, plain lines in a pipe.
 
 A line has the current work, its progress if known (flows/progress.py), and the elapsed seconds.
 """

@@ -1,4 +1,4 @@
-"""Limit on the memory that reading files may use, set by `--max-memory` and enforced by the system.
+"""Limit on the memory that memprof may use to read files (`--max-memory`), enforced by the operating system.
 
 A small file can make a reader allocate any amount. Readers check file sizes first; the limit stops the remaining cases.
 """

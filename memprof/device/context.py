@@ -1,6 +1,6 @@
-"""Memory of a process on a GPU besides torch's allocator: CUDA's context, kernels and libraries' own memory.
+"""Memory of a process on a GPU outside torch's allocator: the CUDA context, loaded kernels, memory of libraries.
 
-This memory is part of device memory used, never of reserved. It differs by GPU, driver and called functions; the sizes
+It is part of device memory used, but not of reserved memory. It differs by GPU, driver and called functions; the sizes
 here are for drivers that load a kernel at its first call, as drivers do since CUDA 11.7.
 """
 

@@ -1,4 +1,4 @@
-"""GPUs that CUDA shows to this process."""
+"""The GPUs that are visible to this process (CUDA_VISIBLE_DEVICES)."""
 
 from __future__ import annotations
 

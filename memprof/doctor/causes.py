@@ -1,4 +1,4 @@
-"""The cause of a failed allocation of device memory, from the sizes in the message."""
+"""Diagnosis of why a GPU allocation failed, from the sizes in the error message."""
 
 from __future__ import annotations
 

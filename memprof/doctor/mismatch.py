@@ -1,4 +1,4 @@
-"""Errors about tensors on two devices: devices, argument, and advice."""
+"""Diagnosis of errors about tensors on two devices: the devices, the operator's argument, and advice."""
 
 from __future__ import annotations
 

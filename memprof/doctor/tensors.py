@@ -1,7 +1,7 @@
 """Search for the tensor of a failed allocation: its bytes, factorized over the dimensions of a model.
 
-A candidate has a weight in bits: how unlikely a random size would match as well. A range of w integers has a multiple
-of 2^k with probability w / 2^k: 131,072 tokens of 151,936 logits are strong evidence, 130,989 tokens almost none.
+A candidate's weight, in bits, measures how unlikely it is that a random size matches as well. A range of w integers has
+a multiple of 2^k with probability w / 2^k, so 131,072 tokens of 151,936 logits are strong evidence, 130,989 weak.
 Evidence from the traceback is added.
 """
 

@@ -1,4 +1,4 @@
-"""The rows and columns of the table of an estimate: methods (inference, LoRA, full training, ...) and dtypes."""
+"""Rows and columns of the estimate's table: methods (inference, LoRA, full training, ...) and dtypes."""
 
 from __future__ import annotations
 

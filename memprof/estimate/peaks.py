@@ -1,7 +1,7 @@
-"""The moments that may be the peak of a run, with the live bytes at each: the closed form.
+"""Formulas for the live bytes at each moment that may be the peak of a run.
 
-The estimate is the moment with the largest sum of terms. Terms have the names of the ledger's categories. Moments of
-training are in training.py.
+The estimate is the largest sum over all moments. Its terms have the names of the ledger's categories. training.py has
+the moments of training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The share of one rank in model, batch and step, for the plans of `--parallel`."""
+"""The part of the model, the batch and the step that one rank of a parallel run has, for the plans of `--parallel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a layer, operator by operator, without torch: saved tensors, and the maximum of live bytes.
+"""Record of a layer's operators without torch, which yields the tensors saved for backward and the peak of live bytes.
 
 Sizes are bytes for all tokens of a micro-batch. An operator saves the tensors in its derivative's formula
 (tools/autograd/derivatives.yaml of PyTorch), and only if an input requires a gradient; a tensor that several operators

@@ -1,13 +1,13 @@
-"""Findings: problems of a run, with bytes and evidence. Each file has a rule; `find_all` applies all rules."""
+"""Findings: a run's memory problems, with bytes and evidence. Each file has one rule; `find_all` applies all rules."""
 
 from memprof.findings.finding import Context, Evidence, Finding, Severity
 
 __all__ = ["Context", "Evidence", "Finding", "Severity", "find_all"]
 
 
-def find_all(context: Context, *, deciding: bool = False) -> list[Finding]:
-    """Return the findings of all rules, or, if `deciding`, of the rules that guide a search (see `rule`): errors
-    first, then by bytes; findings without bytes are the last of their severity."""
-    from memprof.findings.rules import ask_all  # here: who shows findings needs none of the rules
+def find_all(context: Context, *, for_search: bool = False) -> list[Finding]:
+    """Return the findings of all rules, errors first, then by bytes, the most first; no bytes count as 0. If
+    `for_search`, apply only the rules that guide a search for fixes (`rule(..., guides_search=True)`)."""
+    from memprof.findings.rules import apply_rules  # here: code that only displays findings imports no rules
 
-    return ask_all(context, deciding=deciding)
+    return apply_rules(context, for_search=for_search)

@@ -1,4 +1,4 @@
-"""Attention scores and masks that exist in memory: their size grows with the square of the sequence length."""
+"""Rule `attention-scores`: materialized attention scores and masks, whose size is quadratic in sequence length."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-MIN_LENGTH = 256  # shorter sequences have small scores, and are easily taken for head dimensions
+MIN_LENGTH = 256  # shorter sequences have small scores, and a length may equal a head dimension
 
-MIN_SHARE = 0.05
-MIN_BYTES = GIB  # found when above one of the two
+MIN_SHARE = 0.05  # of the peak; reported if scores and masks take more than this share, or MIN_BYTES
+MIN_BYTES = GIB
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
-_IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
+_IMAGE_OPS = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 
 @rule(110)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
-    trace, lives = context.ledger.trace, context.lives
-    kinds = score_storages(context)
-    if not kinds:
+    """Return one finding for scores and masks together; `num_bytes`: maximum of the bytes that are live at once."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    labels = find_score_storages(context)
+    if not labels:
         return []
-    most = lives.most(kinds)
+    max_live = lifetimes.find_max_live(labels)
     peak_bytes = context.ledger.peak_bytes
-    if most.num_bytes < MIN_BYTES and most.num_bytes <= MIN_SHARE * peak_bytes:
+    if max_live.num_bytes < MIN_BYTES and max_live.num_bytes <= MIN_SHARE * peak_bytes:
         return []
-    scores = lives.sum_bytes(index for index in most.storages if kinds[index] == "scores")
-    masks = most.num_bytes - scores
-    largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
-    what = "scores" if scores >= masks else "masks"
-    shares = f"{format_bytes(scores)} scores, {format_bytes(masks)} masks"
+    score_bytes = lifetimes.sum_bytes(index for index in max_live.storages if labels[index] == "scores")
+    mask_bytes = max_live.num_bytes - score_bytes
+    largest = trace.storages[max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)]
+    main_kind = "scores" if score_bytes >= mask_bytes else "masks"
+    bytes_text = f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks"
     title = (
-        f"Attention {what} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
-        f"{evidence.plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} live at once ({shares}; "
-        f"{evidence.percent(most.num_bytes, peak_bytes)} of the peak's size)"
+        f"Attention {main_kind} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
+        f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once "
+        f"({bytes_text}; {evidence.percent(max_live.num_bytes, peak_bytes)} of the peak's size)"
     )
-    at_peak = lives.at(context.ledger.peak_event, kinds)
-    such = evidence.plural(len(at_peak.storages), "such tensor")
+    at_peak = lifetimes.find_live(context.ledger.peak_event, labels)
+    count_text = evidence.plural(len(at_peak.storages), "such tensor")
     lines = [
-        *evidence.tensors_evidence(context, kinds, most.event, kinds.__getitem__),
-        Evidence(f"{such} with {format_bytes(at_peak.num_bytes)} live at the peak", num_bytes=at_peak.num_bytes),
+        *evidence.tensors_evidence(context, labels, max_live.event, labels.__getitem__),
+        Evidence(f"{count_text} with {format_bytes(at_peak.num_bytes)} live at the peak", num_bytes=at_peak.num_bytes),
     ]
     fixes = evidence.suggest_fixes(context, "attention-scores")
-    if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
-        # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
+    if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in labels):
+        # Only the math backend of scaled_dot_product_attention calls this softmax: the program uses SDPA already.
         lines.append(
             Evidence(
                 "scaled_dot_product_attention took its math path: no fused kernel serves these arguments (a bias that "
@@ -59,54 +59,54 @@ def find(context: Context) -> list[Finding]:
             )
         )
         fixes = evidence.suggest_fixes(context, "attention-scores of sdpa")
-    elif "scores" in kinds.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in kinds):
-        # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
+    elif "scores" in labels.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in labels):
+        # No product of queries and keys (graph attention adds two terms): no fused kernel computes such scores.
         fixes = ()
-    return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), fixes)]
+    return [Finding("attention-scores", Severity.WARNING, title, max_live.num_bytes, tuple(lines), fixes)]
 
 
 @cache_per_context
-def score_storages(context: Context) -> dict[int, str]:
-    """Return the storages of shape [..., queries, keys], each with the label "scores" or "mask".
+def find_score_storages(context: Context) -> dict[int, str]:
+    """Return storage -> "scores" or "mask", for attention tensors of shape [..., queries, keys].
 
-    The shape alone proves nothing: features may be as many as tokens, and images have two equal sizes. Scores require a
-    softmax over [queries, keys]; in a program with images of this size, or with layers of as many outputs (a softmax
-    over prototypes), they also require as many matrix products. Masks are recognized by their dtype or single head.
+    The shape alone is ambiguous: features may be as many as tokens, and images are square. So scores require a softmax
+    of this shape and, if images or the outputs of linear layers have such sizes, also a matrix product with as many
+    elements. Masks are recognized by their dtype, or by a head dimension of 1.
     """
     trace = context.ledger.trace
-    inputs = evidence.input_shapes(context)
-    lengths = {shape[-1] for shape in inputs if shape[-1] >= MIN_LENGTH}
-    batches = {shape[0] for shape in inputs if len(shape) > 1}
+    input_shapes = evidence.find_input_shapes(context)
+    lengths = {shape[-1] for shape in input_shapes if shape[-1] >= MIN_LENGTH}
+    batches = {shape[0] for shape in input_shapes if len(shape) > 1}
     if context.context_length is not None and context.context_length >= MIN_LENGTH:
         lengths.add(context.context_length)
-    words = evidence.vocabulary(context)
-    computes = evidence.computing(trace)
-    softmax = [
+    vocabulary_size = evidence.vocab_size_of(context)
+    is_compute_phase = evidence.mask_compute_phases(trace)
+    is_softmax = [
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops
     ]
-    multiplies, draws = [op in _PRODUCTS for op in trace.ops], [op.startswith(_IMAGES) for op in trace.ops]
-    outputs = _find_layer_widths(trace)
-    products = {
+    is_product_op, is_image = [op in _PRODUCTS for op in trace.ops], [op.startswith(_IMAGE_OPS) for op in trace.ops]
+    layer_widths = _find_layer_widths(trace)
+    product_sizes = {
         math.prod(storage.shape)
         for storage in trace.storages
-        if multiplies[storage.op] and computes[storage.phase] and not storage.hidden
+        if is_product_op[storage.op] and is_compute_phase[storage.phase] and not storage.hidden
     }
-    images = {
+    image_sizes = {
         storage.shape[-2:]
         for storage, category in zip(trace.storages, context.ledger.categories, strict=True)
-        if draws[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
+        if is_image[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
     }
     candidates: list[tuple[int, Storage]] = []
-    attended: set[tuple[int, ...]] = set()  # of scores: how many there are, queries and keys
+    score_shapes: set[tuple[int, ...]] = set()  # number of elements, queries, keys
     for index, storage in enumerate(trace.storages):
         shape = storage.shape
         if (
             len(shape) < 3
             or shape[-1] < MIN_LENGTH
             or shape[-2] < MIN_LENGTH
-            or shape[-1] == words
-            or not computes[storage.phase]
+            or shape[-1] == vocabulary_size
+            or not is_compute_phase[storage.phase]
             or storage.hidden
             or index in trace.owners
         ):
@@ -114,30 +114,30 @@ def score_storages(context: Context) -> dict[int, str]:
         candidates.append((index, storage))
         # A router's softmax over [batch, tokens, experts] has keys that are no sequence length.
         size = math.prod(shape)
-        alike = shape[-2:] in images or shape[-1] in outputs
-        believed = softmax[storage.op] and (size in products or not alike)
-        if believed and (shape[-1] in lengths or shape[-2] == shape[-1]):
-            attended.add((size, *shape[-2:]))
-    places = {place[1:] for place in attended}
-    result: dict[int, str] = {}
+        is_ambiguous = shape[-2:] in image_sizes or shape[-1] in layer_widths
+        is_score = is_softmax[storage.op] and (size in product_sizes or not is_ambiguous)
+        if is_score and (shape[-1] in lengths or shape[-2] == shape[-1]):
+            score_shapes.add((size, *shape[-2:]))
+    query_key_shapes = {score_shape[1:] for score_shape in score_shapes}
+    labels: dict[int, str] = {}
     for index, storage in candidates:
         shape = storage.shape
         # [batch, tokens, features] with as many features as tokens is not [batch * heads, queries, keys].
-        plain = len(shape) == 3 and shape[0] in batches
-        if (math.prod(shape), *shape[-2:]) in attended:
-            if not plain or softmax[storage.op]:
-                result[index] = "mask" if _is_mask(trace, storage) else "scores"
+        may_be_features = len(shape) == 3 and shape[0] in batches
+        if (math.prod(shape), *shape[-2:]) in score_shapes:
+            if not may_be_features or is_softmax[storage.op]:
+                labels[index] = "mask" if _is_mask(trace, storage) else "scores"
             continue
-        long = len(shape) >= 4 and shape[-2] in lengths and shape[-1] in lengths
-        if (long or shape[-2:] in places) and _is_mask(trace, storage):
-            result[index] = "mask"
-    return result
+        has_known_lengths = len(shape) >= 4 and shape[-2] in lengths and shape[-1] in lengths
+        if (has_known_lengths or shape[-2:] in query_key_shapes) and _is_mask(trace, storage):
+            labels[index] = "mask"
+    return labels
 
 
 def _find_layer_widths(trace: Trace) -> set[int]:
-    """Return the numbers of columns that products of two matrices have, and that no batched product (scores) has."""
-    wide = {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _LINEAR and len(storage.shape) == 2}
-    return wide - {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _PRODUCTS - _LINEAR}
+    """Return the output widths of linear layers: columns of 2-D matrix products, if no batched product has as many."""
+    widths = {s.shape[-1] for s in trace.storages if trace.op(s) in _LINEAR and len(s.shape) == 2}
+    return widths - {s.shape[-1] for s in trace.storages if trace.op(s) in _PRODUCTS - _LINEAR}
 
 
 def _is_mask(trace: Trace, storage: Storage) -> bool:

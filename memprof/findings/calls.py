@@ -1,4 +1,4 @@
-"""Consecutive calls of a model without a backward in between: evaluation loops."""
+"""Evaluation loops: consecutive calls of a model without a backward pass or optimizer step in between."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from memprof.trace.events import Forward, PhaseKind, Trace
 _TRAINING = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
 
 
-def training_times(trace: Trace) -> list[int]:
-    """Return the events at which a backward or an optimizer's step begins."""
+def find_training_events(trace: Trace) -> list[int]:
+    """Return the event indices at which backward passes and optimizer steps begin."""
     return [time for time, phase in trace.list_phase_begins() if phase.kind in _TRAINING]
 
 
-def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
-    """Return the loops among the `wanted` calls: calls of one module without a backward or optimizer step between."""
-    trained = training_times(trace)
+def find_call_loops(trace: Trace, is_included: Callable[[Forward], bool]) -> list[list[Forward]]:
+    """Return the loops of calls that `is_included` accepts: consecutive calls of one module, without training."""
+    trained_at = find_training_events(trace)
     open_loops: dict[int, list[Forward]] = {}
-    result: list[list[Forward]] = []
+    loops: list[list[Forward]] = []
     for forward in trace.forwards:
-        if not wanted(forward):
+        if not is_included(forward):
             open_loops.pop(forward.module, None)
             continue
         loop = open_loops.get(forward.module)
-        if loop is None or bisect.bisect(trained, loop[-1].begin) != bisect.bisect(trained, forward.begin):
+        if loop is None or bisect.bisect(trained_at, loop[-1].begin) != bisect.bisect(trained_at, forward.begin):
             loop = open_loops[forward.module] = []
-            result.append(loop)
+            loops.append(loop)
         loop.append(forward)
-    return result
+    return loops
 
 
-def made_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
-    """Return the storages on the GPU that were made from event `begin` to before `end`: storages without a role outside
-    the KV cache, or, with `caches`, all storages of the KV cache."""
-    trace, births, categories = context.ledger.trace, context.lives.births, context.ledger.categories
+def new_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:
+    """Return the GPU storages that were allocated from event index `begin` until before `end`: those of the KV cache if
+    `caches`, else those with neither a role nor a place in the KV cache."""
+    trace, births, categories = context.ledger.trace, context.lifetimes.births, context.ledger.categories
     return [
         index
         for index, storage in enumerate(trace.storages)

@@ -1,4 +1,4 @@
-"""Compiled code that saves more for its backward than eager code."""
+"""Rule `compiled-keeps`: torch.compile's code saves more tensors for the backward pass than eager code would."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
 MIN_SHARE = 0.05  # of the peak
-MOST_SHOWN = 4
-_SETTINGS = "torch._functorch.config"
+MAX_SHOWN = 4
+_CONFIG_MODULE = "torch._functorch.config"
 
 
 @rule(116)
 def find(context: Context) -> list[Finding]:
-    """Find graphs that save more than eager code; `num_bytes` is the difference for the calls live at the peak.
+    """Return at most one finding; `num_bytes` is the difference to eager code, for the calls live at the peak.
 
-    Calls of a graph are counted by the results that the graph saves: buffers of one line, operator and size.
+    A graph's live calls are counted by its saved results: live storages of the same operator, source line and size.
     """
     ledger = context.ledger
     trace = ledger.trace
-    kept: dict[int, list[CompiledSavedTensors]] = {}
+    saved: dict[int, list[CompiledSavedTensors]] = {}
     for one in trace.compiled_keeps:
-        kept.setdefault(one.graph, []).append(one)
-    if not kept:
+        saved.setdefault(one.graph, []).append(one)
+    if not saved:
         return []
-    results = {(one.op, one.source, one.num_bytes) for one in trace.compiled_keeps}
+    result_keys = {(one.op, one.source, one.num_bytes) for one in trace.compiled_keeps}
     keys = {
         index: (trace.op(storage), trace.source_line(storage) or "", storage.num_bytes)
         for index, storage in enumerate(trace.storages)
         if not storage.hidden
     }
-    made = [index for index, key in keys.items() if key in results]
-    alive = Counter(keys[index] for index in context.lives.at(ledger.peak_event, made).storages)
+    candidates = [index for index, key in keys.items() if key in result_keys]
+    live = Counter(keys[index] for index in context.lifetimes.find_live(ledger.peak_event, candidates).storages)
     calls = {
-        graph: max((alive[one.op, one.source, one.num_bytes] // one.times for one in found), default=0)
-        for graph, found in kept.items()
+        graph: max((live[one.op, one.source, one.num_bytes] // one.times for one in tensors), default=0)
+        for graph, tensors in saved.items()
     }
-    more = sum(found[0].more_bytes * calls[graph] for graph, found in kept.items())
-    if more < max(MIN_BYTES, MIN_SHARE * ledger.peak_bytes):
+    excess = sum(tensors[0].more_bytes * calls[graph] for graph, tensors in saved.items())
+    if excess < max(MIN_BYTES, MIN_SHARE * ledger.peak_bytes):
         return []
-    shown = [(one, one.times * calls[graph]) for graph, found in kept.items() for one in found if calls[graph]]
+    shown = [(one, one.times * calls[graph]) for graph, tensors in saved.items() for one in tensors if calls[graph]]
     shown.sort(key=lambda pair: -pair[0].num_bytes * pair[1])
-    share = percent(more, ledger.peak_bytes)
-    what = f"Compiled code keeps {format_bytes(more)} more for the backward"
-    title = f"{what} than eager code would ({share} of the peak)"
-    evidence = [_make_evidence(one, count) for one, count in shown[:MOST_SHOWN]]
-    return [Finding("compiled-keeps", Severity.WARNING, title, more, (*evidence, _make_fix_evidence(shown)), ())]
+    peak_share = percent(excess, ledger.peak_bytes)
+    text = f"Compiled code keeps {format_bytes(excess)} more for the backward"
+    title = f"{text} than eager code would ({peak_share} of the peak)"
+    evidence = [_make_evidence(one, count) for one, count in shown[:MAX_SHOWN]]
+    return [Finding("compiled-keeps", Severity.WARNING, title, excess, (*evidence, _make_fix_evidence(shown)), ())]
 
 
-def _make_evidence(one: CompiledSavedTensors, count: int) -> Evidence:
-    why = "the partitioner chose to keep it, and not to compute it again"
-    if one.again:
-        why = "the program's backward computes it again, which the compiler takes for the same and keeps"
-    text = f"{count} x {format_bytes(one.num_bytes)} of {one.op} at {file_and_line(one.source or None)}: {why}"
-    return Evidence(text, num_bytes=one.num_bytes, op=one.op, source=one.source or None)
+def _make_evidence(saved: CompiledSavedTensors, count: int) -> Evidence:
+    reason = "the partitioner chose to keep it, and not to compute it again"
+    if saved.again:
+        reason = "the program's backward computes it again, which the compiler takes for the same and keeps"
+    text = f"{count} x {format_bytes(saved.num_bytes)} of {saved.op} at {file_and_line(saved.source or None)}: {reason}"
+    return Evidence(text, num_bytes=saved.num_bytes, op=saved.op, source=saved.source or None)
 
 
-def _make_fix_evidence(shown: Sequence[tuple[CompiledSavedTensors, int]]) -> Evidence:
-    """Return the settings of the partitioner that reduced the saved bytes in tests."""
-    text = f"fix: {_SETTINGS}.activation_memory_budget below 1 has even products computed again"
-    if any(one.again for one, _ in shown):
-        text += f"; with {_SETTINGS}.cse = False the backward stays as it is written"
+def _make_fix_evidence(tensors_with_counts: Sequence[tuple[CompiledSavedTensors, int]]) -> Evidence:
+    """Return evidence that names the settings of torch's partitioner that reduce the saved bytes."""
+    text = f"fix: {_CONFIG_MODULE}.activation_memory_budget below 1 has even products computed again"
+    if any(tensor.again for tensor, _ in tensors_with_counts):
+        text += f"; with {_CONFIG_MODULE}.cse = False the backward stays as it is written"
     return Evidence(text)

@@ -1,4 +1,4 @@
-"""A run that does not fit the GPU: where it runs out of memory, and which category needs most."""
+"""Rule `does-not-fit`: where a run runs out of GPU memory, and how much memory each category needs."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from memprof.ledger.stages import Span, at_stage
 from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.05  # A category below this share of the peak is not worth a fix
+MIN_SHARE = 0.05  # of the peak: smaller categories are not listed, and get no fixes
 
 
 @rule(30)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for the first failed allocation; `num_bytes` is the memory that the peak lacks."""
-    usable = context.usable_bytes
+    """Return at most one finding, for the first failed allocation; `num_bytes`: reserved peak minus GPU memory."""
+    usable_bytes = context.usable_bytes
     ledger = context.ledger
-    out = ledger.out_of_memory
-    if usable is None or out is None:
+    oom = ledger.out_of_memory
+    if usable_bytes is None or oom is None:
         return []
     trace = ledger.trace
-    storage = trace.storages[out.storage]
-    needed = ledger.run.required_reserved_bytes
-    shortfall = max(needed - out.limit_bytes, 0)
-    cached = out.reserved_bytes - out.in_use_bytes
+    storage = trace.storages[oom.storage]
+    needed_bytes = ledger.run.required_reserved_bytes
+    shortfall = max(needed_bytes - oom.limit_bytes, 0)
+    cached = oom.reserved_bytes - oom.in_use_bytes
     gpu = context.gpu or "the GPU"
-    stage = stage_text(out.stage)
-    whole, least = ("the run until then", "at least ") if trace.ended_out_of_memory else ("the whole run", "")
-    where = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
+    stage = stage_text(oom.stage)
+    run_text, at_least = ("the run until then", "at least ") if trace.ended_out_of_memory else ("the whole run", "")
+    location = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
     evidence = [
         tensor_evidence(
             trace,
-            out.storage,
-            f"runs out of memory in {stage}: tried to allocate {format_bytes(out.tried_bytes)} for "
-            f"{format_shape(storage.shape)} {storage.dtype} {where}",
-            num_bytes=out.tried_bytes,
+            oom.storage,
+            f"runs out of memory in {stage}: tried to allocate {format_bytes(oom.tried_bytes)} for "
+            f"{format_shape(storage.shape)} {storage.dtype} {location}",
+            num_bytes=oom.tried_bytes,
         ),
         Evidence(
-            f"{format_bytes(out.in_use_bytes)} of {format_bytes(out.limit_bytes)} were in use, {format_bytes(cached)} "
-            f"reserved in pieces too small for this allocation, {format_bytes(out.free_bytes)} free",
-            num_bytes=out.in_use_bytes,
+            f"{format_bytes(oom.in_use_bytes)} of {format_bytes(oom.limit_bytes)} were in use, {format_bytes(cached)} "
+            f"reserved in pieces too small for this allocation, {format_bytes(oom.free_bytes)} free",
+            num_bytes=oom.in_use_bytes,
         ),
         Evidence(
-            f"{whole} reserves {format_bytes(needed)}, in {stage_text(ledger.peak_reserved_stage)}; "
+            f"{run_text} reserves {format_bytes(needed_bytes)}, in {stage_text(ledger.peak_reserved_stage)}; "
             f"{format_bytes(ledger.peak_bytes)} are allocated, in {stage_text(ledger.peak_stage)}",
-            num_bytes=needed,
+            num_bytes=needed_bytes,
         ),
     ]
     for category, num_bytes in ledger.by_category().items():
@@ -53,9 +53,9 @@ def find(context: Context) -> list[Finding]:
             share = percent(num_bytes, ledger.peak_bytes)
             evidence.append(Evidence(f"{category}: {format_bytes(num_bytes)} ({share} of the peak)", num_bytes))
     title = (
-        f"Does not fit: {gpu} is full in {stage}, trying to allocate {format_bytes(out.tried_bytes)}; the run needs "
-        f"{least}{format_bytes(needed)}, {format_bytes(shortfall)} more than the {format_bytes(out.limit_bytes)} there "
-        "are"
+        f"Does not fit: {gpu} is full in {stage}, trying to allocate {format_bytes(oom.tried_bytes)}; the run needs "
+        f"{at_least}{format_bytes(needed_bytes)}, {format_bytes(shortfall)} more than the "
+        f"{format_bytes(oom.limit_bytes)} there are"
     )
     return [
         Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _suggest_category_fixes(context))
@@ -63,12 +63,12 @@ def find(context: Context) -> list[Finding]:
 
 
 def stage_text(span: Span) -> str:
-    """Return the name of a stage and its step: "layer 3 of step 1"."""
+    """Return the stage and step of `span` as text: "layer 3 of step 1"."""
     return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
 def _suggest_category_fixes(context: Context) -> tuple[str, ...]:
-    """Return the fixes against large categories, the largest category first."""
+    """Return the fixes that reduce large categories, those for the largest category first."""
     ledger = context.ledger
     problems = []
     for category, num_bytes in ledger.by_category().items():

@@ -1,39 +1,39 @@
-"""Gradients that exist in addition to DistributedDataParallel's buckets."""
+"""Rule `gradients-twice`: gradients exist both in `.grad` and in the buckets of DistributedDataParallel."""
 
 from __future__ import annotations
 
-from memprof.findings.evidence import owned, tensors_evidence
+from memprof.findings.evidence import names_of, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.groups import communicated, ddp_groups, fix_at, is_worth, line_of, lower_peak, parameter_filter
+from memprof.findings.groups import comm_buffers, ddp_groups, fix_at, gain_text, group_line, is_large, name_filter
 from memprof.trace.events import Role
 from memprof.units import format_bytes
 
-MOST_SHOWN = 3  # kinds of gradients in the evidence
+MAX_SHOWN = 3  # groups of equal gradients in the evidence
 
 
 @rule(86)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each wrapper; `num_bytes` is the reduction of the peak without the gradients."""
-    trace, lives = context.ledger.trace, context.lives
-    buckets = communicated(trace, "gradient bucket")
+    """Return one finding per DDP wrapper; `num_bytes` is the reduction of the peak if gradients are bucket views."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    buckets = comm_buffers(trace, "gradient bucket")
     findings = []
     for group in ddp_groups(context):
-        is_own = parameter_filter(group)
-        gradients = [index for index, name in owned(trace, Role.GRADIENT).items() if is_own(name)]
-        saved = 0 if group.views or not buckets else lives.peak_reduction(lives.savings(gradients))
-        if not is_worth(context, saved):
+        is_in_group = name_filter(group)
+        gradients = [index for index, name in names_of(trace, Role.GRADIENT).items() if is_in_group(name)]
+        saved_bytes = 0 if group.views or not buckets else lifetimes.peak_reduction(lifetimes.savings(gradients))
+        if not is_large(context, saved_bytes):
             continue
-        most = lives.most(gradients)
-        in_buckets = lives.at(most.event, buckets).num_bytes
+        max_live = lifetimes.find_max_live(gradients)
+        bucket_bytes = lifetimes.find_live(max_live.event, buckets).num_bytes
         title = (
-            f"Gradients exist twice: {format_bytes(most.num_bytes)} in `.grad` beside {format_bytes(in_buckets)} in "
-            f"the buckets of DistributedDataParallel; as views of these {lower_peak(context, saved)}"
+            f"Gradients exist twice: {format_bytes(max_live.num_bytes)} in `.grad` beside {format_bytes(bucket_bytes)} "
+            f"in the buckets of DistributedDataParallel; as views of these {gain_text(context, saved_bytes)}"
         )
-        line = line_of(trace, group)
+        line = group_line(trace, group)
         lines = (
             fix_at(line, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
-            *tensors_evidence(context, buckets, most.event, lambda index: "bucket")[:MOST_SHOWN],
-            *tensors_evidence(context, gradients, most.event, lambda index: "gradient")[:MOST_SHOWN],
+            *tensors_evidence(context, buckets, max_live.event, lambda index: "bucket")[:MAX_SHOWN],
+            *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:MAX_SHOWN],
         )
-        findings.append(Finding("gradients-twice", Severity.WARNING, title, saved, lines, ()))
+        findings.append(Finding("gradients-twice", Severity.WARNING, title, saved_bytes, lines, ()))
     return findings

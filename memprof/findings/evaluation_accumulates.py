@@ -1,90 +1,90 @@
-"""An evaluation loop that keeps the outputs of its batches on the GPU, mostly logits."""
+"""Rule `evaluation-accumulates`: an evaluation loop keeps the outputs of all its batches on the GPU, mostly logits."""
 
 from __future__ import annotations
 
 from memprof.findings import growth
-from memprof.findings.calls import loops, made_storages
+from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
 MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
 
-WARNING_BYTES = 1 << 20  # per call: what is less is a note
+WARNING_BYTES = 1 << 20  # per call: less is only a note
 
 _TRAINER = "transformers/trainer"
 
 
 @rule(60)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each module; `num_bytes` is the maximum that a loop left on the GPU after its last call.
+    """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
 
-    Outputs of the model count, and tensors that the program makes outside of modules. Tensors that modules keep, a KV
-    cache, and tensors that grow from training step to step (memory growth) do not count.
+    Outputs of the model and tensors created outside modules count. A KV cache, other tensors created inside modules,
+    and tensors that the rule `memory-growth` reports do not.
     """
     trace = context.ledger.trace
-    found: dict[int, Finding] = {}
-    for loop in loops(trace, lambda forward: forward.nodes == 0):
+    findings: dict[int, Finding] = {}
+    for loop in find_call_loops(trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
             index
-            for index in made_storages(context, loop[0].begin, loop[-1].end)
+            for index in new_storages(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
         groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
-        told = {growth.holder_key(holder) for holder in growth.find_leaks_of_steps(context)} if groups else set()
-        kept = {
-            holder: group
-            for holder, group in groups.items()
-            if _sum_bytes_per_call(group) >= MIN_BYTES
-            and (holder is None or (holder.limit is None and growth.holder_key(holder) not in told))
+        reported_keys = {growth.holder_key(holder) for holder in growth.find_step_leaks(context)} if groups else set()
+        reported = {
+            holder: leaks
+            for holder, leaks in groups.items()
+            if _sum_bytes_per_call(leaks) >= MIN_BYTES
+            and (holder is None or (holder.limit is None and growth.holder_key(holder) not in reported_keys))
         }
-        left = sum(context.lives.sum_bytes(leak.storages) for group in kept.values() for leak in group)
-        before = found.get(loop[0].module)
-        if kept and (before is None or left > (before.num_bytes or 0)):
-            found[loop[0].module] = _make_finding(context, loop, kept, left)
-    return list(found.values())
+        left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
+        previous = findings.get(loop[0].module)
+        if reported and (previous is None or left_bytes > (previous.num_bytes or 0)):
+            findings[loop[0].module] = _make_finding(context, loop, reported, left_bytes)
+    return list(findings.values())
 
 
-def _sum_bytes_per_call(group: list[growth.LeakGroup]) -> int:
-    return sum(leak.per_round for leak in group)
+def _sum_bytes_per_call(leaks: list[growth.LeakGroup]) -> int:
+    return sum(leak.bytes_each for leak in leaks)
 
 
 def _make_finding(
-    context: Context, loop: list[Forward], kept: dict[Holder | None, list[growth.LeakGroup]], left: int
+    context: Context, loop: list[Forward], holders: dict[Holder | None, list[growth.LeakGroup]], left_bytes: int
 ) -> Finding:
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
-    per_call = sum(map(_sum_bytes_per_call, kept.values()))
+    per_call = sum(map(_sum_bytes_per_call, holders.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left)} after the last{growth.holders_phrase(*kept)}"
+        f"call, {format_bytes(left_bytes)} after the last{growth.format_holders(*holders)}"
     )
     evidence = []
-    for holder, group in kept.items():
-        evidence += [growth.holder_evidence(holder), *growth.leak_evidence(trace, group, "call")]
-    batches = next((holder.batches for holder in kept if holder is not None and holder.batches is not None), None)
+    for holder, leaks in holders.items():
+        evidence += [growth.holder_evidence(holder), *growth.leak_evidence(trace, leaks, "call")]
+    batches = next((holder.batches for holder in holders if holder is not None and holder.batches is not None), None)
     if batches is not None:
-        whole = batches * per_call
-        text = f"the data loader has {batches:,} batches: {format_bytes(whole)} over all of it"
-        evidence.append(Evidence(text, num_bytes=whole))
-    full = growth.until_full(context, per_call, "call")
-    if full is not None:
-        evidence.append(full)
-    evidence += dict.fromkeys(_make_fix_evidence(context, holder, group) for holder, group in kept.items())
+        total_bytes = batches * per_call
+        text = f"the data loader has {batches:,} batches: {format_bytes(total_bytes)} over all of it"
+        evidence.append(Evidence(text, num_bytes=total_bytes))
+    exhaustion = growth.exhaustion_evidence(context, per_call, "call")
+    if exhaustion is not None:
+        evidence.append(exhaustion)
+    evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks) for holder, leaks in holders.items())
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
-    return Finding("evaluation-accumulates", severity, title, left, tuple(evidence), ())
+    return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), ())
 
 
-def _make_fix_evidence(context: Context, holder: Holder | None, group: list[growth.LeakGroup]) -> Evidence:
+def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[growth.LeakGroup]) -> Evidence:
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
-    lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in group]
+    lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in leaks]
     if any(line is not None and _TRAINER in line.replace("\\", "/") for line in lines):
         return Evidence(
             "fix: give the Trainer preprocess_logits_for_metrics (such as an argmax, so that no logits are kept), or "
             "eval_accumulation_steps=1, which moves them to host memory after each batch"
         )
-    return growth.fix_evidence(
+    return growth.holder_fix_evidence(
         holder, "keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)"
     )

@@ -1,105 +1,105 @@
-"""A model in eval mode that is called with gradients on, and saves tensors for a backward that never comes."""
+"""Rule `evaluation-with-gradients`: a model in eval mode saves tensors for a backward pass that never runs."""
 
 from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import loops, made_storages, training_times
+from memprof.findings.calls import find_call_loops, find_training_events, new_storages
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import LeakGroup, by_holder, find_leaks, holder_evidence, holders_phrase, leak_evidence
+from memprof.findings.growth import LeakGroup, by_holder, find_leaks, format_holders, holder_evidence, leak_evidence
 from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
-MIN_BYTES = 64 << 10  # kept at their most, or per call without a graph: less is a decoder's tokens
+MIN_BYTES = 64 << 10  # of saved tensors live at once, or growth per call without a graph: less is a decoder's tokens
 
-WARNING_SHARE = 0.05  # of the peak: what is less is a note
+WARNING_SHARE = 0.05  # of the peak: less is only a note
 
 
 @rule(70)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each module; `num_bytes` is the most bytes of saved tensors at one moment, without outputs.
+    """Return one finding per module; `num_bytes` is the peak of its saved tensors, without outputs.
 
-    A finding requires certainty: the module was in eval mode, autograd made nodes for the call, and all tensors that
-    the call saved were freed before any backward began (or the program ended without one after two such calls).
+    Conditions: the module was in eval mode, autograd created nodes for the call, and all tensors saved by the call were
+    freed before the next backward pass began (or the program ended without one after at least two such calls).
     """
     trace = context.ledger.trace
-    trained = training_times(trace)
+    training_events = find_training_events(trace)
     by_module: dict[int, list[list[Forward]]] = {}
-    for loop in loops(trace, lambda forward: forward.nodes > 0 and not forward.training):
+    for loop in find_call_loops(trace, lambda forward: forward.nodes > 0 and not forward.training):
         by_module.setdefault(loop[0].module, []).append(loop)
     findings = []
     for all_loops in by_module.values():
-        kept: list[int] = []
-        certain: list[list[Forward]] = []
+        saved: list[int] = []
+        loops: list[list[Forward]] = []
         for loop in all_loops:
-            own = _find_saved_storages(context, loop, trained)
-            if own is not None:
-                kept += own
-                certain.append(loop)
-        most = context.lives.most(kept)
-        if most.num_bytes >= MIN_BYTES:
-            findings.append(_make_finding(context, certain, most.num_bytes))
+            saved_in_loop = _find_saved_storages(context, loop, training_events)
+            if saved_in_loop is not None:
+                saved += saved_in_loop
+                loops.append(loop)
+        max_live = context.lifetimes.find_max_live(saved)
+        if max_live.num_bytes >= MIN_BYTES:
+            findings.append(_make_finding(context, loops, max_live.num_bytes))
     return findings
 
 
-def _find_saved_storages(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
-    """Return the storages that these calls kept, except outputs; None if a backward may have used them."""
-    deaths, end = context.lives.deaths, len(context.ledger.trace.events)
-    kept: list[int] = []
+def _find_saved_storages(context: Context, loop: list[Forward], training_events: list[int]) -> list[int] | None:
+    """Return the storages that the calls of `loop` saved, without outputs; None if a backward may have used them."""
+    deaths, num_events = context.lifetimes.deaths, len(context.ledger.trace.events)
+    saved: list[int] = []
     for forward in loop:
-        kept += [
+        saved += [
             index
-            for index in made_storages(context, forward.begin, forward.end)
+            for index in new_storages(context, forward.begin, forward.end)
             if deaths[index] >= forward.end and index not in forward.outputs
         ]
-    last = max((deaths[index] for index in kept), default=0)
-    if bisect.bisect(trained, loop[0].begin) != bisect.bisect(trained, last):
+    last_free = max((deaths[index] for index in saved), default=0)
+    if bisect.bisect(training_events, loop[0].begin) != bisect.bisect(training_events, last_free):
         return None
-    if last == end and (len(loop) < 2 or context.ledger.trace.failure is not None):
+    if last_free == num_events and (len(loop) < 2 or context.ledger.trace.failure is not None):
         return None
-    return kept
+    return saved
 
 
-def _make_finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> Finding:
+def _make_finding(context: Context, loops: list[list[Forward]], num_bytes: int) -> Finding:
     trace = context.ledger.trace
-    calls = [forward for loop in certain for forward in loop]
+    calls = [forward for loop in loops for forward in loop]
     name = trace.modules[calls[0].module].class_name
     source = trace.source_at(calls[0].source)
-    at = file_and_line(source)
+    line = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
-    longest = max(certain, key=len)
-    grown = find_leaks(
-        context, made_storages(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
+    longest = max(loops, key=len)
+    leaks = find_leaks(
+        context, new_storages(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
-    groups = _select_reported_groups(by_holder(trace, grown))
+    groups = _select_reported_groups(by_holder(trace, leaks))
     title = (
-        f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
-        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{holders_phrase(*groups)}"
+        f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {line}, which keep up to "
+        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     evidence += _make_growth_evidence(context, longest, groups)
-    evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {at}", source=source))
+    evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}", source=source))
     severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
 
 
 def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
-    """Return the groups to report: groups whose holder keeps a graph, or that grow by at least MIN_BYTES per call."""
+    """Return the leaks whose holder keeps a graph or is unknown, or that grow by at least MIN_BYTES per call."""
     return {
         holder: group
         for holder, group in groups.items()
-        if holder is None or holder.nodes or sum(leak.per_round for leak in group) >= MIN_BYTES
+        if holder is None or holder.nodes or sum(leak.bytes_each for leak in group) >= MIN_BYTES
     }
 
 
 def _make_growth_evidence(
     context: Context, loop: list[Forward], groups: dict[Holder | None, list[LeakGroup]]
 ) -> list[Evidence]:
-    """Return evidence of the tensors that accumulate from call to call, and of the holder of their graph."""
+    """Return evidence of the tensors that accumulate over the calls of `loop`, and of the holder of their graph."""
     trace = context.ledger.trace
     evidence = []
     for holder, group in groups.items():
@@ -111,27 +111,28 @@ def _make_growth_evidence(
         elif holder is None:
             evidence.append(Evidence("it piles up from call to call; what keeps its graph was not seen:"))
         else:
-            why = "for the outputs are kept with their graph" if holder.nodes else "kept without a graph"
-            evidence += [Evidence(f"it piles up from call to call, {why}:"), holder_evidence(holder)]
+            reason = "for the outputs are kept with their graph" if holder.nodes else "kept without a graph"
+            evidence += [Evidence(f"it piles up from call to call, {reason}:"), holder_evidence(holder)]
         evidence += leak_evidence(trace, group, "call")
     return evidence
 
 
 def _make_cache_evidence(context: Context, loop: list[Forward]) -> Evidence | None:
-    """Return evidence of the largest key or value tensor that these calls made and that is live after the last call.
+    """Return evidence of the largest KV-cache tensor of `loop` that is live after the last call.
 
-    None if only tensors of the last call are live: a KV cache without its graph keeps no older ones.
+    None if no tensor of an earlier call is live: then the KV cache keeps no autograd graph.
     """
-    trace, lives = context.ledger.trace, context.lives
-    there = lives.at(loop[-1].end - 1, made_storages(context, loop[0].begin, loop[-1].end, caches=True)).storages
-    if all(lives.births[index] >= loop[-1].begin for index in there):
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    cached = new_storages(context, loop[0].begin, loop[-1].end, caches=True)
+    live = lifetimes.find_live(loop[-1].end - 1, cached).storages
+    if all(lifetimes.births[index] >= loop[-1].begin for index in live):
         return None
-    shown = max(there, key=lambda index: (trace.storages[index].num_bytes, index))
-    storage = trace.storages[shown]
-    num_bytes = lives.sum_bytes(there)
+    largest = max(live, key=lambda index: (trace.storages[index].num_bytes, index))
+    storage = trace.storages[largest]
+    num_bytes = lifetimes.sum_bytes(live)
     text = (
         f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} in {module_pattern(trace, storage)} at "
-        f"{file_and_line(trace.source_line(storage))}: the largest of {plural(len(there), 'tensor')} of keys and "
+        f"{file_and_line(trace.source_line(storage))}: the largest of {plural(len(live), 'tensor')} of keys and "
         f"values that are live after the last call, {format_bytes(num_bytes)} together"
     )
-    return tensor_evidence(trace, shown, text, num_bytes=num_bytes)
+    return tensor_evidence(trace, largest, text, num_bytes=num_bytes)

@@ -1,4 +1,4 @@
-"""Helpers that rules share: evidence of tensors, and a trace's parameters, token shapes and vocabulary."""
+"""Helpers for rules: text formatting, evidence of tensors, and a trace's parameters, input shapes and vocabulary."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _POSITIONS = re.compile(r"(^|[._])(pos|pe(\.|$))|wpe|token_type|patch", re.IGNOR
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """Return the text of a shape: "[131072 x 151936]"."""
+    """Return `shape` as text: "[131072 x 151936]"."""
     return "[" + " x ".join(map(str, shape)) + "]"
 
 
 def file_and_line(source: str | None) -> str:
-    """Return the short file name and line of a source "file:line function", for a sentence."""
+    """Return the base name and line ("train.py:12") of `source` ("path/train.py:12 function"), for a sentence."""
     return "an unknown line" if source is None else short_source(source)
 
 
-def percent(num_bytes: int, whole: int) -> str:
-    """Return `num_bytes` as a share of `whole`: "25%"."""
-    share = 100 * num_bytes / whole
+def percent(num_bytes: int, total_bytes: int) -> str:
+    """Return `num_bytes` as a percentage of `total_bytes`: "25%"."""
+    share = 100 * num_bytes / total_bytes
     return f"{share:.0f}%" if share >= 1 or not share else "less than 1%"
 
 
 def plural(count: int, noun: str) -> str:
-    """Return the count and its noun: "1 tensor", "4 tensors"."""
+    """Return `count` and the regular singular or plural of `noun`: "1 tensor", "4 tensors"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def module_pattern(trace: Trace, storage: Storage) -> str | None:
-    """Return the path of the storage's module with layer numbers replaced by `*`; None outside modules."""
+    """Return the path of the module that allocated `storage`, with `*` for layer numbers; None outside modules."""
     path = trace.module_path(storage)
     return None if path is None else without_numbers(path)
 
@@ -60,22 +60,22 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 
 
 def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
-    """Return the fixes against these problems (categories, findings) that are not on and may help, best first."""
+    """Return fixes against `problems` (categories or ids of findings), best first, that the run could still apply."""
     spec = context.spec
     on = {fix.partition("=")[0] for fix in context.fixes} & set(FIXES)
     on |= set() if spec is None else set(in_force(spec))
     trace = context.ledger.trace
     on |= {fix.name for fix in FIXES.values() if fix.compiles and trace.compiling is not None}
     kinds = {phase.kind for phase in trace.phases}
-    # Where no model is known to have computed, or the run was cut short, it may be training.
-    only_computes = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
+    # A run without a known forward, or one that ran out of memory early, may be training.
+    is_inference = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
 
-    in_half = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
+    has_half_tensors = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
 
-    def is_of_use(fix: Fix) -> bool:
-        if (fix.training_only and only_computes) or (fix.for_float32 and in_half):
+    def helps(fix: Fix) -> bool:
+        if (fix.training_only and is_inference) or (fix.for_float32 and has_half_tensors):
             return False
-        if trace.updates_parameters_manually and "optimizer" in fix.options:  # there is none of torch's to replace
+        if trace.updates_parameters_manually and "optimizer" in fix.options:  # no torch optimizer to replace
             return False
         if fix.for_models and (spec is None or spec.npt is None):
             return False
@@ -85,7 +85,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
     return tuple(
         name
         for name in helpful
-        if name not in on and not any(conflict_reason(FIXES[name], other) for other in on) and is_of_use(FIXES[name])
+        if name not in on and not any(conflict_reason(FIXES[name], other) for other in on) and helps(FIXES[name])
     )
 
 
@@ -93,7 +93,7 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
 
 
 def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
-    """Return evidence of one storage; `num_bytes` replaces the storage's bytes where `text` describes several."""
+    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages."""
     storage = trace.storages[index]
     return Evidence(
         text=text,
@@ -108,98 +108,98 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
 
 
 def live_evidence(tensor: LiveTensor, text: str, *, num_bytes: int) -> Evidence:
-    """Return evidence of a group of equal live tensors in the ledger."""
+    """Return evidence of `tensor`, which stands for a group of equal live tensors in the ledger."""
     shape, dtype, module = tensor.shape, tensor.dtype, tensor.module
     return Evidence(text, num_bytes, shape, dtype, module, tensor.op, tensor.source)
 
 
 def tensors_evidence(
-    context: Context, storages: Iterable[int], moment: int, label: Callable[[int], str]
+    context: Context, storages: Iterable[int], event: int, get_label: Callable[[int], str]
 ) -> tuple[Evidence, ...]:
-    """Return evidence of each kind of tensor among `storages`, most expensive first.
+    """Return one evidence for each group of equal tensors among `storages`, the group with the most live bytes first.
 
-    Equal tensors of other layers or steps are one kind. `num_bytes` is the size of one tensor; the text has the numbers
-    of tensors that are live at `moment` (the index of an event) and at the peak.
+    Tensors are equal if label, shape, dtype, operator, source line and module (without layer numbers) are equal.
+    `num_bytes` is the size of one tensor; the text counts the tensors live at event index `event` and at the peak.
     """
-    trace, lives = context.ledger.trace, context.lives
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in storages:
         s = trace.storages[index]
-        key = (label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
+        key = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
         kinds[key].append(index)
     lines = []
     for indices in kinds.values():
-        first = indices[0]
-        s = trace.storages[first]
-        then = len(lives.at(moment, indices).storages)
-        peak = sum(index in lives.at_peak for index in indices)
+        example = indices[0]
+        s = trace.storages[example]
+        num_live = len(lifetimes.find_live(event, indices).storages)
+        num_at_peak = sum(index in lifetimes.at_peak for index in indices)
         module = module_pattern(trace, s)
-        inside = f"in {module} " if module else ""
-        alive = _format_live_counts(then, peak, moment == context.ledger.peak_event)
+        in_module = f"in {module} " if module else ""
+        counts_text = _format_live_counts(num_live, num_at_peak, event == context.ledger.peak_event)
         text = (
-            f"{label(first)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} "
-            f"{inside}at {file_and_line(trace.source_line(s))}; {alive}"
+            f"{get_label(example)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by "
+            f"{trace.op(s)} {in_module}at {file_and_line(trace.source_line(s))}; {counts_text}"
         )
-        lines.append((then * s.num_bytes, tensor_evidence(trace, first, text)))
+        lines.append((num_live * s.num_bytes, tensor_evidence(trace, example, text)))
     return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
 
 
-def _format_live_counts(then: int, at_peak: int, is_peak: bool) -> str:
+def _format_live_counts(num_live: int, at_peak: int, is_peak: bool) -> str:
     if is_peak:
         return f"{at_peak or 'none'} live at the peak"
-    both = f"{then or 'none'} live then"
-    return f"{both} and at the peak" if then == at_peak else f"{both}, {at_peak or 'none'} at the peak"
+    live_then = f"{num_live or 'none'} live then"
+    return f"{live_then} and at the peak" if num_live == at_peak else f"{live_then}, {at_peak or 'none'} at the peak"
 
 
-# -- what the trace tells -------------------------------------------------------------------------------------------
+# -- facts of the trace ---------------------------------------------------------------------------------------------
 
 
-def computing(trace: Trace) -> list[bool]:
-    """Return for each phase of the trace whether it is a forward or backward."""
+def mask_compute_phases(trace: Trace) -> list[bool]:
+    """Return one boolean per phase of the trace: whether the phase is a forward or a backward pass."""
     return [phase.kind in _COMPUTING for phase in trace.phases]
 
 
 def is_forward(trace: Trace, storage: Storage) -> bool:
-    """Return whether forward code made the storage: in a forward phase, or recomputed in a backward phase."""
+    """Return whether forward code allocated `storage`: in a forward pass, or in a recomputation during backward."""
     kind = trace.phases[storage.phase].kind
     if kind is PhaseKind.BACKWARD:
         return storage.forward_event == NONE and storage.module != NONE and storage.source != NONE
     return kind is PhaseKind.FORWARD
 
 
-def owned(trace: Trace, role: Role) -> dict[int, str]:
-    """Return the names of the tensors with this role, by storage."""
+def names_of(trace: Trace, role: Role) -> dict[int, str]:
+    """Return storage index -> name for the storages with `role`."""
     return {index: owner.name for index, owner in trace.owners.items() if owner.role is role}
 
 
-def parameters(trace: Trace) -> dict[int, str]:
-    """Return the names of the parameters, by storage."""
-    return owned(trace, Role.PARAMETER)
+def param_names(trace: Trace) -> dict[int, str]:
+    """Return storage index -> name for the parameters."""
+    return names_of(trace, Role.PARAMETER)
 
 
-def half_dtype(context: Context) -> str | None:
-    """Return the dtype of most bytes of the parameters if it is a half precision, else None.
+def find_half(context: Context) -> str | None:
+    """Return "bfloat16" or "float16" if most bytes of the parameters have this dtype, else None.
 
-    A trace does not record the dtypes of an operator's inputs; rules use the parameters' dtype as the compute dtype.
+    A trace does not record the dtypes of an operator's inputs, so rules take the parameters' dtype as compute dtype.
     """
     trace = context.ledger.trace
-    by_dtype: dict[str, int] = defaultdict(int)
-    known = parameters(trace)
-    # A model that is cast on the GPU has been another before.
-    for index in known.keys() & context.lives.at_peak or known:
-        by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
-    if not by_dtype:
+    bytes_by_dtype: dict[str, int] = defaultdict(int)
+    names = param_names(trace)
+    # If the model was cast on the GPU, parameters of the earlier dtype are in the trace too.
+    for index in names.keys() & context.lifetimes.at_peak or names:
+        bytes_by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
+    if not bytes_by_dtype:
         return context.spec.dtype if context.spec is not None and context.spec.dtype in HALF_DTYPES else None
-    most = max(by_dtype, key=lambda dtype: by_dtype[dtype])
-    return most if most in HALF_DTYPES else None
+    main_dtype = max(bytes_by_dtype, key=lambda dtype: bytes_by_dtype[dtype])
+    return main_dtype if main_dtype in HALF_DTYPES else None
 
 
 def vocabulary_tables(trace: Trace) -> dict[int, str]:
-    """Return the names of the token embeddings and heads (matrices with one row per word), by storage.
+    """Return storage index -> name for weights of token embeddings and heads: matrices with one row per word.
 
-    They are recognized by name, or as the weight of an embedding or head module. Excluded are numbered modules (layers,
-    experts: `layers.0.attn.head.weight` is a projection), models without token inputs, and matrices with as many rows
-    as the model is wide, which may be projections (`time_embed`).
+    They are recognized by name, or as the weight of an embedding or head module. Excluded are weights of numbered
+    modules (`layers.0.attn.head.weight` is a projection), matrices with as many rows as the model's width (projections
+    such as `time_embed`), and models without token inputs.
     """
     roles = (ModuleRole.EMBEDDING, ModuleRole.HEAD)
     if not (
@@ -208,51 +208,50 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
         or any(storage.dtype in _INTEGERS and len(storage.shape) == 2 for storage in trace.storages)
     ):
         return {}
-    weights = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
-    named = {
+    weight_names = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
+    names = {
         index: name
-        for index, name in parameters(trace).items()
+        for index, name in param_names(trace).items()
         if len(trace.storages[index].shape) == 2
-        and (name in weights or _VOCABULARY.search(name))
+        and (name in weight_names or _VOCABULARY.search(name))
         and not _POSITIONS.search(name)
-        and (below := name.partition(".")[2]) == without_numbers(below)
+        and (rest := name.partition(".")[2]) == without_numbers(rest)
     }
-    words = without_widths(trace, {trace.storages[index].shape[0] for index in named})
-    return {index: name for index, name in named.items() if trace.storages[index].shape[0] in words}
+    vocabulary_sizes = without_widths(trace, {trace.storages[index].shape[0] for index in names})
+    return {index: name for index, name in names.items() if trace.storages[index].shape[0] in vocabulary_sizes}
 
 
-def vocabulary(context: Context) -> int | None:
-    """Return the vocabulary size: as configured, else rows of the largest embedding or head, or the loss's classes."""
+def vocab_size_of(context: Context) -> int | None:
+    """Return the vocabulary size: configured, else rows of the largest embedding or head, else the loss's classes."""
     if context.vocab_size is not None:
         return context.vocab_size
     trace = context.ledger.trace
-    return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=vocabulary_size(trace))
+    return max((trace.storages[i].shape[0] for i in vocabulary_tables(trace)), default=vocabulary_size(trace))
 
 
 @cache_per_context
-def input_shapes(context: Context) -> set[tuple[int, ...]]:
-    """Return the shapes (batch, ..., tokens) of the model's inputs, without the features of a token.
+def find_input_shapes(context: Context) -> set[tuple[int, ...]]:
+    """Return the shapes (batch, ..., tokens) of the model's inputs, without the feature dimension.
 
-    Sources are the specification, integer inputs, float inputs [batch, tokens, features] without the last dimension,
-    and outputs of embeddings.
+    They come from the spec, integer inputs, and float inputs and embedding outputs [batch, tokens, features].
     """
     shapes: set[tuple[int, ...]] = set()
     if context.spec is not None and context.context_length is not None:
         shapes.add((context.spec.batch_size, context.context_length))
     trace = context.ledger.trace
-    embedding = {number for number, op in enumerate(trace.ops) if op == "aten.embedding"}
+    embedding_ops = {index for index, op in enumerate(trace.ops) if op == "aten.embedding"}
     for storage, category in zip(trace.storages, context.ledger.categories, strict=True):
         if category is Category.INPUTS and storage.dtype in _INTEGERS:
             shapes.add(storage.shape)
             continue
-        # An input of more dimensions is a batch of images, and no features of tokens.
-        features = category is Category.INPUTS and storage.dtype != "bool" and len(storage.shape) <= 3
-        if features or storage.op in embedding:
+        # An input with more than 3 dimensions is a batch of images.
+        has_features = category is Category.INPUTS and storage.dtype != "bool" and len(storage.shape) <= 3
+        if has_features or storage.op in embedding_ops:
             shapes.add(storage.shape[:-1])
     return {shape for shape in shapes if shape}
 
 
-def feature_maps(trace: Trace) -> set[tuple[int, ...]]:
-    """Return the heights and widths of convolutions' outputs, which are not rows and columns of matrices."""
-    convolutions = {number for number, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
-    return {storage.shape[-2:] for storage in trace.storages if storage.op in convolutions and len(storage.shape) == 4}
+def find_feature_map_sizes(trace: Trace) -> set[tuple[int, ...]]:
+    """Return the (height, width) of all outputs of convolutions [batch, channels, height, width]."""
+    ops = {index for index, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
+    return {s.shape[-2:] for s in trace.storages if s.op in ops and len(s.shape) == 4}

@@ -1,4 +1,4 @@
-"""Findings, the context that rules read, and the registration of rules."""
+"""Data classes of a finding and of the context that rules read, and the decorator that registers rules."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from memprof.ledger.streams import StreamMemory
 from memprof.spec import TargetSpec
 from memprof.trace.json_values import json_name
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 class Severity(StrEnum):
-    """The severity of a finding."""
+    """Severity of a finding."""
 
-    ERROR = "error"  # a real run dies
-    WARNING = "warning"  # memory that a fix would release
+    ERROR = "error"  # a real run fails
+    WARNING = "warning"  # a fix would reduce memory
     NOTE = "note"  # worth knowing
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One tensor or operator that shows the finding; fields that do not apply are None."""
+    """One line of evidence for a finding, mostly about a tensor or operator; fields that do not apply are None."""
 
-    text: str  # One line for people.
+    text: str  # One line for display.
     num_bytes: int | None = field(default=None, metadata=json_name("bytes", last=True))
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
@@ -53,60 +53,60 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The ledger and facts of a run that rules read and do not change."""
+    """Read-only input of all rules: the ledger of a run, and facts about the run and its GPU."""
 
     ledger: Ledger
-    usable_bytes: int | None  # capacity of the GPU minus CUDA context; None if there is none to judge by
+    usable_bytes: int | None  # capacity of the GPU minus CUDA context; None if the GPU's size is not known
     gpu: str = ""
     spec: TargetSpec | None = None  # None when the trace is not of `memprof profile` (a script, a snapshot)
-    fixes: tuple[str, ...] = ()  # fixes that were switched on in a script from outside: names, or NAME=VALUE
+    fixes: tuple[str, ...] = ()  # fixes that the run of a script applies (`--fix`): NAME or NAME=VALUE
     vocab_size: int | None = None
     asked_vocab_size: int | None = None
     context_length: int | None = None
     max_positions: int | None = None
-    streams: StreamMemory | None = None  # None: the run stayed on one stream
-    lives: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
+    streams: StreamMemory | None = None  # None: the run used one stream only
+    lifetimes: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
 
-    # Results of functions with `cache_per_context`.
-    known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # Cached results of functions with the decorator `cache_per_context`, by function.
+    results: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Compute the storages' lifetimes; `object.__setattr__`, since the dataclass is frozen."""
-        object.__setattr__(self, "lives", Lifetimes(self.ledger))
+        """Compute the lifetimes of the storages; `object.__setattr__` is needed because the dataclass is frozen."""
+        object.__setattr__(self, "lifetimes", Lifetimes(self.ledger))
 
 
-def cache_per_context(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
-    """Return a function that computes `of` once per context; callers must not change the result."""
+def cache_per_context(function: Callable[[Context], _Result]) -> Callable[[Context], _Result]:
+    """Return `function` with a cache: it runs once per context, and later calls return the same (shared) object."""
 
-    @functools.wraps(of)
-    def answer(context: Context) -> _Answer:
-        if of not in context.known:
-            context.known[of] = of(context)
-        found: _Answer = context.known[of]
-        return found
+    @functools.wraps(function)
+    def cached(context: Context) -> _Result:
+        if function not in context.results:
+            context.results[function] = function(context)
+        result: _Result = context.results[function]
+        return result
 
-    return answer
+    return cached
 
 
 Rule = Callable[[Context], list[Finding]]
 
-RULES: dict[int, Rule] = {}  # all rules by their places: in this order they are asked
-DECIDING: set[int] = set()  # the places of those that lead a search over many runs
+RULES: dict[int, Rule] = {}  # order -> rule: rules are applied in ascending order
+SEARCH_RULES: set[int] = set()  # orders of the rules that guide a search for fixes
 
 
-def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule; findings of equal severity and bytes are in the order of `place`.
+def rule(order: int, *, guides_search: bool = False) -> Callable[[Rule], Rule]:
+    """Return a decorator that registers a rule; `order` sorts findings of equal severity and bytes.
 
-    A search applies only rules with `decides`, whose findings determine the next fix to try. Raises ValueError: another
-    rule has the place.
+    A search for fixes applies only rules with `guides_search`, whose findings determine the next fix to try. The
+    decorator raises ValueError if another rule has the same `order`.
     """
 
     def register(find: Rule) -> Rule:
-        if place in RULES:
-            raise ValueError(f"{RULES[place].__module__} has place {place} among the rules: {find.__module__}")
-        RULES[place] = find
-        if decides:
-            DECIDING.add(place)
+        if order in RULES:
+            raise ValueError(f"{RULES[order].__module__} has place {order} among the rules: {find.__module__}")
+        RULES[order] = find
+        if guides_search:
+            SEARCH_RULES.add(order)
         return find
 
     return register

@@ -1,38 +1,38 @@
-"""Gradients in half precision that are copied to float32 for their reduction over the ranks."""
+"""Rule `float32-reduction`: half-precision gradients are copied to float32 for their reduction over the ranks."""
 
 from __future__ import annotations
 
-from memprof.findings.evidence import HALF_DTYPES, half_dtype, tensors_evidence
+from memprof.findings.evidence import HALF_DTYPES, find_half, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP2, communicated, fix_at, fsdp_groups, is_worth, line_of, lower_peak
+from memprof.findings.groups import FSDP2, comm_buffers, fix_at, fsdp_groups, gain_text, group_line, is_large
 from memprof.units import format_bytes
 
 
 @rule(92)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for float32 copies; `num_bytes`: reduction of the peak at half size, or without own copies."""
+    """Return at most one finding; `num_bytes` is the reduction of the peak with a reduction in half precision."""
     groups = [group for group in fsdp_groups(context) if group.dtype in HALF_DTYPES]
-    trace, lives = context.ledger.trace, context.lives
-    half = groups[0].dtype if groups else half_dtype(context)
-    sent = [one for one in communicated(trace, "reduce-scatter") if trace.storages[one].dtype == "float32"]
-    if half is None or not sent:
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    half_dtype = groups[0].dtype if groups else find_half(context)
+    buffers = [index for index in comm_buffers(trace, "reduce-scatter") if trace.storages[index].dtype == "float32"]
+    if half_dtype is None or not buffers:
         return []
-    # A copy that the program makes itself can be left out.
-    saved = lives.peak_reduction(lives.savings(sent, 0.5 if groups else 1.0))
-    if not is_worth(context, saved):
+    # FSDP needs a half-precision buffer in place of the float32 copy; the program's own copy is not needed at all.
+    saved_bytes = lifetimes.peak_reduction(lifetimes.savings(buffers, 0.5 if groups else 1.0))
+    if not is_large(context, saved_bytes):
         return []
     title = (
-        f"{half} gradients are reduced in float32: {format_bytes(lives.most(sent).num_bytes)} of copies live at once; "
-        f"in {half} {lower_peak(context, saved)}"
+        f"{half_dtype} gradients are reduced in float32: {format_bytes(lifetimes.find_max_live(buffers).num_bytes)} of "
+        f"copies live at once; in {half_dtype} {gain_text(context, saved_bytes)}"
     )
     if groups:
         policy = "MixedPrecisionPolicy" if groups[0].api == FSDP2 else "MixedPrecision"
-        do = fix_at(line_of(trace, groups[0]), f"{policy}(reduce_dtype=torch.{half})")
+        fix = fix_at(group_line(trace, groups[0]), f"{policy}(reduce_dtype=torch.{half_dtype})")
     else:
-        do = fix_at(trace.source_line(trace.storages[sent[0]]), f"reduce the {half} gradients themselves")
+        fix = fix_at(trace.source_line(trace.storages[buffers[0]]), f"reduce the {half_dtype} gradients themselves")
     lines = (
-        do,
-        Evidence(f"sums over the ranks are then rounded to {half}: training may suffer"),
-        *tensors_evidence(context, sent, lives.most(sent).event, lambda index: "float32 copy")[:3],
+        fix,
+        Evidence(f"sums over the ranks are then rounded to {half_dtype}: training may suffer"),
+        *tensors_evidence(context, buffers, lifetimes.find_max_live(buffers).event, lambda index: "float32 copy")[:3],
     )
-    return [Finding("float32-reduction", Severity.NOTE, title, saved, lines, ())]
+    return [Finding("float32-reduction", Severity.NOTE, title, saved_bytes, lines, ())]

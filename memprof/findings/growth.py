@@ -1,15 +1,14 @@
-"""Tensors that accumulate from round to round; a round is a training step or a call in an evaluation loop.
+"""Leaks: tensors that accumulate over iterations. An iteration is a training step or a call in an evaluation loop.
 
-Tensors with the same operator, line and module (without layer numbers) are counterparts. The bytes of counterparts that
-have outlived a whole round form a curve. The curve grows if it never falls, rises at least twice, and has not settled:
-recent rounds still add bytes and make tensors. A tensor that waits for its successor and a window over the last few
-rounds settle; a structure that is built once rises once; a full cache makes no more tensors.
+Tensors with the same operator, source line and module (without layer numbers) are counterparts. The bytes of the
+counterparts that have outlived an entire iteration, one value per iteration, form a curve. The curve grows if it never
+falls, rises at least twice, and recent iterations still add bytes and allocate tensors. These do not grow: a tensor
+that is replaced in each iteration, a window over the last iterations, a structure that is built once, a full cache.
 
-Tensors that every round makes anew leave none behind and may still grow, in two ways.
-`everything = torch.cat([everything, new])`: joined tensors count from their allocation, if the rounds added nearly all
-bytes of the last tensor; batches that happen to grow longer differ less.
-`kept = [one.clone() for one in kept] + [new]`: each round leaves more counterparts than the round before, by a constant
-number.
+Tensors that each iteration allocates again outlive no iteration, and may still grow, in two ways:
+`everything = torch.cat([everything, new])`: the bytes of such results count from their allocation, if the iterations
+added nearly all bytes of the last result (not so for batches that happen to get longer).
+`kept = [one.clone() for one in kept] + [new]`: each iteration adds the same number of counterparts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, owned, plural, tensor_evidence
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import ROLES_PER_STEP, Holder, Role, Trace
@@ -31,277 +30,275 @@ _JOINS = ("aten.cat", "aten.stack")
 
 MIN_STEP_BYTES = 64 << 10  # per step, of tensors without a graph: less is a metric that is kept as a tensor
 
-# Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
-# both steps they can.
+# After two steps, a tensor that the next step replaces looks like a leak. (A graph that spans two steps is one.)
 MIN_STEPS = 3
 
-MOST_SHOWN = 6  # kinds of tensors in the evidence
+MAX_SHOWN = 6  # kinds of tensors in the evidence
 
-MIN_RISES = 3  # of the number of counterparts that are made anew: two may be batches that happen to have more parts
+MIN_RISES = 3  # rises of the number of recreated counterparts: two may be batches that happen to have more parts
 
-MAX_ROUNDS = 10_000_000  # runs are shorter: a GPU that lasts for more is not filled
+MAX_ITERATIONS = 10_000_000  # runs are shorter: with room for more iterations, the GPU is not filled
 
 Key = tuple[int, int, str | None]  # indices of operator and line in the trace; the module's path without numbers
 
 
 @dataclass(frozen=True, slots=True)
 class LeakGroup:
-    """Counterparts that accumulate, and that one holder keeps."""
+    """Leak: tensors with the same operator, source line and module that accumulate over iterations."""
 
     key: Key
-    storages: tuple[int, ...]  # live at the end of the last round
-    num_bytes: int  # of blocks that outlived the round which made them, beyond those at the end of the first
-    per_round: int  # bytes that a round adds: in the middle where each adds some, else on average
-    made_anew: bool = False  # each round makes all of them again: the old and the new are live together for a moment
+    storages: tuple[int, ...]  # live at the end of the last iteration
+    num_bytes: int  # growth from the end of the first iteration to the end of the last
+    bytes_each: int  # bytes that an iteration adds: the median if each adds some, else the mean
+    is_recreated: bool = False  # each iteration allocates all of them again; old and new are live together for a moment
 
 
-def key_of(trace: Trace, index: int) -> Key:
-    """Return the key of a storage's counterparts: operator, line, and module without numbers."""
+def make_key(trace: Trace, index: int) -> Key:
+    """Return the key of the storage `index`: operator, source line, and module path without layer numbers."""
     storage = trace.storages[index]
     return storage.op, storage.source, module_pattern(trace, storage)
 
 
-def find_leaks(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[LeakGroup]:
-    """Return the groups of growing `storages`, most expensive first; `moments` are the last events of the rounds."""
-    lives = context.lives
+def find_leaks(context: Context, storages: Iterable[int], ends: Sequence[int]) -> list[LeakGroup]:
+    """Return the leaks among `storages`, largest first; `ends` has the last event index of each iteration."""
+    lifetimes = context.lifetimes
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in storages:
-        groups[key_of(context.ledger.trace, index)].append(index)
-    result = []
-    joins = {number for number, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
+        groups[make_key(context.ledger.trace, index)].append(index)
+    leaks = []
+    join_ops = {index for index, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
     for key, members in groups.items():
-        curve = _compute_curve(context, members, moments, lasting=True)
-        grown = grows(curve, rounds_without(context, members, moments))
-        made_anew = not grown
-        if made_anew and key[0] in joins:
-            curve = _compute_curve(context, members, moments, lasting=False)
-            grown = grows(curve) and curve[-1] <= 2 * _compute_median_rise(curve) * len(curve)
-        elif made_anew and is_rising_constantly(context, members, moments):
-            curve = _compute_curve(context, members, moments, lasting=False)
-            grown = grows(curve)
-        if grown:
-            alive = lives.at(moments[-1], members).storages
-            result.append(LeakGroup(key, alive, curve[-1] - curve[0], _compute_bytes_per_round(curve), made_anew))
-    return sorted(result, key=lambda leak: -leak.num_bytes)
+        curve = _compute_curve(context, members, ends, survivors_only=True)
+        is_leak = is_growing(curve, count_idle_iterations(context, members, ends))
+        is_recreated = not is_leak
+        if is_recreated and key[0] in join_ops:
+            curve = _compute_curve(context, members, ends, survivors_only=False)
+            is_leak = is_growing(curve) and curve[-1] <= 2 * _compute_median_rise(curve) * len(curve)
+        elif is_recreated and is_rising_constantly(context, members, ends):
+            curve = _compute_curve(context, members, ends, survivors_only=False)
+            is_leak = is_growing(curve)
+        if is_leak:
+            live = lifetimes.find_live(ends[-1], members).storages
+            leaks.append(LeakGroup(key, live, curve[-1] - curve[0], _compute_bytes_per_iteration(curve), is_recreated))
+    return sorted(leaks, key=lambda leak: -leak.num_bytes)
 
 
 @cache_per_context
-def find_leaks_of_steps(context: Context) -> dict[Holder | None, list[LeakGroup]]:
-    """Return the tensors that accumulate over the training steps, by their holder.
+def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
+    """Return holder -> leaks: the tensors that accumulate over training steps; key None: the holder is not known.
 
-    Tensors with a role (buffers, optimizer state that is made late) are no leaks, except parameters and state of models
-    that training makes. Inputs and gradients count once later ones have replaced them, since parameters may get their
-    first gradient in any step. A step's tensors must outlive the step.
+    Tensors with a role are no leaks, except parameters and optimizer state of models that are built during training,
+    and inputs and gradients that later ones have replaced (a parameter may get its first gradient in any step).
     """
     ledger, trace = context.ledger, context.ledger.trace
     steps = training_steps(trace, ledger.allocated)
     if not steps:
         return {}
-    births = context.lives.births
-    counted = _find_replaced(trace) | _find_late_models(trace, births, steps[0].begin)
+    births = context.lifetimes.births
+    included = _find_replaced(trace) | _find_late_models(trace, births, steps[0].begin)
     candidates = [
         index
         for index, storage in enumerate(trace.storages)
         if births[index] >= steps[0].begin
         and storage.device == trace.device
         and not storage.hidden
-        and (index not in trace.owners or index in counted)
+        and (index not in trace.owners or index in included)
     ]
-    found = find_leaks(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
-    groups = by_holder(trace, found)
+    leaks = find_leaks(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
+    groups = by_holder(trace, leaks)
     for holder in trace.holders:
-        if is_running_sum(holder) and holder_key(holder) not in {holder_key(one) for one in groups}:
+        if is_running_sum(holder) and holder_key(holder) not in {holder_key(other) for other in groups}:
             groups[holder] = []
     return groups
 
 
 def _find_replaced(trace: Trace) -> set[int]:
-    """Return the storages of inputs and gradients that later ones have replaced."""
-    last = {name: index for index, name in owned(trace, Role.GRADIENT).items()}
+    """Return the storages of inputs, and those of gradients that a later gradient of the same name has replaced."""
+    last = {name: index for index, name in names_of(trace, Role.GRADIENT).items()}
     return {
         index for index, owner in trace.owners.items() if owner.role in ROLES_PER_STEP and last.get(owner.name) != index
     }
 
 
-def _find_late_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]:
-    """Return the parameters that are made from event `begin` on, and, if any, the optimizer state from then on.
+def _find_late_models(trace: Trace, births: Sequence[int], first_event: int) -> set[int]:
+    """Return the parameters and the optimizer state allocated from event index `first_event` on.
 
-    Late optimizer state without late parameters belongs to parameters with a late first gradient.
+    Empty without such parameters: late state alone belongs to old parameters that got their first gradient late.
     """
-    models, states = (
-        {index for index in owned(trace, role) if births[index] >= begin}
+    parameters, optimizer_state = (
+        {index for index in names_of(trace, role) if births[index] >= first_event}
         for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
     )
-    return models | states if models else set()
+    return parameters | optimizer_state if parameters else set()
 
 
-def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
-    """Return the number of last rounds in which no tensor of `members` was made."""
-    return len(moments) - 1 - bisect.bisect_left(moments, max(context.lives.births[index] for index in members))
+def count_idle_iterations(context: Context, members: list[int], ends: Sequence[int]) -> int:
+    """Return the number of iterations after the one that allocated the newest of `members`."""
+    return len(ends) - 1 - bisect.bisect_left(ends, max(context.lifetimes.births[index] for index in members))
 
 
-def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
-    """Return whether the bytes at the ends of rounds keep growing; `rounds_without` last rounds made no tensor."""
-    rises = [round_ for round_, (before, after) in enumerate(pairwise(curve), 1) if after > before]
+def is_growing(curve: Sequence[int], num_idle: int = 0) -> bool:
+    """Return whether `curve` (bytes after each iteration) grows; the last `num_idle` iterations allocated no tensor."""
+    rises = [iteration for iteration, (before, after) in enumerate(pairwise(curve), 1) if after > before]
     if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
         return False
-    at_rest = max(len(curve) - 1 - rises[-1], rounds_without)
-    return at_rest == 0 or at_rest < max(after - before for before, after in pairwise(rises))
+    num_flat = max(len(curve) - 1 - rises[-1], num_idle)
+    return num_flat == 0 or num_flat < max(after - before for before, after in pairwise(rises))
 
 
-def is_rising_constantly(context: Context, members: list[int], moments: Sequence[int]) -> bool:
-    """Return whether each round that adds `members` adds the same number of them, and rounds keep adding them."""
+def is_rising_constantly(context: Context, members: list[int], ends: Sequence[int]) -> bool:
+    """Return whether the number of live `members` keeps growing, always by the same number per iteration."""
     births, deaths = (
-        sorted(map(context.lives.births.__getitem__, members)),
-        sorted(map(context.lives.deaths.__getitem__, members)),
+        sorted(map(context.lifetimes.births.__getitem__, members)),
+        sorted(map(context.lifetimes.deaths.__getitem__, members)),
     )
-    alive = [bisect.bisect_right(births, moment) - bisect.bisect_right(deaths, moment) for moment in moments]
-    rises = {after - before for before, after in pairwise(alive)} - {0}
-    return len(rises) == 1 and sum(after > before for before, after in pairwise(alive)) >= MIN_RISES and grows(alive)
+    counts = [bisect.bisect_right(births, end) - bisect.bisect_right(deaths, end) for end in ends]
+    rises = {after - before for before, after in pairwise(counts)} - {0}
+    return len(rises) == 1 and sum(b > a for a, b in pairwise(counts)) >= MIN_RISES and is_growing(counts)
 
 
-def _compute_bytes_per_round(curve: Sequence[int]) -> int:
-    """Return the bytes that a round adds, from the first round that adds any."""
-    first = next(at for at, (before, after) in enumerate(pairwise(curve)) if after > before)
-    grown = curve[first:]
-    is_steady = all(after > before for before, after in pairwise(grown))
-    return _compute_median_rise(grown) if is_steady else (grown[-1] - grown[0]) // (len(grown) - 1)
+def _compute_bytes_per_iteration(curve: Sequence[int]) -> int:
+    """Return the bytes that an iteration adds, from the first rise on: the median, or the mean if some add none."""
+    first = next(index for index, (before, after) in enumerate(pairwise(curve)) if after > before)
+    rising = curve[first:]
+    is_steady = all(after > before for before, after in pairwise(rising))
+    return _compute_median_rise(rising) if is_steady else (rising[-1] - rising[0]) // (len(rising) - 1)
 
 
 def _compute_median_rise(curve: Sequence[int]) -> int:
-    """Return the median of the bytes that a round adds, of rounds that add any."""
+    """Return the median rise of `curve` over the iterations that add bytes."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
-def _compute_curve(context: Context, members: list[int], moments: Sequence[int], *, lasting: bool) -> list[int]:
-    """Return the bytes of `members` at each moment; with `lasting`, only of members that were live a moment before."""
-    lives = context.lives
+def _compute_curve(context: Context, members: list[int], ends: Sequence[int], *, survivors_only: bool) -> list[int]:
+    """Return the live bytes of `members` at each of `ends`, with `survivors_only` of those live at the end before."""
+    lifetimes = context.lifetimes
     changes: list[tuple[int, int]] = []
     for index in members:
-        birth, death, num_bytes = lives.births[index], lives.deaths[index], lives.sum_bytes([index])
-        if lasting:
-            own = bisect.bisect_left(moments, birth)
-            birth = moments[own] + 1 if own < len(moments) else death
+        birth, death, num_bytes = lifetimes.births[index], lifetimes.deaths[index], lifetimes.sum_bytes([index])
+        if survivors_only:
+            iteration = bisect.bisect_left(ends, birth)
+            birth = ends[iteration] + 1 if iteration < len(ends) else death
         if birth < death:
             changes += [(birth, num_bytes), (death, -num_bytes)]
     changes.sort()
-    curve, now, position = [], 0, 0
-    for moment in moments:
-        while position < len(changes) and changes[position][0] <= moment:
-            now += changes[position][1]
+    curve, live_bytes, position = [], 0, 0
+    for end in ends:
+        while position < len(changes) and changes[position][0] <= end:
+            live_bytes += changes[position][1]
             position += 1
-        curve.append(now)
+        curve.append(live_bytes)
     return curve
 
 
-def keys_of(trace: Trace, holder: Holder) -> set[Key]:
-    """Return the keys of all tensors that a holder was observed to keep."""
+def find_holder_keys(trace: Trace, holder: Holder) -> set[Key]:
+    """Return the keys of all tensors that `holder` was observed to keep alive."""
     return {
-        key_of(trace, index) for one in trace.holders if holder_key(one) == holder_key(holder) for index in one.storages
+        make_key(trace, index) for h in trace.holders if holder_key(h) == holder_key(holder) for index in h.storages
     }
 
 
-def by_holder(trace: Trace, grown: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
-    """Return the leaks by holder, each holder at its largest graph; the key None has leaks without a known holder."""
-    members = {leak.key for leak in grown}
-    groups: dict[Holder | None, list[LeakGroup]] = defaultdict(list)
-    for leak in grown:
-        holder = holder_of(trace, leak, members)
+def by_holder(trace: Trace, leaks: list[LeakGroup]) -> dict[Holder | None, list[LeakGroup]]:
+    """Return holder -> leaks, with the observation of each holder that has the most autograd nodes; None: unknown."""
+    leak_keys = {leak.key for leak in leaks}
+    leaks_by_holder: dict[Holder | None, list[LeakGroup]] = defaultdict(list)
+    for leak in leaks:
+        holder = find_holder(trace, leak, leak_keys)
         if holder is not None:
-            alike = [one for one in trace.holders if holder_key(one) == holder_key(holder)]
-            holder = max(alike, key=lambda one: one.nodes)
-        groups[holder].append(leak)
-    return groups
+            same = [h for h in trace.holders if holder_key(h) == holder_key(holder)]
+            holder = max(same, key=lambda h: h.nodes)
+        leaks_by_holder[holder].append(leak)
+    return leaks_by_holder
 
 
 def holder_key(holder: Holder | None) -> tuple[object, ...]:
-    """Return the key by which observations of the same holder are equal."""
+    """Return a key that is equal for all observations of the same holder."""
     return () if holder is None else (holder.kind, holder.name, holder.source)
 
 
-# -- who keeps it ---------------------------------------------------------------------------------------------------
+# -- holders --------------------------------------------------------------------------------------------------------
 
 
-def holder_of(trace: Trace, leak: LeakGroup, members: set[Key]) -> Holder | None:
-    """Return the holder of a leak: a holder of tensors with the leak's key, else the holder of the largest graph.
+def find_holder(trace: Trace, leak: LeakGroup, leak_keys: set[Key]) -> Holder | None:
+    """Return the holder of tensors with the key of `leak`, else the holder of the largest autograd graph, else None.
 
-    `members` holds the keys of all leaks.
+    `leak_keys` has the keys of all leaks.
     """
-    own = [holder for holder in trace.holders if leak.key in keys_of(trace, holder)]
-    if own:
-        return max(own, key=lambda holder: len(holder.storages))
-    graphs = [h for h in trace.holders if h.nodes and (keys_of(trace, h) & members or is_running_sum(h))]
-    return max(graphs, key=lambda holder: (holder.node_steps, holder.nodes), default=None)
+    direct_holders = [h for h in trace.holders if leak.key in find_holder_keys(trace, h)]
+    if direct_holders:
+        return max(direct_holders, key=lambda h: len(h.storages))
+    graphs = [h for h in trace.holders if h.nodes and (find_holder_keys(trace, h) & leak_keys or is_running_sum(h))]
+    return max(graphs, key=lambda h: (h.node_steps, h.nodes), default=None)
 
 
 def is_running_sum(holder: Holder) -> bool:
-    """Return whether the holder is a tensor whose graph spans several steps, as in `total = total + loss`."""
+    """Return whether `holder` is a tensor whose autograd graph spans several steps (`total = total + loss`)."""
     return not holder.kind and holder.node_steps > 1
 
 
 def describe_holder(holder: Holder) -> str:
-    """Return the kind and name of the holder for a sentence: "list `losses`"."""
+    """Return the kind and name of `holder`, as in "list `losses`"."""
     kind = holder.kind or "variable"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
-def holders_phrase(*holders: Holder | None) -> str:
-    """Return the end of a title, with the known holders and the lines that fill them."""
-    seen = [
+def format_holders(*holders: Holder | None) -> str:
+    """Return text that names `holders` and the lines that fill them, for the end of a title; "" if all are None."""
+    names = [
         describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
         if holder is not None
     ]
-    return f", kept by {' and '.join(seen)}" if seen else ""
+    return f", kept by {' and '.join(names)}" if names else ""
 
 
-def fix_evidence(holder: Holder | None, what: str) -> Evidence:
-    """Return evidence that describes a fix at the line that fills the holder."""
+def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
+    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known."""
     line = holder.source if holder is not None and holder.fills else None
-    where = "" if line is None else f" at {file_and_line(line)}"
-    return Evidence(f"fix{where}: {what}", source=line)
+    location = "" if line is None else f" at {file_and_line(line)}"
+    return Evidence(f"fix{location}: {fix}", source=line)
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:
-    """Return evidence of the holder and of the line that fills it."""
+    """Return evidence that names `holder` and the line that fills it; None means an unknown holder."""
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
         return Evidence(text)
-    how = ", filled at" if holder.fills else " of"
-    where = "" if holder.source is None else f"{how} {file_and_line(holder.source)}"
-    return Evidence(f"kept by {describe_holder(holder)}{where}", source=holder.source)
+    preposition = ", filled at" if holder.fills else " of"
+    location = "" if holder.source is None else f"{preposition} {file_and_line(holder.source)}"
+    return Evidence(f"kept by {describe_holder(holder)}{location}", source=holder.source)
 
 
-def leak_evidence(trace: Trace, group: Sequence[LeakGroup], per: str) -> list[Evidence]:
-    """Return evidence of each leak, the largest first; leaks beyond MOST_SHOWN are one line."""
-    ordered = sorted(group, key=lambda leak: -leak.per_round)
-    lines = [_make_group_evidence(trace, leak, per) for leak in ordered[:MOST_SHOWN]]
-    others = ordered[MOST_SHOWN:]
-    if others:
-        num_bytes = sum(leak.per_round for leak in others)
-        text = f"and {plural(len(others), 'kind')} of tensors more: {format_bytes(num_bytes)} more a {per}"
+def leak_evidence(trace: Trace, leaks: Sequence[LeakGroup], unit: str) -> list[Evidence]:
+    """Return one evidence per leak ("... more a `unit`"), largest first, and one for all after the first MAX_SHOWN."""
+    largest_first = sorted(leaks, key=lambda leak: -leak.bytes_each)
+    lines = [_make_group_evidence(trace, leak, unit) for leak in largest_first[:MAX_SHOWN]]
+    rest = largest_first[MAX_SHOWN:]
+    if rest:
+        num_bytes = sum(leak.bytes_each for leak in rest)
+        text = f"and {plural(len(rest), 'kind')} of tensors more: {format_bytes(num_bytes)} more a {unit}"
         lines.append(Evidence(text, num_bytes=num_bytes))
     return lines
 
 
-def _make_group_evidence(trace: Trace, leak: LeakGroup, per: str) -> Evidence:
-    """Return evidence of one leak: its largest tensor, source line, bytes per round, and number of live tensors."""
-    # The largest, of equal ones the last: one line may join logits, labels and losses.
-    shown = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
-    storage = trace.storages[shown]
+def _make_group_evidence(trace: Trace, leak: LeakGroup, unit: str) -> Evidence:
+    """Return evidence of one leak: its largest tensor, source line, bytes per `unit`, and number of live tensors."""
+    # The largest, the last of equal ones: one line may join logits, labels and losses.
+    largest = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
+    storage = trace.storages[largest]
     module = module_pattern(trace, storage)
-    inside = f"in {module} " if module else ""
+    in_module = f"in {module} " if module else ""
     text = (
-        f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} {inside}at "
-        f"{file_and_line(trace.source_line(storage))}: {format_bytes(leak.per_round)} more a {per}, "
+        f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} {in_module}at "
+        f"{file_and_line(trace.source_line(storage))}: {format_bytes(leak.bytes_each)} more a {unit}, "
         f"{plural(len(leak.storages), 'tensor')} live at the last"
     )
-    return tensor_evidence(trace, shown, text, num_bytes=leak.per_round)
+    return tensor_evidence(trace, largest, text, num_bytes=leak.bytes_each)
 
 
-def until_full(context: Context, per_round: int, per: str) -> Evidence | None:
-    """Return evidence of the rounds until the GPU is full; None without a GPU, on a full GPU, or after MAX_ROUNDS."""
-    spare = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
-    if spare is None or not per_round or not 0 < spare // per_round <= MAX_ROUNDS:
+def exhaustion_evidence(context: Context, bytes_each: int, unit: str) -> Evidence | None:
+    """Return evidence of how many more iterations the GPU has room for; None if unknown, 0 or over MAX_ITERATIONS."""
+    free_bytes = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
+    if free_bytes is None or not bytes_each or not 0 < free_bytes // bytes_each <= MAX_ITERATIONS:
         return None
-    return Evidence(f"at this rate what is left of the GPU lasts for {spare // per_round:,} more {per}s")
+    return Evidence(f"at this rate what is left of the GPU lasts for {free_bytes // bytes_each:,} more {unit}s")

@@ -1,32 +1,32 @@
-"""Parameters that stay unsharded between forward and backward, because of the program's settings."""
+"""Rule `kept-unsharded`: settings of FSDP keep parameters unsharded between forward and backward."""
 
 from __future__ import annotations
 
 from memprof.findings.evidence import plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP2, fix_at, fsdp_groups, gathered, is_worth, line_of, lower_peak, whole_bytes
+from memprof.findings.groups import FSDP2, fix_at, fsdp_groups, full_bytes, gain_text, gathers, group_line, is_large
 from memprof.units import format_bytes
 
-AT_ONCE = 2  # groups that are whole at once without it: the one that computes, and the next
+MAX_FULL = 2  # groups that are unsharded at once with resharding: the one that computes, and the next
 
 
 @rule(89)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for unsharded groups; `num_bytes` is the reduction of the peak if forwards reshard them."""
+    """Return at most one finding; `num_bytes` is the reduction of the peak if groups are resharded after forward."""
     groups = [group for group in fsdp_groups(context) if group.kept]
-    saved = context.lives.peak_reduction(context.lives.savings_beyond(gathered(context, groups), AT_ONCE))
-    if len(groups) <= AT_ONCE or not is_worth(context, saved):
+    saved_bytes = context.lifetimes.peak_reduction(context.lifetimes.savings_beyond(gathers(context, groups), MAX_FULL))
+    if len(groups) <= MAX_FULL or not is_large(context, saved_bytes):
         return []
-    own = groups[0].api == FSDP2
-    said = "reshard_after_forward=False" if own else "ShardingStrategy.SHARD_GRAD_OP"
-    traffic = sum(num_bytes for group in groups for num_bytes in whole_bytes(group).values())
+    is_fsdp2 = groups[0].api == FSDP2
+    setting = "reshard_after_forward=False" if is_fsdp2 else "ShardingStrategy.SHARD_GRAD_OP"
+    traffic = sum(num_bytes for group in groups for num_bytes in full_bytes(group).values())
     title = (
-        f"{plural(len(groups), 'group')} of parameters stay whole from the forward to the backward ({said}): sharded "
-        f"in between, {lower_peak(context, saved)}"
+        f"{plural(len(groups), 'group')} of parameters stay whole from the forward to the backward ({setting}): "
+        f"sharded in between, {gain_text(context, saved_bytes)}"
     )
-    do = "reshard_after_forward=True" if own else "ShardingStrategy.FULL_SHARD"
+    fix = "reshard_after_forward=True" if is_fsdp2 else "ShardingStrategy.FULL_SHARD"
     lines = (
-        fix_at(line_of(context.ledger.trace, groups[0]), do),
+        fix_at(group_line(context.ledger.trace, groups[0]), fix),
         Evidence(f"it costs a second all-gather in each step: {format_bytes(traffic)} more to receive", traffic),
     )
-    return [Finding("kept-unsharded", Severity.NOTE, title, saved, lines, ())]
+    return [Finding("kept-unsharded", Severity.NOTE, title, saved_bytes, lines, ())]

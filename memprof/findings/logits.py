@@ -1,4 +1,4 @@
-"""Logits explosion: several tensors of [tokens x vocabulary], in several precisions, that are live at once."""
+"""Rule `logits-explosion`: several tensors [tokens x vocabulary], in several precisions, are live at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from memprof.ledger.categories import Category, is_half_of
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
-MIN_SHARE = 0.10  # of the run's peak: below it, logits do not decide what fits
+MIN_SHARE = 0.10  # of the run's peak: smaller logits do not decide whether the run fits
 
-MIN_BYTES = GIB  # below it no GPU of today is in trouble
+MIN_BYTES = GIB  # smaller logits matter on no current GPU
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
@@ -20,34 +20,34 @@ _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd",
 
 @rule(100)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for all copies of the logits; `num_bytes` is their largest sum at one moment."""
-    copies = logits_storages(context)
+    """Return one finding for all copies of the logits; `num_bytes`: maximum of the bytes that are live at once."""
+    copies = find_logits_storages(context)
     if not copies:
         return []
-    ledger, lives = context.ledger, context.lives
-    most = lives.most(copies)
+    ledger, lifetimes = context.ledger, context.lifetimes
+    most = lifetimes.find_max_live(copies)
     if most.num_bytes <= MIN_BYTES or most.num_bytes <= MIN_SHARE * ledger.peak_bytes:
         return []
     trace = ledger.trace
-    at_peak = lives.at(ledger.peak_event, copies)
+    at_peak = lifetimes.find_live(ledger.peak_event, copies)
     largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
-    rows = (math.prod(largest.shape[:-1]), largest.shape[-1])
+    shape_2d = (math.prod(largest.shape[:-1]), largest.shape[-1])
     share = evidence.percent(most.num_bytes, ledger.peak_bytes)
     if at_peak.num_bytes == most.num_bytes:
-        compared = f"{share} of the peak"
+        comparison = f"{share} of the peak"
     elif at_peak.num_bytes:
-        compared = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it live at the peak"
+        comparison = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it live at the peak"
     else:
-        compared = f"{share} of the peak's size; none live at the peak"
-    count = len(most.storages)
+        comparison = f"{share} of the peak's size; none live at the peak"
+    num_copies = len(most.storages)
     title = (
-        f"Logits: {count} {'copy' if count == 1 else 'copies'} of {evidence.format_shape(rows)}, "
-        f"{format_bytes(most.num_bytes)} live at once ({compared})"
+        f"Logits: {num_copies} {'copy' if num_copies == 1 else 'copies'} of {evidence.format_shape(shape_2d)}, "
+        f"{format_bytes(most.num_bytes)} live at once ({comparison})"
     )
     rest = ledger.peak_bytes - at_peak.num_bytes
-    tensors = evidence.plural(len(at_peak.storages), "logits tensor")
+    count_text = evidence.plural(len(at_peak.storages), "logits tensor")
     summary = Evidence(
-        f"{tensors} with {format_bytes(at_peak.num_bytes)} live at the peak "
+        f"{count_text} with {format_bytes(at_peak.num_bytes)} live at the peak "
         f"({evidence.percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(rest)}",
         num_bytes=at_peak.num_bytes,
     )
@@ -56,34 +56,34 @@ def find(context: Context) -> list[Finding]:
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), fixes)]
 
 
-def logits_storages(context: Context) -> list[int]:
-    """Return the storages of tensors with one value per word: logits, casts, log-softmax, and gradients of these.
+def find_logits_storages(context: Context) -> list[int]:
+    """Return the storages with one value per word of the vocabulary: logits, casts, log-softmax, their gradients.
 
-    They are recognized by their last dimension. A head of [features x vocabulary] has the same last dimension, so that
-    storages with an owner or with the shape of a parameter are excluded.
+    They are recognized by their last dimension. A head [features x vocabulary] has this last dimension too: storages
+    with an owner or with the shape of a parameter are excluded.
     """
-    size = evidence.vocabulary(context)
-    if size is None:
+    vocabulary_size = evidence.vocab_size_of(context)
+    if vocabulary_size is None:
         return []
     trace = context.ledger.trace
-    computes = evidence.computing(trace)
-    weights = {trace.storages[index].shape for index in evidence.parameters(trace)}
+    is_compute_phase = evidence.mask_compute_phases(trace)
+    parameter_shapes = {trace.storages[index].shape for index in evidence.param_names(trace)}
     return [
         index
         for index, storage in enumerate(trace.storages)
         if storage.shape
-        and storage.shape[-1] == size
+        and storage.shape[-1] == vocabulary_size
         and len(storage.shape) > 1
-        and computes[storage.phase]
-        and storage.shape not in weights
-        and not (trace.op(storage) == "aten._to_copy" and is_half_of(storage, weights))
+        and is_compute_phase[storage.phase]
+        and storage.shape not in parameter_shapes
+        and not (trace.op(storage) == "aten._to_copy" and is_half_of(storage, parameter_shapes))
         and index not in trace.owners
         and not storage.hidden
     ]
 
 
 def describe(trace: Trace, storage: Storage) -> str:
-    """Return a description of this copy of the logits, by the operator that made it."""
+    """Return a description of `storage`, a copy of the logits, from the operator that allocated it."""
     op = trace.op(storage)
     if evidence.is_forward(trace, storage):
         if "log_softmax" in op:
@@ -102,6 +102,6 @@ def describe(trace: Trace, storage: Storage) -> str:
     if "softmax_backward" in op:
         return "gradient of the log-softmax's input"
     if op == "aten._to_copy":
-        half = storage.dtype in evidence.HALF_DTYPES
-        return "gradient of the half-precision logits" if half else "gradient of the logits, upcast"
+        is_half = storage.dtype in evidence.HALF_DTYPES
+        return "gradient of the half-precision logits" if is_half else "gradient of the logits, upcast"
     return "gradient of the logits"

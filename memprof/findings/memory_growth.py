@@ -1,4 +1,4 @@
-"""Tensors of every training step that stay live, so that memory grows until the GPU is full."""
+"""Rule `memory-growth`: tensors of every training step stay live, so that memory grows until the GPU is full."""
 
 from __future__ import annotations
 
@@ -8,94 +8,94 @@ from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     MIN_STEP_BYTES,
     LeakGroup,
-    find_leaks_of_steps,
-    fix_evidence,
+    find_holder_keys,
+    find_step_leaks,
+    format_holders,
     holder_evidence,
-    holders_phrase,
-    keys_of,
+    holder_fix_evidence,
     leak_evidence,
 )
 from memprof.ledger.steps import training_steps
 from memprof.trace.events import Holder
 from memprof.units import format_bytes
 
-WARNING_BYTES = 1 << 20  # per step: what is less is a note
+WARNING_BYTES = 1 << 20  # per step: less is only a note
 
 
 @rule(50)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for each holder; `num_bytes` is the growth from the end of the first step to the last.
+    """Return one finding per holder of leaked tensors; `num_bytes` is the growth from the first step's end to the last.
 
-    The severity is an error if memory will run out. A container of limited length is reported only in this case.
+    The severity is an error if memory will run out. A container with a maximum length is reported only in this case.
     """
     steps = training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
     return [
-        _make_finding(context, holder, group, len(steps), growth)
-        for holder, group in find_leaks_of_steps(context).items()
-        if _is_reported(holder, group, growth)
+        _make_finding(context, holder, leaks, len(steps), growth)
+        for holder, leaks in find_step_leaks(context).items()
+        if _is_reported(holder, leaks, growth)
     ]
 
 
-def _is_reported(holder: Holder | None, group: list[LeakGroup], growth: Growth | None) -> bool:
+def _is_reported(holder: Holder | None, leaks: list[LeakGroup], growth: Growth | None) -> bool:
     if holder is not None and holder.limit is not None:
         return growth is not None and growth.runs_out
-    return sum(leak.per_round for leak in group) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)
+    return sum(leak.bytes_each for leak in leaks) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)
 
 
 def _make_finding(
-    context: Context, holder: Holder | None, group: list[LeakGroup], num_steps: int, growth: Growth | None
+    context: Context, holder: Holder | None, leaks: list[LeakGroup], num_steps: int, growth: Growth | None
 ) -> Finding:
-    per_step = sum(leak.per_round for leak in group)
+    per_step = sum(leak.bytes_each for leak in leaks)
     trace = context.ledger.trace
     evidence = [holder_evidence(holder)]
-    evidence += leak_evidence(trace, group, "step")
+    evidence += leak_evidence(trace, leaks, "step")
     if holder is not None and holder.nodes:
-        evidence.append(_make_graph_evidence(context, holder, group))
+        evidence.append(_make_graph_evidence(context, holder, leaks))
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
     evidence.append(
-        _make_fix_evidence(holder, per_step - (_sum_saved_bytes(context, holder, group) if holder is not None else 0))
+        _make_fix_evidence(holder, per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0))
     )
     severity = Severity.WARNING if per_step >= WARNING_BYTES else Severity.NOTE
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
-    num_bytes = sum(leak.num_bytes for leak in group) or None
+    num_bytes = sum(leak.num_bytes for leak in leaks) or None
     return Finding(
         "memory-growth", severity, _format_title(holder, per_step, num_steps), num_bytes, tuple(evidence), ()
     )
 
 
-def _format_title(holder: Holder | None, per_step: int, num_steps: int) -> str:
-    by = holders_phrase(holder)
-    if not per_step:
-        return f"The graph of every step stays alive{by}: it takes host memory, and nothing on the GPU"
-    what = f"Memory grows by {format_bytes(per_step)} a step in {num_steps} steps"
-    return f"{what}: tensors of each step stay alive{by}"
+def _format_title(holder: Holder | None, bytes_per_step: int, num_steps: int) -> str:
+    kept_by = format_holders(holder)
+    if not bytes_per_step:
+        return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
+    growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step in {num_steps} steps"
+    return f"{growth_text}: tensors of each step stay alive{kept_by}"
 
 
-def _make_graph_evidence(context: Context, holder: Holder, group: list[LeakGroup]) -> Evidence:
-    """Return evidence of the tensors that the graph of the kept tensors saves."""
+def _make_graph_evidence(context: Context, holder: Holder, leaks: list[LeakGroup]) -> Evidence:
+    """Return evidence of the autograd graph that `holder` keeps alive, and of the tensors that the graph saves."""
     steps = plural(holder.node_steps, "step")
     nodes = f"an autograd graph hangs on it: {plural(holder.nodes, 'node')} from {steps} when it was looked at"
-    saved = _sum_saved_bytes(context, holder, group)
-    if saved:
-        text = f"{nodes}; what it saved for a backward is live with it: {format_bytes(saved)} a step"
+    saved_bytes = _sum_saved_bytes(context, holder, leaks)
+    if saved_bytes:
+        text = f"{nodes}; what it saved for a backward is live with it: {format_bytes(saved_bytes)} a step"
     else:
         text = f"{nodes}; backward has freed what it saved, so that it takes host memory alone"
-    return Evidence(text, num_bytes=saved or None, source=holder.source)
+    return Evidence(text, num_bytes=saved_bytes or None, source=holder.source)
 
 
-def _sum_saved_bytes(context: Context, holder: Holder, group: list[LeakGroup]) -> int:
-    """Return the bytes per step that the graph saves: growing tensors that the holder itself does not keep."""
-    own = keys_of(context.ledger.trace, holder)
-    return sum(leak.per_round for leak in group if leak.key not in own) if holder.nodes else 0
+def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -> int:
+    """Return the bytes per step that the holder's autograd graph keeps: leaks not held by the holder itself."""
+    holder_keys = find_holder_keys(context.ledger.trace, holder)
+    return sum(leak.bytes_each for leak in leaks if leak.key not in holder_keys) if holder.nodes else 0
 
 
-def _make_fix_evidence(holder: Holder | None, kept: int) -> Evidence:
-    """Return evidence that describes the fix; `kept` is the bytes per step of the tensors without their graph."""
-    if kept >= MIN_STEP_BYTES:
-        what = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
+def _make_fix_evidence(holder: Holder | None, kept_bytes: int) -> Evidence:
+    """Return evidence that describes the fix; `kept_bytes`: bytes per step of the kept tensors without their graph."""
+    if kept_bytes >= MIN_STEP_BYTES:
+        fix = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
     else:
-        what = "keep the number (.item()), or the tensor without its graph (.detach())"
-    return fix_evidence(holder, what)
+        fix = "keep the number (.item()), or the tensor without its graph (.detach())"
+    return holder_fix_evidence(holder, fix)

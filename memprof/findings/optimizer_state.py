@@ -1,76 +1,76 @@
-"""Rules on float32 optimizer state of half-precision parameters, and on temporaries of the optimizer step."""
+"""Rules `float32-optimizer-state` (of half-precision parameters) and `optimizer-step-temporaries` (at the peak)."""
 
 from __future__ import annotations
 
-from memprof.findings.evidence import half_dtype, owned, parameters, percent, plural, suggest_fixes, tensors_evidence
+from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, suggest_fixes, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
-MIN_STATE_SHARE = 0.01  # of the peak: below it the state's precision does not matter (SGD without momentum, LoRA)
+MIN_STATE_SHARE = 0.01  # of the peak: the precision of smaller state does not matter (SGD without momentum, LoRA)
 
-MIN_TEMPORARIES_SHARE = 0.05
-MIN_TEMPORARIES_BYTES = 64 << 20  # found when they take more than both: that share of the peak, and so much
+MIN_TEMPORARIES_SHARE = 0.05  # of the peak; reported if temporaries take more than this share and these bytes
+MIN_TEMPORARIES_BYTES = 64 << 20
 
 
 @rule(130)
 def find(context: Context) -> list[Finding]:
-    """Return findings for float32 state of half-precision parameters, and for temporaries that decide the peak."""
+    """Return findings for float32 state of half-precision parameters, and for temporaries that determine the peak."""
     return _find_float32_state(context) + _find_step_temporaries(context)
 
 
 def _find_float32_state(context: Context) -> list[Finding]:
-    """Return a finding for float32 state; `num_bytes` is the excess over half precision."""
-    ledger, lives = context.ledger, context.lives
-    half = half_dtype(context)
-    if half is None:
+    """Return at most one finding; `num_bytes` is what float32 optimizer state takes beyond half precision."""
+    ledger, lifetimes = context.ledger, context.lifetimes
+    half_dtype = find_half(context)
+    if half_dtype is None:
         return []
     trace = ledger.trace
-    # A state is its own parameter's: with some layers in float32 (norms, a router), so is theirs.
-    full = {trace.storages[index].shape for index in parameters(trace) if trace.storages[index].dtype == "float32"}
-    # Step counters are float32 scalars whatever the precision.
-    names = owned(trace, Role.OPTIMIZER_STATE)
-    float32 = [index for index in names if trace.storages[index].dtype == "float32"]
-    state = [index for index in float32 if trace.storages[index].shape and trace.storages[index].shape not in full]
-    most = lives.most(state)
-    extra = most.num_bytes // 2
-    if extra <= MIN_STATE_SHARE * ledger.peak_bytes:
+    # Some parameters may be float32 (norms, a router); their state, with the same shapes, is float32 too.
+    full = {trace.storages[i].shape for i in param_names(trace) if trace.storages[i].dtype == "float32"}
+    # Step counters are always float32 scalars, and are excluded by their shape.
+    names = names_of(trace, Role.OPTIMIZER_STATE)
+    float32 = [i for i in names if trace.storages[i].dtype == "float32"]
+    state = [i for i in float32 if trace.storages[i].shape and trace.storages[i].shape not in full]
+    max_live = lifetimes.find_max_live(state)
+    excess = max_live.num_bytes // 2
+    if excess <= MIN_STATE_SHARE * ledger.peak_bytes:
         return []
     title = (
-        f"Optimizer state is float32 while the parameters are {half}: {format_bytes(most.num_bytes)}, "
-        f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
+        f"Optimizer state is float32 while the parameters are {half_dtype}: {format_bytes(max_live.num_bytes)}, "
+        f"{format_bytes(excess)} more than in {half_dtype} ({percent(excess, ledger.peak_bytes)} of the peak)"
     )
-    lines = tensors_evidence(context, state, most.event, names.__getitem__)
+    lines = tensors_evidence(context, state, max_live.event, names.__getitem__)
     fixes = suggest_fixes(context, "float32-optimizer-state")
-    return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, fixes)]
+    return [Finding("float32-optimizer-state", Severity.NOTE, title, excess, lines, fixes)]
 
 
 def _find_step_temporaries(context: Context) -> list[Finding]:
-    """Return a finding for temporaries; `num_bytes` is their size at the peak, an upper bound of the saving."""
-    ledger, lives = context.ledger, context.lives
+    """Return at most one finding, if the peak is in the optimizer step; `num_bytes` is the temporaries' size there."""
+    ledger, lifetimes = context.ledger, context.lifetimes
     if ledger.peak_stage.kind is not PhaseKind.OPTIMIZER_STEP:
         return []
     trace = ledger.trace
     temporaries = [
         index
-        for index in sorted(lives.at_peak)
+        for index in sorted(lifetimes.at_peak)
         if ledger.categories[index] is Category.TEMPORARIES
         and trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP
     ]
-    num_bytes = lives.sum_bytes(temporaries)
+    num_bytes = lifetimes.sum_bytes(temporaries)
     if num_bytes <= max(MIN_TEMPORARIES_BYTES, MIN_TEMPORARIES_SHARE * ledger.peak_bytes):
         return []
     title = (
         f"The optimizer step decides the peak: {plural(len(temporaries), 'temporary tensor')}, "
         f"{format_bytes(num_bytes)} live at once ({percent(num_bytes, ledger.peak_bytes)} of the peak)"
     )
-    others = [s for s in ledger.stages if s.kind is not PhaseKind.OPTIMIZER_STEP]
+    other_stages = [stage for stage in ledger.stages if stage.kind is not PhaseKind.OPTIMIZER_STEP]
     lines = list(tensors_evidence(context, temporaries, ledger.peak_event, lambda index: "temporary of the step"))
-    if others:
-        second = max(others, key=lambda stage: stage.peak_allocated_bytes)
-        text = f"the next highest stage is {second.name} with {format_bytes(second.peak_allocated_bytes)}"
-        lines.append(Evidence(text, num_bytes=second.peak_allocated_bytes))
+    if other_stages:
+        next_stage = max(other_stages, key=lambda stage: stage.peak_allocated_bytes)
+        text = f"the next highest stage is {next_stage.name} with {format_bytes(next_stage.peak_allocated_bytes)}"
+        lines.append(Evidence(text, num_bytes=next_stage.peak_allocated_bytes))
     if trace.updates_parameters_manually:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))

@@ -1,4 +1,4 @@
-"""Out-of-memory errors that the program caught, so that the rest of the run is not representative."""
+"""Rule `out-of-memory-caught`: the program caught out-of-memory errors, so the run's peak is not its full need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memprof.units import format_bytes
 
 @rule(40)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for all failed allocations whose error the program caught; `num_bytes` is the largest."""
+    """Return one finding for all failed allocations whose error the program caught; `num_bytes`: the largest one."""
     caught = caught_errors(context.ledger)
     if not caught:
         return []
@@ -19,14 +19,14 @@ def find(context: Context) -> list[Finding]:
     evidence = []
     for error in caught:
         stage = stage_text(context.ledger.span_at(error.event))
-        what = f"{format_bytes(error.num_bytes)} for {format_shape(error.shape)} {error.dtype} in {error.op}"
-        with_what = f"with {format_bytes(error.in_use_bytes)} in use"
-        text = f"{stage}: {what} at {file_and_line(error.source)}, {with_what}"
+        allocation = f"{format_bytes(error.num_bytes)} for {format_shape(error.shape)} {error.dtype} in {error.op}"
+        usage = f"with {format_bytes(error.in_use_bytes)} in use"
+        text = f"{stage}: {allocation} at {file_and_line(error.source)}, {usage}"
         evidence.append(tensor_evidence(trace, trace.events[error.event].ref, text, num_bytes=error.num_bytes))
     largest = max(error.num_bytes for error in caught)
-    which = "it" if len(caught) == 1 else "them"
+    pronoun = "it" if len(caught) == 1 else "them"
     title = (
         f"{plural(len(caught), 'out-of-memory error')} raised and caught: the report is of what the script did instead "
-        f"of these allocations; --beyond raises none of {which}, and shows the whole need"
+        f"of these allocations; --beyond raises none of {pronoun}, and shows the whole need"
     )
     return [Finding("out-of-memory-caught", Severity.WARNING, title, largest, tuple(evidence), ())]

@@ -1,10 +1,10 @@
-"""A context longer than the model has positions for."""
+"""Rule `beyond-positions`: the context is longer than the positions that the model supports."""
 
 from __future__ import annotations
 
 import re
 
-from memprof.findings.evidence import format_shape, parameters, tensor_evidence
+from memprof.findings.evidence import format_shape, param_names, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 
 _POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORECASE)
@@ -12,19 +12,19 @@ _POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORE
 
 @rule(150)
 def find(context: Context) -> list[Finding]:
-    """Return a warning, or an error if a table of learned positions is too short, since a real run fails."""
-    length, most = context.context_length, context.max_positions
-    if length is None or most is None or length <= most:
+    """Return a finding if the context is too long: an error if learned positions end before it, else a warning."""
+    length, max_positions = context.context_length, context.max_positions
+    if length is None or max_positions is None or length <= max_positions:
         return []
     trace = context.ledger.trace
     tables = [
         (index, name)
-        for index, name in parameters(trace).items()
+        for index, name in param_names(trace).items()
         if _POSITIONS.search(name)
         and len(trace.storages[index].shape) == 2
-        and most <= trace.storages[index].shape[0] < length
+        and max_positions <= trace.storages[index].shape[0] < length
     ]
-    title = f"Context of {length:,} tokens, but the model has positions for {most:,}"
+    title = f"Context of {length:,} tokens, but the model has positions for {max_positions:,}"
     if tables:
         index, name = tables[0]
         text = (

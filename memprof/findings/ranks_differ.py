@@ -1,6 +1,6 @@
-"""Ranks of one program with very different peaks: the rank with the highest need decides which GPU is large enough.
+"""Finding `ranks-differ`: ranks of one program have very different peaks, and all need the GPU of the highest one.
 
-flows/rank_reports.py calls this module, which is no rule on one run, for the reports of several ranks.
+flows/rank_reports.py calls this module for the reports of several ranks; it is not a rule on a single run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05  # found when the fullest rank takes more than the mean of all by both, the latter of what it takes
+MIN_SHARE = 0.05  # of the highest peak, which must exceed the mean over ranks by this share and by MIN_BYTES
 
-MOST_SHOWN = 3  # categories, and kinds of tensors, in the evidence
+MAX_SHOWN = 3  # categories in the evidence, and groups of equal tensors
 
 
 class RankPeak(NamedTuple):
-    """A rank's memory at its peak."""
+    """Memory of a rank at the rank's peak: total bytes, bytes per category, and live tensors."""
 
     allocated_bytes: int
     categories: Mapping[str, int]
@@ -29,50 +29,50 @@ class RankPeak(NamedTuple):
 
 
 def find_differing_ranks(peaks: Mapping[int, RankPeak]) -> list[Finding]:
-    """Return a finding for unequal ranks; `num_bytes` is the excess of the rank with the highest need over the mean."""
+    """Return at most one finding for `peaks` (rank -> peak); `num_bytes` is the highest peak minus the mean."""
     if len(peaks) < 2:
         return []
-    fullest = max(peaks, key=lambda rank: peaks[rank].allocated_bytes)
-    leanest = min(peaks, key=lambda rank: peaks[rank].allocated_bytes)
-    most, least = peaks[fullest], peaks[leanest]
-    mean = sum(peak.allocated_bytes for peak in peaks.values()) // len(peaks)
-    beyond = most.allocated_bytes - mean
-    if beyond < MIN_BYTES or beyond < MIN_SHARE * most.allocated_bytes:
+    top_rank = max(peaks, key=lambda rank: peaks[rank].allocated_bytes)
+    low_rank = min(peaks, key=lambda rank: peaks[rank].allocated_bytes)
+    top, low = peaks[top_rank], peaks[low_rank]
+    mean_bytes = sum(peak.allocated_bytes for peak in peaks.values()) // len(peaks)
+    excess_bytes = top.allocated_bytes - mean_bytes
+    if excess_bytes < MIN_BYTES or excess_bytes < MIN_SHARE * top.allocated_bytes:
         return []
     title = (
-        f"Ranks differ: rank {fullest} takes {format_bytes(most.allocated_bytes)} at its peak, rank {leanest} "
-        f"{format_bytes(least.allocated_bytes)}; evenly spread each takes {format_bytes(mean)}, "
-        f"{percent(beyond, most.allocated_bytes)} less than the rank with the highest need"
+        f"Ranks differ: rank {top_rank} takes {format_bytes(top.allocated_bytes)} at its peak, rank {low_rank} "
+        f"{format_bytes(low.allocated_bytes)}; evenly spread each takes {format_bytes(mean_bytes)}, "
+        f"{percent(excess_bytes, top.allocated_bytes)} less than the rank with the highest need"
     )
-    own = _find_surplus_tensors(most, least)
-    line = next((tensor.source for tensor, _ in own if tensor.source is not None), None)
-    where = "" if line is None else f" at {file_and_line(line)}"
+    surplus = _find_surplus_tensors(top, low)
+    line = next((tensor.source for tensor, _ in surplus if tensor.source is not None), None)
+    location = "" if line is None else f" at {file_and_line(line)}"
     lines = (
-        Evidence(f"fix{where}: give rank {leanest} a part of what rank {fullest} has there", source=line),
-        *(_make_category_evidence(name, most, least, fullest, leanest) for name in _sort_by_difference(most, least)),
-        *(_make_tensor_evidence(tensor, num_bytes, fullest) for tensor, num_bytes in own[:MOST_SHOWN]),
+        Evidence(f"fix{location}: give rank {low_rank} a part of what rank {top_rank} has there", source=line),
+        *(_make_category_evidence(name, top, low, top_rank, low_rank) for name in _sort_by_difference(top, low)),
+        *(_make_tensor_evidence(tensor, num_bytes, top_rank) for tensor, num_bytes in surplus[:MAX_SHOWN]),
     )
-    return [Finding("ranks-differ", Severity.WARNING, title, beyond, lines, ())]
+    return [Finding("ranks-differ", Severity.WARNING, title, excess_bytes, lines, ())]
 
 
-def _sort_by_difference(most: RankPeak, least: RankPeak) -> list[str]:
-    more = {name: num_bytes - least.categories.get(name, 0) for name, num_bytes in most.categories.items()}
-    return [name for name in sorted(more, key=lambda name: -more[name])[:MOST_SHOWN] if more[name] > 0]
+def _sort_by_difference(top: RankPeak, low: RankPeak) -> list[str]:
+    excess = {name: num_bytes - low.categories.get(name, 0) for name, num_bytes in top.categories.items()}
+    return [name for name in sorted(excess, key=lambda name: -excess[name])[:MAX_SHOWN] if excess[name] > 0]
 
 
-def _make_category_evidence(name: str, most: RankPeak, least: RankPeak, fullest: int, leanest: int) -> Evidence:
-    own, other = most.categories[name], least.categories.get(name, 0)
-    text = f"{name}: {format_bytes(own)} on rank {fullest}, {format_bytes(other)} on rank {leanest}"
-    return Evidence(text, num_bytes=own - other)
+def _make_category_evidence(name: str, top: RankPeak, low: RankPeak, top_rank: int, low_rank: int) -> Evidence:
+    highest_bytes, lowest_bytes = top.categories[name], low.categories.get(name, 0)
+    text = f"{name}: {format_bytes(highest_bytes)} on rank {top_rank}, {format_bytes(lowest_bytes)} on rank {low_rank}"
+    return Evidence(text, num_bytes=highest_bytes - lowest_bytes)
 
 
-def _find_surplus_tensors(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
-    """Return the kinds of tensors of which `most` has more than `least`, with the excess bytes, largest first."""
-    there = Counter[tuple[object, ...]]()
-    for tensor in least.tensors:
-        there[_make_tensor_key(tensor)] += tensor.allocated_bytes
-    more = [(tensor, tensor.allocated_bytes - there[_make_tensor_key(tensor)]) for tensor in most.tensors]
-    return sorted((one for one in more if one[1] > 0), key=lambda one: -one[1])
+def _find_surplus_tensors(top: RankPeak, low: RankPeak) -> list[tuple[LiveTensor, int]]:
+    """Return the tensors of which rank `top` has more bytes than rank `low`, each with the excess bytes, most first."""
+    lowest_bytes = Counter[tuple[object, ...]]()
+    for tensor in low.tensors:
+        lowest_bytes[_make_tensor_key(tensor)] += tensor.allocated_bytes
+    surplus = [(tensor, tensor.allocated_bytes - lowest_bytes[_make_tensor_key(tensor)]) for tensor in top.tensors]
+    return sorted((pair for pair in surplus if pair[1] > 0), key=lambda pair: -pair[1])
 
 
 def _make_tensor_key(tensor: LiveTensor) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""The registry of rules: each file of this package with `@rule(place)` is imported and applied in order."""
+"""Application of all rules: imports each file of this package, so that `@rule(order)` registers the file's rule."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import importlib
 import pkgutil
 import sys
 
-from memprof.findings.finding import DECIDING, RULES, Context, Finding, Severity
+from memprof.findings.finding import RULES, SEARCH_RULES, Context, Finding, Severity
 
 
 def import_rules() -> None:
-    """Import every file of the package, so that its rules are registered."""
+    """Import every module of this package, so that its rule is registered."""
     package = sys.modules[__package__]
-    for file in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{__package__}.{file.name}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
 
 
 import_rules()
 
 
-def ask_all(context: Context, *, deciding: bool = False) -> list[Finding]:
-    """Apply all rules, as `memprof.findings.find_all` does."""
-    findings = [finding for place in sorted(DECIDING if deciding else RULES) for finding in RULES[place](context)]
-    # The sort is stable, so that equal ones stay in the order of the rules.
+def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
+    """Return the sorted findings of all rules, as documented at `memprof.findings.find_all`."""
+    findings = [finding for order in sorted(SEARCH_RULES if for_search else RULES) for finding in RULES[order](context)]
+    # The sort is stable: equal findings stay in the order of the rules.
     return sorted(findings, key=lambda finding: (finding.severity is not Severity.ERROR, -(finding.num_bytes or 0)))

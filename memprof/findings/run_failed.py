@@ -1,4 +1,4 @@
-"""A run that ended early: the failed operation, its source line, and what to do."""
+"""Rule `run-failed`: the run ended early; reports the failed operation, its source line, and what to do."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from memprof.trace.events import Failure, FailureKind
 
 @rule(10)
 def find(context: Context) -> list[Finding]:
-    """Return one finding if the run failed; `num_bytes` is None, since the need of the whole run is unknown."""
+    """Return one finding if the run failed; `num_bytes` is None, since the memory of the complete run is not known."""
     failure = context.ledger.trace.failure
     if failure is None:
         return []
-    refused = failure.kind is FailureKind.REFUSED
-    is_said = refused or failure.kind is FailureKind.OTHER_RANK
-    evidence = [] if is_said else [_evidence(failure, f"{failure.error}: {failure.message}")]
+    is_refused = failure.kind is FailureKind.REFUSED
+    is_in_title = is_refused or failure.kind is FailureKind.OTHER_RANK
+    evidence = [] if is_in_title else [_make_evidence(failure, f"{failure.error}: {failure.message}")]
     if failure.source is not None:
-        inside = "" if failure.module is None else f" in module {failure.module or 'the model itself'}"
-        evidence.append(_evidence(failure, f"raised at {failure.source}{inside}"))
+        in_module = "" if failure.module is None else f" in module {failure.module or 'the model itself'}"
+        evidence.append(_make_evidence(failure, f"raised at {failure.source}{in_module}"))
     if failure.read is not None:
-        evidence.append(_evidence(failure, f"read at {failure.read}"))
-    fix = failure.hint or _FIXES[failure.kind]
+        evidence.append(_make_evidence(failure, f"read at {failure.read}"))
+    fix = failure.hint or _FIX_BY_KIND[failure.kind]
     if context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR and not failure.hint:
         fix = "mend the line above: this was a real device"
-    evidence.append(_evidence(failure, f"fix: {fix}"))
-    if refused:
+    evidence.append(_make_evidence(failure, f"fix: {fix}"))
+    if is_refused:
         evidence.append(Evidence("what the program does on a real GPU from there on is not known, and not counted"))
     else:
         evidence.append(Evidence("everything above the findings is the run up to here: what came later is not counted"))
-    return [Finding("run-failed", Severity.ERROR, _title(failure), None, tuple(evidence), ())]
+    return [Finding("run-failed", Severity.ERROR, _format_title(failure), None, tuple(evidence), ())]
 
 
-def _title(failure: Failure) -> str:
+def _format_title(failure: Failure) -> str:
     if failure.kind is FailureKind.REFUSED:
         return f"Not simulated: {failure.message.removeprefix('not yet: ')}"
     if failure.kind is FailureKind.OTHER_RANK:
         return f"The ranks stop in {failure.phase}: {failure.message}"
-    where = f"in {failure.phase}, at {file_and_line(failure.source)}"
+    location = f"in {failure.phase}, at {file_and_line(failure.source)}"
     if failure.module:
-        where += f" in {failure.module}"
-    kernel = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
-    why = _WHYS[failure.kind].format(op=failure.op or "an operation", kernel=kernel, error=failure.error)
-    return f"The run stops {where}: {why}"
+        location += f" in {failure.module}"
+    kernel_text = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
+    reason = _REASONS[failure.kind].format(op=failure.op or "an operation", kernel=kernel_text, error=failure.error)
+    return f"The run stops {location}: {reason}"
 
 
-_WHYS = {
+_REASONS = {
     FailureKind.NO_META_KERNEL: "{op} cannot be simulated, for it has no kernel that works without data",
     FailureKind.CUSTOM_KERNEL: "{kernel} needs data and a real GPU",
     FailureKind.TRACING: "tracing a model (torch.export) is not simulated",
@@ -56,7 +56,7 @@ _WHYS = {
     FailureKind.GAP: "a gap of the virtual GPU, not an error of the program ({error})",
     FailureKind.ERROR: "{error}",
 }
-_FIXES = {
+_FIX_BY_KIND = {
     FailureKind.NO_META_KERNEL: (
         "register a kernel that says what the operator allocates (torch.library.register_fake, or an implementation "
         'for the "Meta" key), choose another implementation of it, or measure the run on a GPU'
@@ -88,5 +88,5 @@ _FIXES = {
 }
 
 
-def _evidence(failure: Failure, text: str) -> Evidence:
+def _make_evidence(failure: Failure, text: str) -> Evidence:
     return Evidence(text, module=failure.module, op=failure.op, source=failure.source)

@@ -1,4 +1,4 @@
-"""Memory that is reserved because the run uses several streams, which cannot reuse each other's free blocks."""
+"""Rule `streams`: memory reserved because the run uses several CUDA streams, which do not share free blocks."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from memprof.trace.events import EventKind, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
-MIN_SHARE = 0.05  # found when the streams cost at least both, and always when the run would fit on one
+MIN_SHARE = 0.05  # of reserved memory; the streams must cost this share and MIN_BYTES, unless the run would fit on one
 
-MOST_SHOWN = 4  # streams in the evidence
+MAX_SHOWN = 4  # streams in the evidence
 
 
 @rule(85)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for streams; `num_bytes` is the reduction of reserved memory with all memory on one stream."""
-    found, run = context.streams, context.ledger.run
-    if found is None or len(found.streams) < 2:
+    """Return at most one finding; `num_bytes` is how much less would be reserved if all memory were on one stream."""
+    stream_memory, run = context.streams, context.ledger.run
+    if stream_memory is None or len(stream_memory.streams) < 2:
         return []
-    cost, usable = found.reserved_bytes - found.single_stream_bytes, context.usable_bytes
-    decides = not run.fits and usable is not None and found.single_stream_bytes <= usable
-    if not decides and (cost < MIN_BYTES or cost < MIN_SHARE * found.reserved_bytes):
+    saved_bytes, usable_bytes = stream_memory.reserved_bytes - stream_memory.single_stream_bytes, context.usable_bytes
+    is_decisive = not run.fits and usable_bytes is not None and stream_memory.single_stream_bytes <= usable_bytes
+    if not is_decisive and (saved_bytes < MIN_BYTES or saved_bytes < MIN_SHARE * stream_memory.reserved_bytes):
         return []
+    share = percent(saved_bytes, stream_memory.reserved_bytes)
     title = (
-        f"Streams: {format_bytes(cost)} of the {format_bytes(found.reserved_bytes)} reserved "
-        f"({percent(cost, found.reserved_bytes)}) would not be on one stream: what one has free, no other can use"
+        f"Streams: {format_bytes(saved_bytes)} of the {format_bytes(stream_memory.reserved_bytes)} reserved ({share}) "
+        "would not be on one stream: what one has free, no other can use"
     )
     largest = _find_largest_storages(context.ledger.trace)
-    most = sorted(found.streams, key=lambda share: -share.reserved_bytes)[:MOST_SHOWN]
+    largest_shares = sorted(stream_memory.streams, key=lambda share: -share.reserved_bytes)[:MAX_SHOWN]
     evidence = (
-        _make_saving_evidence(found, fits=decides),
-        *(_make_stream_evidence(context.ledger.trace, one, largest) for one in most),
+        _make_saving_evidence(stream_memory, fits=is_decisive),
+        *(_make_stream_evidence(context.ledger.trace, share, largest) for share in largest_shares),
     )
-    severity = Severity.WARNING if decides else Severity.NOTE
-    return [Finding("streams", severity, title, cost, evidence, ())]
+    severity = Severity.WARNING if is_decisive else Severity.NOTE
+    return [Finding("streams", severity, title, saved_bytes, evidence, ())]
 
 
-def _make_saving_evidence(found: StreamMemory, *, fits: bool) -> Evidence:
-    saved = found.reserved_bytes - found.single_stream_bytes
+def _make_saving_evidence(stream_memory: StreamMemory, *, fits: bool) -> Evidence:
+    saved_bytes = stream_memory.reserved_bytes - stream_memory.single_stream_bytes
     text = (
-        f"with all of it taken on one stream the run reserves {format_bytes(found.single_stream_bytes)}"
+        f"with all of it taken on one stream the run reserves {format_bytes(stream_memory.single_stream_bytes)}"
         f"{', and fits' * fits}: take memory before `with torch.cuda.stream(...)`, and use it inside"
     )
-    return Evidence(text, saved)
+    return Evidence(text, saved_bytes)
 
 
 def _make_stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, int]) -> Evidence:
-    """Return evidence of one stream, with the largest tensor that was allocated on it."""
-    waits = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
+    """Return evidence of the memory of one stream; `largest` maps a stream to its largest storage."""
+    waiting_text = f", {format_bytes(share.waiting_bytes)} waiting for other streams" if share.waiting_bytes else ""
     text = (
         f"{f'stream {share.stream}' if share.stream else 'the default stream'}: {format_bytes(share.reserved_bytes)} "
-        f"reserved, {format_bytes(share.free_bytes)} of it free{waits}"
+        f"reserved, {format_bytes(share.free_bytes)} of it free{waiting_text}"
     )
     index = largest.get(share.stream)
     if index is None:
@@ -66,14 +67,14 @@ def _make_stream_evidence(trace: Trace, share: StreamShare, largest: dict[int, i
 
 
 def _find_largest_storages(trace: Trace) -> dict[int, int]:
-    """Return the largest storage that was allocated on each stream."""
-    found: dict[int, int] = {}
+    """Return stream -> the largest storage that was allocated on the stream."""
+    largest_by_stream: dict[int, int] = {}
     stream, storages = 0, trace.storages
     for kind, ref in trace.events:
         if kind is EventKind.STREAM:
             stream = ref
         elif kind is EventKind.ALLOC and storages[ref].device == trace.device:
-            known = found.get(stream)
-            if known is None or storages[ref].num_bytes > storages[known].num_bytes:
-                found[stream] = ref
-    return found
+            previous = largest_by_stream.get(stream)
+            if previous is None or storages[ref].num_bytes > storages[previous].num_bytes:
+                largest_by_stream[stream] = ref
+    return largest_by_stream

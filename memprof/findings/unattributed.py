@@ -1,4 +1,4 @@
-"""Memory at the peak that belongs to no category."""
+"""Rule `unattributed`: memory at the peak that belongs to no category."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.01  # of the peak: more than this, and the table of categories misleads
+MIN_SHARE = 0.01  # of the peak: with more unattributed memory, the table of categories is misleading
 
-MOST_SHOWN = 5
+MAX_SHOWN = 5
 
 
 @rule(160)
 def find(context: Context) -> list[Finding]:
-    """Return a finding for unattributed memory; `num_bytes` is its size at the peak."""
+    """Return at most one finding; `num_bytes` is the unattributed memory at the peak."""
     ledger = context.ledger
     num_bytes = ledger.by_category().get(Category.UNATTRIBUTED, 0)
     if num_bytes <= MIN_SHARE * ledger.peak_bytes:
@@ -23,17 +23,17 @@ def find(context: Context) -> list[Finding]:
     tensors = [tensor for tensor in ledger.live if tensor.category is Category.UNATTRIBUTED]
     tensors.sort(key=lambda tensor: -tensor.allocated_bytes)
     title = f"{format_bytes(num_bytes)} at the peak ({percent(num_bytes, ledger.peak_bytes)}) belong to no category"
-    evidence = tuple(_make_tensor_evidence(tensor) for tensor in tensors[:MOST_SHOWN])
+    evidence = tuple(_make_tensor_evidence(tensor) for tensor in tensors[:MAX_SHOWN])
     return [Finding("unattributed", Severity.NOTE, title, num_bytes, evidence, ())]
 
 
 def _make_tensor_evidence(tensor: LiveTensor) -> Evidence:
     if tensor.source is None:
-        why = "made where no line outside torch was running"
+        reason = "made where no line outside torch was running"
     else:
-        why = "made outside every phase that memprof knows and owned by no parameter, buffer, gradient or optimizer"
+        reason = "made outside every phase that memprof knows and owned by no parameter, buffer, gradient or optimizer"
     text = (
         f"{tensor.count} of {format_shape(tensor.shape)} {tensor.dtype}, {format_bytes(tensor.num_bytes)} each, by "
-        f"{tensor.op} at {file_and_line(tensor.source)}: {why}"
+        f"{tensor.op} at {file_and_line(tensor.source)}: {reason}"
     )
     return live_evidence(tensor, text, num_bytes=tensor.num_bytes)

@@ -1,4 +1,4 @@
-"""Layers that are gathered together because the layers were not wrapped one by one."""
+"""Rule `unsharded-group`: FSDP gathers many layers together because they were not wrapped one by one."""
 
 from __future__ import annotations
 
@@ -14,86 +14,85 @@ from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import format_bytes
 
-AT_ONCE = 2  # layers that are whole at once where each is wrapped: the one that computes, and the next
+MAX_UNSHARDED_LAYERS = 2  # layers unsharded at once if each is wrapped: the one that computes, and the next
 
-NEARLY = 0.9  # what has such a share of a group's elements, or bytes, is made for all of it
-
+NEARLY_ALL = 0.9  # a buffer with this share of a group's elements, or bytes, is for the entire group
 
 _LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 
 @rule(88)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for each group; `num_bytes` is the reduction of the peak with wrapped layers."""
-    trace, lives = context.ledger.trace, context.lives
+    """Return one finding per FSDP group with many layers; `num_bytes`: reduction of the peak if each is wrapped."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
     findings = []
     for group in groups.fsdp_groups(context):
         layers = _sum_bytes_by_layer(group)
         stacks = {layer.rpartition(".")[0] for layer in layers}
-        if len(layers) <= AT_ONCE:
+        if len(layers) <= MAX_UNSHARDED_LAYERS:
             continue
-        beyond = set(sorted(layers, key=lambda layer: -layers[layer])[AT_ONCE:])
-        whole = sum(groups.whole_bytes(group).values())
-        share = sum(layers[layer] for layer in beyond) / whole
-        saved = lives.peak_reduction(_make_wrapping_savings(context, group, beyond, share))
-        if not groups.is_worth(context, saved):
+        excess_layers = set(sorted(layers, key=lambda layer: -layers[layer])[MAX_UNSHARDED_LAYERS:])
+        group_bytes = sum(groups.full_bytes(group).values())
+        share = sum(layers[layer] for layer in excess_layers) / group_bytes
+        saved = lifetimes.peak_reduction(_make_wrapping_savings(context, group, excess_layers, share))
+        if not groups.is_large(context, saved):
             continue
-        lists = [f"model.{one}".rstrip(".") for one in sorted(stacks)]
+        list_paths = [f"model.{path}".rstrip(".") for path in sorted(stacks)]
         name = f"`{group.module}`" if group.module else "The root"
         title = (
-            f"{name} is one FSDP group of {format_bytes(whole)}, with {plural(len(layers), 'layer')} of "
-            f"{' and '.join(lists)} gathered at once: with each layer wrapped {groups.lower_peak(context, saved)}"
+            f"{name} is one FSDP group of {format_bytes(group_bytes)}, with {plural(len(layers), 'layer')} of "
+            f"{' and '.join(list_paths)} gathered at once: with each layer wrapped {groups.gain_text(context, saved)}"
         )
-        line = groups.line_of(trace, group)
+        line = groups.group_line(trace, group)
         if group.api == groups.FSDP2:
-            what = "; ".join(f"for layer in {one}: fully_shard(layer)" for one in lists) + ", before it"
+            fix = "; ".join(f"for layer in {path}: fully_shard(layer)" for path in list_paths) + ", before it"
         else:
-            what = f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(_find_class_names(context, layers))}}})"
+            fix = f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(_find_class_names(context, layers))}}})"
         largest = max(layers.values())
-        most = max((lives.most(own) for own in groups.gathered(context, [group])), key=lambda one: one.num_bytes)
+        full_bytes = max(lifetimes.find_max_live(own).num_bytes for own in groups.gathers(context, [group]))
         lines = (
-            groups.fix_at(line, what),
-            Evidence(f"whole at once: {format_bytes(most.num_bytes)} of it; a layer has {format_bytes(largest)}"),
+            groups.fix_at(line, fix),
+            Evidence(f"whole at once: {format_bytes(full_bytes)} of it; a layer has {format_bytes(largest)}"),
         )
         findings.append(Finding("unsharded-group", Severity.WARNING, title, saved, lines, ()))
     return findings
 
 
 def _sum_bytes_by_layer(group: ShardedGroup) -> dict[str, int]:
-    """Return the bytes of each layer with parameters in the group; a layer is a module with a number in its name."""
-    found: dict[str, int] = defaultdict(int)
-    for name, num_bytes in groups.whole_bytes(group).items():
+    """Return layer path -> bytes of its parameters in `group`; a layer is a module with a number in its name."""
+    bytes_by_layer: dict[str, int] = defaultdict(int)
+    for name, num_bytes in groups.full_bytes(group).items():
         layer = _LAYER.match(name)
         if layer is not None and layer[1] != group.module:
-            found[layer[1]] += num_bytes
-    return found
+            bytes_by_layer[layer[1]] += num_bytes
+    return bytes_by_layer
 
 
 def _find_class_names(context: Context, layers: dict[str, int]) -> list[str]:
-    return sorted({one.class_name for one in context.ledger.trace.modules if groups.strip_wrappers(one.path) in layers})
+    return sorted({m.class_name for m in context.ledger.trace.modules if groups.strip_wrappers(m.path) in layers})
 
 
-def _make_wrapping_savings(context: Context, group: ShardedGroup, beyond: set[str], share: float) -> list[Saving]:
-    """Return the savings on the group's gathered parameters, whole gradients and communication buffers, and on the
-    copies that FSDP makes when it flattens parameters at construction."""
-    trace, lives = context.ledger.trace, context.lives
-    elements = NEARLY * sum(map(math.prod, group.shapes))
-    prefixes = tuple(f"{layer}." for layer in beyond)
-    less: list[Saving] = []
-    for index in (index for own in groups.gathered(context, [group]) for index in own):
-        flat = trace.storages[index].num_bytes >= NEARLY * sum(groups.whole_bytes(group).values())
-        less += lives.savings(
-            [index], share if flat else float(groups.strip_wrappers(trace.owners[index].name).startswith(prefixes))
+def _make_wrapping_savings(context: Context, group: ShardedGroup, excess: set[str], share: float) -> list[Saving]:
+    """Return the savings if FSDP wrapped each layer of `group`: on gathered parameters, unsharded gradients, buffers,
+    and copies for flat parameters. `share` is the fraction of the group's bytes in the layers `excess`."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    least = NEARLY_ALL * sum(map(math.prod, group.shapes))
+    prefixes = tuple(f"{layer}." for layer in excess)
+    savings: list[Saving] = []
+    for index in (index for indices in groups.gathers(context, [group]) for index in indices):
+        is_flat = trace.storages[index].num_bytes >= NEARLY_ALL * sum(groups.full_bytes(group).values())
+        savings += lifetimes.savings(
+            [index], share if is_flat else float(groups.strip_wrappers(trace.owners[index].name).startswith(prefixes))
         )
-    sent = [*groups.communicated(trace, "all-gather"), *groups.communicated(trace, "reduce-scatter")]
-    less += lives.savings((one for one in sent if math.prod(trace.storages[one].shape) >= elements), share)
+    buffers = [*groups.comm_buffers(trace, "all-gather"), *groups.comm_buffers(trace, "reduce-scatter")]
+    savings += lifetimes.savings((index for index in buffers if math.prod(trace.storages[index].shape) >= least), share)
     shapes = set(group.shapes)
-    moved = (
+    construction_buffers = (
         index
-        for index in groups.communicated(trace, "")
-        if trace.storages[index].shape in shapes or math.prod(trace.storages[index].shape) >= elements
+        for index in groups.comm_buffers(trace, "")
+        if trace.storages[index].shape in shapes or math.prod(trace.storages[index].shape) >= least
     )
-    less += lives.savings(moved, share)
+    savings += lifetimes.savings(construction_buffers, share)
     for index, storage in enumerate(trace.storages):
         if trace.phases[storage.phase].kind is not PhaseKind.BACKWARD or storage.hidden:
             continue
@@ -102,7 +101,7 @@ def _make_wrapping_savings(context: Context, group: ShardedGroup, beyond: set[st
             continue
         if storage.shape in shapes and storage.module != NONE:
             path = groups.strip_wrappers(trace.modules[storage.module].path) + "."
-            less += lives.savings([index], float(path.startswith(prefixes)))
-        elif len(storage.shape) == 1 and storage.shape[0] >= elements:
-            less += lives.savings([index], share)
-    return less
+            savings += lifetimes.savings([index], float(path.startswith(prefixes)))
+        elif len(storage.shape) == 1 and storage.shape[0] >= least:
+            savings += lifetimes.savings([index], share)
+    return savings

@@ -1,1 +1,1 @@
-"""Fixes switched on: in a spec (spec_edits.py), or in a user's model (`memprof.apply`, a file for each)."""
+"""Implementations of fixes, as edits of a spec (spec_edits.py) or of a model (`memprof.apply`, one file per fix)."""

@@ -1,4 +1,4 @@
-"""`apply`: switch on all of a list of fixes in a model, or none; `Applied.undo` reverts them."""
+"""`apply`: apply a list of fixes to a model, all of them or, if one fails, none; `Applied.undo` reverts them."""
 
 from __future__ import annotations
 

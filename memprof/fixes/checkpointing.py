@@ -1,4 +1,4 @@
-"""Fix activation-checkpointing: chosen layers or modules keep only their inputs, and run again in the backward."""
+"""Fix activation-checkpointing: selected layers save only their inputs, and run again in the backward."""
 
 from __future__ import annotations
 

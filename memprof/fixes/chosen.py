@@ -1,8 +1,8 @@
-"""Fixes as edits of the spec: what `--fix` does, so that the pipeline can run again with a fix in force.
+"""Fixes as edits of the spec, for `--fix`: the edited spec is run again.
 
-Some change what is run (a dtype, a micro-batch, a setting of the allocator): those replace fields of the spec. The
-others change the model, and are the very ones that `memprof.apply` switches on in a user's code: the spec names them in
-`fixes`, and the workload has them applied to the model that it has built.
+Some fixes change what is run (a dtype, the micro-batch, an allocator setting): they replace fields of the spec. The
+others change the model, as `memprof.apply` does in a user's code: their names are added to `fixes` of the spec, and the
+workload applies them to the model that it builds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fix device-placement: tensors that modules hold or make are on the device of the module's parameters.
+"""Fix device-placement: tensors that a module holds or creates are put on the device of the module's parameters.
 
 A tensor is on the wrong device if `model.to(device)` does not move it (a module's plain attribute, list or
 dictionary), or if a forward makes it without naming a device. Before each forward of the model the fix moves the

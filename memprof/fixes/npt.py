@@ -1,4 +1,4 @@
-"""Fixes low-rank-npt (NPT components make no weight delta) and cpu-offload-npt-delta (host memory keeps the delta)."""
+"""Fixes low-rank-npt (NPT components without full weight deltas) and cpu-offload-npt-delta (delta in host memory)."""
 
 from __future__ import annotations
 

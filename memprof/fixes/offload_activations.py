@@ -1,4 +1,4 @@
-"""Fix cpu-offload-activations: tensors that layers save for the backward wait in pinned host memory."""
+"""Fix cpu-offload-activations: tensors saved for the backward are kept in pinned host memory."""
 
 from __future__ import annotations
 

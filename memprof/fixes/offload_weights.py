@@ -1,8 +1,8 @@
 """Fix cpu-offload-weights: layers are kept in host memory, and copied to the GPU for their forward and backward.
 
-Each layer's forward becomes one node of autograd's graph. The node keeps the layer's inputs, runs the forward without
-recording, and runs the forward again in the backward with weights that are copied again; then the gradients go to host
-memory. So the GPU has the weights and gradients of one layer at a time, and the optimizer steps in host memory.
+Each layer is one autograd node. It saves the layer's inputs and runs the forward without a graph. Its backward copies
+the weights to the GPU again, recomputes the forward, and copies the gradients to the host. So the GPU has the weights
+and gradients of one layer at a time, and the optimizer runs in host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixes freeze and lora: fewer trained parameters."""
+"""Fixes freeze and lora, which reduce the number of trained parameters."""
 
 from __future__ import annotations
 

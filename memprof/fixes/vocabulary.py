@@ -1,4 +1,4 @@
-"""Fix vocabulary-cap: embedding and head keep the rows of their first tokens; tied weights stay tied."""
+"""Fix vocabulary-cap: embedding and head are cut to the rows of the first N tokens; tied weights stay tied."""
 
 from __future__ import annotations
 

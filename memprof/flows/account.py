@@ -80,7 +80,7 @@ def _account_gpu(trace: Trace, explained: bool) -> tuple[Ledger, Report]:
     context = Context(ledger=ledger, usable_bytes=usable, gpu=device.name, fixes=fixes, streams=streams, **fields)
     growth = predict_growth(context)
     if not explained:
-        return ledger, build_report(ledger, find_all(context, deciding=True), settings, growth=growth)
+        return ledger, build_report(ledger, find_all(context, for_search=True), settings, growth=growth)
     bridge = build_bridge(ledger)
     document = build_report(ledger, find_all(context), settings, bridge, streams, growth)
     return ledger, dataclasses.replace(document, ledger=ledger, over_time=over_time(ledger))

@@ -1,4 +1,4 @@
-"""Reports of a run with several GPUs in one process: one report per GPU, merged."""
+"""Merge of the reports of a run with several GPUs in one process, one report per GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--largest`: the largest batch size or longest context that fits the GPU, confirmed by runs on both sides."""
+"""`--largest`: the largest batch size or context that fits the GPU, confirmed by a run that fits and one that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of a program whose ranks ran together, or one of each kind alone: a report per rank, merged."""
+"""Merge of the reports of a distributed program's ranks, which ran together, or one rank per kind alone."""
 
 from __future__ import annotations
 

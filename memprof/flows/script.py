@@ -1,4 +1,4 @@
-"""The dry run: a user's script, unmodified, on a virtual GPU or measured on a real device.
+"""The flow of `memprof run`: a user's unmodified script on a virtual GPU, or measured on a real device.
 
     Program -script/capture-> Trace, ScriptOutcome -account-> Document
 

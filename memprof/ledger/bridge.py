@@ -2,10 +2,10 @@
 
     requested + rounding = allocated;  + free in segments = reserved;  + context, libraries, others = device used
 
-torch's own figures stop at reserved, NVML's begin at device used; each step between has a name here. The facts of a
-measured run have NVML's readings (`NvmlFacts`). Where these lack values, samples give the memory outside torch's
-segments and the context: libraries and other processes together. A simulated run has neither. The context is that of
-this process alone, so that memory of other processes is counted in one step only.
+torch reports values up to reserved, NVML only device used; here each step in between has a name. A measured run has
+NVML's values (`NvmlFacts`). If values are missing there, samples give the memory outside segments and context, which is
+that of libraries and other processes together. A simulated run has neither. The step for the context counts only this
+process, so that memory of other processes is counted once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Categories: the use of each storage, derived from its owner, its phase and its life."""
+"""Categories: what each storage is used for, derived from its owner, its phase and its lifetime."""
 
 from __future__ import annotations
 

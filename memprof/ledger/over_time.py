@@ -1,4 +1,4 @@
-"""Bytes of each category over a run, at selected events: small enough to be stored in a report."""
+"""Bytes of each category over the course of a run, at so few events that a report can store them."""
 
 from __future__ import annotations
 

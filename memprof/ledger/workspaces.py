@@ -1,4 +1,4 @@
-"""The allocated peak under other workspace sizes, where a rule estimates the size."""
+"""Bounds of the allocated peak if workspaces whose sizes are estimated were smaller or larger."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class MeasuredDevice(Watch):
         """Bytes allocated on the GPU now; 0 on the CPU, where torch has no counter."""
         return torch.cuda.memory_allocated(self._gpu) if self.name == "cuda" else 0
 
-    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+    def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Give `tensor`, or its shard on this rank, the role and name of `owner`."""
         tensor = unwrap(tensor)
         if tensor.is_meta or not tensor.numel():
@@ -213,10 +213,10 @@ class MeasuredDevice(Watch):
         claim = Claim(time.time_ns(), storage.data_ptr(), owner, tuple(tensor.shape), dtype, on_host)
         self._marks.claims.append(claim)
 
-    def claim_input(self, tensor: torch.Tensor) -> None:
+    def mark_input(self, tensor: torch.Tensor) -> None:
         """Record that `tensor` was given to a model; merge.py checks whether a module made the tensor."""
         if tensor.layout is torch.strided and not autograd.is_functorch_wrapped_tensor(tensor):
-            self.claim(tensor, Owner(Role.INPUT, ""))
+            self.set_owner(tensor, Owner(Role.INPUT, ""))
 
     def _on_module_event(self, kind: EventKind, module: int) -> None:
         if self.name == "cpu" and self.modules.table[module].role in _SAMPLED_ROLES:

@@ -1,6 +1,6 @@
-"""Marks made during a measured run: phases, modules, owners and samples, each with its time.
+"""Timestamped marks of a measured run: phases, module calls, owners and samples.
 
-A mark is an append to a list: most overhead of a measured run is the profiler's.
+Recording a mark is an append to a list: most of the overhead of a measured run is due to the profiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Launchers (torchrun, accelerate, deepspeed): one of their processes is run in this process instead.
+"""Commands that start a launcher (torchrun, accelerate, deepspeed): one of its processes is run in this process.
 
-A launcher's child process would not see the run's virtual GPU. The launcher's own parser, where installed, reads the
-arguments, on the run's GPUs: `--nproc_per_node gpu` means their number.
+A launcher's child process would not see the run's virtual GPU. The launcher's own parser, if installed, parses the
+arguments, and sees the run's GPUs: `--nproc_per_node gpu` is the number of virtual GPUs.
 """
 
 from __future__ import annotations

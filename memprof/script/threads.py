@@ -1,8 +1,8 @@
 """Threads of the program: a thread that ends with an error of memprof ends the run.
 
-The thread may have reached the last step of the run, have had an allocation refused or an operation that cannot be
-simulated, or not see the virtual GPU (threads that torch starts, or that were there before). Without the thread the
-program would wait for its result, or go on without.
+Reasons for such an error: the run's last step is reached, an allocation failed, an operation cannot be simulated, or
+the thread has no access to the virtual GPU (torch's own threads, and threads started before the run). If the run went
+on, the program would wait for the thread's result, or continue without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Largest batch of each data loader, fed first: a run of two steps then has the dataset's highest memory use.
+"""Patches that make each data loader yield its largest batch first, so that two steps show the highest memory use.
 
-The first step has no optimizer state yet, and accumulated gradients exist from the second micro-batch on: a training
-loader yields its largest batch again and again until the second step has ended.
+The first step has no optimizer state yet, and accumulated gradients exist from the second micro-batch on. So a training
+loader yields its largest batch repeatedly until the second step has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One device of a snapshot as a run: block lives, and requested, allocated and reserved bytes over events."""
+"""One device of a snapshot as a run: lifetimes of blocks, and requested, allocated and reserved bytes at each event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named stretches of a recorded run, for a timeline: annotations, parts of steps, and calls of modules."""
+"""Named time ranges of a recorded run, for a timeline: annotations, parts of steps, and module calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay of a recording's requests under other settings, for the reserved memory.
+"""Replay of a recording's requests under other allocator settings, to compare reserved memory.
 
 The requests, frees and calls of empty_cache of a recording go through a fresh allocator, on a GPU without limit. Blocks
 that were live when the recording began are requested first, by address: their own history is unknown. The recorded

@@ -1,1 +1,1 @@
-"""The trace of a run (its events and phases), the capture file that stores it, and torch's memory snapshots."""
+"""The trace of a run (memory events, phases, storages), its capture file, and torch's snapshots."""

@@ -1,6 +1,6 @@
-"""Import of numpy with one BLAS thread: more are not used, and their memory would count as that of reading a file.
+"""Import of numpy with one BLAS thread: buffers of unused threads would count against the limit `--max-memory`.
 
-If numpy is already imported, its number of threads does not change.
+If numpy was imported before, the number of its threads does not change.
 """
 
 from __future__ import annotations

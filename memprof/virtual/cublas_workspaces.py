@@ -1,4 +1,4 @@
-"""Workspaces that cuBLAS has allocated in a run."""
+"""Record of the workspaces that torch's cuBLAS handles have allocated in a run."""
 
 from __future__ import annotations
 

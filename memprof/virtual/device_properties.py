@@ -1,4 +1,4 @@
-"""The facts of one GPU and one torch release that the formulas of hidden memory need."""
+"""Properties of a GPU and a torch release that determine the sizes of memory without tensors (workspaces, scratch)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The machine that the program believes in: where each tensor lives, and the record of new storages.
+"""State of the simulated machine: the device that the program sees for each tensor, and the record of new storages.
 
-Kernels and the handlers of Python code use the virtual GPU through this class. dispatch_mode.py derives a dispatch mode
-from it, so that operators called `with device_state:` run on the virtual GPU in turn.
+Kernels, and the replacements of Python functions, use the virtual GPU through this class. dispatch_mode.py derives a
+dispatch mode from it, so that operators called inside `with device_state:` run on the virtual GPU too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The work of a run: operations of each operator, bytes read and written, and bytes that cross the bus.
+"""FLOPs and memory traffic of a run: of each operator, the FLOPs, bytes read and written, and bytes over PCIe.
 
-The work is computed for each operator call from the shapes of its tensors, so that a run with a fix can be compared
+They are computed for each operator call from the shapes of its tensors, so that a run with a fix can be compared
 with the baseline. Attention and convolutions use torch's own formulas (torch/utils/flop_counter.py), causal attention
 half of the operations: its kernels skip the part under the mask.
 """

@@ -1,8 +1,8 @@
 """The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for CUDA to meta.
 
-Property reads (`t.device`, `t.is_cuda`) return the device that the program believes in. Device arguments that name CUDA
-become meta, and the dispatch mode receives the requested device. Composite functions, in which C++ chooses by device
-before any dispatch mode sees the call, are chosen in kernels/.
+Property reads (`t.device`, `t.is_cuda`) return the simulated device. Device arguments that name CUDA are replaced by
+meta, and the dispatch mode receives the requested device. Composite functions in which C++ selects an implementation by
+device, before a dispatch mode is called, are replaced by functions in kernels/.
 """
 
 from __future__ import annotations

@@ -122,11 +122,11 @@ class VirtualGpu(Watch):
     def _oom_message(self, device: str) -> str | None:
         message = self._context.memory.of(device).refusal()
         if message is not None:
-            self._claim_registered()
+            self._set_registered_roles()
         return message
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._claim_registered()
+        self._set_registered_roles()
         self._updates.record_run_end()
         if is_caused_by_oom(error) and self.recorder.trace.refused:
             # Out of memory on the GPU is the verdict of the run, and no failure.
@@ -209,7 +209,7 @@ class VirtualGpu(Watch):
         if self._is_recognizing_calls:
             self._growth.record_call(module, index)
 
-    def claim_input(self, tensor: torch.Tensor) -> None:
+    def mark_input(self, tensor: torch.Tensor) -> None:
         """Note that a model received `tensor` as an input."""
         if self.recorder.owners.is_allocated_outside_modules(tensor):
             self.recorder.owners.set_owner(tensor, Owner(Role.INPUT, ""))
@@ -220,7 +220,7 @@ class VirtualGpu(Watch):
         if self._is_recognizing_calls:
             self._growth.record_call_result(result)
 
-    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+    def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Note the role of `tensor`, as the workload knows it."""
         self.recorder.owners.set_owner(tensor, owner)
 
@@ -234,7 +234,7 @@ class VirtualGpu(Watch):
         """Note how the run's models are distributed over ranks, and gradients that wait, whole, for their reduction."""
         roots = [root for known in self._roots if (root := known()) is not None]
         for name, gradient in itertools.chain.from_iterable(map(sharding.iterate_unreduced_gradients, roots)):
-            self.claim(gradient, Owner(Role.GRADIENT, name))
+            self.set_owner(gradient, Owner(Role.GRADIENT, name))
         if len(roots) != self._num_models_noted:
             self._num_models_noted = len(roots)
             trace = self.recorder.trace

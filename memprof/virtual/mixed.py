@@ -1,5 +1,5 @@
-"""Functions with tensors on the host and on a GPU: noted as mismatches, and run again with all tensors on the GPU, as
-the program intended."""
+"""Functions called with tensors on the host and on a GPU: recorded as a device mismatch, and run again with all tensors
+on the GPU, so that the run can continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves and copies of tensors between devices, with backward hooks that return gradients to the source device."""
+"""Copies of tensors between devices (`.to()`, `.cuda()`), whose backward copies gradients to the source device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The strides of an operator's results, from the C++ code that determines them on a GPU.
+"""The strides of an operator's results, computed as by torch's C++ code on a GPU.
 
-torch replaces its own C++ for meta tensors by Python (torch/_meta_registrations.py, `activate_meta`), which
-distinguishes fewer strides: TensorIterator orders dimensions by the strides of all of them, also those of one element,
-and its fast path is for operands of one shape alone (aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type` and
-`reorder_dimensions`); torch/_prims_common has neither. The copies of a convolution depend on the strides.
+For meta tensors torch uses Python code instead (torch/_meta_registrations.py, `activate_meta`), whose strides sometimes
+differ: TensorIterator (aten/src/ATen/TensorIterator.cpp) orders all dimensions by stride, those of size 1 included
+(`reorder_dimensions`), and takes its fast path only if all operands have one shape (`compute_fast_setup_type`);
+torch/_prims_common does neither. Strides matter because the copies that a convolution makes depend on them.
 """
 
 from __future__ import annotations

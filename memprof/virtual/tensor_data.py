@@ -1,4 +1,4 @@
-"""Tensors that the program makes from its own data (numbers, lists, arrays), on the device that it names."""
+"""Tensors that the program creates from Python data (numbers, lists, arrays), on the requested device."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _new_tuple: Any = tuple.__new__  # Makes a named tuple without its class's Pytho
 
 
 class Attribution:
-    """Finder of the call site of each operator: module, source line and forward operator.
+    """Finder of the call site of each operator call: module, source line and forward operator.
 
     A backward operator is attributed to the forward operator that it differentiates, found by the sequence number that
     autograd gives to both.
@@ -37,10 +37,9 @@ class Attribution:
         ] = {}  # Code objects by `id`, and whether they are the program's.
 
     def find_call_site(self, frame: FrameType | None) -> CallSite:
-        """Return the module, source line and forward operator of the operator that runs; `frame` is the innermost frame
-        to consider.
+        """Return the call site of the running operator; `frame` is the innermost stack frame to consider.
 
-        Modules that run inside a backward pass (recomputation) count as themselves.
+        Operators of a module call inside a backward pass (recomputation) are attributed to that module.
         """
         module = self._running_modules.module
         if module == NONE and autograd.current_graph_task_id() != -1:
@@ -50,11 +49,11 @@ class Attribution:
         return _new_tuple(CallSite, (module, self._find_source_index(frame), NONE))  # type: ignore[no-any-return]
 
     def _find_node_call_site(self, node: Any, frame: FrameType | None) -> CallSite:
-        number, forward = node._sequence_nr(), self._forward
-        if number != forward.backward_node:
-            forward.backward_node = number
+        sequence_number, forward = node._sequence_nr(), self._forward
+        if sequence_number != forward.backward_node:
+            forward.backward_node = sequence_number
             forward.num_storages_before_node = len(self._trace.storages)
-        position = bisect.bisect_right(forward.sequence_numbers, number)
+        position = bisect.bisect_right(forward.sequence_numbers, sequence_number)
         if position < len(forward.call_sites):
             return forward.call_sites[position]
         variable = getattr(node, "variable", None)
@@ -63,39 +62,39 @@ class Attribution:
         return CallSite(NONE, self._find_source_index(frame), NONE)
 
     def record_forward_operator(self, call_site: CallSite) -> None:
-        """Attribute to `call_site` the backward operators with autograd's current sequence number."""
-        number, forward = autograd.get_sequence_nr(), self._forward
-        sequence = forward.sequence_numbers
-        if not sequence or sequence[-1] < number:
-            sequence.append(number)
+        """Store `call_site` as that of the backward node with autograd's current sequence number."""
+        sequence_number, forward = autograd.get_sequence_nr(), self._forward
+        sequence_numbers = forward.sequence_numbers
+        if not sequence_numbers or sequence_numbers[-1] < sequence_number:
+            sequence_numbers.append(sequence_number)
             forward.call_sites.append(
                 _new_tuple(CallSite, (call_site.module, call_site.source, len(self._trace.events)))
             )
 
     def is_made_by_node(self, index: int) -> bool:
-        """Return whether the autograd node that runs now made the storage with this index."""
+        """Return whether the storage `index` was allocated by the autograd node that is running."""
         return index >= self._forward.num_storages_before_node
 
     def find_caller_line(self) -> int:
-        """Return the index of the source line outside torch and memprof that runs now."""
+        """Return the trace's index of the innermost running source line outside torch and memprof."""
         return self._find_source_index(sys._getframe(1))
 
-    def index_source_line(self, text: str) -> int:
-        """Return the index in the trace of the line `text` (`file:number function`); add a new line to the trace."""
-        index = self._line_index.get(text)
+    def index_source_line(self, line: str) -> int:
+        """Return the trace's index of the source line `line` (`file:number function`), which is added if new."""
+        index = self._line_index.get(line)
         if index is None:
-            index = self._line_index[text] = len(self._trace.sources)
-            self._trace.sources.append(text)
+            index = self._line_index[line] = len(self._trace.sources)
+            self._trace.sources.append(line)
         return index
 
     def _find_source_index(self, frame: FrameType | None) -> int:
-        codes = self._code_by_id
+        code_by_id = self._code_by_id
         while frame is not None:
             code = frame.f_code
-            known = codes.get(id(code))
-            if known is None:
-                known = codes[id(code)] = (code, is_program(code))
-            if known[1]:
+            entry = code_by_id.get(id(code))
+            if entry is None:
+                entry = code_by_id[id(code)] = (code, is_program(code))
+            if entry[1]:
                 key = (id(code), frame.f_lasti)
                 index = self._source_by_instruction.get(key)
                 if index is None:
@@ -104,14 +103,14 @@ class Attribution:
             frame = frame.f_back
         return NONE
 
-    def _find_line_index(self, code: CodeType, number: int) -> int:
-        index = self._source_index.get((code, number))
+    def _find_line_index(self, code: CodeType, line_number: int) -> int:
+        index = self._source_index.get((code, line_number))
         if index is None:
-            index = self._source_index[code, number] = self.index_source_line(
-                f"{code.co_filename}:{number} {code.co_name}"
+            index = self._source_index[code, line_number] = self.index_source_line(
+                f"{code.co_filename}:{line_number} {code.co_name}"
             )
         return index
 
     def clear(self) -> None:
-        """Remove the record of operators that ran forward."""
+        """Forget the call sites of forward operators."""
         self._forward = ForwardOperators()

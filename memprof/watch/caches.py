@@ -1,13 +1,13 @@
-"""Detection of a model's caches of earlier tokens (keys, values, states) by the operators that the model runs.
+"""Detection of KV caches (keys, values and states of earlier tokens) from the operators that a model runs.
 
-Each sign counts only within a submodule of a model that is called without gradients:
+An operator counts only if it runs in a submodule of a model that is called without gradients:
 
-| kind of cache | sign in the operators |
+| kind of cache | how it is recognized |
 |---|---|
-| preallocated buffers, a pool of pages | the call writes a part of a storage that is older than the call |
-| a state that is overwritten | two calls write the whole of an older storage |
+| preallocated buffers, a pool of pages | the call writes part of a storage that is older than the call |
+| a state that is overwritten | two calls overwrite all of an older storage |
 | tensors that grow | a tensor of an earlier call is concatenated, and the result is live after the call |
-| lists that the caller passes back | a container argument has a tensor that an earlier call returned |
+| lists that the caller passes back | a container among the arguments has a tensor that the last call returned |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memprof.watch.recorder import Recorder
 _aten = torch.ops.aten
 # Operators that write a part of their first argument.
 WRITE_OPERATORS = frozenset({_aten.copy_, _aten.index_copy_, _aten.index_put_, _aten._index_put_impl_, _aten.scatter_})
-_MAX_DEPTH = 4  # depth to which containers in a module's arguments and results are searched
+_MAX_DEPTH = 4  # maximum nesting of the containers in arguments and results that are searched
 _AllocationKey = tuple[int, int, int]
 
 
@@ -34,76 +34,74 @@ class KVCacheDetector:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        # Number of storages before each outermost module call; `_roots` has the module of each such call.
-        self._call_starts: list[int] = []
+        # For each outermost module call: the number of storages in the trace before it, and (`_roots`) the module.
+        self._call_first_storages: list[int] = []
         self._roots: list[int] = []
         self._runs_without_gradients = False
         # In the running call: index of the older part, and the number of storages before the concatenation.
         self._concatenations: list[tuple[int, int]] = []
-        self._first_overwrites: dict[int, int] = {}  # storages, and the number of the first call that overwrote them
-        self._last_results: defaultdict[int, set[int]] = defaultdict(set)  # results of each module's last call
-        self._cache_allocation_keys: set[_AllocationKey] = (
-            set()
-        )  # operators, lines and modules that make cache storages
+        self._first_overwrites: dict[int, int] = {}  # storage -> ordinal of the first call that overwrote all of it
+        self._last_results: defaultdict[int, set[int]] = defaultdict(set)  # module -> results of its last call
+        self._cache_allocation_keys: set[_AllocationKey] = set()  # (operator, source line, module) of cache storages
 
     def record_call(self, module: int, arguments: Any) -> None:
-        """Record that module `module` is called from outside all other modules, with `arguments`."""
+        """Record an outermost call of the module with index `module`, with `arguments`."""
         self._runs_without_gradients = not torch.is_grad_enabled()
         self._concatenations.clear()  # the call before may have raised
-        self._call_starts.append(len(self._recorder.trace.storages))
+        self._call_first_storages.append(len(self._recorder.trace.storages))
         self._roots.append(module)
         if self._runs_without_gradients:
-            passed_back = self._find_numeric_storages([one for one in arguments if not isinstance(one, torch.Tensor)])
+            passed_back = self._find_numeric_storages([a for a in arguments if not isinstance(a, torch.Tensor)])
             for index in passed_back & self._last_results[module]:
                 self._mark_as_cache(index)
 
     def record_call_result(self, result: Any) -> None:
-        """Record that the outermost module call returned `result`."""
+        """Record that the outermost module call has returned `result`."""
         if not self._runs_without_gradients:
             return
         self._runs_without_gradients = False
         trace = self._recorder.trace
-        for old, before in self._concatenations:
+        for old, first in self._concatenations:
             new = next(
-                (i for i in range(before, len(trace.storages)) if trace.op(trace.storages[i]) == "aten.cat"), NONE
+                (i for i in range(first, len(trace.storages)) if trace.op(trace.storages[i]) == "aten.cat"), NONE
             )
             if self._recorder.storages.is_live(new):
                 self._mark_as_cache(old)
                 self._mark_as_cache(new)
         returned = self._find_numeric_storages([result])
         self._last_results[self._roots[-1]] = returned
-        for index in returned:
-            if _make_allocation_key(trace.storages[index]) in self._cache_allocation_keys:
-                self._mark_as_cache(index)
+        for i in returned:
+            if _make_allocation_key(trace.storages[i]) in self._cache_allocation_keys:
+                self._mark_as_cache(i)
 
     @property
     def is_watching(self) -> bool:
-        """Return whether a submodule runs without gradients, so that operators may write a cache."""
+        """Return whether a submodule is running in a call without gradients, so that operators may write a cache."""
         return self._runs_without_gradients and self._recorder.modules.current_index not in (NONE, self._roots[-1])
 
     def record_write(self, target: torch.Tensor) -> None:
         """Record that an operator of WRITE_OPERATORS writes into `target`."""
         index = self._recorder.storages.get_index(target)
-        if not NONE < index < self._call_starts[-1] or not _is_numeric(target):
+        if not NONE < index < self._call_first_storages[-1] or not _is_numeric(target):
             return
         is_full_write = target.untyped_storage().nbytes() == target.numel() * target.itemsize
-        if not is_full_write or self._first_overwrites.setdefault(index, len(self._call_starts)) < len(
-            self._call_starts
+        if not is_full_write or self._first_overwrites.setdefault(index, len(self._call_first_storages)) < len(
+            self._call_first_storages
         ):
             self._mark_as_cache(index)
 
     def record_concatenation(self, parts: list[torch.Tensor]) -> None:
-        """Record that `parts` are about to be concatenated."""
+        """Record that the tensors `parts` are about to be concatenated."""
         for part in parts:
             index = self._recorder.storages.get_index(part)
             if self.is_from_earlier_call(index) and _is_numeric(part):
                 self._concatenations.append((index, len(self._recorder.trace.storages)))
 
     def is_from_earlier_call(self, index: int) -> bool:
-        """Return whether an earlier call of the outermost module made the storage with this index."""
-        if not self._call_starts or not NONE < index < self._call_starts[-1]:
+        """Return whether storage `index` was allocated in an earlier call of the running outermost module."""
+        if not self._call_first_storages or not NONE < index < self._call_first_storages[-1]:
             return False
-        call_index = bisect.bisect_right(self._call_starts, index) - 1
+        call_index = bisect.bisect_right(self._call_first_storages, index) - 1
         storage = self._recorder.trace.storages[index]
         return storage.module != NONE and call_index >= 0 and self._roots[call_index] == self._roots[-1]
 
@@ -114,7 +112,7 @@ class KVCacheDetector:
             self._cache_allocation_keys.add(_make_allocation_key(storage))
 
     def _find_numeric_storages(self, values: Any) -> set[int]:
-        """Return the indices of the tensors with numbers in `values`, also those in containers."""
+        """Return the storages of the floating-point and quantized tensors in `values`, nested containers included."""
         with torch.DisableTorchFunction():
             found = {
                 self._recorder.storages.get_index(tensor) for tensor in iterate_tensors(values) if _is_numeric(tensor)
@@ -123,7 +121,7 @@ class KVCacheDetector:
 
 
 def iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`, the arguments or the result of a module, containers included."""
+    """Yield the tensors in `value`, nested tuples, lists and dicts included; `depth` is the nesting so far."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
@@ -136,5 +134,5 @@ def _make_allocation_key(storage: Storage) -> _AllocationKey:
 
 
 def _is_numeric(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has floating-point or quantized numbers, as tokens, positions and masks do not."""
+    """Return whether `tensor` is floating-point or quantized, as caches are, unlike tokens, positions and masks."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)

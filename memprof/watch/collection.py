@@ -1,4 +1,4 @@
-"""Garbage collection in runs: off, so that frees do not depend on the collector's timing."""
+"""Control of Python's garbage collector, which is off in runs: frees must not depend on the collector's timing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def disable_garbage_collection() -> Iterator[None]:
-    """Context manager: switch off the cyclic collector, whose frees depend on other work of the process."""
+    """Context manager: disable Python's cyclic garbage collector, and enable it again if it was enabled before."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,8 +22,8 @@ def disable_garbage_collection() -> Iterator[None]:
 def freeze_existing_objects() -> None:
     """Collect garbage, then exclude all remaining objects from later collections (`gc.freeze`).
 
-    Acts only where the collector is off, as in memprof's own commands: torch and the libraries are millions of
-    long-lived objects, and each collection would traverse all of them.
+    Does nothing if the collector is enabled. memprof's own commands disable it. Without the freeze, each explicit
+    collection would traverse the millions of long-lived objects of torch and other libraries.
     """
     if not gc.isenabled():
         gc.collect()

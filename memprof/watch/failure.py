@@ -1,7 +1,7 @@
 """Conversion of the exception that ended a run into a `Failure` with operator, module and source line.
 
-All facts come from the traceback, so a run without failure has no overhead: the dispatch mode's frame has the operator,
-and the innermost wrapped module call has the module.
+All facts are read from the frames of the traceback, so runs without failure have no overhead: the operator from the
+frame of the dispatch mode, the module from the frame of the innermost wrapped module call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memprof.watch.recorder import Recorder
 
 
 class KernelError(RuntimeError):
-    """Error: a kernel below torch was called, which needs data and a device. `kernel` is the kernel's name."""
+    """Error: the program called `kernel`, a kernel outside torch (Triton, CUDA extension) that needs a real GPU."""
 
     def __init__(self, message: str, kernel: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class KernelError(RuntimeError):
 
 
 class TracingError(RuntimeError):
-    """Error: torch.export traces a model on the GPU, with torch's own tensors without data."""
+    """Error: torch.export traces a model on the virtual GPU, which is not supported."""
 
 
 _ACTIVITY_BY_PHASE = {
@@ -51,7 +51,7 @@ _NO_META_KERNEL_PATTERNS = (
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
-# torch's messages for a missing GPU; only the thread that entered the virtual GPU, and its backward, see that GPU.
+# torch's messages for a missing GPU; only the thread that entered the virtual GPU, and its backward threads, have one.
 _NO_GPU_PATTERN = re.compile(
     r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
     r"PyTorch is not linked with support for cuda"
@@ -61,7 +61,7 @@ _NO_DATA_MESSAGE = "Cannot copy out of meta tensor"
 _NO_META_ACCESS_PATTERN = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
-# torch's name for the device and types of tensors without data, which a program on a GPU does not meet.
+# torch's name for the device and types of tensors without data, which do not occur in messages on a real GPU.
 _META_NAME_PATTERN = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
 # Messages with which extensions and Triton refuse tensors whose data is not on a real GPU.
 _NEEDS_DATA_PATTERN = re.compile(
@@ -79,10 +79,10 @@ def describe_failure(
     unknown_read: tuple[int, str] | None,
     dispatch_code: CodeType,
 ) -> Failure:
-    """Return the failure for `error`, raised in `phase`.
+    """Return the failure for `error`, raised in `phase` on the virtual GPU.
 
-    `unknown_read` is the index of the line that last read an unknown value, and a text about that value;
-    `dispatch_code` is the code of the dispatch mode's method, whose frames name operators.
+    `unknown_read`: index of the source line that last read a value that is not computed, and a description of the
+    value. `dispatch_code`: code object of the dispatch mode's method, whose frames have the operator.
     """
     op: str | None = None
     module = NONE
@@ -122,10 +122,10 @@ def describe_failure(
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of memprof and torch in the traceback of `error`, below the caller's frame.
+    """Clear the local variables of memprof's and torch's frames in the traceback of `error`.
 
-    The frames replace C++ frames, which release their objects on exit; Python frames would keep them as long as the
-    traceback. Frames that `describe_failure` reads are kept: these have no tensors beyond torch's own.
+    On a real GPU these are C++ frames, which release their objects on exit; Python frames would keep tensors alive as
+    long as the traceback. Frames that `describe_failure` reads are not cleared.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -136,9 +136,9 @@ def clear_frames(error: BaseException) -> None:
 
 
 def format_fake_registration(op: str | None) -> str | None:
-    """Return the code that registers a kernel without data for the library operator `op`, from the operator's schema.
+    """Return a hint with code that registers a fake kernel (torch.library.register_fake) for custom operator `op`.
 
-    Return None for torch's own operators and for unknown names.
+    None for torch's own operators and unknown names.
     """
     namespace, _, name = (op or "").partition(".")
     packet = getattr(getattr(torch.ops, namespace, None), name.partition(".")[0], None) if name else None
@@ -146,8 +146,8 @@ def format_fake_registration(op: str | None) -> str | None:
         return None
     overload = name.partition(".")[2] or packet.overloads()[0]
     schema = getattr(packet, overload)._schema
-    first = next((one.name for one in schema.arguments if str(one.type) == "Tensor"), None)
-    results = [_RESULT_EXPRESSIONS.get(str(one.type), "...").format(first or "...") for one in schema.returns]
+    tensor = next((arg.name for arg in schema.arguments if str(arg.type) == "Tensor"), None)
+    results = [_RESULT_EXPRESSIONS.get(str(arg.type), "...").format(tensor or "...") for arg in schema.returns]
     return _FAKE_REGISTRATION.format(
         name=schema.name if overload == "default" else f"{schema.name}.{overload}",
         arguments=", ".join(_format_parameters(schema)),
@@ -157,11 +157,11 @@ def format_fake_registration(op: str | None) -> str | None:
 
 def _format_parameters(schema: Any) -> Iterator[str]:
     has_star = False
-    for one in schema.arguments:
-        if one.kwarg_only and not has_star:
+    for argument in schema.arguments:
+        if argument.kwarg_only and not has_star:
             has_star = True
             yield "*"
-        yield f"{one.name}={one.default_value!r}" if one.has_default_value() else one.name
+        yield f"{argument.name}={argument.default_value!r}" if argument.has_default_value() else argument.name
 
 
 # Type of a result -> an expression that makes such a result.
@@ -176,9 +176,9 @@ or choose another implementation of it, or measure the run on a GPU"""
 def make_refused_failure(
     problem: str, hint: str | None, source: str | None, phase: Phase, frames: Iterable[FrameType] | None = None
 ) -> Failure:
-    """Return the failure of a run in which memprof refused an operation, whether or not the program went on.
+    """Return the failure of a run in which memprof refused to simulate an operation, even if the program continued.
 
-    `frames` are the frames that the error passed through; None means the frames that run now.
+    `frames` are the frames that the error passed through; None means the current stack.
     """
     activity = _describe_activity(
         phase, (frame for frame, _ in traceback.walk_stack(sys._getframe())) if frames is None else frames
@@ -194,9 +194,9 @@ def _describe_activity(phase: Phase, frames: Iterable[FrameType]) -> str:
 
 
 def _is_building_model(frame: FrameType) -> bool:
-    """Return whether `frame` is a function that makes or moves a module, or is in memprof's own workloads.
+    """Return whether `frame` runs `__init__`, `to` or `_apply` of a module, or code of memprof's own workloads.
 
-    A program's phase is MODEL until the first model call, so the phase alone does not show what the program does.
+    The phase alone does not show that a model is built: it is MODEL from the program's start to the first model call.
     """
     code = frame.f_code
     if code.co_name in ("__init__", "_apply", "to"):
@@ -205,12 +205,12 @@ def _is_building_model(frame: FrameType) -> bool:
 
 
 def is_missing_gpu_error(error: BaseException) -> bool:
-    """Return whether a thread raised `error` because the thread does not see the virtual GPU."""
+    """Return whether `error` was raised because its thread has no access to the virtual GPU."""
     return bool(_NO_GPU_PATTERN.search(error_text(error))) or _NO_DATA_MESSAGE in error_text(error)
 
 
 def is_caused_by_oom(error: BaseException | None) -> bool:
-    """Return whether `error`, or an error in the causes of `error`, is torch.OutOfMemoryError."""
+    """Return whether `error`, or an error in its chain of causes and contexts, is torch.OutOfMemoryError."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError):
@@ -237,14 +237,14 @@ def describe_measured_failure(error: BaseException, phase: Phase) -> Failure:
 
 
 def _collect_frames_and_lines(error: BaseException) -> tuple[list[FrameType], list[str]]:
-    """Return the frames that `error` has passed through, and the program's source lines among them, outermost first."""
+    """Return the frames in the traceback of `error`, and the program's source lines among them, outermost first."""
     entries = [(frame, frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     lines = [f"{code.co_filename}:{number} {code.co_name}" for _, code, number in entries if is_program(code)]
     return [frame for frame, _, _ in entries], lines
 
 
 def _classify_error(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
-    """Return the kind of failure, and the operator that the message `text` names."""
+    """Return the kind of failure of `error`, and the operator named in its message `text` (None if there is none)."""
     if isinstance(error, KeyboardInterrupt):
         return FailureKind.INTERRUPTED, None
     if isinstance(error, KernelError):
@@ -267,10 +267,8 @@ def _classify_error(error: BaseException, text: str) -> tuple[FailureKind, str |
 
 
 def _mentions_meta_device(text: str, frames: Iterable[FrameType]) -> bool:
-    """Return whether the error message `text` comes from the virtual GPU's use of meta tensors, not from the program.
-
-    A program that uses the meta device explicitly may cause messages with the word itself.
-    """
+    """Return whether the error message `text` mentions meta tensors, and no source file of the program in `frames`
+    does: then the message comes from the virtual GPU, which is built on meta tensors."""
     if not _META_NAME_PATTERN.search(text):
         return False
     programs = {frame.f_code.co_filename for frame in frames if is_program(frame.f_code)}
@@ -278,10 +276,10 @@ def _mentions_meta_device(text: str, frames: Iterable[FrameType]) -> bool:
 
 
 def _depends_on_values(error: BaseException) -> bool:
-    """Return whether a different value read from a tensor could have avoided `error`.
+    """Return whether `error` might not have occurred if a value read from a tensor had been different.
 
-    A misspelt name, a missing library and a wrong library version do not depend on values. A variable that a branch did
-    not set, and None in place of an object, do.
+    False for misspelled names, missing libraries and wrong library versions. True for a variable that is not set in
+    some branch, and for None in place of an object.
     """
     if isinstance(error, (ImportError, SyntaxError)):
         return False
@@ -299,5 +297,5 @@ def _depends_on_values(error: BaseException) -> bool:
 
 
 def _split_location(line: str) -> tuple[str, str]:
-    place, _, name = line.rpartition(" ")
-    return place.rpartition(":")[0], name
+    location, _, name = line.rpartition(" ")
+    return location.rpartition(":")[0], name

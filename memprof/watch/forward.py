@@ -1,4 +1,4 @@
-"""Call sites of operators that ran forward, to which allocations of a backward pass are attributed."""
+"""Record of the call sites of forward operators, to which backward allocations are attributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memprof.trace.events import NONE
 
 
 class CallSite(NamedTuple):
-    """Module, source line and forward operator of an operator call; the fields are indices as in `Storage`."""
+    """Module, source line and forward event of an operator call, as indices in the trace; NONE if there is none."""
 
     module: int
     source: int
@@ -17,12 +17,12 @@ class CallSite(NamedTuple):
 
 
 class ForwardOperators(threading.local):
-    """Call sites of the operators that one thread ran forward, by autograd's sequence numbers in that thread."""
+    """Call sites of the forward operators of one thread, in ascending order of autograd's sequence numbers."""
 
     def __init__(self) -> None:
-        # Number of an operator's node, ascending, and where the operator ran.
+        # Sequence number of each operator's autograd node, ascending, and the operator's call site.
         self.sequence_numbers: list[int] = []
         self.call_sites: list[CallSite] = []
-        # The node that runs backward, and the number of storages there were when it began.
+        # Sequence number of the running backward node, and the number of storages in the trace when it began.
         self.backward_node = NONE
         self.num_storages_before_node = 0

@@ -1,4 +1,4 @@
-"""Variables of running functions, read without keeping them live."""
+"""Access to the local variables of running functions, without keeping their values alive."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def read_local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of `frame` by name, without keeping the values live. Before Python 3.13 a frame keeps
-    the dict that `f_locals` returns; that dict is cleared, unless the program refers to the dict too."""
+    """Return the local variables of `frame` by name. Before Python 3.13 the frame keeps the dict `frame.f_locals`, and
+    so its values, alive: the dict is cleared, unless the program refers to it too."""
     frame_locals = frame.f_locals
     values = dict(frame_locals)
     is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)

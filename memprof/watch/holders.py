@@ -1,7 +1,6 @@
-"""Search for the holders of live tensors: the variable, attribute or container, by the program's name for the holder.
+"""Search for holders: the variables, attributes and containers of the program that keep tensors alive.
 
-The garbage collector finds the referrers of an object, except variables of running functions: these variables are read
-from the frames.
+`gc.get_referrers` finds all referrers of an object except variables of running functions, which are read from frames.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import find_class_line, find_fill_line, format_code_line
 
-MAX_DEPTH = 10  # nested containers up to a name: a list of models has parameters at depth 6
+MAX_DEPTH = 10  # references from a named object to a tensor: a list of models has parameters at depth 6
 
-MIN_PART_FRACTION = 0.9  # fraction of an object's bytes from which a part of the object is named in the object's place
+MIN_PART_FRACTION = 0.9  # a part with this fraction of an object's bytes is reported instead of the object
 
-MAX_OBJECTS = 50_000  # objects per depth; more is a sign that the search has left the program
+MAX_OBJECTS = 50_000  # objects per depth; with more, the search has left the program's own objects
 
 MAX_NODES = 200_000  # autograd nodes that are counted
 
@@ -41,26 +40,26 @@ _MAX_PARTS = 64  # items of a container that are checked for running sums
 _MAX_SUM_NODES = 2_000  # nearest nodes of a sum's graph that are checked; they include the sums of several steps
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IGNORED_TYPES = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
-# Nodes that accumulate gradients have a sequence number beyond all others, for they run first.
-_FIRST_ACCUMULATE_GRAD_NUMBER = 1 << 62
+# AccumulateGrad nodes have larger sequence numbers than all other nodes, because the engine runs them first.
+_MIN_ACCUMULATE_GRAD_NUMBER = 1 << 62
 
 
 @dataclass(slots=True)
 class _HolderName:
-    """Program's name for an object: a variable, an attribute or an item."""
+    """Name of an object in the program's code: a variable (`losses`), attribute (`Trainer.losses`) or item."""
 
     text: str
     code: CodeType | None  # code of the function that has the variable
     owner: type | None = None  # class that has the attribute
-    is_global: bool = False  # any function may fill a global; `code` is of a function that sees it
+    is_global: bool = False  # a global, which any function may fill; `code` is of a function in its module
 
 
 @dataclass(slots=True)
 class _NamedHolder:
-    """Named object, and the ids of the tensors that are reachable from the object."""
+    """Object with a name in the program, and the ids of the tensors that are reachable from it."""
 
     held: Any
-    # Distance to the tensors: 1 for a container of tensors; where more tensors are found later, the larger distance.
+    # Number of references to the tensors: 1 for a container of tensors; the largest, if the tensors' depths differ.
     depth: int
     tensors: set[int]
     names: list[_HolderName] = field(default_factory=list)
@@ -68,54 +67,53 @@ class _NamedHolder:
 
 
 class HolderSearch:
-    """Search through the program's objects for holders of tensors; keeps no reference to any object."""
+    """Search through all Python objects for holders of tensors; keeps no references to objects between searches."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        # Autograd's sequence number at the begin of each step (the first call of a model), and in `_step_ends` at the
-        # end of the step's optimizers. Computations between two steps, on earlier outputs or for the next call, belong
-        # to no step.
+        # Autograd's sequence number at the start of each step (the first call of a model), and in `_step_ends` after
+        # the step's optimizers. Nodes created between two steps belong to no step.
         self._step_begins: list[int] = []
         self._step_ends: list[int] = []
 
     def record_step_begin(self) -> None:
-        """Record that a step begins."""
+        """Record that a training step begins."""
         self._step_begins.append(autograd.get_sequence_nr())
-        self._step_ends.append(_FIRST_ACCUMULATE_GRAD_NUMBER)
+        self._step_ends.append(_MIN_ACCUMULATE_GRAD_NUMBER)
 
     def record_step_end(self) -> None:
-        """Record that an optimizer step ends: the step's last one, as far as is known."""
+        """Record that an optimizer's step ends; the last such call of a training step counts as the step's end."""
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
     def find_holders(self, targets: Mapping[int, object]) -> list[Holder]:
-        """Return the holders of the storages `targets` (index -> key that counterparts share), largest first.
+        """Return the holders of the storages in `targets`, largest first. `targets` maps storage index -> group key.
 
-        One holder is named for all counterparts: it must have most of the older ones, because the newest counterparts
-        are in variables too. A variable that is itself the tensor must have all, as in `all = torch.cat([all, out])`.
+        A holder must keep most of the older storages of a group, because the newest ones are in local variables too.
+        A holder that is itself a tensor must keep all of them, as in `all = torch.cat([all, out])`.
         """
         with torch.DisableTorchFunction():
             tensors = self._find_tensors(targets)
             variables = _ProgramVariables(self._recorder)
-            found = _find_named_holders(tensors, variables)
+            holders = _find_named_holders(tensors, variables)
             all_storages = self._recorder.trace.storages
             num_bytes = {
-                id(one): sum(all_storages[i].num_bytes for i in {tensors[t][1] for t in one.tensors}) for one in found
+                id(h): sum(all_storages[i].num_bytes for i in {tensors[t][1] for t in h.tensors}) for h in holders
             }
-            # Among holders of equally many bytes, the nearest first.
-            order = sorted(found, key=lambda one: (-num_bytes[id(one)], one.depth))
+            # Holders with equal bytes: the one with the fewest references to the tensors first.
+            ordered = sorted(holders, key=lambda holder: (-num_bytes[id(holder)], holder.depth))
             indices_by_key: dict[object, list[int]] = defaultdict(list)
             for index, key in sorted(targets.items()):
                 indices_by_key[key].append(index)
             explained: set[object] = set()
             result = []
-            for outer in order:
-                # If an object has little more than a list in the object, the list is the container that grows.
+            for outer in ordered:
+                # If nearly all bytes of an object are in a list inside it, the list is the container that grows.
                 min_bytes = MIN_PART_FRACTION * num_bytes[id(outer)]
-                inner = [o for o in order if num_bytes[id(o)] >= min_bytes and o.tensors <= outer.tensors]
-                one = min(inner, key=lambda o: o.depth)
-                storages = {tensors[t][1] for t in one.tensors}
-                is_tensor = issubclass(type(one.held), torch.Tensor)
+                inner = [h for h in ordered if num_bytes[id(h)] >= min_bytes and h.tensors <= outer.tensors]
+                holder = min(inner, key=lambda other: other.depth)
+                storages = {tensors[t][1] for t in holder.tensors}
+                is_tensor = issubclass(type(holder.held), torch.Tensor)
                 keys = {
                     key
                     for key, members in indices_by_key.items()
@@ -123,12 +121,12 @@ class HolderSearch:
                 }
                 if keys - explained:
                     explained |= keys
-                    roots = [tensors[t][0] for t in one.tensors]
-                    result.append(self._make_holder(one, storages, roots, variables))
+                    roots = [tensors[t][0] for t in holder.tensors]
+                    result.append(self._make_holder(holder, storages, roots, variables))
             return result
 
     def find_running_sums(self) -> list[Holder]:
-        """Return variables and attributes whose autograd graph spans several steps, such as `total = total + loss`."""
+        """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`)."""
         with torch.DisableTorchFunction():
             variables = _ProgramVariables(self._recorder)
             sums: dict[Any, tuple[_NamedHolder, list[Any]]] = {}
@@ -137,20 +135,20 @@ class HolderSearch:
                     continue
                 nodes = _collect_nodes([value], _MAX_SUM_NODES)
                 steps = self._find_steps(nodes)
-                # A sum that is updated after the optimizer's step lacks the last step.
+                # The graph of a sum that is updated after the optimizer's step does not include the last step.
                 if min(steps, default=2) == 1 and len(steps) >= max(len(self._step_begins) - 1, 2):
                     sums[value.grad_fn] = _NamedHolder(value, 0, set(), [name]), nodes
-            # Values computed from a sum span as many steps, and do not keep the graph.
-            independent_sums = [found for found, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
+            # Values computed from a sum span as many steps, but are not what keeps the graph alive.
+            independent = [holder for holder, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
             return [
                 self._make_holder(
-                    found, {self._recorder.storages.get_index(found.held)} - {NONE}, [found.held], variables
+                    holder, {self._recorder.storages.get_index(holder.held)} - {NONE}, [holder.held], variables
                 )
-                for found in independent_sums
+                for holder in independent
             ]
 
     def _find_tensors(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
-        """Return, by id, the tensor objects of the storages `targets`, each with the index of its storage."""
+        """Return id -> (tensor, storage index) for all live tensor objects whose storage is in `targets`."""
         result = {}
         for value in gc.get_objects():
             if issubclass(type(value), torch.Tensor):
@@ -160,27 +158,27 @@ class HolderSearch:
         return result
 
     def _find_steps(self, nodes: list[Any]) -> set[int]:
-        """Return the steps in which the autograd `nodes` were made; nodes made between two steps are ignored."""
-        found = set()
+        """Return the steps (from 1) in which the autograd `nodes` were created, without nodes created between steps."""
+        steps = set()
         for number in (node._sequence_nr() for node in nodes):
             step = bisect.bisect_right(self._step_begins, number)
-            if step and number < min(self._step_ends[step - 1], _FIRST_ACCUMULATE_GRAD_NUMBER):
-                found.add(step)
-        return found
+            if step and number < min(self._step_ends[step - 1], _MIN_ACCUMULATE_GRAD_NUMBER):
+                steps.add(step)
+        return steps
 
     def _make_holder(
         self, found: _NamedHolder, storages: set[int], roots: list[torch.Tensor], variables: _ProgramVariables
     ) -> Holder:
-        held = found.held
+        value = found.held
         keys = "".join(f"[{key!r}]" for key in found.keys)
         names = [dataclasses.replace(name, text=name.text + keys) for name in found.names]
         for key in found.keys:
-            held = held[key]
+            value = value[key]
         lines = [(name, _find_filling_line(name, variables.codes)) for name in names]
         name, line = next(((name, line) for name, line in lines if line is not None), (names[0], None))
         holder_source = line
-        if is_cached := isinstance(held, functools._lru_cache_wrapper):
-            holder_source, name = format_code_line(inspect.unwrap(held).__code__), _HolderName(held.__name__, None)
+        if is_cached := isinstance(value, functools._lru_cache_wrapper):
+            holder_source, name = format_code_line(inspect.unwrap(value).__code__), _HolderName(value.__name__, None)
         elif holder_source is None and name.code is not None:
             holder_source = format_code_line(name.code)
         elif holder_source is None and name.owner is not None:
@@ -188,11 +186,11 @@ class HolderSearch:
         nodes = _collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
-            kind="" if isinstance(held, torch.Tensor) else "lru_cache" if is_cached else type(held).__name__,
+            kind="" if isinstance(value, torch.Tensor) else "lru_cache" if is_cached else type(value).__name__,
             name=name.text,
             source=holder_source,
             fills=is_cached or line is not None,
-            limit=held.cache_parameters()["maxsize"] if is_cached else getattr(held, "maxlen", None),
+            limit=value.cache_parameters()["maxsize"] if is_cached else getattr(value, "maxlen", None),
             storages=tuple(sorted(storages)),
             nodes=len(nodes),
             node_steps=len(self._find_steps(nodes)),
@@ -200,16 +198,16 @@ class HolderSearch:
         )
 
 
-def _includes_counterparts(storages: set[int], members: list[int], *, all_required: bool) -> bool:
-    """Return whether `storages` include all `members` (if `all_required`), or most of the older half (listed first)."""
+def _includes_counterparts(storages: set[int], counterparts: list[int], *, all_required: bool) -> bool:
+    """Return whether `storages` include all `counterparts` if `all_required`, else most of the first (older) half."""
     if all_required:
-        return storages.issuperset(members)
-    older = members[: (len(members) + 1) // 2]
+        return storages.issuperset(counterparts)
+    older = counterparts[: (len(counterparts) + 1) // 2]
     return 2 * len(storages.intersection(older)) > len(older)
 
 
 class _ProgramVariables:
-    """Variables of the functions that are running, innermost first, and the globals of the functions' modules."""
+    """Local variables of the program's running functions, innermost first, and the globals of their modules."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.names: dict[int, list[_HolderName]] = {}  # by the id of the value
@@ -260,39 +258,39 @@ class _ProgramVariables:
 
 
 def _is_loader(value: Any) -> bool:
-    """Return whether `value` is a data loader, or an accelerate wrapper that reports that class."""
+    """Return whether `value` is a DataLoader, or a wrapper (of accelerate) that passes isinstance(..., DataLoader)."""
     kind = type(value)
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
 def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables) -> list[_NamedHolder]:
     """Return every named object from which `tensors` are reachable within MAX_DEPTH references."""
-    own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
-    own.update(id(pair) for pair in tensors.values())
-    own.update(id(pair) for pair in variables.tensors)
-    own |= _find_running_frame_ids()
-    level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
-    tensors_below: dict[int, set[int]] = {key: {key} for key in level}
-    depth_of_last_tensor = dict.fromkeys(level, 0)
-    found: dict[int, _NamedHolder] = {}
+    ignored_ids: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
+    ignored_ids.update(id(pair) for pair in tensors.values())
+    ignored_ids.update(id(pair) for pair in variables.tensors)
+    ignored_ids |= _find_running_frame_ids()
+    current_level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
+    tensors_below: dict[int, set[int]] = {key: {key} for key in current_level}
+    last_tensor_depth = dict.fromkeys(current_level, 0)
+    holder_by_id: dict[int, _NamedHolder] = {}
 
     def add_name(value: Any, holder_name: _HolderName) -> None:
-        one = found.setdefault(id(value), _NamedHolder(value, 0, tensors_below[id(value)]))
-        one.names.append(holder_name)
+        holder = holder_by_id.setdefault(id(value), _NamedHolder(value, 0, tensors_below[id(value)]))
+        holder.names.append(holder_name)
 
     for depth in range(MAX_DEPTH):
-        for key, value in level.items():
+        for key, value in current_level.items():
             for holder_name in variables.names.get(key, ()):
                 add_name(value, holder_name)
-        own.add(id(level))
-        referrers = gc.get_referrers(*level.values())
-        own.add(id(referrers))
+        ignored_ids.add(id(current_level))
+        referrers = gc.get_referrers(*current_level.values())
+        ignored_ids.add(id(referrers))
         next_level: dict[int, Any] = {}
-        own.add(id(next_level))
+        ignored_ids.add(id(next_level))
         for referrer in referrers:
             kind = type(referrer)
             if (
-                id(referrer) in own
+                id(referrer) in ignored_ids
                 or issubclass(kind, _IGNORED_TYPES)
                 or kind is _NamedHolder
                 or kind is _ProgramVariables
@@ -313,18 +311,18 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
                         add_name(held, _HolderName(variable, referrer.__code__))
             if kind is dict and (module := _find_module_name(referrer)) is not None:
                 for variable, value in list(referrer.items()):
-                    if id(value) in level:
+                    if id(value) in current_level:
                         add_name(value, _HolderName(f"{module}.{variable}", None))
                 continue
             if kind is types.GeneratorType:
                 if referrer.gi_frame is not None:
                     for variable, value in read_local_variables(referrer.gi_frame).items():
-                        if id(value) in level:
+                        if id(value) in current_level:
                             add_name(value, _HolderName(variable, referrer.gi_code))
                 continue
             parts: set[int] = set()
             for child in gc.get_referents(referrer):
-                if id(child) in level:
+                if id(child) in current_level:
                     parts |= tensors_below[id(child)]
             if parts:
                 next_level[id(referrer)] = referrer
@@ -332,23 +330,23 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
                 held = tensors_below.setdefault(id(referrer), set())
                 if not parts <= held:
                     held |= parts
-                    depth_of_last_tensor[id(referrer)] = depth + 1
+                    last_tensor_depth[id(referrer)] = depth + 1
             if not issubclass(kind, _CONTAINERS):
                 for attribute, value in _read_instance_attributes(referrer).items():
                     if id(value) in tensors_below and not attribute.startswith("__"):
                         add_name(value, _HolderName(f"{kind.__name__}.{attribute}", None, kind))
         del referrers
-        level = next_level
-        if not level or len(level) > MAX_OBJECTS:
+        current_level = next_level
+        if not current_level or len(current_level) > MAX_OBJECTS:
             break
-    for one in found.values():
-        one.depth = depth_of_last_tensor[id(one.held)]
-        one.keys = tuple(_find_inner_keys(one.held, tensors_below))
-    return list(found.values())
+    for holder in holder_by_id.values():
+        holder.depth = last_tensor_depth[id(holder.held)]
+        holder.keys = tuple(_find_inner_keys(holder.held, tensors_below))
+    return list(holder_by_id.values())
 
 
 def _find_inner_keys(held: Any, tensors_below: Mapping[int, set[int]]) -> Iterator[str]:
-    """Yield the keys from dict `held` through nested dicts to the innermost container with the same tensors."""
+    """Yield the keys from dict `held` through nested dicts to the innermost container that has all its tensors."""
     while issubclass(type(held), dict):
         tensors = tensors_below[id(held)]
         inner = [(key, value) for key, value in held.items() if tensors_below.get(id(value)) == tensors]
@@ -361,7 +359,7 @@ def _find_inner_keys(held: Any, tensors_below: Mapping[int, set[int]]) -> Iterat
 
 
 def _read_instance_attributes(value: Any) -> dict[str, Any]:
-    """Return an object's instance attributes, without evaluating properties."""
+    """Return a copy of the `__dict__` of `value`, without evaluating properties; empty if it has none."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -370,7 +368,7 @@ def _read_instance_attributes(value: Any) -> dict[str, Any]:
 
 
 def _find_module_name(namespace: dict[Any, Any]) -> str | None:
-    """Return the name of the module whose globals are `namespace`, None if there is no such module."""
+    """Return the name of the imported module whose globals are the dict `namespace`; None if there is none."""
     module = namespace.get("__name__")
     if not isinstance(module, str) or module not in sys.modules:
         return None
@@ -385,12 +383,12 @@ def _read_cell(cell: Any) -> Any:
 
 
 def _find_running_frame_ids() -> set[int]:
-    """Return the ids of the running frames of all threads, whose contents are variables. A frame that only an exception
-    keeps is a container like any other."""
+    """Return the ids of the running frames of all threads. They are not holders: their variables are found separately.
+    A frame that only a traceback keeps alive is a holder."""
     running = set()
     frames: list[FrameType | None] = list(sys._current_frames().values())
     while frames:
-        # The list includes this function's frame: a variable that referred to it would keep all frames.
+        # The frames include this function's own: a variable that keeps referring to it would keep all frames alive.
         frame = frames.pop()
         while frame is not None:
             running.add(id(frame))
@@ -398,9 +396,9 @@ def _find_running_frame_ids() -> set[int]:
     return running
 
 
-def _find_filling_line(name: _HolderName, running: list[CodeType]) -> str | None:
+def _find_filling_line(name: _HolderName, running_codes: list[CodeType]) -> str | None:
     """Return `file:line function` of the source line that fills the holder: in the function of a variable, in the class
-    of an attribute; for globals, and attributes that the class does not fill, in the `running` code too."""
+    of an attribute; for globals and attributes also in `running_codes`. None if there is no such line."""
     qualified_name, bracket, keys = name.text.partition("[")
     variable = qualified_name.rpartition(".")[2]
     codes = [] if name.code is None else [name.code]
@@ -408,23 +406,23 @@ def _find_filling_line(name: _HolderName, running: list[CodeType]) -> str | None
         methods = [inspect.unwrap(part) for part in vars(name.owner).values() if isinstance(part, types.FunctionType)]
         codes = [part.__code__ for part in methods if isinstance(part, types.FunctionType)]
     if name.is_global or name.owner is not None:
-        codes += running
-    # Without the keys too: the program may have a key in a variable.
+        codes += running_codes
+    # Also search without the keys, since the program may use a variable as a key.
     lines = (
-        find_fill_line(code, variable, attribute=name.owner is not None, keys=named)
-        for named in dict.fromkeys((bracket + keys, ""))
+        find_fill_line(code, variable, is_attribute=name.owner is not None, keys=key_text)
+        for key_text in dict.fromkeys((bracket + keys, ""))
         for code in codes
     )
     return next((line for line in lines if line is not None), None)
 
 
 def _collect_nodes(roots: list[torch.Tensor], limit: int) -> list[Any]:
-    """Return up to `limit` autograd nodes reachable from `roots`, nearest first."""
+    """Return up to `limit` autograd nodes reachable from the tensors `roots`, breadth first."""
     queue = deque(root.grad_fn for root in roots)
     seen: dict[Any, None] = {}
     while queue and len(seen) < limit:
         node = queue.popleft()
         if node is not None and node not in seen:
             seen[node] = None
-            queue.extend(following for following, _ in node.next_functions)
+            queue.extend(next_node for next_node, _ in node.next_functions)
     return list(seen)

@@ -1,7 +1,7 @@
-"""Tracking of the running module, its name, and its role in its model.
+"""Tracking of the running `nn.Module`, its path, and its role in the model (layer, embedding, head, ...).
 
-Module calls are seen by wrapping `nn.Module.__call__` for the length of the run: unlike global hooks the wrapper also
-sees modules whose forward raises, and keeps torch's fast path for modules without hooks.
+`nn.Module.__call__` is wrapped during the run. Unlike global hooks, the wrapper also handles modules whose forward
+raises, and keeps torch's fast path for modules without hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _ThreadModules(threading.local):
 
 
 class ModuleTracker:
-    """Tracker of the stack of running modules; keeps the table of all modules that ran."""
+    """Tracker of the innermost running module of each thread; has the table of all known modules."""
 
     def __init__(self) -> None:
         self.table: list[Module] = []
@@ -37,7 +37,7 @@ class ModuleTracker:
         self.thread = _ThreadModules()  # Module that the current thread runs.
         self.on_enter_or_exit: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
-        # Called before a module is called from outside all others: module, index, args, kwargs.
+        # Called before an outermost module call (not from inside another module), with module, index, args, kwargs.
         self.on_outermost_call: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
         # Called with the result of such a call; not called if the module raises.
         self.on_outermost_return: Callable[[Any], None] = lambda result: None
@@ -48,7 +48,7 @@ class ModuleTracker:
 
     @property
     def current_index(self) -> int:
-        """Return the index of the innermost module that this thread runs, NONE outside all modules."""
+        """Return the index of the innermost running module of this thread; NONE outside all modules."""
         return self.thread.module
 
     # Frames of the wrapper name the module that was running when an error was raised: see failure.py.
@@ -87,17 +87,18 @@ class ModuleTracker:
         return None if self.thread.root is None else self.thread.root()
 
     def find_parameter_module(self, parameter: torch.Tensor) -> int:
-        """Return the index of the module that owns `parameter`, NONE if the module is not known."""
+        """Return the index of the module that owns `parameter`; NONE if the module is not known."""
         return self._module_by_parameter.get(id(parameter), NONE)
 
     def find_innermost_module(self, index: int, path: str) -> int:
-        """Return the index of the innermost known module at or around `path`, relative to module `index`."""
+        """Return the index of the known module at the longest prefix of `path`, relative to the module `index`;
+        `index` if there is none."""
         root = self.table[index].path if index != NONE else ""
         for index_in_table in range(self._num_indexed, len(self.table)):
             self._indices_by_path.setdefault(self.table[index_in_table].path, []).append(index_in_table)
         self._num_indexed = len(self.table)
-        parts = path.split(".") if path else []
-        candidate_paths = (".".join([root, *parts[:end]]).lstrip(".") for end in range(len(parts), 0, -1))
+        path_parts = path.split(".") if path else []
+        candidate_paths = (".".join([root, *path_parts[:end]]).lstrip(".") for end in range(len(path_parts), 0, -1))
         # A model's modules stand in the table after it.
         indices = (
             index_in_table
@@ -108,11 +109,11 @@ class ModuleTracker:
         return next(indices, index)
 
     def iterate_live_modules(self) -> Iterator[tuple[nn.Module, int]]:
-        """Yield every live module of the table, with the module's index."""
+        """Yield (module, index) for every module of the table that is still alive."""
         yield from self._index_by_module.items()
 
     def add_root(self, root: nn.Module) -> None:
-        """Name all modules below `root`, a model that was just built, before the first call of `root`."""
+        """Add the model `root` and all its submodules to the table, before the first call of `root`."""
         if root not in self._index_by_module:
             self._add_tree(root, reads_tokens=True)
 
@@ -122,7 +123,7 @@ class ModuleTracker:
             self.on_root(module)
         elif isinstance(module, torch.fx.GraphModule) or type(module).__module__.startswith("torch._dynamo"):
             self._index_by_module[module] = self.current_index
-        elif (root := self._get_root()) is not None and any(module is one for one in root.modules()):
+        elif (root := self._get_root()) is not None and any(module is submodule for submodule in root.modules()):
             # The model was called while being built, to find the shape of its output.
             self._add_tree(root, reads_tokens=True)
             self.on_root(root)
@@ -156,12 +157,12 @@ class ModuleTracker:
         }
         # Submodules that were called alone before `root`, as a detector's are while it is built.
         called_before = {
-            below
+            submodule
             for module in root.modules()
             if module is not root
             and module in self._index_by_module
             and self.table[self._index_by_module[module]].role is ModuleRole.ROOT
-            for below in module.modules()
+            for submodule in module.modules()
         }
         for path, module in root.named_modules():
             if module in self._index_by_module and module not in called_before:
@@ -190,12 +191,15 @@ class ModuleTracker:
 
 
 def strip_compile_wrapper(path: str) -> str:
-    """Return the path of a module or parameter without the `_orig_mod` that torch.compile inserts."""
+    """Return the module or parameter `path` without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _find_stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost lists of modules of one type with parameters: a transformer's layers, a ResNet's blocks."""
+    """Yield (path, list) for the outermost lists of equal layers: a transformer's layers, a ResNet's blocks.
+
+    A stack is a ModuleList or Sequential of several modules of one type, each with parameters.
+    """
     for name, child in root.named_children():
         path = f"{prefix}{name}"
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
@@ -210,7 +214,8 @@ def _find_stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def _find_wrapped_paths(root: nn.Module) -> Iterator[str]:
-    """Yield the paths of nested only children from `root` down, such as the module inside DataParallel."""
+    """Yield the paths of the submodules that `root` only wraps: its single child (the `module` of DataParallel), that
+    child's single child, and so on."""
     path = ""
     while len(children := list(root.named_children())) == 1 and next(children[0][1].children(), None) is not None:
         name, root = children[0]
@@ -219,7 +224,7 @@ def _find_wrapped_paths(root: nn.Module) -> Iterator[str]:
 
 
 def _has_token_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether arguments have token ids: integer tensors, alone or with more than one value a sample."""
+    """Return whether the arguments have token ids: only integer tensors, or one with more than one dimension."""
     values = [*args, *kwargs.values()]
     values += [value for part in values if isinstance(part, Mapping) for value in part.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -232,7 +237,7 @@ def _has_token_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _find_layer_paths(path: str, stack: nn.Module) -> Iterator[str]:
-    """Yield the paths of the callable members of `stack`, including the members of bare lists in `stack`."""
+    """Yield the paths of the layers in `stack` (at `path`), including those in ModuleLists inside `stack`."""
     for name, member in stack.named_children():
         if isinstance(member, _LIST_TYPES):
             yield from _find_layer_paths(f"{path}.{name}", member)
@@ -241,9 +246,9 @@ def _find_layer_paths(path: str, stack: nn.Module) -> Iterator[str]:
 
 
 def _find_head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) -> nn.Module | None:
-    """Return the module that produces the logits: the model's `get_output_embeddings()`, else in a model that reads
-    tokens the last Linear outside the layers with an output for each word, or else a Linear directly below `root` (a
-    classifier)."""
+    """Return the module that produces the logits: the model's `get_output_embeddings()`. Else, in a model that reads
+    tokens, the last Linear outside `stacks` with an output per word, or the last Linear directly below `root` (a
+    classifier). Else None."""
     getter = getattr(root, "get_output_embeddings", None)
     if callable(getter):
         try:
@@ -255,14 +260,14 @@ def _find_head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: b
     if not reads_tokens:
         return None
     vocabulary_sizes = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
-    # Of a model as wide as it has positions, a pooler's outputs are no words.
+    # A position table may have as many rows as the model's width: then the outputs of a pooler are not words.
     vocabulary_sizes -= {module.in_features for module in root.modules() if isinstance(module, nn.Linear)}
     head_by_is_vocabulary: dict[bool, nn.Module] = {}
     for path, module in root.named_modules():
-        inside = any(path == stack or path.startswith(stack + ".") for stack in stacks)
+        is_in_stack = any(path == stack or path.startswith(stack + ".") for stack in stacks)
         if (
             isinstance(module, nn.Linear)
-            and not inside
+            and not is_in_stack
             and (module.out_features in vocabulary_sizes or (stacks and "." not in path))
         ):
             head_by_is_vocabulary[module.out_features in vocabulary_sizes] = module

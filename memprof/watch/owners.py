@@ -1,4 +1,4 @@
-"""Roles of storages in the program (parameter, gradient, input, ...), and the storages' names."""
+"""Table of what each storage is for: its role in the program (parameter, gradient, input, ...) and its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPY_OPERATORS = ("aten._to_copy", "aten.cat")
 
 
 class OwnerTable:
-    """Table of the owners (role and name) of the storages in a trace."""
+    """Table of the owner (role and name) of each storage in a trace."""
 
     def __init__(self, writer: TraceWriter, storages: StorageTable) -> None:
         self._writer = writer
@@ -27,11 +27,11 @@ class OwnerTable:
 
     @property
     def is_naming_communication(self) -> bool:
-        """Return whether the program has joined a process group, so that memory for communication is identified."""
+        """Return whether communication memory is being identified: the program has joined a process group."""
         return self._storages.on_allocate is not None
 
     def start_naming_communication(self) -> None:
-        """Identify torch's memory for communication between processes from now on."""
+        """Identify memory that torch.distributed allocates from now on, and give it the role COMMUNICATION."""
         self._storages.on_allocate = self._name_if_communication
 
     def _name_if_communication(self, index: int) -> None:
@@ -48,36 +48,36 @@ class OwnerTable:
         return self._trace.owners.get(self._storages.get_index(tensor))
 
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """Set the role and name of `tensor`'s storage. The first name stays, so that a tied weight keeps its name; a
-        storage without name may get one, and an input or a collective's output may become a parameter."""
+        """Set the owner of the storage of `tensor`, unless it has one already (tied weights). An owner with a name
+        replaces one without, and any owner replaces one with the role INPUT or COMMUNICATION."""
         with torch.DisableTorchFunction():  # each attribute read would pass through the program's modes
             for part in get_sparse_parts(tensor) or [tensor]:
                 index = self._storages.get_index(part)
                 if index != NONE:
-                    known = self._trace.owners.setdefault(index, owner)
-                    if known.role in _PROVISIONAL_ROLES or (owner.name and not known.name):
+                    previous = self._trace.owners.setdefault(index, owner)
+                    if previous.role in _PROVISIONAL_ROLES or (owner.name and not previous.name):
                         self._trace.owners[index] = owner
-                        if known.role is Role.KV_CACHE:
+                        if previous.role is Role.KV_CACHE:
                             self.mark_kv_cache(index)
 
     def mark_kv_cache(self, index: int) -> None:
-        """Record that the program keeps a storage as KV cache. Buffers and inputs may become KV cache."""
-        known = self._trace.owners.get(index)
-        if known is None or known.role in (Role.BUFFER, Role.INPUT):
-            self._trace.owners[index] = Owner(Role.KV_CACHE, known.name if known else "")
+        """Give the storage `index` the role KV_CACHE if it has no role, or is a buffer or input."""
+        owner = self._trace.owners.get(index)
+        if owner is None or owner.role in (Role.BUFFER, Role.INPUT):
+            self._trace.owners[index] = Owner(Role.KV_CACHE, owner.name if owner else "")
 
     def mark_gathered(self, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
-        """Record that a collective has gathered `outputs` from the `inputs` of all ranks. Gathered shards of a
-        parameter are the unsharded parameter: a program may shard as FSDP does."""
-        owners = [owner for one in inputs if (owner := self._get_owner(one)) is not None]
-        parts = [owner for owner in owners if owner.role is Role.PARAMETER]
-        for index in map(self._storages.get_index, outputs if parts else ()):
+        """Record that a collective has gathered `outputs` from the `inputs` of all ranks. If an input is a parameter
+        (a shard, in a program with its own sharding), the outputs get the role UNSHARDED."""
+        owners = [owner for tensor in inputs if (owner := self._get_owner(tensor)) is not None]
+        shard_owners = [owner for owner in owners if owner.role is Role.PARAMETER]
+        for index in map(self._storages.get_index, outputs if shard_owners else ()):
             if index != NONE:
-                self._trace.owners.setdefault(index, Owner(Role.UNSHARDED, parts[0].name or "a parameter"))
+                self._trace.owners.setdefault(index, Owner(Role.UNSHARDED, shard_owners[0].name or "a parameter"))
 
     def mark_reduced(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a collective reduces `tensors` over the ranks; copies made for the collective are communication
-        memory."""
+        """Record that a collective reduces `tensors` over the ranks. Tensors that are copies, made for the collective
+        outside forward and backward, get the role COMMUNICATION."""
         if self._writer.phase.kind in (PhaseKind.FORWARD, PhaseKind.BACKWARD):
             return
         for tensor in tensors:
@@ -87,6 +87,6 @@ class OwnerTable:
                 self._trace.owners[index] = Owner(Role.COMMUNICATION, "reduce-scatter")
 
     def is_allocated_outside_modules(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is in memory of this run that no module's code allocated."""
+        """Return whether the storage of `tensor` was allocated in this run, outside all module calls."""
         index = self._storages.get_index(next(iter(get_sparse_parts(tensor)), tensor))
         return index != NONE and self._trace.storages[index].module == NONE

@@ -1,21 +1,21 @@
-"""Recognition of the phases of a program that does not name its phases.
+"""Recognition of a program's phases and training steps, from its module calls, backward passes and optimizer steps.
 
 | event | phase |
 |---|---|
 | start of the program; a module is moved (`.to`, `.cuda`, `.half`) | model |
-| a module is called from outside all others | forward |
-| ... without gradients, in eval mode, a module that is being trained | evaluation |
-| ... inside `generate()`, after its first call | decode |
-| a backward pass, an optimizer's step (of no class of torch's: watch/updates.py) | backward, optimizer step |
-| `torch.save` and its like | checkpoint |
+| an outermost module call (not from inside another module) | forward |
+| ... without gradients, in eval mode, of a module that is being trained | evaluation |
+| ... inside `generate()`, after the first call | decode |
+| a backward pass; an optimizer's step (without a torch optimizer: watch/updates.py) | backward; optimizer step |
+| `torch.save`, `safetensors.torch.save_file` | checkpoint |
 | everything else | other |
 
-A closure of an optimizer's step interrupts the step: after the closure's forward and backward the step goes on.
-Calls that raise do not count: after a forward, a backward or an optimizer's step that raised, the program's own code
-goes on, and the next forward is of the same step and micro-batch, after an optimizer's step of its first micro-batch.
-A step begins with a forward that has gradients, or where no module is called, with the backward pass, and ends with the
-optimizer's; with several optimizers, when the first to step steps again; without one, when the next forward
-with gradients comes after a backward pass.
+A closure of an optimizer's step interrupts the step, which is resumed after the closure's forward and backward.
+Calls that raise do not count: the next forward belongs to the same step and micro-batch as the call that raised. After
+an optimizer's step that raised, it is the first micro-batch of the same step.
+A training step begins with a forward with gradients (if no module is called: with the backward pass), and ends with the
+optimizer's step. With several optimizers it ends when all have stepped, or when one steps again; without an optimizer,
+at the next forward with gradients after a backward pass.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ _MICRO_BATCH_KINDS = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATIO
 
 
 class Phases:
-    """Recognizer of phases: calls `begin_phase` with kind, step and micro-batch; `get_current_phase` returns the
-    running phase.
+    """State machine that recognizes phases and training steps from a program's events.
 
-    The meaning of each event depends on all events before: hence more methods and attributes than in other classes.
+    It calls `begin_phase` (kind, step, micro-batch) when a phase begins; `get_current_phase` returns the current one.
     """
 
     def __init__(
@@ -50,15 +49,13 @@ class Phases:
     ) -> None:
         self._begin_phase = begin_phase
         self._get_current_phase = get_current_phase
-        self.is_recognizing = True  # whether phases are recognised: not while the workload names them itself
-        self.step = 0  # the training step that is running or has just ended, from 1; 0 before the first
+        self.is_recognizing = True  # false while memprof's own workload sets the phases itself
+        self.step = 0  # the training step that is running, or that ended last, from 1; 0 before the first
         self._has_step_ended = True  # whether step `step` has ended
-        # Called with the outermost optimizer that has stepped, or None after the program's own update of parameters.
+        # Called at the end of an optimizer's step with the outermost optimizer; None if the program updates manually.
         self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
         self.trains = False  # whether a model was called with gradients
-        self.updates_parameters_manually = (
-            False  # whether the program has updated parameters that no optimizer of torch's steps on
-        )
+        self.updates_parameters_manually = False  # whether the program has updated parameters without a torch optimizer
         # Called before a module with parameters is called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         self.num_forwards = 0  # calls of models so far, from outside all others
@@ -68,8 +65,8 @@ class Phases:
         self._has_manual_update = False  # whether the program itself has updated parameters in this step
         self._num_generate_calls = 0  # calls of the model within `generate()`; 0 outside
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that the program has made
-        # Returns the outermost optimizer that is stepping, or None. A weak reference: the program can free an optimizer
-        # whose step was not seen to end.
+        # Returns the outermost optimizer that is stepping, or None. A weak reference, so that the program can free an
+        # optimizer even if the end of its step was not observed.
         self._get_stepping_optimizer: Callable[[], Any] = _return_no_optimizer
         # Called with the exception that is about to leave the running phase.
         self.on_error: Callable[[BaseException], None] = lambda error: None
@@ -113,7 +110,7 @@ class Phases:
             self._begin(PhaseKind.OTHER)
 
     def record_forward_call(self, module: nn.Module) -> None:
-        """Record that `module` is called from outside all other modules."""
+        """Record an outermost call of `module` (not from inside another module)."""
         if not self.is_recognizing or autograd.current_graph_task_id() != -1:
             return
         if next(module.parameters(), None) is None:  # a loss, an activation: part of the running phase
@@ -142,12 +139,14 @@ class Phases:
         self._begin(kind)
 
     def _has_trained_parameters(self, module: nn.Module) -> bool:
-        """Return whether optimizers, or else the program, update parameters of `module`; false for a teacher."""
+        """Return whether an optimizer has parameters of `module`; without optimizers, after a backward, whether any
+        parameter requires gradients. False for the teacher of a distillation.
+        """
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        stepped_parameter_ids = {id(one) for group in groups for one in group["params"]}
+        stepped_parameter_ids = {id(parameter) for group in groups for parameter in group["params"]}
         if not stepped_parameter_ids:
             return bool(self.num_backwards and _has_trainable_parameters(module))
-        return any(id(one) in stepped_parameter_ids for one in module.parameters())
+        return any(id(parameter) in stepped_parameter_ids for parameter in module.parameters())
 
     def record_backward_begin(self) -> None:
         """Record that a backward pass begins."""
@@ -159,12 +158,12 @@ class Phases:
         self._begin(PhaseKind.BACKWARD)
 
     def record_backward_end(self, *, accumulates: bool) -> None:
-        """Record the end of a backward pass; `accumulates`: into `.grad`, unlike torch.autograd.grad."""
+        """Record the end of a backward pass; `accumulates`: whether into `.grad`, unlike `torch.autograd.grad`."""
         self._has_run_backward = self._has_run_backward or accumulates or not self.optimizers
         self.resume_phase()
 
     def resume_phase(self) -> None:
-        """Resume the optimizer's step if one is running, else the program's own code."""
+        """Begin the phase OPTIMIZER_STEP if an optimizer's step is running, else the phase OTHER."""
         self._begin(PhaseKind.OPTIMIZER_STEP if self.is_stepping else PhaseKind.OTHER)
 
     @property
@@ -173,39 +172,39 @@ class Phases:
         return self._get_stepping_optimizer() is not None
 
     def record_forward_error(self, error: BaseException) -> None:
-        """Record that a module called from outside all others raised `error`."""
+        """Record that an outermost module call raised `error`."""
         if self.is_recognizing and autograd.current_graph_task_id() == -1:
             self.on_error(error)
             self.resume_phase()
 
     @property
     def is_awaiting_update(self) -> bool:
-        """Return whether the program may update parameters itself: after a backward pass, outside optimizer steps."""
+        """Return whether the program may now update parameters manually: after a backward, outside optimizer steps."""
         return self.is_recognizing and self._has_run_backward and not self._has_step_ended and not self.is_stepping
 
     def record_manual_update(self) -> None:
-        """Record that the program itself has updated parameters, in a phase renamed to an optimizer step."""
+        """Record that the program updates parameters without an optimizer, in the current phase."""
         self._has_manual_update = self.updates_parameters_manually = True
 
     def end_update(self) -> None:
-        """End a step that updates parameters."""
+        """End the phase in which the program updates parameters without an optimizer."""
         self._begin(PhaseKind.OTHER)
 
     @contextlib.contextmanager
     def run_in_phase(self, kind: PhaseKind) -> Iterator[None]:
-        """Context manager: run the body as phase `kind`, then resume the phase before."""
-        before = self._get_current_phase()
-        if not self.is_recognizing or before.kind is kind:
+        """Context manager: run the body as a phase of `kind`, then resume the previous phase."""
+        previous = self._get_current_phase()
+        if not self.is_recognizing or previous.kind is kind:
             yield
             return
-        self._begin_phase(kind, before.step, before.micro_batch)
+        self._begin_phase(kind, previous.step, previous.micro_batch)
         try:
             yield
         except BaseException as error:
             self.on_error(error)
             raise
         finally:
-            self._begin_phase(before.kind, before.step, before.micro_batch)
+            self._begin_phase(previous.kind, previous.step, previous.micro_batch)
 
     def _handle_step_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_preparing_state or self._get_stepping_optimizer() not in (None, optimizer):
@@ -215,7 +214,7 @@ class Phases:
             self.step += 1
             self._stepped_optimizers.clear()
         elif self._has_step_ended and any(
-            one.grad is not None for group in optimizer.param_groups for one in group["params"]
+            parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
         ):
             self._begin_step()  # gradients that the program has made itself, without a backward pass
         self._begin(PhaseKind.OPTIMIZER_STEP)
@@ -225,10 +224,10 @@ class Phases:
             return
         self._get_stepping_optimizer = _return_no_optimizer
         self._stepped_optimizers.add(optimizer)
-        self._end_step(optimizer, last=len(self._stepped_optimizers) >= len(self.optimizers))
+        self._end_step(optimizer, is_last=len(self._stepped_optimizers) >= len(self.optimizers))
 
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement for `original`, which allocates optimizer state by a step without training."""
+        """Return the replacement for `original`, which allocates optimizer state by a step before training."""
 
         def prepare(*args: Any, **kwargs: Any) -> Any:
             self._is_preparing_state = True
@@ -241,7 +240,7 @@ class Phases:
         return prepare
 
     def wrap_composite_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement for the `step` of a class that is not a torch Optimizer but steps torch Optimizers."""
+        """Return the replacement for `original`, the `step` of an optimizer that wraps torch optimizers."""
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._handle_step_begin(optimizer, args, kwargs)
@@ -254,7 +253,7 @@ class Phases:
         return self._wrap_step(step)
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for an optimizer's `step` that also sees exceptions, unlike torch's hooks."""
+        """Return the replacement for `original`, an optimizer's `step`, which handles its exceptions."""
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -275,14 +274,14 @@ class Phases:
         return step
 
     def _patch_step(self, kind: type) -> None:
-        """Patch the `step` of the optimizer class `kind`, so that its exceptions are seen."""
+        """Patch the `step` of the optimizer class `kind`, so that exceptions in it are handled."""
         owner: Any = next(base for base in kind.__mro__ if "step" in vars(base))
         if owner not in self._patched_step_classes:
             self._patched_step_classes.add(owner)
             self.set_patch(owner, "step", self._wrap_step(owner.step))
 
-    def _end_step(self, optimizer: Optimizer | None, *, last: bool = True) -> None:
-        if last:
+    def _end_step(self, optimizer: Optimizer | None, *, is_last: bool = True) -> None:
+        if is_last:
             self._has_step_ended = True
             self._stepped_optimizers.clear()
         self._begin(PhaseKind.OTHER)
@@ -294,12 +293,12 @@ class Phases:
         return self.step if self._has_step_ended else max(self.step - 1, 0)
 
     def register_optimizer_hooks(self) -> Iterator[Any]:
-        """Yield handles (with `remove`) of torch's global optimizer hooks, which run for every optimizer class."""
+        """Register hooks for the steps of all torch optimizers; yield the hooks' handles (with a method `remove`)."""
         yield register_optimizer_step_pre_hook(self._handle_step_begin)
         yield register_optimizer_step_post_hook(self._handle_step_end)
 
     def patches(self) -> Iterator[Patch]:
-        """Yield patches (owner, name, replacement) for events without a hook; the caller patches backward passes."""
+        """Yield patches (owner, name, replacement) for events without a torch hook, except backward passes."""
         yield tensors.apply_of_module.patch(self._wrap_in_phase(tensors.apply_of_module.get(), PhaseKind.MODEL))
         yield torch, "save", self._wrap_in_phase(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
@@ -308,7 +307,7 @@ class Phases:
                 self._patch_step(kind)
 
     def make_import_patches(self) -> Mapping[str, Callable[[ModuleType], Iterator[Patch]]]:
-        """Return the patches of libraries, by the name of the module whose import they follow."""
+        """Return module name -> function that yields the patches to apply once that module is imported."""
 
         def generation_patches(module: ModuleType) -> Iterator[Patch]:
             mixin = module.GenerationMixin
@@ -351,14 +350,14 @@ class Phases:
 
 
 def _return_no_optimizer() -> None:
-    """Return None: no optimizer is stepping."""
+    """Return None, meaning that no optimizer is stepping."""
 
 
 def _iterate_subclasses(kind: type) -> Iterator[type]:
-    one: type
-    for one in kind.__subclasses__():
-        yield one
-        yield from _iterate_subclasses(one)
+    subclass: type
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _iterate_subclasses(subclass)
 
 
 def _has_trainable_parameters(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
-"""Recorder of a run: a Trace and the parts that write the Trace.
+"""Recorder of a run: a Trace, and the objects that write it.
 
-The recorder does not depend on how a run is made. The virtual GPU reports each new storage to `storages`, with the
-place found by `attribution`; `owners` has the storages' roles, and `writer` appends events to the Trace.
+The virtual GPU reports each new storage to `storages`, with the call site that `attribution` finds. `owners` has the
+roles of the storages. `writer` appends events to the Trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memprof.watch.trace_writer import TraceWriter
 
 
 class Recorder:
-    """Recorder of one Trace, composed of its parts; several threads may report storages."""
+    """Recorder of one Trace: writer, storage table, owner table and attribution. Several threads may use it."""
 
     def __init__(self, modules: ModuleTracker) -> None:
         self.modules = modules
@@ -32,7 +32,7 @@ class Recorder:
         modules.on_enter_or_exit = self.writer.append_module_call
 
     def record_stream_use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a backward node uses `tensors` on a stream other than the stream on which they were made."""
+        """Record that the running backward node uses `tensors`, some of which may be from other streams."""
         if autograd.current_graph_task_id() == -1:
             return
         for tensor in tensors:
@@ -41,11 +41,11 @@ class Recorder:
                 self.streams.record_node_use(index)
 
     def stop_recording(self) -> None:
-        """Stop recording; which storages are live remains known."""
+        """Stop recording; `storages` still knows which storages are live."""
         self.writer.close()
 
     def close(self) -> None:
-        """Stop recording and watching storages: later frees (the caller's own clean-up) are not part of the run."""
+        """Stop recording and tracking storages: later frees, as in the caller's clean-up, are not part of the run."""
         self.stop_recording()
         self.storages.stop_watching()
         self.attribution.clear()

@@ -1,4 +1,4 @@
-"""Memory of `torch.distributed` and the sharding of a model, read from torch's frames and wrappers."""
+"""Owners of memory that `torch.distributed` allocates, found from the call stack, and a model's FSDP and DDP groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PURPOSE_BY_FUNCTION = {
     "_reduce_grad": "reduce-scatter",
     "_post_backward_hook": "reduce-scatter",
 }
-# Functions of torch that make whole parameters (FSDPParam, FlatParamHandle).
+# Functions of torch's FSDPParam and FlatParamHandle that allocate unsharded parameters.
 _GATHER_FUNCTIONS = frozenset({
     "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param", "_alloc_padded_unsharded_flat_param",
 })  # fmt: skip
@@ -38,9 +38,9 @@ _MAX_FRAMES = 12
 
 
 def find_communication_owner(frame: FrameType | None, get_name: Callable[[torch.Tensor], str]) -> Owner | None:
-    """Return the owner of memory that torch's code for several processes allocates; None for other code.
+    """Return the owner of memory that is being allocated by torch.distributed, DDP or FSDP; None for other code.
 
-    `frame` is the innermost frame. `get_name` returns the name of a known parameter.
+    `frame` is the innermost frame of the stack. `get_name` returns a parameter's name.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT_PATHS):
         frame = frame.f_back
@@ -65,14 +65,14 @@ def find_communication_owner(frame: FrameType | None, get_name: Callable[[torch.
 
 
 def strip_wrapper_names(path: str) -> str:
-    """Return the path of a module or parameter without the names that wrappers insert."""
+    """Return the module or parameter `path` without the names that wrappers insert (`_fsdp_wrapped_module`, ...)."""
     for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         path = path.replace(f"{wrapper}.", "").removesuffix(wrapper)
     return path.rstrip(".")
 
 
 def describe_sharded_groups(root: nn.Module) -> Iterator[ShardedGroup]:
-    """Yield the sharded groups of `root` after the first forward pass; nothing for a model that is not distributed."""
+    """Yield the parameter groups that DDP, FSDP or fully_shard have formed in `root`, known after its first forward."""
     seen = set()
     for path, module in root.named_modules():
         path = strip_wrapper_names(path)
@@ -89,30 +89,31 @@ def describe_sharded_groups(root: nn.Module) -> Iterator[ShardedGroup]:
 
 
 def iterate_unreduced_gradients(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the (name, gradient) that fully_shard reduces later (`set_requires_gradient_sync(False)`)."""
+    """Yield (name, gradient) for the unsharded gradients that fully_shard keeps to reduce later, because of
+    `set_requires_gradient_sync(False)`."""
     for module in root.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            for one in (one for group in _get_param_groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
-                unsharded = getattr(one, "_unsharded_param", None)
-                for kept_gradient in (one.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
-                    if kept_gradient is not None:
-                        yield strip_wrapper_names(one._param_fqn or ""), kept_gradient
+            for p in (p for group in _get_param_groups(module._get_fsdp_state()) for p in group.fsdp_params):  # type: ignore[operator]
+                unsharded = getattr(p, "_unsharded_param", None)
+                for gradient in (p.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                    if gradient is not None:
+                        yield strip_wrapper_names(p._param_fqn or ""), gradient
 
 
 def _get_param_groups(state: Any) -> list[Any]:
-    """Return the FSDP parameter groups of `state`: at most one before torch 2.11."""
-    param_groups = getattr(state, "_fsdp_param_groups", None)
-    return [one for one in (param_groups if param_groups is not None else [state._fsdp_param_group]) if one is not None]
+    """Return the parameter groups of `state`, torch's FSDPState: at most one before torch 2.11."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
 def _describe_ddp(path: str, wrapper: Any) -> ShardedGroup:
-    named = [(strip_wrapper_names(name), one) for name, one in wrapper.module.named_parameters() if one.requires_grad]
+    named = [(strip_wrapper_names(name), p) for name, p in wrapper.module.named_parameters() if p.requires_grad]
     return ShardedGroup(
         api="DistributedDataParallel",
         module=path,
         ranks=wrapper.process_group.size(),
         parameters=tuple(name for name, _ in named),
-        shapes=tuple(tuple(one.shape) for _, one in named),
+        shapes=tuple(tuple(p.shape) for _, p in named),
         dtype=_get_dtype_name(named[0][1].dtype) if named else "",
         views=bool(wrapper.gradient_as_bucket_view),
     )
@@ -120,36 +121,36 @@ def _describe_ddp(path: str, wrapper: Any) -> ShardedGroup:
 
 def _describe_fsdp1(path: str, wrapper: Any) -> ShardedGroup:
     handle = wrapper._handle
-    flat = handle.flat_param
+    flat_param = handle.flat_param
     strategy = handle._sharding_strategy.name
-    before = f"{path}." if path else ""
+    prefix = f"{path}." if path else ""
     return ShardedGroup(
         api="FullyShardedDataParallel",
         module=path,
         ranks=handle.world_size if handle.uses_sharded_strategy else 1,
-        parameters=tuple(before + strip_wrapper_names(name) for name in flat._fqns),
-        shapes=tuple(tuple(shape) for shape in flat._shapes),
-        dtype=_get_dtype_name(handle._fwd_bwd_param_dtype if handle._uses_param_mixed_precision else flat.dtype),
+        parameters=tuple(prefix + strip_wrapper_names(name) for name in flat_param._fqns),
+        shapes=tuple(tuple(shape) for shape in flat_param._shapes),
+        dtype=_get_dtype_name(handle._fwd_bwd_param_dtype if handle._uses_param_mixed_precision else flat_param.dtype),
         kept=strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"),
         unlimited=not wrapper.limit_all_gathers,
     )
 
 
 def _describe_fsdp2(path: str, state: Any) -> Iterator[ShardedGroup]:
-    before = f"{path}." if path else ""
+    prefix = f"{path}." if path else ""
     for group in _get_param_groups(state):
         if not group.fsdp_params:
             continue
         first = group.fsdp_params[0]
         mesh = group.mesh_info.mesh
-        dim = getattr(group.mesh_info, "shard_mesh_dim", None)
-        names = [one._param_fqn or before + one._module_info.param_name for one in group.fsdp_params]
+        shard_dim = getattr(group.mesh_info, "shard_mesh_dim", None)
+        names = [p._param_fqn or prefix + p._module_info.param_name for p in group.fsdp_params]
         yield ShardedGroup(
             api="fully_shard",
             module=path,
-            ranks=1 if dim is None else mesh.size(dim),
+            ranks=1 if shard_dim is None else mesh.size(shard_dim),
             parameters=tuple(map(strip_wrapper_names, names)),
-            shapes=tuple(tuple(one._orig_size) for one in group.fsdp_params),
+            shapes=tuple(tuple(p._orig_size) for p in group.fsdp_params),
             dtype=_get_dtype_name(first.param_dtype or first.orig_dtype),
             # By default the root stays unsharded: the backward needs the root's parameters first.
             kept=group.post_forward_mesh_info is None and not (state._is_root and state._auto_reshard_after_forward),

@@ -1,4 +1,4 @@
-"""Effect of a program's line, read from the source code: fill a container, add to a sum, only display a number."""
+"""What a line of the program does, read from its source code: fills a container or sum, or only displays values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import CodeType
 
 _FILLING_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
 
-# Functions and methods that display numbers: of loggers, tensorboard, wandb, progress bars.
+# Functions and methods that only display values: of loggers, tensorboard, wandb, progress bars.
 _DISPLAY_FUNCTIONS = {
     *("print", "log", "debug", "info", "warning", "warn", "error", "critical", "write"),
     *("add_scalar", "add_scalars", "log_metrics"),
@@ -22,7 +22,7 @@ _DISPLAY_FUNCTIONS = {
 def is_display_statement(source: str) -> bool:
     """Return whether `source` (`file:line function`) is in a statement that only displays values.
 
-    A value read in such a statement decides nothing.
+    A value that such a statement reads does not affect the rest of the program.
     """
     file, _, number = source.rpartition(" ")[0].rpartition(":")
     linecache.checkcache(file)
@@ -30,52 +30,52 @@ def is_display_statement(source: str) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def _find_display_lines(text: str) -> tuple[tuple[int, int], ...]:
+def _find_display_lines(source_text: str) -> tuple[tuple[int, int], ...]:
     try:
-        tree = ast.parse(text)
+        tree = ast.parse(source_text)
     except (SyntaxError, ValueError):
         return ()
-    found = []
+    ranges = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = node.value.func
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
             if name in _DISPLAY_FUNCTIONS:
-                found.append((node.lineno, node.end_lineno or node.lineno))
-    return tuple(found)
+                ranges.append((node.lineno, node.end_lineno or node.lineno))
+    return tuple(ranges)
 
 
-def find_fill_line(code: CodeType, variable: str, *, attribute: bool, keys: str = "") -> str | None:
-    """Return the `file:line function` where `code` puts something into `variable`; None if there is no such line.
+def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: str = "") -> str | None:
+    """Return `file:line function` of the first line of `code` that adds to `variable`; None if there is none.
 
-    `code` is of a function or a whole module. `attribute` means an attribute of an object (`self.losses`). The line
-    must include `keys`, the keys of the inner container, such as `['train']['loss']`.
+    `code` is of a function or an entire module. `is_attribute`: whether `variable` is an attribute (`self.losses`).
+    `keys` are the keys of the inner container, such as `['train']['loss']`, which the line must include.
     """
-    name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
-    name += re.escape(keys).replace("'", "[\"']")
-    name_pattern = rf"{name}(?!\w)"
+    name_regex = (r"\." if is_attribute else r"(?<![\w.])") + re.escape(variable)
+    name_regex += re.escape(keys).replace("'", "[\"']")
+    bounded_name_regex = rf"{name_regex}(?!\w)"
     patterns = (
-        rf"{name}(?:\[[^\]]*\])*\.(?:{_FILLING_METHODS})\(",
-        rf"{name}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",
-        rf"{name}\s*(?:\+|\|)=",
-        rf"{name}\s*(?::[^=]+)?=(?!=).*{name_pattern}",
+        rf"{name_regex}(?:\[[^\]]*\])*\.(?:{_FILLING_METHODS})\(",
+        rf"{name_regex}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",
+        rf"{name_regex}\s*(?:\+|\|)=",
+        rf"{name_regex}\s*(?::[^=]+)?=(?!=).*{bounded_name_regex}",
     )
     lines = linecache.getlines(code.co_filename)
     first, last = code.co_firstlineno, _find_last_line(code)
     for pattern in patterns:
-        for number in range(first, min(last, len(lines)) + 1):
-            if re.search(pattern, lines[number - 1].partition("#")[0]):
-                return f"{code.co_filename}:{number} {code.co_name}"
+        for line_number in range(first, min(last, len(lines)) + 1):
+            if re.search(pattern, lines[line_number - 1].partition("#")[0]):
+                return f"{code.co_filename}:{line_number} {code.co_name}"
     return None
 
 
 def format_code_line(code: CodeType) -> str:
-    """Return `file:line function` of the first line of a function."""
+    """Return `file:line function` of the first line of the function with this `code`."""
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
 
 
 def find_class_line(kind: type) -> str | None:
-    """Return `file:line class` of the first line of a class; None if the source code is not available."""
+    """Return `file:line class` of the first line of class `kind`; None if the source code is not available."""
     try:
         file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
     except (OSError, TypeError):
@@ -84,5 +84,5 @@ def find_class_line(kind: type) -> str | None:
 
 
 def _find_last_line(code: CodeType) -> int:
-    own = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
-    return max([own, *(_find_last_line(part) for part in code.co_consts if isinstance(part, CodeType))])
+    last = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return max([last, *(_find_last_line(const) for const in code.co_consts if isinstance(const, CodeType))])

@@ -1,7 +1,7 @@
-"""Storages of a run: the live ones, their devices, and the bytes of live storages on GPUs.
+"""Table of a run's live storages, their devices, and the bytes of live storages on GPUs.
 
-A table has a weak reference to each storage's Python object, which torch keeps alive exactly as long as the storage. So
-a free is recorded when the last reference goes, be the reference Python's, autograd's or a container's.
+The table has a weak reference to each storage's Python object, which torch keeps alive exactly as long as the storage.
+So a free is recorded when the last reference to the storage is gone, in Python, autograd or C++.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from memprof.watch.forward import CallSite
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import unwrap
 
-# An extension that reads the data pointer in C++ gets an error; a null pointer would end the process.
+# With this flag, an extension that reads the data pointer in C++ gets an error instead of a null pointer.
 _forbid_data_access = tensors.set_throw_on_mutable_data_ptr
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a storage, with the storage's address and index."""
+    """Weak reference to a storage, with the storage's address and its index in the trace."""
 
     __slots__ = ("address", "index")
 
@@ -38,13 +38,13 @@ class StorageTable:
         self._writer = writer
         self.index_by_address: dict[int, int] = {}  # Address of a living storage -> its index in the trace.
         self._ref_by_index: dict[int, _StorageRef] = {}
-        # Storages without memory on torch's meta device -> their device: empty storages that are on the meta device
-        # for the program too, on the host, or on a later GPU, and virtual copies of real host tensors.
+        # Meta storage without memory -> device that the program sees: for empty storages on the meta device, on the
+        # host, or on a GPU other than the first, and for virtual copies of real host tensors.
         self.device_by_empty_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
         self.live_bytes = 0
         self.peak_bytes = 0
         self.records_tensorless_memory = True  # Whether memory without a tensor is recorded.
-        # Called after each allocation on a GPU, with the device: the message of torch.OutOfMemoryError, or None.
+        # Called with the GPU after each allocation; returns the message of torch.OutOfMemoryError, or None if it fits.
         self.find_oom_message: Callable[[str], str | None] | None = None
         # Called with the index of each new storage with a tensor.
         self.on_allocate: Callable[[int], None] | None = None
@@ -52,27 +52,27 @@ class StorageTable:
         self._freed_with_process: set[int] = set()  # Live storages of processes that have ended.
 
     def get_index(self, tensor: torch.Tensor) -> int:
-        """Return the trace's index of the live storage of `tensor`, wrapped or not; NONE if unknown."""
+        """Return the trace's index of the storage of `tensor`, or of its innermost tensor; NONE if it is unknown."""
         try:
             return self.index_by_address.get(unwrap(tensor).untyped_storage()._cdata, NONE)
         except (NotImplementedError, RuntimeError):  # a tensor without storage: sparse, or a subclass that wraps others
             return NONE
 
     def get_device(self, storage: torch.UntypedStorage) -> str:
-        """Return the device that the program sees for a storage of torch's meta device."""
+        """Return the device that the program sees for `storage`, which is on torch's meta device."""
         index = self.index_by_address.get(storage._cdata)
         if index is None:
-            # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
-            # itself, they are taken for the program's own.
+            # Empty storages take no memory and have no index: on the first GPU, unless `device_by_empty_storage` has
+            # their device.
             return self.device_by_empty_storage.get(storage, "meta" if storage.nbytes() else GPU)
         return self._writer.trace.storages[index].device
 
     def is_live(self, index: int) -> bool:
-        """Return whether a storage with a tensor is not yet freed."""
+        """Return whether storage `index` is live; false for memory without a tensor."""
         return index in self._ref_by_index
 
     def record_allocations(self, tensors: Iterable[torch.Tensor], op: str, place: CallSite, device: str) -> None:
-        """Record allocations on `device` for the new storages of `tensors` on torch's meta device."""
+        """Record allocations on `device` for those storages of `tensors`, on torch's meta device, that are new."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.index_by_address and tensor.is_meta and storage.nbytes():
@@ -90,10 +90,10 @@ class StorageTable:
         op: str,
         place: CallSite,
     ) -> int:
-        """Record a new storage, and a free once its last reference goes; return the storage's index.
+        """Record the allocation of `storage`, and its free once the last reference is gone; return its index.
 
-        `shape` and `dtype` are of the tensor that the storage was made for; `device` is the device that the program
-        sees. Raises torch.OutOfMemoryError where the GPU has no room for the storage.
+        `shape` and `dtype` are those of the storage's first tensor; `device` is the device that the program sees.
+        Raises torch.OutOfMemoryError if the storage does not fit the GPU.
         """
         index = self._append_allocation(storage.nbytes(), shape, dtype, device, op, place, False)
         if self.on_allocate is not None:
@@ -106,10 +106,10 @@ class StorageTable:
         return index
 
     def allocate_without_tensor(self, num_bytes: int, op: str, place: CallSite, device: str) -> int:
-        """Record memory that a library allocates without a tensor; return its index, NONE if not counted.
+        """Record `num_bytes` that a library allocates without a tensor; return the index, NONE if not recorded.
 
-        The caller frees the memory with `free_without_tensor`, also where the operator raises. Raises
-        torch.OutOfMemoryError.
+        The caller must free the memory with `free_without_tensor`, even if the operator raises. Raises
+        torch.OutOfMemoryError if the memory does not fit the GPU.
         """
         if not self.records_tensorless_memory:
             return NONE
@@ -138,20 +138,20 @@ class StorageTable:
             return index
 
     def free_without_tensor(self, index: int) -> None:
-        """Record that the library has released the memory with the `index` that `allocate_without_tensor` returned."""
+        """Record that memory is freed; `index` is the one that `allocate_without_tensor` returned."""
         if index != NONE:
             self._append_free(index)
 
     def free(self, index: int) -> None:
-        """Record that the memory of a storage was freed although the storage is live: a resize."""
+        """Record that the memory of storage `index` is freed while the storage lives on, as `resize_(0)` does."""
         ref = self._ref_by_index.pop(index)
         self.index_by_address.pop(ref.address, None)
         self._append_free(index)
 
     def free_process_storages(self, first: int) -> None:
-        """Record that an ended process of the program frees its memory: all storages with index `first` or later.
+        """Record that a simulated process has ended, which frees all storages with index `first` or later.
 
-        A storage may stay live here (a hook that its own tensor holds), but would not outlive a real process.
+        Some may still be referenced here (a tensor that its own hook keeps), but none would outlive a real process.
         """
         for index in self._ref_by_index:
             if index >= first:
@@ -175,6 +175,6 @@ class StorageTable:
                 self.live_bytes -= storage.num_bytes
 
     def stop_watching(self) -> None:
-        """Stop watching all storages."""
+        """Forget all storages; their later frees are not recorded."""
         self._ref_by_index.clear()
         self.index_by_address.clear()

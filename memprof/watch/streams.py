@@ -1,8 +1,8 @@
-"""Streams on which a program works, and the waits between streams.
+"""CUDA streams of a program: the current stream of each thread, waits between streams, and cross-stream uses.
 
-The current stream decides which stream's memory is allocated; a backward node runs on the stream of its forward
-(`Engine::evaluate_function` of torch/csrc/autograd/engine.cpp). The nodes of parameters (AccumulateGrad) have no
-sequence number that tells when they were made: they are assumed to run on the stream of the node before.
+Memory is allocated on the current stream. A backward node runs on the stream of its forward operator
+(`Engine::evaluate_function` of torch/csrc/autograd/engine.cpp). AccumulateGrad nodes have no usable sequence number:
+they are assumed to run on the stream of the node before.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from memprof.trace.events import Event, EventKind, StreamEvent, Trace, Use, Wait
 
 _ACCUMULATE_GRAD_NUMBER = (1 << 64) - 1  # sequence number of an AccumulateGrad node
 
-# (GPU, stream) -> event of the trace before which all work of the stream is known to be done.
+# (GPU, stream) -> event index in the trace: work that was given to the stream before this event has completed.
 Clock = dict[tuple[str, int], int]
 
 
 class _NodeStreams:
-    """Streams of a GPU on which autograd nodes were made: `streams[i]` from sequence number `numbers[i]` on."""
+    """Streams of a GPU on which autograd nodes are created: `streams[i]` from sequence number `numbers[i]` on."""
 
     __slots__ = ("numbers", "streams")
 
@@ -30,7 +30,7 @@ class _NodeStreams:
         self.streams = [0]
 
     def record_stream(self, stream: int) -> None:
-        """Record that nodes are made on `stream` from now on."""
+        """Record that autograd nodes are created on `stream` from now on."""
         if stream != self.streams[-1]:
             number = autograd.get_sequence_nr()
             if number == self.numbers[-1]:
@@ -40,12 +40,12 @@ class _NodeStreams:
                 self.streams.append(stream)
 
     def find_stream(self, number: int) -> int:
-        """Return the stream on which the node with sequence number `number` was made."""
+        """Return the stream on which the autograd node with sequence number `number` was created."""
         return self.streams[bisect_right(self.numbers, number) - 1]
 
 
 class _ThreadStreams(threading.local):
-    """Current streams of a thread, and the streams on which the thread's autograd nodes were made."""
+    """Current stream of each GPU in a thread, and the streams on which the thread's autograd nodes were created."""
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
@@ -55,7 +55,7 @@ class _ThreadStreams(threading.local):
 
 
 class Streams:
-    """Current streams, waits and cross-stream uses of one trace."""
+    """Recorder of the streams of one trace: current streams, waits between streams, cross-stream uses of storages."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -72,28 +72,28 @@ class Streams:
         """Return the current stream of `gpu`; 0 is the default stream."""
         if not self.uses_other_streams:
             return 0
-        here, node = self._thread, autograd.current_autograd_node()
-        made = here.node_streams[gpu]
+        thread, node = self._thread, autograd.current_autograd_node()
+        node_streams = thread.node_streams[gpu]
         if node is None:
-            stream = here.current.get(gpu, 0)
+            stream = thread.current.get(gpu, 0)
         else:
             self._enter_node(node._sequence_nr())
-            stream = here.selected_in_node.get(gpu, made.find_stream(here.running_node))
-        made.record_stream(stream)
+            stream = thread.selected_in_node.get(gpu, node_streams.find_stream(thread.running_node))
+        node_streams.record_stream(stream)
         return stream
 
     def find_node_stream(self, gpu: str) -> int | None:
-        """Return the stream of `gpu` on which the engine runs the current backward node; None outside backward nodes,
-        or if the node's own code has chosen another stream."""
+        """Return the stream of `gpu` on which the autograd engine runs the current backward node; None outside backward
+        nodes, or if code of the node has selected a stream."""
         node = autograd.current_autograd_node()
         if node is None:
             return None
         self._enter_node(node._sequence_nr())
-        here = self._thread
-        return None if gpu in here.selected_in_node else here.node_streams[gpu].find_stream(here.running_node)
+        thread = self._thread
+        return None if gpu in thread.selected_in_node else thread.node_streams[gpu].find_stream(thread.running_node)
 
     def record_allocation_stream(self, index: int, gpu: str) -> None:
-        """Append a change of stream if the next allocation, of storage `index`, is on another stream than the last."""
+        """Append a STREAM event if storage `index`, about to be allocated, is on another stream than the one before."""
         stream = self.get_current_stream(gpu)
         if stream:
             self._stream_by_storage[index] = stream
@@ -102,65 +102,65 @@ class Streams:
             self._append_event(EventKind.STREAM, stream)
 
     def record_node_use(self, index: int) -> None:
-        """Append that the running autograd node uses a storage, if the storage was made on another stream: the engine
-        has made the node's stream wait (`InputBuffer::add` of autograd/input_buffer.cpp)."""
-        gpu, made_on = self._trace.storages[index].device, self._stream_by_storage.get(index, 0)
+        """Record that the running autograd node uses storage `index`. If the storage is from another stream, append the
+        use, and the wait that the engine inserts (`InputBuffer::add` of autograd/input_buffer.cpp)."""
+        gpu, origin_stream = self._trace.storages[index].device, self._stream_by_storage.get(index, 0)
         stream = None if gpu == "cpu" else self.find_node_stream(gpu)
-        if stream is not None and stream != made_on and (index, stream) not in self._recorded_uses:
+        if stream is not None and stream != origin_stream and (index, stream) not in self._recorded_uses:
             self._recorded_uses.add((index, stream))
             self.record_use(index, stream)
-            self.record_wait(self.get_clock(gpu, made_on), (gpu, stream))
+            self.record_wait(self.get_clock(gpu, origin_stream), (gpu, stream))
 
     def select_stream(self, gpu: str, stream: int) -> None:
-        """Make `stream` the current stream of `gpu`."""
+        """Make `stream` the current stream of `gpu` in this thread, or in the running backward node."""
         self.uses_other_streams = self.uses_other_streams or stream != 0
-        here, node = self._thread, autograd.current_autograd_node()
+        thread, node = self._thread, autograd.current_autograd_node()
         if node is None:
-            here.current[gpu] = stream
+            thread.current[gpu] = stream
         else:
             self._enter_node(node._sequence_nr())
-            here.selected_in_node[gpu] = stream
-        here.node_streams[gpu].record_stream(stream)
+            thread.selected_in_node[gpu] = stream
+        thread.node_streams[gpu].record_stream(stream)
 
     def _enter_node(self, number: int) -> None:
-        here = self._thread
-        if number not in (here.running_node, _ACCUMULATE_GRAD_NUMBER):
-            here.running_node = number
-            here.selected_in_node = {}
+        thread = self._thread
+        if number not in (thread.running_node, _ACCUMULATE_GRAD_NUMBER):
+            thread.running_node = number
+            thread.selected_in_node = {}
 
     def record_use(self, storage: int, stream: int) -> None:
-        """Append that `stream` uses a storage of another stream (Tensor.record_stream)."""
+        """Append that `stream` uses a `storage` allocated on another stream (Tensor.record_stream)."""
         if not self._closed:
             self._append_event(EventKind.USE, len(self._trace.uses))
             self._trace.uses.append(Use(storage, stream))
 
     def get_clock(self, gpu: str, stream: int) -> Clock:
-        """Return the clock at which the work given to `stream` until now is done. The clock is empty before the trace's
-        first `use`: until then no free waits for a stream."""
+        """Return the clock that is reached once all work given to `stream` so far has completed. Empty before the
+        trace's first cross-stream use, since no free waits for a stream until then."""
         if not self._trace.uses:
             return {}
         return {**self._clocks[gpu, stream], (gpu, stream): len(self._trace.events)}
 
-    def record_wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
-        """Append that a stream of a GPU, or the host (None), waits for the work `done`."""
-        if not done or self._closed:
+    def record_wait(self, clock: Clock, waiter: tuple[str, int] | None) -> None:
+        """Append that `waiter`, a (GPU, stream) or None for the host, waits until `clock` is reached."""
+        if not clock or self._closed:
             return
         self._append_event(EventKind.WAIT, len(self._trace.waits))
         self._trace.waits.append(
-            Wait(waiter is None, tuple(StreamEvent(*stream, time) for stream, time in done.items()))
+            Wait(waiter is None, tuple(StreamEvent(*stream, time) for stream, time in clock.items()))
         )
         if waiter is not None:
-            known = self._clocks[waiter]
-            for stream, time in done.items():
-                known[stream] = max(time, known.get(stream, 0))
+            waiter_clock = self._clocks[waiter]
+            for stream, time in clock.items():
+                waiter_clock[stream] = max(time, waiter_clock.get(stream, 0))
 
     def record_host_wait(self, gpu: str) -> None:
-        """Make the host wait for the current stream of `gpu`, as reading a value or copying does."""
+        """Append that the host waits for the current stream of `gpu`, as reading a value or copying does."""
         if self._trace.uses:
             self.record_wait(self.get_clock(gpu, self.get_current_stream(gpu)), None)
 
     def record_host_wait_for_all(self, gpu: str) -> None:
-        """Make the host wait for all streams of `gpu`."""
+        """Append that the host waits for all streams of `gpu`."""
         streams = sorted({use.stream for use in self._trace.uses})
         self.record_wait({(gpu, stream): len(self._trace.events) for stream in streams}, None)
 

@@ -1,4 +1,4 @@
-"""Writer of a run's Trace: phases, module calls, and allocations and frees of storages."""
+"""Writer of the Trace of a run: appends phases, module calls, allocations and frees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPE_NAMES = _DtypeNames()
 
 
 class ActivePool:
-    """Private pool (`torch.cuda.MemPool`) that allocations use now, if any."""
+    """Recorder of the private memory pool (`torch.cuda.MemPool`, CUDA graphs) that serves allocations, if any."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -41,36 +41,36 @@ class ActivePool:
         self._last_pool = 0  # The pool of the last allocation in the trace.
 
     def select_pool(self, pool: int, *, is_thread_local: bool) -> tuple[int, bool]:
-        """Allocate GPU memory from `pool` (0: the default pool) from now on; return the setting before.
+        """Allocate GPU memory from `pool` (0: the default pool) from now on; return the previous pool and flag.
 
-        `is_thread_local`: backward passes, which run in threads of their own, do not allocate from the pool.
+        `is_thread_local`: only the current thread uses the pool, so backward passes, in threads of their own, do not.
         """
-        before = self._active_pool, self._is_thread_local
+        previous = self._active_pool, self._is_thread_local
         self._active_pool, self._is_thread_local = pool, is_thread_local
         self.has_been_used = self.has_been_used or pool != 0
-        return before
+        return previous
 
     def record_allocation_pool(self) -> None:
-        """Append a change of pool if the next allocation is from another pool than the last allocation."""
+        """Append a POOL event if the next allocation is from a different pool than the last one."""
         pool = 0 if self._is_thread_local and autograd.current_graph_task_id() != -1 else self._active_pool
         if pool != self._last_pool:
             self._last_pool = pool
             self._trace.events.append(Event(EventKind.POOL, pool))
 
     def append_pool_free(self, pool: int) -> None:
-        """Append that the last reference to `pool` is gone."""
+        """Append that `pool` is freed, because the last reference to it is gone."""
         if not self._closed:
             self._trace.events.append(Event(EventKind.POOL_FREE, pool))
 
     def close(self) -> None:
-        """Append nothing from now on."""
+        """Stop appending events."""
         self._closed = True
 
 
 class TraceWriter:
     """Writer that appends events, and the objects that events refer to, to one Trace.
 
-    The caller holds `lock` for `allocate` and `free`, which several threads may call.
+    The caller must hold `lock` during `append_allocation` and `append_free`, which several threads may call.
     """
 
     def __init__(self, modules: list[Module]) -> None:
@@ -90,22 +90,22 @@ class TraceWriter:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase that is running."""
+        """Return the current phase."""
         return self.trace.phases[self.phase_index]
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase, to which this thread's allocations belong from now on."""
+        """Begin a phase, to which allocations belong from now on, except those of worker threads."""
         self._thread.is_worker = False
         self.phase_index = len(self.trace.phases)
         self.trace.phases.append(Phase(kind, step, micro_batch))
         self.trace.events.append(Event(EventKind.PHASE, self.phase_index))
 
     def rename_phase(self, kind: PhaseKind) -> None:
-        """Change the kind of the running phase."""
+        """Change the kind of the current phase to `kind`."""
         self.trace.phases[self.phase_index] = self.phase._replace(kind=kind)
 
     def mark_worker_thread(self) -> None:
-        """Count this thread's allocations as inputs of the first thread, until this thread begins a phase."""
+        """Assign this thread's allocations to a phase of their own (INPUTS), until this thread begins a phase."""
         with self.lock:
             if not self.has_worker_threads:
                 self.has_worker_threads, self._worker_phase = True, len(self.trace.phases)
@@ -113,7 +113,7 @@ class TraceWriter:
             self._thread.is_worker = True
 
     def append_module_call(self, kind: EventKind, module: int) -> None:
-        """Append that the module of this index is entered (`EventKind.ENTER`) or left (`EventKind.EXIT`)."""
+        """Append that a module (by index) is entered or left; `kind` is `EventKind.ENTER` or `EventKind.EXIT`."""
         if not self.is_closed:
             self.trace.events.append(_new_tuple(Event, (kind, module)))
 
@@ -132,9 +132,9 @@ class TraceWriter:
         place: CallSite,
         hidden: bool,
     ) -> int:
-        """Append a storage and its allocation, after any change of stream or pool; return the storage's index.
+        """Append a storage and its allocation event, preceded by any change of stream or pool; return the index.
 
-        `shape` and `dtype` are of the tensor that the storage is made for; a `hidden` storage has no tensor.
+        `shape` and `dtype` are those of the storage's first tensor; a `hidden` storage has no tensor.
         """
         trace = self.trace
         index = len(trace.storages)
@@ -165,12 +165,12 @@ class TraceWriter:
         return index
 
     def append_free(self, index: int) -> Storage:
-        """Append that the storage of this index is freed; return the storage."""
+        """Append that the storage `index` is freed; return the storage."""
         self.trace.events.append(_new_tuple(Event, (_FREE, index)))
         return self.trace.storages[index]
 
     def get_op_index(self, op: str) -> int:
-        """Return the trace's index of an operator's name; add a new name to the trace."""
+        """Return the trace's index of the operator name `op`, which is added if new."""
         index = self._op_index.get(op)
         if index is None:
             index = self._op_index[op] = len(self.trace.ops)
@@ -178,7 +178,7 @@ class TraceWriter:
         return index
 
     def close(self) -> None:
-        """Append no module calls, streams, pools or (storage_table.py) frees by garbage collection from now on."""
+        """Stop appending module calls, streams, pools and frees of collected storages (see storage_table.py)."""
         self.is_closed = True
         self.streams.close()
         self.active_pool.close()

@@ -1,4 +1,4 @@
-"""Watch over a program on any device: its phases, models, backward passes and optimizer steps."""
+"""Base class that observes a program on any device: its phases, models, backward passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from memprof.watch.wrappers import has_memory
 
 # Phases in which a program may build a model.
 _BUILDING_PHASES = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
-# Attribute of an exception: the phase in which it was raised. A table of exceptions would keep their tensors live.
+# Name of the attribute in which an exception stores the phase that raised it. (A table of exceptions would keep their
+# tensors alive.)
 _PHASE_ATTRIBUTE = "_memprof_phase"
 
 
 class Watch(ABC):
-    """Watch over the program that runs on a device, the same for simulated and measured devices.
+    """Observer of the program that runs on a device; the common base of simulated and measured devices.
 
-    A subclass for a device defines how to record a phase that begins (`begin_phase`), and a tensor whose role is known
-    (`claim`). The subclass itself observes allocations. A device overrides or calls half of the 26 methods.
+    It installs patches and hooks on torch, and calls the abstract methods when a phase begins (`begin_phase`) or when a
+    tensor's role becomes known (`set_owner`). Subclasses also record allocations.
     """
 
     def __init__(self) -> None:
@@ -62,18 +63,18 @@ class Watch(ABC):
 
     @abstractmethod
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        """Begin a phase, to which events belong from now on."""
+        """Begin a phase, to which later events belong. `step` and `micro_batch` count from 1; 0 means none."""
 
     @abstractmethod
-    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+    def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Give `tensor` the role and name of `owner`."""
 
     @abstractmethod
-    def claim_input(self, tensor: torch.Tensor) -> None:
-        """Record that `tensor` was given to a model: an input, unless a model's own code made the tensor."""
+    def mark_input(self, tensor: torch.Tensor) -> None:
+        """Give `tensor`, an argument of a model call, the role INPUT, unless code of a model allocated it."""
 
     def get_quantized_parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that a quantized `tensor` has besides its own data, or instead of its own data."""
+        """Return the inner tensors (data, scales) of a quantized `tensor`; an empty list for an ordinary tensor."""
         return []
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,8 +83,8 @@ class Watch(ABC):
 
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
-        """Context manager: run the body as this phase, without recognition of phases."""
-        recognised, self.phases.is_recognizing = self.phases.is_recognizing, False
+        """Context manager: run the body as the given phase, with the automatic recognition of phases switched off."""
+        was_recognizing, self.phases.is_recognizing = self.phases.is_recognizing, False
         before = self.current_phase
         self.begin_phase(kind, step, micro_batch)
         try:
@@ -92,12 +93,12 @@ class Watch(ABC):
             self._record_failed_phase(error)
             raise
         finally:
-            self.phases.is_recognizing = recognised
+            self.phases.is_recognizing = was_recognizing
             self.begin_phase(*before)
 
     def adopt(self, root: nn.Module) -> None:
-        """Name parameters and buffers after `root`, a model of this run."""
-        if not any(known() is root for known in self._roots):
+        """Add `root` to the models of this run; its parameters and buffers get their roles and names."""
+        if not any(root_ref() is root for root_ref in self._roots):
             self._roots.append(weakref.ref(root))
         self.modules.add_root(root)
         self._name_parameters()
@@ -107,12 +108,12 @@ class Watch(ABC):
         self._assumptions.setdefault(sentence)
 
     def find_error_phase(self, error: BaseException) -> Phase:
-        """Return the phase in which `error` was raised; the running phase if the error has left no phase."""
-        found: Phase = vars(error).get(_PHASE_ATTRIBUTE, self.current_phase)
-        return found
+        """Return the phase in which `error` was raised; the current phase if `error` was raised in it."""
+        phase: Phase = vars(error).get(_PHASE_ATTRIBUTE, self.current_phase)
+        return phase
 
     def _write_facts(self, trace: Trace) -> None:
-        """Write the run's assumptions, and whether the program trained, into `trace`."""
+        """Write into `trace` the run's assumptions, whether the program trained, and whether by manual updates."""
         trace.assumptions = list(self._assumptions)
         trace.trains = self.phases.trains
         trace.updates_parameters_manually = self.phases.updates_parameters_manually
@@ -122,7 +123,7 @@ class Watch(ABC):
         self._patches.apply_all(self.phases.patches())
         for name, patches in {
             **self.phases.make_import_patches(),
-            **zero.make_import_patches(self.phases, self.claim),
+            **zero.make_import_patches(self.phases, self.set_owner),
         }.items():
             self._patches.apply_on_import(name, patches)
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
@@ -133,7 +134,7 @@ class Watch(ABC):
         ):
             self._stack.callback(register(functools.partial(self._record_registered_weight, role)).remove)
         self._patch_backward()
-        # Before the hooks of `phases`: a listener of a step's end may end the run.
+        # Registered before the hooks of `phases`, whose callback at a step's end may end the run.
         self._stack.callback(register_optimizer_step_post_hook(self._name_optimizer_state).remove)
         for handle in self.phases.register_optimizer_hooks():
             self._stack.callback(handle.remove)
@@ -144,131 +145,132 @@ class Watch(ABC):
 
     @property
     def _is_recognizing_calls(self) -> bool:
-        """Return whether the program names no phases itself, and no backward pass is running."""
+        """Return whether phases are recognized automatically, and no backward pass is running."""
         return self.phases.is_recognizing and autograd.current_graph_task_id() == -1
 
     def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         self.phases.record_forward_call(module)
         if self._is_recognizing_calls and next(module.parameters(), None) is not None:  # a loss has none
             with torch.DisableTorchFunction():
-                self._claim_inputs((*args, *kwargs.values()))
+                self._mark_inputs((*args, *kwargs.values()))
 
-    def _claim_inputs(self, values: Iterable[Any]) -> None:
-        """Claim as inputs the tensors in `values` that the program makes outside its models."""
+    def _mark_inputs(self, values: Iterable[Any]) -> None:
+        """Mark as inputs the tensors in `values`, nested containers included, except parameters and results of autograd
+        operators."""
         for value in values:
             if isinstance(value, (list, tuple)):
-                self._claim_inputs(value)
+                self._mark_inputs(value)
             elif isinstance(value, dict):
-                self._claim_inputs(value.values())
+                self._mark_inputs(value.values())
             elif isinstance(value, torch.Tensor) and has_memory(value):
                 is_made_of_weight = isinstance(value, nn.Parameter) or value.grad_fn is not None
                 if not is_made_of_weight:
-                    self.claim_input(value)
+                    self.mark_input(value)
 
     def _record_failed_phase(self, error: BaseException) -> None:
         vars(error).setdefault(_PHASE_ATTRIBUTE, self.current_phase)  # the innermost phase knows best
 
     def _patch_moves(self) -> None:
-        """Patch `nn.Module._apply` to claim the weights of moved modules, also of modules that are never called."""
+        """Patch `nn.Module._apply` to set the roles of weights of moved modules, even if these are never called."""
         original = tensors.apply_of_module.get()
-        inside = False
+        is_inside = False
 
         def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:
+            nonlocal is_inside
+            if is_inside:
                 return original(module, *args, **kwargs)
-            inside = True
+            is_inside = True
             try:
                 return original(module, *args, **kwargs)
             finally:
-                inside = False
-                self._claim_unnamed(module.parameters(), Role.PARAMETER)
-                self._claim_unnamed(module.buffers(), Role.BUFFER)
+                is_inside = False
+                self._set_role(module.parameters(), Role.PARAMETER)
+                self._set_role(module.buffers(), Role.BUFFER)
 
         self._patches.set(*tensors.apply_of_module.patch(_apply))
 
     def _record_registered_weight(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        """Note a registered weight, which gets its role if the run ends before a call of `module`."""
+        """Remember a weight registered in `module`, so that it gets its role even if `module` is never called."""
         if tensor is not None and self.current_phase.kind in _BUILDING_PHASES:
-            # Not the tensor: torch does not swap a weight with weak references, as sharding over ranks must.
+            # No weak reference to the tensor: torch.utils.swap_tensors, as in sharding, refuses tensors that have one.
             self._registered_weights[id(module), name] = weakref.ref(module), role
 
-    def _claim_registered(self) -> None:
-        """Claim the registered weights of modules, called or not, when the run may end."""
-        for (_, name), (known, role) in list(self._registered_weights.items()):
-            module = known()
+    def _set_registered_roles(self) -> None:
+        """Set the roles of all weights that modules have registered, called or not; used when the run may end."""
+        for (_, name), (module_ref, role) in list(self._registered_weights.items()):
+            module = module_ref()
             weights = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
             tensor = weights[name] if name in weights else None  # noqa: SIM401, a ScriptModule's are no dictionary
             if tensor is not None:
-                self._claim_unnamed([tensor], role)
+                self._set_role([tensor], role)
 
     def _patch_backward(self) -> None:
         original = autograd.engine_run_backward_of_graph.get()
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            nested = autograd.current_graph_task_id() != -1
+            is_nested = autograd.current_graph_task_id() != -1
             leaves: list[torch.Tensor] = []
-            if not nested:
+            if not is_nested:
                 self.phases.record_backward_begin()
                 if not self._roots and not self.phases.optimizers and kwargs.get("accumulate_grad"):
                     leaves = _find_leaf_tensors(args[0])
-            ended = self.phases.resume_phase
+            on_end = self.phases.resume_phase
             try:
                 result = original(*args, **kwargs)
                 accumulates = kwargs.get("accumulate_grad", False)
-                ended = functools.partial(self.phases.record_backward_end, accumulates=accumulates)
+                on_end = functools.partial(self.phases.record_backward_end, accumulates=accumulates)
                 return result
             except BaseException as error:
                 self._record_failed_phase(error)
                 raise
             finally:
-                if not nested:
+                if not is_nested:
                     self._name_parameters()
-                    self._claim_unnamed(leaves, Role.PARAMETER)
-                    self._claim_unnamed((leaf.grad for leaf in leaves if leaf.grad is not None), Role.GRADIENT)
-                    ended()
+                    self._set_role(leaves, Role.PARAMETER)
+                    self._set_role((leaf.grad for leaf in leaves if leaf.grad is not None), Role.GRADIENT)
+                    on_end()
 
         self._patches.set(*autograd.engine_run_backward.patch(run_backward))
 
-    def _claim_unnamed(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
-        """Claim tensors whose role is known, without a name."""
+    def _set_role(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
+        """Give `tensors`, and the inner tensors of quantized ones, the role `role`, without a name."""
         for tensor in tensors:
             for part in (tensor, *self.get_quantized_parts(tensor)):
-                self.claim(part, Owner(role, ""))
+                self.set_owner(part, Owner(role, ""))
 
     def _name_parameters(self) -> None:
-        """Claim the parameters, gradients and buffers of the run's models and optimizers."""
+        """Set the roles and names of parameters, gradients and buffers of the run's models and optimizers."""
         with torch.DisableTorchFunction():  # each attribute that is read would pass through the program's modes
             for optimizer in self.phases.optimizers:
                 for group in optimizer.param_groups:
-                    self._claim_unnamed(group["params"], Role.PARAMETER)
-                    self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
-            for root in [root for known in self._roots if (root := known()) is not None]:
+                    self._set_role(group["params"], Role.PARAMETER)
+                    self._set_role((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
+            for root in [root for root_ref in self._roots if (root := root_ref()) is not None]:
                 for full_name, parameter in root.named_parameters():
                     name = strip_compile_wrapper(full_name)
                     for part in (parameter, *self.get_quantized_parts(parameter)):
-                        self.claim(part, Owner(Role.PARAMETER, name))
-                    if (own := getattr(parameter, "ds_tensor", None)) is not None:  # a rank's part (zero.py)
-                        self.claim(own, Owner(Role.PARAMETER, ""))
+                        self.set_owner(part, Owner(Role.PARAMETER, name))
+                    if (shard := getattr(parameter, "ds_tensor", None)) is not None:  # a rank's part (zero.py)
+                        self.set_owner(shard, Owner(Role.PARAMETER, ""))
                     if parameter.grad is not None:
-                        self.claim(parameter.grad, Owner(Role.GRADIENT, name))
+                        self.set_owner(parameter.grad, Owner(Role.GRADIENT, name))
                 for name, buffer in root.named_buffers():
-                    self.claim(buffer, Owner(Role.BUFFER, strip_compile_wrapper(name)))
+                    self.set_owner(buffer, Owner(Role.BUFFER, strip_compile_wrapper(name)))
 
-    def _name_optimizer_state(self, optimizer: Optimizer, *of_step: Any) -> None:
-        """Claim the state, parameters and gradients of `optimizer` after a step, complete or not.
+    def _name_optimizer_state(self, optimizer: Optimizer, *hook_args: Any) -> None:
+        """Set the roles of the parameters, gradients and state of `optimizer` after a step, even if the step raised.
 
-        DeepSpeed's optimizer has DeepSpeed's own float32 copies as parameters during a step.
+        The parameters may not be the model's: during a step, DeepSpeed's optimizers have DeepSpeed's float32 copies.
         """
         for group in optimizer.param_groups:
-            self._claim_unnamed(group["params"], Role.PARAMETER)
-            self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
+            self._set_role(group["params"], Role.PARAMETER)
+            self._set_role((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
         for state in optimizer.state.values():
             for key, value in state.items():
                 for tensor in value if isinstance(value, list) else [value]:  # LBFGS keeps lists of directions
                     if isinstance(tensor, torch.Tensor):
                         for part in self.get_quantized_parts(tensor) or [tensor]:
-                            self.claim(part, Owner(Role.OPTIMIZER_STATE, str(key)))
+                            self.set_owner(part, Owner(Role.OPTIMIZER_STATE, str(key)))
 
     def _stop_watching(self) -> None:
         try:
@@ -279,15 +281,15 @@ class Watch(ABC):
 
 
 def _find_leaf_tensors(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaf tensors that get gradients in a backward of `results`."""
+    """Return the leaf tensors that would get gradients in a backward pass from `results`."""
     pending: list[Any] = [result.grad_fn for result in results]
     seen: set[Any] = {None}
-    found = []
+    leaves = []
     while pending:
         node = pending.pop()
         if node not in seen:
             seen.add(node)
             if hasattr(node, "variable"):
-                found.append(node.variable)
-            pending += [following for following, _ in node.next_functions]
-    return found
+                leaves.append(node.variable)
+            pending += [next_node for next_node, _ in node.next_functions]
+    return leaves

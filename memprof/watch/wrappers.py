@@ -1,5 +1,5 @@
-"""Tensors without storages of their own: inside `vmap` or `grad` of torch.func a module gets wrapped tensors, a DTensor
-has this rank's shard inside, and a sparse tensor consists of indices and values."""
+"""Inner tensors of tensors without own storage: wrappers of torch.func (`vmap`, `grad`), DTensors (which contain this
+rank's shard), sparse tensors (indices and values) and quantized tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _LOCAL_ATTRIBUTES = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has a storage of its own; also true for subclasses without `__torch_dispatch__`."""
+    """Return whether `tensor` has a storage of its own; false for wrapper subclasses with a `__torch_dispatch__`."""
     return type(tensor).__torch_dispatch__ is dispatch.disabled_torch_dispatch_impl and not is_wrapped(tensor)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Return whether a transformation of torch.func has wrapped `tensor`."""
+    """Return whether `tensor` is a wrapper made by a torch.func transformation such as `vmap` or `grad`."""
     return bool(autograd.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside the wrappers of torch.func (one for each transformation) and of torch.distributed;
-    `tensor` itself if there are no wrappers."""
+    """Return the innermost tensor inside torch.func wrappers and torch.distributed tensors (DTensor); `tensor` itself
+    if it is neither."""
     while autograd.is_functorch_wrapped_tensor(tensor):
         tensor = autograd.get_unwrapped(tensor)
     part = _LOCAL_ATTRIBUTES.get(type(tensor).__name__)
@@ -42,19 +42,19 @@ def get_sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def get_quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of a quantized tensor besides its own data; an empty list for an ordinary tensor.
+    """Return the inner tensors of a quantized `tensor`, without the storage of `tensor` itself; [] if not quantized.
 
-    A parameter of bitsandbytes has the scales as attributes (`quant_state`, with an inner `state2` where the scales are
-    quantized too, or `SCB`); tensor subclasses that wrap tensors, such as torchao's, list them in `__tensor_flatten__`.
+    bitsandbytes parameters have the scales in attributes: `quant_state` (with an inner `state2` if the scales are
+    quantized too) or `SCB`. Wrapper subclasses, such as torchao's, list their tensors in `__tensor_flatten__`.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        found = [getattr(tensor, name) for name in names]
-        return [part for part in found if isinstance(part, torch.Tensor)]  # a DTensor names its device mesh too
-    found = []
-    holder = getattr(tensor, "quant_state", None)
-    while holder is not None:
-        found += [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
-        holder = vars(holder).get("state2")
+        parts = [getattr(tensor, name) for name in names]
+        return [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor names its device mesh too
+    parts = []
+    quant_state = getattr(tensor, "quant_state", None)
+    while quant_state is not None:
+        parts += [value for value in vars(quant_state).values() if isinstance(value, torch.Tensor)]
+        quant_state = vars(quant_state).get("state2")
     scales = getattr(tensor, "SCB", None)
-    return [*found, scales] if isinstance(scales, torch.Tensor) else found
+    return [*parts, scales] if isinstance(scales, torch.Tensor) else parts

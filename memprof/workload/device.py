@@ -1,4 +1,4 @@
-"""The device that a workload runs on: a virtual GPU or a measured device."""
+"""Interface of the device that a workload runs on: a virtual GPU or a measured device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Device(Protocol):
     def adopt(self, root: nn.Module) -> None:
         """Record `root` as a model of this run."""
 
-    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+    def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Give `tensor` the role and name of `owner`."""
 
     def assume(self, sentence: str) -> None:

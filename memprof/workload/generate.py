@@ -93,7 +93,7 @@ def _extend_cache(device: Device, cache: Any, length: int) -> bool:
             longer = now + length
             # A full window is a view of a tensor with one more token, the step's own.
             new = old.new_empty(batch, heads, longer if window is None else min(longer, window), size)
-            device.claim(new, Owner(Role.KV_CACHE, f"layer {index} {name}"))
+            device.set_owner(new, Owner(Role.KV_CACHE, f"layer {index} {name}"))
             setattr(layer, name, new if window is None else new[:, :, -window + 1 :])
             del old, new
     return True

@@ -1,4 +1,4 @@
-"""Layers of a model: the long lists of blocks of one class."""
+"""Search for the layers of a model: its long lists of blocks of one class."""
 
 from __future__ import annotations
 

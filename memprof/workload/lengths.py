@@ -3,12 +3,12 @@
     lognormal:MEAN,SIGMA   lengths with this mean in tokens, whose natural logarithm has this standard deviation
     alpaca                 lengths of Stanford Alpaca's 52,002 prompts with their answers
     FILE                   lengths of a dataset: whole numbers in a text file, or a JSON list of whole numbers
-    [N, N, ...]            the same without a file
+    [N, N, ...]            the lengths themselves
 
-    after each, `,bucket=N`: N batches at a time are made of samples sorted by length, longest first, as a Trainer's
-    `group_by_length` does; `,multiple=N`: batches are padded to a multiple of N tokens
+    Any of these may be followed by `,bucket=N` (each group of N batches is sorted by length, longest first, as by the
+    Trainer's `group_by_length`) and `,multiple=N` (batches are padded to a multiple of N tokens).
 
-Every sample is fed once before any is fed again, in an order that is the same in every run.
+Every sample is used once before any is used again, in an order that is the same in every run.
 """
 
 from __future__ import annotations

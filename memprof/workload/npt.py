@@ -10,9 +10,9 @@ is a [d_model x d_ffn] matrix of low rank, in one of two forms (R: rank, N: comp
 The modes differ in what exists at one time; their results are equal but for rounding:
 
 * dense: ΔW of all tokens, [batch x tokens x d_model x d_ffn]; this is what explodes;
-* chunked, per-token: ΔW of some tokens, or of one, of each sequence. In training each part is computed again in the
-  backward: autograd would keep every part's ΔW else, and all of them are as large as the dense one;
-* low-rank: h W + ((h A) * m) B, and what it is for the other form: no ΔW at all.
+* chunked, per-token: ΔW of some tokens, or of one, of each sequence. In training each part is recomputed in the
+  backward: otherwise autograd would save the ΔW of all parts, together as large as the dense one;
+* low-rank: h W + ((h A) * m) B, or its equivalent for the other form: no ΔW at all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Linear layers of GPTQ and AWQ checkpoints, each with the tensors that it stores and what its kernel allocates.
+"""Linear layers of GPTQ and AWQ checkpoints: the tensors that each stores, and what its kernel allocates.
 
-The libraries' layers are not imported: they want a GPU to compile for. Layouts are those of AutoGPTQ 0.7.1 and
+The libraries' own layers cannot be imported without a GPU to compile for. Layouts are those of AutoGPTQ 0.7.1 and
 AutoAWQ 0.2.9, which all later files have; kernels are GPTQModel's at 7.3.4, with which transformers 5 runs both
 (gptqmodel/nn_modules/qlinear/{marlin,marlin_awq,gemm_awq,tritonv2,torch}.py, gptqmodel_ext/marlin/gptq_marlin.cu,
 gptqmodel_ext/awq/quantization/gemm_cuda_gen.cu). Nothing is computed: results have their shape and no values.

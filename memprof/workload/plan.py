@@ -1,10 +1,10 @@
-"""A plan to spread a run over several GPUs: what `--parallel` says, read and checked before anything is built.
+"""Plan to spread a run over several GPUs: parses and checks `--parallel` before a model is built.
 
     ddp   fsdp   fsdp:shard_grad_op   hsdp:2x4   tp=2,fsdp=4   cp=2   ulysses=2   pp=4:1f1b:microbatches=8
 
-Parts stand beside each other, their numbers multiplied are the ranks, and one without a number takes what is left. The
-order of the mesh is torchtitan's: pipeline, replicate, shard, context, tensor (distributed/parallel_dims.py), so that
-the ranks of a tensor-parallel group are neighbours.
+The parts are separated by commas. The product of their degrees is the number of ranks; one part may omit its degree,
+and gets the remaining ranks. The mesh has torchtitan's order: pipeline, replicate, shard, context, tensor
+(distributed/parallel_dims.py), so that the ranks of a tensor-parallel group are adjacent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Randomness in models (a layer that is dropped, a mask that is drawn), the same in every run: runs with and
-without a fix are compared, and a run may be made again."""
+"""Fixed random seeds for models that draw random numbers (layer drop, random masks), so that runs with and without a
+fix can be compared, and a run can be repeated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One rank's part of a model and of its work, by torch's own functions: DistributedDataParallel, fully_shard,
-parallelize_module and context_parallel; pipelines are stages.py, sequence parallelism is ulysses.py.
+"""Distribution of a model over ranks by torch's own functions: DistributedDataParallel, fully_shard,
+parallelize_module and context_parallel. stages.py has pipelines, ulysses.py sequence parallelism.
 
-Nothing here is a formula: the program is what a script for torchrun does with a model that it has built.
+One rank runs the same code as a script for torchrun would run with its model.
 """
 
 from __future__ import annotations

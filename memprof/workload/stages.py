@@ -1,7 +1,7 @@
-"""A pipeline's stage: the layers of a causal language model that one rank has, and torch's schedule over micro-batches.
+"""Stage of a pipeline: one rank's layers of a causal language model, run by torch's schedule over micro-batches.
 
-The first stage has the embedding, the last one the norm and the head; layers are divided as evenly as can be, the first
-stages having one more. Weights that are tied across stages are two parameters, as they are on real GPUs.
+The first stage has the embedding, the last one the norm and the head. Layers are divided evenly; if there is a rest,
+the first stages have one more. Weights tied across stages are two parameters, as on real GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training or inference step: plain PyTorch, as people write it, with its phases named."""
+"""The training or inference step of a workload, in plain PyTorch, which tells the device its phases."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A model whose weights are stored as a checkpoint has them, loaded by transformers itself.
+"""Construction of a model with quantized weights as its checkpoint stores them, by transformers' `from_pretrained`.
 
-`from_pretrained` reads a checkpoint in host memory whose tensors have the checkpoint's types and shapes. For float8
-blocks and MXFP4 transformers' own quantizers replace the layers, and kernels of the hub are replaced by a stub
-(stubs/hub_kernels.py). GPTQ and AWQ need optimum and GPTQModel there, and GGUF a file: quantizers of this
-module take their place and replace the same layers (optimum/gptq/quantizer.py at 83c88b8,
-transformers/integrations/awq.py and gguf/utils.py).
+`from_pretrained` reads a checkpoint in host memory, made here, with the dtypes and shapes of the real one. For float8
+blocks and MXFP4, transformers' own quantizers replace the layers, and stubs replace the kernels of the hub
+(stubs/hub_kernels.py). For GPTQ and AWQ, transformers would need optimum and GPTQModel, and for GGUF a file: quantizers
+of this module replace the same layers instead (optimum/gptq/quantizer.py at 83c88b8, transformers/integrations/awq.py
+and gguf/utils.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sequence parallelism as DeepSpeed's Ulysses has it (arXiv:2309.14509): each rank has a part of every sequence, and
-in attention, after an all-to-all, all of the sequence and a part of the heads.
+"""Sequence parallelism of DeepSpeed's Ulysses (arXiv:2309.14509): each rank has a part of every sequence and, in
+attention, after an all-to-all, full sequences for a part of the heads.
 
-The attention in between is the model's own; heads of keys and values are repeated where there are fewer than ranks.
+Attention itself is the model's own. If there are fewer key and value heads than ranks, these heads are repeated.
 """
 
 from __future__ import annotations

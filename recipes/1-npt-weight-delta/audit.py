@@ -50,7 +50,8 @@ def component_bytes(trace: Trace) -> tuple[int, int]:
     """The largest tensor made in modules whose path ends in `.npt`, and the most of them together."""
     inside = {i for i, s in enumerate(trace.storages) if (trace.module_path(s) or "").endswith(".npt") and not s.hidden}
     inside |= {i for i, owner in trace.owners.items() if ".npt." in owner.name}
-    return max(trace.storages[i].num_bytes for i in inside), Lifetimes(build_ledger(trace)).most(inside).num_bytes
+    most_bytes = Lifetimes(build_ledger(trace)).find_max_live(inside).num_bytes
+    return max(trace.storages[i].num_bytes for i in inside), most_bytes
 
 
 def training_loop_bytes(recompute: bool) -> int:

@@ -72,7 +72,7 @@ def run(spec: TargetSpec) -> Run:
     for index, category in enumerate(ledger.categories):
         if category in storages and trace.storages[index].device != "cpu":
             storages[category].append(index)
-    most = {category.value: lives.most(indices).num_bytes for category, indices in storages.items()}
+    most = {category.value: lives.find_max_live(indices).num_bytes for category, indices in storages.items()}
     return Run(document, most, parameter_counts(trace))
 
 

@@ -1,4 +1,4 @@
-"""Look-ups in the table of fixes: by name, by place, by the problem that a fix helps against, and by spec."""
+"""Look-ups in the table of fixes: by name, order, problem that a fix reduces, and spec that a fix applies to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alternatives where nothing fits: more host memory, another GPU, more GPUs, or a goal that trains less."""
+"""Alternatives if no configuration fits: more host memory, another GPU, more GPUs, or training fewer parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for the largest number that fits in few runs: by linear interpolation, with a bisection every third try."""
+"""Search in few runs for the largest integer that fits: by linear interpolation, with a bisection every third try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a plan by the closed form, which decides the runs worth making and their order."""
+"""Analytical estimate of a plan's memory, which decides which plans are run and in which order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The configuration over several GPUs (`memprof recommend --gpus N`): sharding, micro-batch and checkpointing.
 
-The closed form sorts all candidates by time. One rank of each of the quickest that should fit is run, and the runs'
-step times decide.
+The analytical estimate sorts all candidates by time. Of the fastest ones that should fit, one rank each is simulated,
+and the step times of these runs decide.
 """
 
 from __future__ import annotations

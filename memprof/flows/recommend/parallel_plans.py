@@ -1,6 +1,6 @@
-"""Candidates for training on several GPUs: memory by the closed form, and a lower bound of the step time.
+"""Candidate plans for training on several GPUs, with their estimated memory and a lower bound of the step time.
 
-The closed form selects and sorts the candidates; results come from runs only.
+The analytical estimate only selects and sorts the candidates; results come from simulated runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans that a search chooses among: ways to run a goal, as edits of the spec, and the precision each gives up."""
+"""Plans that a search chooses among: ways to reach a goal, as edits of the spec, each with its loss of precision."""
 
 from __future__ import annotations
 

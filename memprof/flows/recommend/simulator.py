@@ -1,4 +1,4 @@
-"""Simulated runs of many specs on one GPU, each made once; only the outcome of a run is kept."""
+"""Simulated runs of many specs on one GPU. Each spec is run once; only the outcome is stored, not the trace."""
 
 from __future__ import annotations
 

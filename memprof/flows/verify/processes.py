@@ -1,4 +1,4 @@
-"""Worker processes for the tasks of a verification, forked from a process with all imports."""
+"""Worker processes for the tasks of `memprof verify`, forked from a process that has imported everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that fixes are verified on: real ones, small enough for float64 on a CPU."""
+"""The models on which fixes are verified: real architectures, small enough to run in float64 on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of one column of JSON Lines or Parquet, a batch of rows at a time."""
+"""Reading of one text column of a JSON Lines or Parquet file, a batch of rows at a time."""
 
 from __future__ import annotations
 

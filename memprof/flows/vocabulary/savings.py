@@ -169,7 +169,7 @@ def _build_memory(name: str, rows: int, trace: Trace, document: Report) -> Vocab
         parameters_bytes=state.parameters_bytes,
         gradients_bytes=state.gradients_bytes,
         optimizer_state_bytes=state.optimizer_state_bytes,
-        logits_bytes=Lifetimes(ledger).most(logits).num_bytes,
+        logits_bytes=Lifetimes(ledger).find_max_live(logits).num_bytes,
         peak_bytes=document.peak.allocated_bytes,
         required_bytes=document.verdict.required_bytes,
         fits=document.verdict.fits,

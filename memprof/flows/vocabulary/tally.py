@@ -1,4 +1,4 @@
-"""Tally of a corpus: the text that was read, and counts and first places of its defects."""
+"""Statistics of reading a corpus: the amount of text, and for each kind of defect its count and first location."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text files in pieces of bounded size that end between words or lines."""
+"""Reading of text files in chunks of bounded size that end between words or lines."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Refusal of CUDA in a process that a program on the virtual GPU has started.
 
-Such a process has no virtual GPU. On a machine without a GPU the process would use the CPU, unseen, for work that
-belongs on the GPU; on a machine with a GPU, that GPU. So torch.cuda reports a GPU, and the first use of CUDA raises an
-error, which is reported to the run. A process that does not use CUDA is unaffected. Like sitecustomize.py, this file
-imports nothing of memprof.
+Such a process has no virtual GPU. It would do its GPU work on the CPU or, if the machine has one, on a real GPU, and
+the run would not record that. So torch.cuda reports a GPU there, and the first use of CUDA raises an error, which is
+reported to the run. Processes that do not use CUDA are unaffected. Like sitecustomize.py, this file imports nothing of
+memprof.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The ladder: runs with fixes added one after another."""
+"""The result of `--ladder`: runs with fixes added one after another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Streams and events on the virtual GPU, where all work finishes immediately and in order.
 
-Streams still matter for memory: each has its own blocks in torch's caching allocator, and a block used on another
-stream is free only when that stream's work is done. Waits of the program are recorded, to tell when that is.
+Streams still matter for memory: each has its own blocks in torch's caching allocator, and a block that another stream
+uses can be reused only when that stream's work is done, which is assumed once the program has waited for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Kernels for meta tensors of operators whose C++ code allocates differently on meta than on CUDA.
+"""Operators that meta tensors run as a C++ composite, with other strides or inner operators than CUDA's kernels.
 
-Some operators are composites that have a kernel on CUDA and the CPU (native_functions.yaml). On meta, which has none,
-the composite is decomposed above the dispatch modes. During a run these operators have an autograd kernel for meta
-tensors that passes them on undecomposed. Operators with a derivative need none: autograd passes them on. RMS norm has a
-kernel on CUDA only, and gets one for meta tensors here.
+Some composites have kernels of their own on CUDA and the CPU (native_functions.yaml). On a device without such kernels,
+such as meta, torch decomposes them above the dispatch modes, which see only the inner operators. During a run these
+operators have an autograd kernel for meta tensors that passes them on undecomposed. Operators with a derivative need
+none: autograd does this if the device has a kernel. RMS norm has a kernel only on CUDA, so it gets one for meta here.
 """
 
 from __future__ import annotations

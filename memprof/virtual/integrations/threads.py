@@ -1,9 +1,9 @@
-"""Support for the program's threads, which also see the virtual GPU.
+"""Threads that the program starts, which can use the virtual GPU like the main thread.
 
 torch's modes belong to one thread, so each thread of the program enters modes of its own when it begins, and leaves
 them when it ends. Shared state (the trace, the tensors' devices, the known values) is written under the recorder's
 lock, by one operator at a time. State that CUDA has for each thread (the current GPU and streams, cuBLAS's handle and
-workspace) is separate. Python schedules the threads, as on a GPU.
+workspace) is separate. Python schedules the threads as in a run on a real GPU.
 
 Threads that torch, memprof or Python's multiprocessing start have no modes.
 """

@@ -1,4 +1,4 @@
-"""Copies that CUDA kernels make of their inputs, and the memory formats that decide whether they do."""
+"""Copies that CUDA kernels make of inputs, and the memory formats that determine whether a copy is made."""
 
 from __future__ import annotations
 

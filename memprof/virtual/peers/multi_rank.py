@@ -1,7 +1,7 @@
 """Collectives of ranks that run together: the ranks exchange the known values of their tensors.
 
-Of a tensor with unknown values, only the number of elements and the dtype are sent. Ranks that do not run are assumed
-equal to the first running rank of the group, so that all running ranks see the same values.
+For a tensor with unknown values, only the number of elements and the dtype are sent. Ranks that do not run are assumed
+equal to the first running rank of the group, so that all running ranks get the same values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Causal linear attention with the feature map elu + 1 (Katharopoulos et al., arXiv 2006.16236), in chunks of tokens.
 
-A query's output is the sum of φ(q)·φ(k) v over the keys up to the query's own, divided by the sum of φ(q)·φ(k). Keys of
-earlier chunks are summed as one D x D matrix, so a query does not meet each key. Plain PyTorch under autograd, which
-keeps these matrices and the products inside the chunks: memory linear in the number of tokens.
+A query's output is the sum of φ(q)·φ(k) v over all keys up to the query's position, divided by the sum of φ(q)·φ(k).
+The keys of earlier chunks are summed into one D x D matrix. It is plain PyTorch; autograd saves these matrices and the
+products inside the chunks, so memory is linear in the number of tokens.
 """
 
 from __future__ import annotations

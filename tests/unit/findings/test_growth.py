@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from memprof.findings import Finding, Severity
-from memprof.findings.growth import grows
+from memprof.findings.growth import is_growing
 from memprof.findings.memory_growth import find
 from memprof.trace.events import Holder, PhaseKind, Role
 from memprof.units import MIB
@@ -195,4 +195,4 @@ class TestSilentOn:
     ],
 )
 def test_curves(curve: list[int], expected: bool) -> None:
-    assert grows(curve) is expected
+    assert is_growing(curve) is expected
