@@ -6,7 +6,7 @@
     for device in replay_snapshot(read_snapshot(path)):  # memprof.trace.snapshot_file; a recording of torch
         device.exact, device.first_difference
 
-A run that does not fit continues on a GPU without limit, so that `peak_reserved` covers the whole run.
+A run that does not fit continues on a GPU of unlimited size, so that `peak_reserved` covers the complete run.
 """
 
 from memprof.allocator.blocks import Block

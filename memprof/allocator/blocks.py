@@ -1,4 +1,4 @@
-"""Blocks, the segments that blocks tile, and the free blocks of one pool on one stream."""
+"""Blocks of the caching allocator, the segments that they divide, and the free blocks of one pool on one stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Block:
-    """A piece of a segment. A block links to its neighbours, so that free ones merge."""
+    """A part of a segment, allocated or free, with links to its neighbours in the segment."""
 
     address: int
     size: int
@@ -34,7 +34,7 @@ class Block:
     next: Block | None
     requested: int = 0
     free: bool = False  # True when it is in the free blocks of its owner, or unmapped
-    mapped: bool = True  # False for a stretch of an expandable segment's address space without memory
+    mapped: bool = True  # False for a range of an expandable segment's address space without memory
     events: int = 0  # number of other streams' events that must complete before the block is free again
     uses: set[int] | None = None  # streams given to record_stream
     gc_base: int = 0  # searches of its pool when it became free: garbage collection derives the block's age
@@ -46,23 +46,23 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one size class: of the default pool, or of a private one. Streams never share blocks."""
+    """The free blocks of one size class (small or large) of the default pool or a private one, by stream."""
 
     pool_id: PoolId
     is_small: bool
     counters: Counters
     total: Counters
-    calls: int = 0  # get_free_blocks_call_count: counted while garbage collection is on
+    num_searches: int = 0  # get_free_blocks_call_count: counted while garbage collection is on
     streams: dict[int, StreamPool] = field(default_factory=dict)
 
     def get_stream_pool(self, stream: int) -> StreamPool:
-        """Return the free blocks of `stream`, and create the stream's entry at its first use."""
-        found = self.streams.get(stream)
-        if found is None:
-            found = self.streams[stream] = StreamPool(self, stream)
-        return found
+        """Return the free blocks of `stream`; create an empty entry at the first use of the stream."""
+        stream_pool = self.streams.get(stream)
+        if stream_pool is None:
+            stream_pool = self.streams[stream] = StreamPool(self, stream)
+        return stream_pool
 
-    def free_blocks(self) -> list[Block]:
+    def list_free_blocks(self) -> list[Block]:
         """Return every free block in the allocator's order: stream, size, address."""
         return [self.streams[s].blocks[key] for s in sorted(self.streams) for key in self.streams[s].keys]
 
@@ -89,7 +89,7 @@ class StreamPool:
         insort(self.keys, key)
         self.blocks[key] = block
         block.free = True
-        block.gc_base = self.pool.calls
+        block.gc_base = self.pool.num_searches
 
     def remove(self, block: Block) -> None:
         """Remove `block` from the free blocks."""
@@ -113,17 +113,17 @@ class StreamPool:
 
 
 def absorb_next(block: Block) -> None:
-    """Merge `block` with its right neighbour, which the caller has removed from all lists."""
-    right = block.next
-    assert right is not None
-    block.size += right.size
-    block.next = right.next
-    if right.next is not None:
-        right.next.prev = block
+    """Merge `block` with the block after it, which the caller has removed from all lists."""
+    next_block = block.next
+    assert next_block is not None
+    block.size += next_block.size
+    block.next = next_block.next
+    if next_block.next is not None:
+        next_block.next.prev = block
 
 
 def split_right(block: Block, size: int) -> Block:
-    """Cut `block` to `size`; return the rest as a new block at the right, in no list yet."""
+    """Shrink `block` to `size` bytes; return the remainder as a new block after it, in no list yet."""
     rest = Block(block.address + size, block.size - size, block.owner, block.segment, block, block.next)
     if block.next is not None:
         block.next.prev = rest

@@ -23,7 +23,7 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first varia
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
-    """Settings that decide what the allocator does. Sizes are bytes."""
+    """Settings of the caching allocator (PYTORCH_CUDA_ALLOC_CONF). Sizes are in bytes."""
 
     max_split_size: int = UNLIMITED
     max_non_split_rounding: int = 20 * MIB
@@ -41,15 +41,15 @@ class AllocatorConfig:
 
     @property
     def reported_max_split_size(self) -> int:
-        """Return the value in the form of statistics and snapshots: -1 when unlimited."""
+        """Return max_split_size as statistics and snapshots have it: -1 if unlimited."""
         return -1 if self.max_split_size == UNLIMITED else self.max_split_size
 
 
 def config_from_environment(
     environ: Mapping[str, str] | None = None, release: Release = LATEST
 ) -> tuple[AllocatorConfig, str | None]:
-    """Return the settings that torch would read from the environment, and the variable that holds them (None:
-    defaults). Raises UsageError: torch would reject them."""
+    """Return the settings that torch would read from `environ` (None: os.environ), and the variable that holds them
+    (None: defaults). Raises UsageError: torch would reject the settings."""
     variables = os.environ if environ is None else environ
     for name in VARIABLES if release.has_unified_settings else VARIABLES[:1]:
         if name in variables:
@@ -58,17 +58,17 @@ def config_from_environment(
 
 
 def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLES[0]) -> AllocatorConfig:
-    """Return the settings in a text such as "expandable_segments:True,max_split_size_mb:128", by the rules of
+    """Return the settings in a string such as "expandable_segments:True,max_split_size_mb:128", by the rules of
     `release`.
 
-    Blanks are ignored, as in torch; errors name `origin` as the source. Raises UsageError: torch would reject the text.
+    Spaces are ignored; errors name `origin` as the source. Raises UsageError: torch would reject the string.
     """
     return _SettingsParser(text, release, origin).parse()
 
 
 def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
-    """Return the settings that a snapshot reports (`allocator_settings`); defaults for missing ones. Raises UsageError:
-    torch would reject the settings string."""
+    """Return the configuration of a snapshot's `allocator_settings`, with defaults for missing ones. Raises UsageError:
+    torch would reject their PYTORCH_CUDA_ALLOC_CONF."""
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     config = parse_config(text if isinstance(text, str) else "", origin="allocator_settings")
     changes: dict[str, object] = {}
@@ -81,13 +81,13 @@ def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
         changes["garbage_collection_threshold"] = float(threshold)
     if isinstance(settings.get("expandable_segments"), bool):
         changes["expandable_segments"] = settings["expandable_segments"]
-    divisions = settings.get("roundup_power2_divisions")
-    if isinstance(divisions, Mapping):
-        table = [0] * DIVISION_ENTRIES
-        for key, parts in divisions.items():
-            if str(key).isdecimal() and len(str(key)) < 20 and _is_power_of_2(int(key)) and isinstance(parts, int):
-                table[min(int(key).bit_length() - 1, DIVISION_ENTRIES - 1)] = parts
-        changes["roundup_power2_divisions"] = tuple(table) if any(part > 1 for part in table) else ()
+    counts = settings.get("roundup_power2_divisions")
+    if isinstance(counts, Mapping):
+        divisions = [0] * DIVISION_ENTRIES
+        for key, count in counts.items():
+            if str(key).isdecimal() and len(str(key)) < 20 and _is_power_of_2(int(key)) and isinstance(count, int):
+                divisions[min(int(key).bit_length() - 1, DIVISION_ENTRIES - 1)] = count
+        changes["roundup_power2_divisions"] = tuple(divisions) if any(count > 1 for count in divisions) else ()
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
@@ -99,24 +99,24 @@ _FLAGS = (
 
 
 class _SettingsParser:
-    """A parser of one settings text: its tokens are words and the characters , : [ ] between them."""
+    """A parser of one settings string, whose tokens are words and the characters , : [ ] between them."""
 
     def __init__(self, text: str, release: Release, origin: str) -> None:
         self.text = text
         self.release = release
         self.origin = origin
         self.tokens: list[str] = re.findall(r"[,:\[\]]|[^,:\[\]]+", text.replace(" ", ""))
-        self.at = 0
-        self.found: dict[str, object] = {}
+        self.position = 0
+        self.settings: dict[str, object] = {}
         self.split_limits: dict[str, int] = {}
-        readers: dict[str, Callable[[str], object]] = dict.fromkeys(_FLAGS, self._parse_flag) | {
+        parsers: dict[str, Callable[[str], object]] = dict.fromkeys(_FLAGS, self._parse_flag) | {
             "backend": lambda key: self._parse_word(key, "native", "cudaMallocAsync"),
             "max_split_size_mb": self._parse_split_limit,
             "max_non_split_rounding_mb": self._parse_split_limit,
             "garbage_collection_threshold": lambda key: self._parse_float(
                 key, "more than 0 and less than 1", lambda value: 0 < value < 1
             ),
-            "roundup_power2_divisions": self._roundup_power2_divisions,
+            "roundup_power2_divisions": self._parse_divisions,
             "pinned_num_register_threads": lambda key: self._parse_integer(
                 key, "a power of 2 up to 128", lambda value: _is_power_of_2(value) and value <= 128
             ),
@@ -128,73 +128,73 @@ class _SettingsParser:
             "expandable_segments_reserve": self._parse_reserve,
             "expandable_segments_reserve_by_class": self._skip_reserve_by_class,
         }
-        self.readers = {key: reader for key, reader in readers.items() if release.knows(key)}
+        self.parsers = {key: parser for key, parser in parsers.items() if release.has_setting(key)}
 
     def parse(self) -> AllocatorConfig:
-        while self.at < len(self.tokens):
+        while self.position < len(self.tokens):
             key = self._take_token()
-            reader = self.readers.get(key)
-            if reader is None:
-                close = nearest(key, self.readers)
-                hint = f"did you mean {close!r}?" if close else "known: " + ", ".join(sorted(self.readers))
+            parser = self.parsers.get(key)
+            if parser is None:
+                suggestion = nearest(key, self.parsers)
+                hint = f"did you mean {suggestion!r}?" if suggestion else "known: " + ", ".join(sorted(self.parsers))
                 raise self._build_error(f"unknown allocator setting {key!r}", hint)
             self._expect_token(":", after=key)
-            value, field = reader(key), key.removesuffix("_mb")
+            value, field = parser(key), key.removesuffix("_mb")
             if field in AllocatorConfig.__slots__ and value is not None:  # other settings change nothing in a replay
-                self.found[field] = value
-            if self.at < len(self.tokens):
+                self.settings[field] = value
+            if self.position < len(self.tokens):
                 self._expect_token(",", after=key)
         # torch reads large_segment_size_mb before the settings that it limits, in any order of the text.
-        large = self.found.get("large_segment_size", LARGE_SEGMENT)
-        assert isinstance(large, int)
+        large_segment_size = self.settings.get("large_segment_size", LARGE_SEGMENT)
+        assert isinstance(large_segment_size, int)
         for key, value in self.split_limits.items():
-            if value < large:
+            if value < large_segment_size:
                 raise self._build_error(
-                    f"{key} is {value // MIB}", f"MiB, at least {large // MIB} (large_segment_size_mb)"
+                    f"{key} is {value // MIB}", f"MiB, at least {large_segment_size // MIB} (large_segment_size_mb)"
                 )
-        return AllocatorConfig(**self.found, text=self.text)  # type: ignore[arg-type]
+        return AllocatorConfig(**self.settings, text=self.text)  # type: ignore[arg-type]
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
     def _take_token(self) -> str:
-        token = self.tokens[self.at]
-        self.at += 1
+        token = self.tokens[self.position]
+        self.position += 1
         return token
 
     def _peek_token(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
     def _expect_token(self, token: str, *, after: str) -> None:
         if self._peek_token() != token:
             raise self._build_error(
                 f"{token!r} expected after {after!r}, found {self._peek_token()!r}", "key:value,key:value"
             )
-        self.at += 1
+        self.position += 1
 
     def _take_value(self, key: str, allowed: str) -> str:
         if self._peek_token() in ("", ",", ":", "[", "]"):
             raise self._build_error(f"{key} has no value", allowed)
         return self._take_token()
 
-    def _parse_integer(self, key: str, allowed: str, accepts: Callable[[int], bool] = lambda value: True) -> int:
-        """Parse as std::stoull does: leading digits count, the rest is ignored, and a minus wraps around."""
+    def _parse_integer(self, key: str, allowed: str, is_valid: Callable[[int], bool] = lambda value: True) -> int:
+        """Parse an integer as std::stoull does: text after the digits is ignored, and negative numbers wrap around."""
         text = self._take_value(key, allowed)
         match = re.match(r"\s*([+-]?)(\d+)", text)
         if match is None or int(match[2]) > UNLIMITED:
             raise self._build_error(f"{key} is {text!r}", allowed)
         value = int(match[1] + match[2]) % (UNLIMITED + 1)
-        if not accepts(value):
+        if not is_valid(value):
             raise self._build_error(f"{key} is {value}", allowed)
         return value
 
-    def _parse_float(self, key: str, allowed: str, accepts: Callable[[float], bool]) -> float:
-        """Parse as std::stod does: text after the number is ignored."""
+    def _parse_float(self, key: str, allowed: str, is_valid: Callable[[float], bool]) -> float:
+        """Parse a float as std::stod does: text after the number is ignored."""
         text = self._take_value(key, allowed)
         match = re.match(r"\s*[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)", text, re.IGNORECASE)
         if match is None:
             raise self._build_error(f"{key} is {text!r}", allowed)
         value = float(match[0])
-        if not accepts(value):
+        if not is_valid(value):
             raise self._build_error(f"{key} is {value}", allowed)
         return value
 
@@ -219,7 +219,7 @@ class _SettingsParser:
         return min(value, UNLIMITED // MIB) * MIB
 
     def _parse_split_limit(self, key: str) -> int:
-        if "large_segment_size_mb" in self.readers:  # the limit is that setting, known only after all settings
+        if "large_segment_size_mb" in self.parsers:  # the limit is that setting, known only after all settings
             self.split_limits[key] = self._parse_megabytes(key, 0, inclusive=True)
             return self.split_limits[key]
         return self._parse_megabytes(key, LARGE_SEGMENT // MIB, inclusive=self.release.has_unified_settings)
@@ -231,7 +231,7 @@ class _SettingsParser:
         if match is None or not 0 < float(match[1]) < float("inf"):
             return None
         if match[2]:
-            self.found["expandable_segments_reserve_bytes"] = int(float(match[1]) * GIB)
+            self.settings["expandable_segments_reserve_bytes"] = int(float(match[1]) * GIB)
             return None
         return float(match[1])
 
@@ -239,38 +239,38 @@ class _SettingsParser:
         # The program assigns classes to streams by calls; streams without a class are not affected.
         self._expect_token("[", after=key)
         while self._peek_token() not in ("]", ""):
-            self.at += 1
+            self.position += 1
         self._expect_token("]", after=key)
 
-    def _roundup_power2_divisions(self, key: str) -> tuple[int, ...]:
+    def _parse_divisions(self, key: str) -> tuple[int, ...]:
         allowed = "a power of 2 from 2, or a list such as [256:1,512:2,1024:4,>:8]"
         if self._peek_token() != "[":
             return (self._parse_integer(key, allowed, _is_power_of_2),) * DIVISION_ENTRIES
-        self.at += 1
-        table = [0] * DIVISION_ENTRIES
-        first, last = True, 0
+        self.position += 1
+        divisions = [0] * DIVISION_ENTRIES
+        is_first, last_index = True, 0
         while self._peek_token() != "]":
             boundary = self._take_value(key, allowed)
             self._expect_token(":", after=boundary)
-            parts = self._parse_integer(key, allowed)
-            if parts and not _is_power_of_2(parts):
-                raise self._build_error(f"{key} has {parts} divisions", "0 or a power of 2")
+            num_divisions = self._parse_integer(key, allowed)
+            if num_divisions and not _is_power_of_2(num_divisions):
+                raise self._build_error(f"{key} has {num_divisions} divisions", "0 or a power of 2")
             if boundary == ">":
-                start = last + 1 if self.release.has_unified_settings else last
-                table[start:] = [parts] * (DIVISION_ENTRIES - start)
+                start = last_index + 1 if self.release.has_unified_settings else last_index
+                divisions[start:] = [num_divisions] * (DIVISION_ENTRIES - start)
             else:
                 if not re.fullmatch(r"\d{1,19}", boundary) or not _is_power_of_2(int(boundary)):
                     raise self._build_error(f"{key} has the key {boundary!r}", "MiB, a power of 2; or > for all above")
                 index = min(int(boundary).bit_length() - 1, DIVISION_ENTRIES - 1)
-                if first:
-                    table[:index] = [parts] * index
-                    first = False
-                table[index] = parts
-                last = index
+                if is_first:
+                    divisions[:index] = [num_divisions] * index
+                    is_first = False
+                divisions[index] = num_divisions
+                last_index = index
             if self._peek_token() != "]":
-                self._expect_token(",", after=str(parts))
-        self.at += 1
-        return tuple(table)
+                self._expect_token(",", after=str(num_divisions))
+        self.position += 1
+        return tuple(divisions)
 
 
 def _is_power_of_2(value: int) -> bool:

@@ -10,11 +10,11 @@ from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
 # Counters that `resetAccumulatedStats` of c10/cuda/CUDACachingAllocator.cpp resets besides `.allocated` and `.freed`.
-_COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+_RESET_COUNTERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 
 class LiveAllocator:
-    """Follows a growing trace on demand: each query replays the events since the last one."""
+    """The allocator at the current end of a growing trace: each query replays the events since the last query."""
 
     def __init__(
         self, trace: Trace, gpu: GpuMemory, config: AllocatorConfig | None = None, release: Release = LATEST
@@ -28,22 +28,22 @@ class LiveAllocator:
         self._reset_values: dict[str, int] = {}  # accumulated counters at their last reset
 
     def find_oom_message(self) -> str | None:
-        """Return the text of torch.OutOfMemoryError if the GPU refuses the last event's request; None if it is served.
+        """Return the message of torch.OutOfMemoryError if the last event is a failed allocation; None if it succeeds.
 
-        The allocator continues as torch's does: its cache was released, and nothing was allocated. The caller adds the
+        As in torch, the allocator continues with a released cache and without the allocation. The caller adds the
         storage to `Trace.refused`.
         """
         replay, trace = self._replay, self._trace
-        last = len(trace.events) - 1
-        ref = trace.events[last].ref
-        num_bytes = trace.storages[ref].num_bytes
+        last_event = len(trace.events) - 1
+        storage = trace.events[last_event].ref
+        num_bytes = trace.storages[storage].num_bytes
         self._min_room -= self._max_segment_size(num_bytes)
         if self._min_room >= 0:
             return None
-        replay.advance(last, writes=False)
-        replay.event = last + 1
+        replay.advance(last_event, writes=False)
+        replay.event = last_event + 1
         try:
-            replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
+            replay.live[storage] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
             return error.report.add_process_bytes(self._gpu.context_bytes).message(self._release)
         usable, allowed = self._gpu.usable_bytes, replay.allocator.allowed_bytes
@@ -52,17 +52,17 @@ class LiveAllocator:
         return None
 
     def _max_segment_size(self, num_bytes: int) -> int:
-        """Return the most bytes that a request makes the allocator reserve. As long as there is room for all requests,
-        none fails, and none must be replayed. Small blocks come from 2 MiB; others from a segment of their own or of
-        `large_segment_size`, and `roundup_power2_divisions` at most doubles them."""
+        """Return an upper bound of the bytes that a request of `num_bytes` reserves. As long as there is room for the
+        bounds of all requests, none fails, and none must be replayed. Small blocks come from segments of 2 MiB; the
+        segment of another is its size, at most doubled by `roundup_power2_divisions`, or `large_segment_size`."""
         if num_bytes <= SMALL_SIZE // 2:
             return SMALL_BUFFER
         return 2 * num_bytes + self._large_segment + SMALL_BUFFER
 
     def stats(self) -> dict[str, int]:
         """Return the current torch.cuda.memory_stats()."""
-        now = self._current_stats()
-        return {name: value - self._reset_values.get(name, 0) for name, value in now.items()}
+        stats = self._get_current_stats()
+        return {name: value - self._reset_values.get(name, 0) for name, value in stats.items()}
 
     def reset_peak(self) -> None:
         """Reset the peaks (torch.cuda.reset_peak_memory_stats())."""
@@ -71,11 +71,11 @@ class LiveAllocator:
 
     def reset_accumulated(self) -> None:
         """Reset the totals (torch.cuda.reset_accumulated_memory_stats())."""
-        now = self._current_stats()
+        stats = self._get_current_stats()
         self._reset_values = {
-            name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS
+            name: stats[name] for name in stats if name.endswith((".allocated", ".freed")) or name in _RESET_COUNTERS
         }
 
-    def _current_stats(self) -> dict[str, int]:
+    def _get_current_stats(self) -> dict[str, int]:
         self._replay.advance(writes=False)
         return self._replay.allocator.stats()

@@ -15,7 +15,7 @@ ONE_EXABYTE = 1 << 60  # requests of at least this size fail at once (`allocate`
 
 
 def format_size(num_bytes: int) -> str:
-    """Return a size as torch prints it: two decimals, and the next unit above 1,024."""
+    """Return a size as torch prints it: in bytes, KiB, MiB or GiB, with two decimals."""
     if num_bytes <= KIB:
         return f"{num_bytes} bytes"
     if num_bytes <= MIB:
@@ -27,7 +27,7 @@ def format_size(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OomReport:
-    """The figures of an out-of-memory error, in bytes."""
+    """The values in an out-of-memory error, in bytes."""
 
     requested_bytes: int  # the program's request; not in the message
     tried_bytes: int  # the segment that the driver refused: the message's "Tried to allocate"
@@ -41,7 +41,7 @@ class OomReport:
     device: int = 0
 
     def add_process_bytes(self, context_bytes: int) -> OomReport:
-        """Return the report with NVML's figure for the process: the CUDA context plus reserved memory."""
+        """Return the report with `process_bytes`, as NVML shows it: the CUDA context plus reserved memory."""
         return replace(self, process_bytes=self.reserved_bytes + context_bytes)
 
     def message(self, release: Release = LATEST) -> str:
@@ -73,7 +73,7 @@ class OomReport:
 
 
 class OutOfMemory(MemprofError):
-    """The allocator could not serve a request, like torch.cuda.OutOfMemoryError."""
+    """An allocation failed, as torch.cuda.OutOfMemoryError."""
 
     exit_code = 3
 

@@ -25,7 +25,7 @@ class MemoryNeeds(NamedTuple):
 
 
 class StreamBounds(NamedTuple):
-    """Bounds of the reserved peak: memory used by other streams is free as soon, or as late, as possible."""
+    """Bounds of the reserved peak, if memory used by other streams is freed as early, or as late, as possible."""
 
     lower_bound_bytes: int  # if this memory is free at once
     upper_bound_bytes: int  # if it is free only once the host has waited for those streams
@@ -52,45 +52,45 @@ class GpuReplay:
     _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)  # by event
 
     def layout_at(self, event: int) -> Layout:
-        """Return segments after `event` of the timeline's run, and the storage in each block by the block's address."""
+        """Return the segments after the event at index `event`, and the storage of each block by its address."""
         self.prepare_layouts((event,))
         return self._layouts[event]
 
     def prepare_layouts(self, events: Iterable[int]) -> None:
-        """Prepare the layouts after several events, for `layout_at`, in one replay."""
-        missing = sorted(set(events) - self._layouts.keys())
-        if not missing:
+        """Compute the layouts after `events` in one replay, so that `layout_at` returns them at once."""
+        missing_events = sorted(set(events) - self._layouts.keys())
+        if not missing_events:
             return
-        limited = self.gpu is not None and self.first_oom is None
-        replay = TraceReplay(self.trace, self.gpu if limited else None, self.config, self.release, counts=False)
-        for event in missing:
+        is_limited = self.gpu is not None and self.first_oom is None
+        replay = TraceReplay(self.trace, self.gpu if is_limited else None, self.config, self.release, counts=False)
+        for event in missing_events:
             replay.advance(event + 1, writes=False)
-            self._layouts[event] = _layout_of(replay)
+            self._layouts[event] = _get_layout(replay)
 
     def layout_at_oom(self) -> Layout:
-        """Return the layout (see `layout_at`) when an allocation fails on the GPU, after all cached memory was
-        released. Raises ValueError: no allocation fails."""
+        """Return the layout (see `layout_at`) at the first failed allocation, after cached segments were released.
+        Raises ValueError: no allocation fails."""
         if self.first_oom is None:
             raise ValueError("the run fits")
         replay = TraceReplay(self.trace, self.gpu, self.config, self.release, counts=False)
         replay.advance(self.first_oom.event, writes=False)
         replay.allocator.empty_cache()
-        return _layout_of(replay)
+        return _get_layout(replay)
 
     @property
     def fits(self) -> bool:
         """Return whether no allocation fails; True without a GPU."""
         return self.first_oom is None
 
-    def under(self, config: AllocatorConfig) -> MemoryNeeds:
-        """Return the needs of the same run with other settings."""
+    def compute_needs(self, config: AllocatorConfig) -> MemoryNeeds:
+        """Return the memory needs of this run with other allocator settings."""
         return compute_memory_needs(self.trace, self.gpu, config, self.release)
 
 
 def compute_memory_needs(
     trace: Trace, gpu: GpuMemory | None, config: AllocatorConfig, release: Release = LATEST
 ) -> MemoryNeeds:
-    """Return the needs of `trace`, in a fraction of the time of `replay_on_gpu`."""
+    """Return the memory needs of `trace` on `gpu`, faster than `replay_on_gpu`."""
     replay = TraceReplay(trace, None, config, release)
     replay.advance(writes=False)
     counters = replay.allocator.counters
@@ -100,32 +100,32 @@ def compute_memory_needs(
         limit = min(gpu.usable_bytes, int(config.per_process_memory_fraction * gpu.total_bytes))
         fits = required <= limit
         if not fits and counters.allocated_bytes_peak <= limit:  # perhaps after releasing the cache
-            limited = TraceReplay(trace, gpu, config, release, counts=False)
-            limited.advance(writes=False)
-            fits = limited.timeline.first_oom is None
+            limited_replay = TraceReplay(trace, gpu, config, release, counts=False)
+            limited_replay.advance(writes=False)
+            fits = limited_replay.timeline.first_oom is None
     return MemoryNeeds(required, fits, counters.allocated_bytes_peak)
 
 
 def replay_on_gpu(
     trace: Trace, gpu: GpuMemory | None, config: AllocatorConfig | None = None, release: Release = LATEST
 ) -> GpuReplay:
-    """Replay `trace` on `gpu`, and on a GPU without limit where the two differ; None: no GPU limits the run. Raises
+    """Replay `trace` on `gpu` (None: a GPU of unlimited size); if it does not fit, also on an unlimited one. Raises
     UsageError: the settings select another allocator."""
     config = AllocatorConfig() if config is None else config
     bounds = _find_stream_bounds(trace, config, release)
-    first = TraceReplay(trace, gpu, config, release)
-    first.advance(stop_at_oom=True)
-    timeline = first.finish()
+    gpu_replay = TraceReplay(trace, gpu, config, release)
+    gpu_replay.advance(stop_at_oom=True)
+    timeline = gpu_replay.finish()
     oom, retries = timeline.first_oom, timeline.retries
-    refused = first.refused | set(trace.refused)
+    refused = gpu_replay.refused | set(trace.refused)
     # A GPU without limit gives the same result, except for failed allocations that the program survived.
-    if gpu is None or not (first.was_limited or refused):
+    if gpu is None or not (gpu_replay.was_limited or refused):
         required = timeline.peak_reserved.num_bytes
         return GpuReplay(trace, gpu, config, release, timeline, None, 0, required, bounds=bounds)
-    free = TraceReplay(trace, None, config, release)
-    free.refused |= first.refused
-    free.advance()
-    unlimited = free.finish()
+    unlimited_replay = TraceReplay(trace, None, config, release)
+    unlimited_replay.refused |= gpu_replay.refused
+    unlimited_replay.advance()
+    unlimited = unlimited_replay.finish()
     required = unlimited.peak_reserved.num_bytes
     if oom is None:
         return GpuReplay(
@@ -149,21 +149,21 @@ def _find_stream_bounds(trace: Trace, config: AllocatorConfig, release: Release)
     return StreamBounds(*peaks)
 
 
-def _layout_of(replay: TraceReplay) -> Layout:
+def _get_layout(replay: TraceReplay) -> Layout:
     return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
 
 
 def replay_in_host_memory(trace: Trace) -> GpuReplay:
-    """Return the replay in host memory: requested bytes are allocated bytes, and nothing is cached."""
+    """Return a replay of `trace` in host memory, where requests are not rounded and nothing is cached."""
     timeline = Timeline()
-    now, peaks = 0, TimelinePeak()
+    current_bytes, peak = 0, TimelinePeak()
     for time, (kind, ref) in enumerate(trace.events):
         if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device == trace.device:
             num_bytes = trace.storages[ref].num_bytes
-            now += num_bytes if kind is EventKind.ALLOC else -num_bytes
-            if now > peaks.num_bytes:
-                peaks = TimelinePeak(now, time)
+            current_bytes += num_bytes if kind is EventKind.ALLOC else -num_bytes
+            if current_bytes > peak.num_bytes:
+                peak = TimelinePeak(current_bytes, time)
         for column in (timeline.requested, timeline.allocated, timeline.reserved):
-            column.append(now)
-    timeline.peak_reserved = peaks
-    return GpuReplay(trace, None, AllocatorConfig(), LATEST, timeline, None, 0, peaks.num_bytes, rounds=False)
+            column.append(current_bytes)
+    timeline.peak_reserved = peak
+    return GpuReplay(trace, None, AllocatorConfig(), LATEST, timeline, None, 0, peak.num_bytes, rounds=False)

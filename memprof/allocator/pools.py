@@ -10,7 +10,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, BlockState, PoolId, SnapshotBlo
 
 
 class PrivatePool:
-    """A pool of blocks (torch's `PrivatePool`); the default pool is one that is never released."""
+    """The small and large blocks of a private pool (torch's `PrivatePool`), or of the default pool."""
 
     def __init__(self, pool_id: PoolId, statistics: Statistics) -> None:
         self.small = Pool(pool_id, is_small=True, counters=statistics.small_pool, total=statistics.all)
@@ -18,14 +18,14 @@ class PrivatePool:
 
 
 def pool_name(is_small: bool, pool_id: PoolId) -> str:
-    """Return the name `small` or `large`; for a private pool (CUDA graphs) with the pool's number."""
-    size = "small" if is_small else "large"
-    return size if pool_id == DEFAULT_POOL else f"{size}, private {pool_id}"
+    """Return the name of a pool for reports: "small" or "large", with the pool id if it is private."""
+    size_class = "small" if is_small else "large"
+    return size_class if pool_id == DEFAULT_POOL else f"{size_class}, private {pool_id}"
 
 
 def build_layout(segments: Iterable[Segment]) -> list[SnapshotSegment]:
-    """Return all mapped runs of `segments` by address, in the form of a snapshot."""
-    found: list[SnapshotSegment] = []
+    """Return all mapped ranges of `segments` by address, in the form of a snapshot."""
+    snapshot_segments: list[SnapshotSegment] = []
     for segment in segments:
         run: list[Block] = []
         block: Block | None = segment.first
@@ -33,16 +33,16 @@ def build_layout(segments: Iterable[Segment]) -> list[SnapshotSegment]:
             if block.mapped:
                 run.append(block)
             if run and (not block.mapped or block.next is None):
-                found.append(_build_segment(segment, run))
+                snapshot_segments.append(_build_segment(segment, run))
                 run = []
             block = block.next
-    return sorted(found)
+    return sorted(snapshot_segments)
 
 
 def _build_segment(segment: Segment, run: list[Block]) -> SnapshotSegment:
     owner = run[0].owner
     blocks = [
-        SnapshotBlock(block.address, block.size, 0 if block.free else block.requested, _block_state(block))
+        SnapshotBlock(block.address, block.size, 0 if block.free else block.requested, _get_block_state(block))
         for block in run
     ]
     return SnapshotSegment(
@@ -57,7 +57,7 @@ def _build_segment(segment: Segment, run: list[Block]) -> SnapshotSegment:
     )
 
 
-def _block_state(block: Block) -> BlockState:
+def _get_block_state(block: Block) -> BlockState:
     if block.free:
         return BlockState.INACTIVE
     return BlockState.PENDING_FREE if block.events else BlockState.ALLOCATED

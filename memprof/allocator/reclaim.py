@@ -1,4 +1,4 @@
-"""Release of memory to the driver: on request, when the driver refuses, and by garbage collection.
+"""Release of cached memory to the driver: by empty_cache, when the GPU is full, and by garbage collection.
 
 Source: `release_available_cached_blocks`, `release_cached_blocks` and `garbage_collect_cached_blocks` of
 c10/cuda/CUDACachingAllocator.cpp.
@@ -14,35 +14,35 @@ from memprof.allocator.segments import Segments
 
 
 def release_oversize(segments: Segments, owner: StreamPool, size: int) -> bool:
-    """Release oversize segments of this pool and stream to make room for `size`; return whether they suffice.
+    """Release free oversize segments of `owner` to make room for `size` bytes; return whether there is enough room.
 
-    Only with a finite max_split_size: one segment that is large enough, else several from the largest down.
+    Without a limit max_split_size, release none; else one that is large enough, or several, the largest first.
     """
-    limit = segments.max_split_size
-    if limit == UNLIMITED:
+    max_split_size = segments.max_split_size
+    if max_split_size == UNLIMITED:
         return False
-    wanted = max(size, limit)
-    at = bisect_left(owner.keys, wanted << ADDRESS_BITS)
-    if at < len(owner.keys):
-        block = owner.blocks[owner.keys[at]]
+    min_bytes = max(size, max_split_size)
+    index = bisect_left(owner.keys, min_bytes << ADDRESS_BITS)
+    if index < len(owner.keys):
+        block = owner.blocks[owner.keys[index]]
         if _fills_segment(block):
             segments.release(block)
             return True
-    released = 0
-    for key in reversed(owner.keys[:at]):
+    released_bytes = 0
+    for key in reversed(owner.keys[:index]):
         block = owner.blocks[key]
-        if released >= wanted or block.size < limit:
+        if released_bytes >= min_bytes or block.size < max_split_size:
             break
         if _fills_segment(block):
-            released += block.size
+            released_bytes += block.size
             segments.release(block)
-    return released >= wanted
+    return released_bytes >= min_bytes
 
 
 def release_pool(segments: Segments, pool: Pool) -> None:
-    """Release unsplit free segments, and unmap the unused memory of expandable ones (`release_blocks`)."""
+    """Release the free segments of `pool`, and unmap free memory of expandable segments (`release_blocks`)."""
     expandable: list[Block] = []
-    for block in pool.free_blocks():
+    for block in pool.list_free_blocks():
         if block.segment.expandable:
             expandable.append(block)
         elif _fills_segment(block):
@@ -52,32 +52,32 @@ def release_pool(segments: Segments, pool: Pool) -> None:
 
 
 def collect_garbage(segments: Segments, pool: Pool, threshold: int) -> None:
-    """Release old unsplit segments of `pool` if more than `threshold` bytes are taken from the driver."""
-    target = segments.total_bytes - threshold
-    unsplit = [block for block in pool.free_blocks() if block.prev is None and block.next is None]
-    ages = sum(pool.calls - block.gc_base for block in unsplit)
-    count = len(unsplit)
-    reclaimed, freed = 0, True
-    while reclaimed < target and freed and count > 0:
-        mean = ages / count
-        freed = False
-        remaining: list[Block] = []
-        for block in unsplit:
-            age = pool.calls - block.gc_base
-            if block.segment.expandable or age < mean:
-                remaining.append(block)
+    """Release the oldest free segments of `pool` until at most `threshold` bytes are reserved."""
+    target_bytes = segments.total_bytes - threshold
+    unsplit_blocks = [block for block in pool.list_free_blocks() if block.prev is None and block.next is None]
+    total_age = sum(pool.num_searches - block.gc_base for block in unsplit_blocks)
+    num_unsplit = len(unsplit_blocks)
+    reclaimed_bytes, has_released = 0, True
+    while reclaimed_bytes < target_bytes and has_released and num_unsplit > 0:
+        mean_age = total_age / num_unsplit
+        has_released = False
+        remaining_blocks: list[Block] = []
+        for block in unsplit_blocks:
+            age = pool.num_searches - block.gc_base
+            if block.segment.expandable or age < mean_age:
+                remaining_blocks.append(block)
                 continue
-            freed = True
-            reclaimed += block.size
-            ages -= age
-            count -= 1
+            has_released = True
+            reclaimed_bytes += block.size
+            total_age -= age
+            num_unsplit -= 1
             segments.release(block)
-        unsplit = remaining
+        unsplit_blocks = remaining_blocks
 
 
 def _fills_segment(block: Block) -> bool:
-    """Return whether the free block is a whole segment of cudaMalloc.
+    """Return whether the free block is an entire segment of cudaMalloc.
 
-    An oversize block always is, as it is never split, except in a damaged recording.
+    Oversize blocks always are, as they are never split, except in a damaged recording.
     """
     return block.prev is None and block.next is None and not block.segment.expandable

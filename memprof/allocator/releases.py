@@ -27,12 +27,12 @@ _FIRST_RELEASES = {
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One torch release (major, minor) and its differences."""
+    """A torch release (major, minor), and what differs in it."""
 
     version: tuple[int, int]
 
-    def knows(self, setting: str) -> bool:
-        """Return whether the release has this setting of the allocator."""
+    def has_setting(self, setting: str) -> bool:
+        """Return whether the release has the allocator setting `setting`."""
         return self.version >= _FIRST_RELEASES.get(setting, OLDEST)
 
     @property
@@ -51,21 +51,21 @@ class Release:
 
     @property
     def capacity_phrase(self) -> str:
-        """Return the phrase before the capacity in the out-of-memory message; 2.1 has one letter less."""
+        """Return the phrase before the capacity in the out-of-memory message, which torch 2.1 misspells."""
         return "has a total capacty of" if self.version == (2, 1) else "has a total capacity of"
 
     @property
     def oom_advice(self) -> str:
-        """Return the end of the out-of-memory message."""
-        head, see = "If reserved but unallocated memory is large", "to avoid fragmentation.  See documentation for"
+        """Return the advice at the end of the out-of-memory message."""
+        head, goal = "If reserved but unallocated memory is large", "to avoid fragmentation.  See documentation for"
         if self.version < (2, 2):
             head = "If reserved memory is >> allocated memory" if self.version < (2, 1) else head
-            return f" {head} try setting max_split_size_mb {see} Memory Management and PYTORCH_CUDA_ALLOC_CONF"
+            return f" {head} try setting max_split_size_mb {goal} Memory Management and PYTORCH_CUDA_ALLOC_CONF"
         variable = "PYTORCH_ALLOC_CONF" if self.version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
         page = "pytorch.org/docs/stable/notes/cuda.html#environment-variables"
         if self.version >= (2, 11):
             page = "docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
-        return f" {head} try setting {variable}=expandable_segments:True {see} Memory Management  (https://{page})"
+        return f" {head} try setting {variable}=expandable_segments:True {goal} Memory Management  (https://{page})"
 
 
 def parse_release(version: str) -> Release:
@@ -73,12 +73,12 @@ def parse_release(version: str) -> Release:
     match = re.match(r"\s*v?(\d+)\.(\d+)", version)
     if match is None:
         raise UsageError("not a torch version", value=repr(version), hint="such as 2.6 or 2.13.0+cpu")
-    found = (int(match[1]), int(match[2]))
-    if found < OLDEST:
+    major_minor = (int(match[1]), int(match[2]))
+    if major_minor < OLDEST:
         raise UsageError(
             "the allocator of this torch release is not known", value=version, hint="2.0 and later are simulated"
         )
-    return Release(found)
+    return Release(major_minor)
 
 
 LATEST = Release(NEWEST)

@@ -1,7 +1,7 @@
-"""Replay of a whole run through the allocator: requested, allocated and reserved bytes at every event.
+"""Replay of a run through the allocator: requested, allocated and reserved bytes after every event.
 
 `TraceReplay` replays a Trace, also one that still grows. A run that does not fit continues after its first
-out-of-memory error, on a GPU without limit from then on, so that the need of the whole run is known.
+out-of-memory error on a GPU of unlimited size, so that the memory needs of the complete run are known.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
 
 @dataclass(frozen=True, slots=True)
 class TimelinePeak:
-    """The largest value of a counter, and the first event that reached it (-1: before the first)."""
+    """The largest number of bytes, and the index of the first event that reached it (-1: before all events)."""
 
     num_bytes: int = 0
     event: int = -1
@@ -33,7 +33,7 @@ class TimelinePeak:
 
 @dataclass(frozen=True, slots=True)
 class FirstOom:
-    """The first failed allocation, at which the run would have ended."""
+    """The first failed allocation, which would end the run."""
 
     event: int
     report: OomReport
@@ -42,7 +42,7 @@ class FirstOom:
 
 @dataclass(slots=True)
 class Timeline:
-    """The bytes that the allocator held after each event. Columns have one entry per event."""
+    """The bytes that the allocator holds after each event; arrays have one entry per event."""
 
     requested: array[int] = field(default_factory=lambda: array("q"))
     allocated: array[int] = field(default_factory=lambda: array("q"))
@@ -60,7 +60,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """The memory of a GPU, and the part that the allocator cannot use."""
+    """The memory of a GPU, and how much of it the allocator cannot use."""
 
     total_bytes: int  # as CUDA reports it
     context_bytes: int  # used outside the allocator: the CUDA context, other users
@@ -72,7 +72,7 @@ class GpuMemory:
 
     @classmethod
     def of(cls, device: DeviceFacts) -> GpuMemory | None:
-        """Return the memory of a run's device, in a measured run without that of other processes; None if unknown."""
+        """Return the memory of `device`, in a measured run without that of other processes; None if unknown."""
         total, usable = device.total_bytes, device.usable_bytes
         if total is None:
             return None
@@ -82,31 +82,31 @@ class GpuMemory:
 def apply_stream_event(
     trace: Trace, allocator: CachingAllocator, live: Mapping[int, Block], time: int, event: Event
 ) -> None:
-    """Apply the event at `time` if it is about several streams, else do nothing. `live` are blocks by storage."""
+    """Apply `event`, at index `time`, if it concerns the order of streams; `live` has blocks by storage."""
     kind, ref = event
     if kind is EventKind.USE:
         storage, stream = trace.uses[ref]
         if storage in live:
             allocator.record_stream(live[storage], stream)
     elif kind is EventKind.WAIT:
-        by_host, done = trace.waits[ref]
-        for device, stream, before in done:
+        by_host, stream_events = trace.waits[ref]
+        for device, stream, before in stream_events:
             if device == trace.device:
-                allocator.pending.order(stream, before, by_host=by_host)
+                allocator.pending.record_wait(stream, before, by_host=by_host)
     elif kind is EventKind.PHASE:
         allocator.pending.end_phase(time)
 
 
-def make_pool_id(number: int) -> PoolId:
-    """Return the pool with this number in a trace; 0 is the default pool."""
-    return (number, 0) if number else DEFAULT_POOL
+def make_pool_id(pool_index: int) -> PoolId:
+    """Return torch's id of the pool with this index in a trace; 0 is the default pool."""
+    return (pool_index, 0) if pool_index else DEFAULT_POOL
 
 
 class TraceReplay:
-    """The replay of a trace through one allocator, up to any event or the current end of a growing trace.
+    """The replay of a trace through an allocator, up to any event or the current end of a growing trace.
 
-    Storages of other devices and empty ones change nothing. The GPU's limit is lifted at the first out-of-memory error;
-    without a GPU no limit exists. Without `counts` only addresses of blocks, reserved bytes and the verdict are valid.
+    Storages of other devices and empty ones are ignored. After the first out-of-memory error, and without `gpu`, memory
+    is unlimited. Without `counts`, only addresses of blocks, reserved bytes and `first_oom` are valid.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class TraceReplay:
         self.pool = DEFAULT_POOL  # current pool
         self.refused: set[int] = set()  # storages of workspaces that failed, without which the library continues
         self._is_limited = gpu is not None
-        self._retries_in_vain = 0
+        self._failed_retries = 0
 
     def malloc(self, num_bytes: int, stream: int = 0, storage: int = NONE) -> Block | None:
-        """Allocate a block, without limit after the first failure; return None for a workspace without room."""
-        before = self.allocator.statistics.num_alloc_retries
+        """Allocate a block, from unlimited memory after the first failure; None if there is no room for a workspace."""
+        retries_before = self.allocator.statistics.num_alloc_retries
         try:
             return self.allocator.malloc(num_bytes, stream, self.pool)
         except OutOfMemory as error:
             if self.timeline.first_oom is None and storage in self.trace.optional_storages():
                 self.refused.add(storage)
-                self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
+                self._failed_retries += self.allocator.statistics.num_alloc_retries - retries_before
                 return None
             if self.timeline.first_oom is None:
                 self.timeline.first_oom = FirstOom(self.event, error.report, str(error))
@@ -159,12 +159,12 @@ class TraceReplay:
 
     @property
     def was_limited(self) -> bool:
-        """Return whether the GPU (or a fraction that was set) ever changed a decision."""
-        limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
-        return limited or self.driver.refusals > 0
+        """Return whether the GPU's size, or a memory fraction, changed any decision of the allocator."""
+        is_limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
+        return is_limited or self.driver.num_refusals > 0
 
     def end_event(self, *, grew: bool) -> None:
-        """Append the bytes after the event to the timeline; peaks change only after a request (`grew`)."""
+        """Append the bytes after the current event to the timeline; `grew`: whether it was an allocation."""
         counters = self.allocator.statistics.all
         timeline = self.timeline
         timeline.requested.append(counters.requested_bytes - self.allocator.pending.requested_bytes)
@@ -178,20 +178,20 @@ class TraceReplay:
         """Return the timeline with its statistics and final layout."""
         timeline = self.timeline
         timeline.stats = self.allocator.stats()
-        timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain
+        timeline.retries = self.allocator.statistics.num_alloc_retries - self._failed_retries
         timeline.segments = self.allocator.segments()
         return timeline
 
     def _repeat_failure(self, num_bytes: int) -> None:
-        """Repeat the effect on the cache of an allocation that failed in the program, which then continued. On a GPU
-        without limit nothing is repeated: the run does not need this memory."""
+        """Release the cache, as a failed allocation does after which the program continued. On an unlimited GPU do
+        nothing: the run does not need this memory."""
         if not self._is_limited or self.timeline.first_oom is not None:
             return
-        before = self.allocator.statistics.num_alloc_retries
+        retries_before = self.allocator.statistics.num_alloc_retries
         try:
             self.allocator.free(self.allocator.malloc(num_bytes, self.stream, self.pool))
         except OutOfMemory:
-            self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
+            self._failed_retries += self.allocator.statistics.num_alloc_retries - retries_before
 
     def advance(self, end: int | None = None, *, stop_at_oom: bool = False, writes: bool = True) -> None:
         """Replay the events from the current one up to index `end` (exclusive; None: the end of the trace).
@@ -203,7 +203,7 @@ class TraceReplay:
         blocks, addresses = self.timeline.blocks, self.timeline.addresses
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
         alloc, freed, flushed, stream_set = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
-        several, pending = self.trace.uses, self.allocator.pending
+        has_stream_uses, pending = self.trace.uses, self.allocator.pending
         begin, device = self.event, self.trace.device
         events = self.trace.events[begin:end]
         for time, (kind, ref) in enumerate(events, begin):
@@ -233,7 +233,7 @@ class TraceReplay:
                 self.allocator.create_pool(self.pool)
             elif kind is EventKind.POOL_FREE:
                 self.allocator.retire_pool(make_pool_id(ref))
-            elif several:
+            elif has_stream_uses:
                 apply_stream_event(self.trace, self.allocator, live, time, Event(kind, ref))
             if writes:
                 end_event(grew=has_grown)

@@ -1,4 +1,4 @@
-"""Rounding of a request by the CUDA caching allocator: the difference between requested and allocated bytes.
+"""Rounding of requests to blocks, and of blocks to segments, by the CUDA caching allocator.
 
 Source: `round_size`, `roundup_power2_next_division` and `get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp,
 constants of c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.h.
@@ -34,16 +34,16 @@ FRAGMENTED_SHARE = 0.1
 def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
     """Return the bytes of the block for a request of `num_bytes`.
 
-    Requests of 0 bytes never reach the allocator. `divisions` is `roundup_power2_divisions`, one entry per octave from
-    1 MiB up; empty when the setting is off.
+    `num_bytes` is positive. `divisions` is the setting roundup_power2_divisions: one entry per octave from 1 MiB up;
+    empty if it is off.
     """
     if divisions and num_bytes >= MIN_BLOCK:
         octave = num_bytes.bit_length() - 1
-        parts = divisions[min(max(octave - 20, 0), DIVISION_ENTRIES - 1)]
-        if parts > 1 and num_bytes > MIN_BLOCK * parts:
+        num_divisions = divisions[min(max(octave - 20, 0), DIVISION_ENTRIES - 1)]
+        if num_divisions > 1 and num_bytes > MIN_BLOCK * num_divisions:
             if num_bytes & (num_bytes - 1) == 0:
                 return num_bytes
-            step = (1 << octave) >> (parts.bit_length() - 1)
+            step = (1 << octave) >> (num_divisions.bit_length() - 1)
             return -(-num_bytes // step) * step
     return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
 

@@ -1,8 +1,8 @@
 """Replay of a recorded snapshot: every allocation must get the recorded address.
 
 The replay receives the program's actions (requests, frees, the completion of frees, calls of empty_cache) and the
-driver's answers (addresses, refusals). The allocator decides the rest, so that equal addresses and an equal final
-layout mean the same decisions as torch's, every time.
+driver's results (addresses, failures). All else the allocator decides: if all addresses and the final layout are equal,
+the allocator made torch's decisions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import find_mapping_units
 from memprof.allocator.streams import Completion
 from memprof.trace.columns import (
+    ACTION_CODES,
     ALLOC,
     ANNOTATE,
-    CODES,
     FREE_COMPLETED,
     FREE_REQUESTED,
     SEGMENT_MAP,
@@ -36,7 +36,7 @@ from memprof.trace.snapshot import DEFAULT_POOL, Action, PoolId, Snapshot, Snaps
 MAX_REPLAYS = 64  # replays of one trace at most
 
 _REQUEST_ENDS = (Action.ALLOC, Action.OOM)
-_STOPS = frozenset(CODES[action] for action in (*_REQUEST_ENDS, Action.FREE_REQUESTED))
+_STOP_ACTIONS = frozenset(ACTION_CODES[action] for action in (*_REQUEST_ENDS, Action.FREE_REQUESTED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ReplayDifference:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReplay:
-    """The outcome of the replay of one device's trace."""
+    """The result of the replay of one device's trace."""
 
     device: int
     allocations: int  # in the whole trace
@@ -72,15 +72,15 @@ class SnapshotReplay:
 def replay_snapshot(snapshot: Snapshot, total_bytes: int | None = None) -> list[SnapshotReplay]:
     """Replay each device of `snapshot`, by device. A replay ends at its first difference.
 
-    `total_bytes` is the GPU's memory, if known: snapshots do not contain it, and it decides how much address space an
-    expandable segment has. Raises UsageError: settings that torch would reject, or of another allocator.
+    `total_bytes` is the GPU's memory, if known: it is not in snapshots, and determines the address space of expandable
+    segments. Raises UsageError: the settings are invalid, or select another allocator.
     """
     return [_replay_device(snapshot, device, total_bytes) for device in snapshot.devices]
 
 
 def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> SnapshotReplay:
-    """Return the longest replay of one device. Where a recording is ambiguous, the other reading is tried on a
-    difference.
+    """Return the longest replay of one device. A recording may be ambiguous: after a difference, the replay is repeated
+    with another choice.
 
     Memory that is released just before a request may be due to empty_cache, or to the request itself; delayed frees may
     have been polled, or waited for.
@@ -88,26 +88,26 @@ def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> 
     choices: dict[int, bool] = {}
     best: SnapshotReplay | None = None
     for _ in range(MAX_REPLAYS):
-        replay = _Replay(snapshot, device, total_bytes, choices)
-        found = replay.run()
-        if best is None or found.exact or found.identical_addresses > best.identical_addresses:
-            best = found
-        untried = [place for place in replay.choices if place not in choices]
-        if found.exact or not untried:
+        replay = _DeviceReplay(snapshot, device, total_bytes, choices)
+        result = replay.run()
+        if best is None or result.exact or result.identical_addresses > best.identical_addresses:
+            best = result
+        untried = [index for index in replay.choices if index not in choices]
+        if result.exact or not untried:
             break
         # Back to the last choice with an untried alternative; earlier forced choices stay.
-        last = untried[-1]
-        choices = {place: is_own for place, is_own in choices.items() if place < last}
-        choices[last] = not replay.choices[last]
+        last_untried = untried[-1]
+        choices = {index: is_own for index, is_own in choices.items() if index < last_untried}
+        choices[last_untried] = not replay.choices[last_untried]
     assert best is not None
     return best
 
 
-class _Replay:
-    """One device's trace: the recording, the allocator, and the state of the replay."""
+class _DeviceReplay:
+    """One replay of one device's trace, with the choices in `forced` where the recording is ambiguous."""
 
     def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
-        self.forced = forced
+        self.forced_choices = forced
         self.choices: dict[int, bool] = {}  # by event: whether its driver events were assigned to the next request
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
@@ -121,18 +121,18 @@ class _Replay:
         self.allocator = CachingAllocator(
             total_bytes, config, driver=self.driver, completion=Completion.AT_SYNC, counts=False
         )
-        self.driver.live = self.allocator.segment_store.live
+        self.driver.live_segments = self.allocator.segment_store.live
         if not snapshot.settings:
-            maps = SEGMENT_MAP in self.events.actions
-            self.allocator.expandable |= maps or any(segment.expandable for segment in self.final)
-        self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
-        self.first: ReplayDifference | None = None
-        self.sizes = array("q")
+            has_mappings = SEGMENT_MAP in self.events.actions
+            self.allocator.expandable |= has_mappings or any(segment.expandable for segment in self.final)
+        self.private_segments = {s.address: s for s in self.final if s.pool_id != DEFAULT_POOL}
+        self.first_difference: ReplayDifference | None = None
+        self.block_sizes = array("q")
         self.flushes: list[int] = []
         self.live: dict[int, Block] = {}
         self.pending: dict[int, Block] = {}
         if self.state.contradictions:
-            self.differs(0, "the beginning cannot be rebuilt")
+            self.report(0, "the beginning cannot be rebuilt")
             return
         self.live = restore(self.allocator, self.state)
         self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
@@ -140,48 +140,48 @@ class _Replay:
 
     def run(self) -> SnapshotReplay:
         index, count = 0, len(self.events)
-        while self.first is None:
+        while self.first_difference is None:
             index = self.replay_plain_requests(index)
             if index == count:
                 break
             action = self.events.actions[index]
             if action == FREE_REQUESTED:
                 index += 1 + self.free(index)
-            elif action in _STOPS:
-                self.request(index, index)
+            elif action in _STOP_ACTIONS:
+                self.replay_request(index, index)
                 index += 1
             else:
                 index = self.replay_driver_events(index)
-        identical = self.first is None and _layout(self.final) == _layout(self.allocator.segments())
-        if not identical:
-            self.differs(len(self.events), "the final layout is another one")
+        is_identical = self.first_difference is None and _layout(self.final) == _layout(self.allocator.segments())
+        if not is_identical:
+            self.report(len(self.events), "the final layout is another one")
         return SnapshotReplay(
             device=self.device,
             allocations=self.events.actions.count(ALLOC),
-            identical_addresses=len(self.sizes),
-            final_layout_identical=identical,
-            first_difference=self.first,
+            identical_addresses=len(self.block_sizes),
+            final_layout_identical=is_identical,
+            first_difference=self.first_difference,
             config=self.allocator.config,
             start=self.state,
-            block_sizes=self.sizes,
+            block_sizes=self.block_sizes,
             flushes=tuple(self.flushes),
         )
 
     def replay_plain_requests(self, index: int) -> int:
-        """Replay requests of the default pool and frees that complete at once, nearly all of a recording, from `index`
-        on. Return the index of the first other event, or of the event after the first difference."""
-        events, driver, live, sizes = self.events, self.driver, self.live, self.sizes
+        """Replay events from `index` on, while they are requests of the default pool or frees that complete at once.
+        Return the index of the next event; stop after a difference."""
+        events, driver, live, sizes = self.events, self.driver, self.live, self.block_sizes
         actions, addresses, requested, streams = events.actions, events.addresses, events.sizes, events.streams
         malloc, free, count = self.allocator.malloc, self.allocator.free, len(events)
-        if self.private or len(events.pool_ids) > 1:
+        if self.private_segments or len(events.pool_ids) > 1:
             return index
         while index < count:
             action = actions[index]
             if action == ALLOC:
-                driver.at = index
+                driver.event_index = index
                 driver.stream = stream = streams[index]
                 size, address = requested[index], addresses[index]
-                driver.small = size <= SMALL_SIZE
+                driver.is_small = size <= SMALL_SIZE
                 try:
                     block = malloc(size, stream)
                 except OutOfMemory:
@@ -197,160 +197,160 @@ class _Replay:
                 address, after = addresses[index], index + 1
                 if after == count or addresses[after] != address or actions[after] != FREE_COMPLETED:
                     return index
-                held = live.pop(address, None)
-                if held is None:
+                freed = live.pop(address, None)
+                if freed is None:
                     return index
-                free(held)
+                free(freed)
                 index += 2
             else:
                 return index
         return index
 
     def replay_driver_events(self, start: int) -> int:
-        """Replay the driver's events from `start`, either as part of the next request or as done before it. Return the
+        """Replay the driver's events from `start` on, as part of the next request or as completed before it. Return the
         index of the next event."""
         end, actions = start, self.events.actions
-        while end < len(actions) and actions[end] not in _STOPS:
+        while end < len(actions) and actions[end] not in _STOP_ACTIONS:
             end += 1
         window = self.events[start:end]
-        last = self.events[end] if end < len(self.events) else None
-        is_own = last is not None and last.action in _REQUEST_ENDS and self.is_from_request(window, last)
+        request = self.events[end] if end < len(self.events) else None
+        is_own = request is not None and request.action in _REQUEST_ENDS and self.is_from_request(window, request)
         if (
-            last is not None
-            and last.action in _REQUEST_ENDS
+            request is not None
+            and request.action in _REQUEST_ENDS
             and any(event.action not in SEGMENT_ADDITIONS for event in window)
         ):
-            is_own = self.choices[start] = self.forced.get(start, is_own)
+            is_own = self.choices[start] = self.forced_choices.get(start, is_own)
         if is_own:
-            self.request(start, end)
+            self.replay_request(start, end)
             return end + 1
         # Done before the request; segments taken afterwards may still belong to the request.
-        taken = next((at for at in range(start, end) if self.events[at].action in SEGMENT_ADDITIONS), end)
-        if taken > start:
-            end = taken
-        self.driver.at = start
+        first_addition = next((at for at in range(start, end) if self.events[at].action in SEGMENT_ADDITIONS), end)
+        if first_addition > start:
+            end = first_addition
+        self.driver.event_index = start
         for event in self.events[start:end]:
             if event.action is Action.FREE_COMPLETED:
-                self.complete(event.address)
-            elif event.action in SEGMENT_REMOVALS and self.driver.at <= start:
+                self.complete_free(event.address)
+            elif event.action in SEGMENT_REMOVALS and self.driver.event_index <= start:
                 # Outside a request, only empty_cache releases segments.
                 self.allocator.empty_cache()
                 self.flushes.append(self.places[start])
         self.check_driver(start, end)
         return end
 
-    def is_from_request(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
-        """Return whether the request `last` caused the events in `window`: no free block served the request."""
+    def is_from_request(self, window: list[SnapshotEvent], request: SnapshotEvent) -> bool:
+        """Return whether `request` caused the events in `window`: it needed memory from the driver."""
         actions = {event.action for event in window}
-        if last.action is Action.ALLOC and not actions & {*SEGMENT_ADDITIONS} and not self.has_kept_edge(window, last):
+        if request.action is Action.ALLOC and not actions & {*SEGMENT_ADDITIONS} and not self.has_edge(window, request):
             return False
-        size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
-        if not self.allocator.needs_driver(size, last.stream, self.pool_of(last)):
+        size = max(round_size(request.size, self.allocator.divisions), MIN_BLOCK)
+        if not self.allocator.needs_driver(size, request.stream, self.get_pool_id(request)):
             return False
-        returned = [event.address for event in window if event.action in SEGMENT_REMOVALS]
-        if not returned:
+        released_addresses = [event.address for event in window if event.action in SEGMENT_REMOVALS]
+        if not released_addresses:
             # A request polls the frees of other streams at its begin, unless it had to wait for them.
-            return Action.FREE_COMPLETED not in actions or last.action is Action.OOM
+            return Action.FREE_COMPLETED not in actions or request.action is Action.OOM
         # A request that is refused releases as empty_cache does, but oversize segments before all others.
-        oversize_address = self.find_oversize_segment(size, last)
-        return oversize_address is None or returned[0] == oversize_address
+        oversize_address = self.find_oversize_segment(size, request)
+        return oversize_address is None or released_addresses[0] == oversize_address
 
-    def has_kept_edge(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
-        """Return whether `last` got the memory before an unmapped part in `window`: a failed allocation looks there."""
+    def has_edge(self, window: list[SnapshotEvent], request: SnapshotEvent) -> bool:
+        """Return whether `request` got memory before an unmapped range in `window`, where a failed allocation looks."""
         unmapped = {event.address for event in window if event.action is Action.SEGMENT_UNMAP}
-        home = self.allocator.pools[self.pool_of(last)]
-        owners = [sized.streams[last.stream] for sized in (home.small, home.large) if last.stream in sized.streams]
+        pools = self.allocator.pools[self.get_pool_id(request)]
+        owners = [p.streams[request.stream] for p in (pools.small, pools.large) if request.stream in p.streams]
         free = (block for owner in owners for block in owner.blocks.values() if block.segment.expandable)
-        return any(block.address == last.address and find_mapping_units(block)[0] in unmapped for block in free)
+        return any(block.address == request.address and find_mapping_units(block)[0] in unmapped for block in free)
 
-    def find_oversize_segment(self, size: int, last: SnapshotEvent) -> int | None:
+    def find_oversize_segment(self, size: int, request: SnapshotEvent) -> int | None:
         """Return the address of the oversize segment that a failed allocation would release first, or None."""
         limit = self.allocator.max_split_size
-        home = self.allocator.pools[self.pool_of(last)]
-        owner = (home.small if size <= SMALL_SIZE else home.large).get_stream_pool(last.stream)
+        pools = self.allocator.pools[self.get_pool_id(request)]
+        owner = (pools.small if size <= SMALL_SIZE else pools.large).get_stream_pool(request.stream)
         free_blocks = [owner.blocks[key] for key in owner.keys]
-        large = [block for block in free_blocks if block.size >= limit and not block.segment.expandable]
-        sufficient = [block for block in large if block.size >= size]
-        if sufficient:
-            return sufficient[0].address
-        return large[-1].address if large else None
+        oversize_blocks = [block for block in free_blocks if block.size >= limit and not block.segment.expandable]
+        sufficient_blocks = [block for block in oversize_blocks if block.size >= size]
+        if sufficient_blocks:
+            return sufficient_blocks[0].address
+        return oversize_blocks[-1].address if oversize_blocks else None
 
-    def request(self, start: int, index: int) -> None:
-        """Replay the request at `index`, which caused the events from `start` on."""
+    def replay_request(self, start: int, index: int) -> None:
+        """Replay the request at `index`, which caused the driver's events from `start` on."""
         event = self.events[index]
-        self.driver.at = start
+        self.driver.event_index = start
         self.driver.stream = event.stream
-        self.driver.small = event.size <= SMALL_SIZE
+        self.driver.is_small = event.size <= SMALL_SIZE
         block: Block | None = None
         with contextlib.suppress(OutOfMemory):
-            block = self.allocator.malloc(event.size, event.stream, self.pool_of(event))
-        completed = [other.address for other in self.events[start:index] if other.action is Action.FREE_COMPLETED]
+            block = self.allocator.malloc(event.size, event.stream, self.get_pool_id(event))
+        completed = [e.address for e in self.events[start:index] if e.action is Action.FREE_COMPLETED]
         self.check_answer(index, block, completed)
 
     def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
-        """Compare the allocator's answer to the request at `index`, and the frees that completed during the request."""
+        """Compare `block`, the replay's result for the request at `index`; complete the frees at `completed`."""
         event = self.events[index]
         self.check_driver(index, index)
         for address in completed:
-            self.complete(address)
+            self.complete_free(address)
         if event.action is Action.OOM:
             if block is not None:
-                self.differs(index, f"{event.size} bytes were refused, the replay finds {block.address:#x}")
+                self.report(index, f"{event.size} bytes were refused, the replay finds {block.address:#x}")
         elif block is None:
-            self.differs(index, f"{event.size} bytes were allocated, the replay runs out of memory")
+            self.report(index, f"{event.size} bytes were allocated, the replay runs out of memory")
         elif block.address != event.address:
-            self.differs(index, f"{event.size} bytes at {event.address:#x}, the replay says {block.address:#x}")
-        elif self.first is None:
+            self.report(index, f"{event.size} bytes at {event.address:#x}, the replay says {block.address:#x}")
+        elif self.first_difference is None:
             self.live[event.address] = block
-            self.sizes.append(block.size)
+            self.block_sizes.append(block.size)
 
-    def complete(self, address: int) -> None:
+    def complete_free(self, address: int) -> None:
         block = self.pending.pop(address, None)
         if block is not None and block.events:  # else a wait within the allocator has completed it
             self.allocator.pending.complete(block)
 
     def free(self, index: int) -> int:
-        """Free the block of the event at `index`; return the number of later events that belong to this free."""
+        """Free the block of the event at `index`; return how many of the following events belong to this free."""
         address = self.events.addresses[index]
         block = self.live.pop(address, None)
         if block is None:
-            self.differs(index, f"{address:#x} is freed, but nothing is there")
+            self.report(index, f"{address:#x} is freed, but nothing is there")
             return 0
-        at_once = completes_at_once(self.events, index)
-        if not at_once:
+        is_immediate = completes_at_once(self.events, index)
+        if not is_immediate:
             self.allocator.record_stream(block, OTHER_STREAM)
             self.pending[address] = block
         self.allocator.free(block)
-        return int(at_once)
+        return int(is_immediate)
 
     def check_driver(self, index: int, end: int) -> None:
-        """Compare the driver's requests with those recorded before `end`; a difference is reported at `index`."""
-        left = self.driver.next()
-        if left is not None and self.driver.at < end:
-            self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
+        """Compare the driver's calls with those recorded before `end`; report a difference at `index`."""
+        event = self.driver.find_next_event()
+        if event is not None and self.driver.event_index < end:
+            self.driver.report(f"{event.action} of {event.size} bytes at {event.address:#x} does not happen")
         if self.driver.problem is not None:
-            self.differs(index, self.driver.problem)
+            self.report(index, self.driver.problem)
 
-    def pool_of(self, event: SnapshotEvent) -> PoolId:
+    def get_pool_id(self, event: SnapshotEvent) -> PoolId:
         if event.pool_id != DEFAULT_POOL:
             self.allocator.create_pool(event.pool_id)
             return event.pool_id
-        for segment in self.private.values():  # before 2.9, events have no pool id
+        for segment in self.private_segments.values():  # before 2.9, events have no pool id
             if segment.address <= event.address < segment.address + segment.size:
                 return segment.pool_id
         return DEFAULT_POOL
 
-    def differs(self, index: int, problem: str) -> None:
-        if self.first is None:
-            place = self.places[index] if index < len(self.events) else self.end
-            self.first = ReplayDifference(self.device, place, problem, self.reason())
+    def report(self, index: int, problem: str) -> None:
+        if self.first_difference is None:
+            trace_index = self.places[index] if index < len(self.events) else self.end
+            self.first_difference = ReplayDifference(self.device, trace_index, problem, self.find_reason())
 
-    def reason(self) -> str:
-        """Return the cause of a difference in the file; empty if there is none."""
+    def find_reason(self) -> str:
+        """Return why the file does not determine the replay; empty if there is no reason."""
         if self.state.contradictions:
             return f"the trace is not whole: {self.state.contradictions[0]}"
-        if self.state.ambiguous:
-            return f"where {self.state.ambiguous} blocks of the beginning end is not recorded"
+        if self.state.num_ambiguous:
+            return f"where {self.state.num_ambiguous} blocks of the beginning end is not recorded"
         if any(run.expandable for run in self.state.ranges):
             return "the address space of the expandable segments that were there at the beginning is not recorded"
         if self.choices:

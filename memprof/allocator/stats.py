@@ -1,8 +1,7 @@
 """The counters behind `torch.cuda.memory_stats()`, under torch's own names.
 
-Source: `DeviceStats` of c10/core/CachingDeviceAllocator.h and the places that update it in
-c10/cuda/CUDACachingAllocator.cpp. Every counter has a current value, a peak (the largest value after a rise), and the
-totals ever added and removed.
+Source: `DeviceStats` of c10/core/CachingDeviceAllocator.h, and the code in c10/cuda/CUDACachingAllocator.cpp that
+updates it. Every counter has a current value, a peak, and the totals of all additions and all removals.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Counters:
-    """The counters of one size class, or of both together. Plain attributes, because malloc updates them inline."""
+    """The counters of one pool (small or large), or of both together."""
 
     allocation: int = 0
     allocation_peak: int = 0
@@ -23,8 +22,8 @@ class Counters:
     mallocs_requested: int = 0
     waiting: int = 0  # blocks freed by the program and in use by other streams: active, but not allocated
     waiting_bytes: int = 0
-    noted_active: int = 0  # the most active blocks while some waited; without waiting, the peak is that of `allocation`
-    noted_active_bytes: int = 0
+    waiting_active_peak: int = 0  # most active blocks while some waited; else the peak is `allocation_peak`
+    waiting_active_bytes_peak: int = 0
     requested_bytes: int = 0
     requested_bytes_peak: int = 0
     segment: int = 0
@@ -42,7 +41,7 @@ class Counters:
 
     @property
     def active(self) -> int:
-        """Return the number of blocks in use, by the program or by a stream."""
+        """Return the number of active blocks: allocated, or freed and still in use by another stream."""
         return self.allocation + self.waiting
 
     @property
@@ -53,37 +52,37 @@ class Counters:
     @property
     def active_peak(self) -> int:
         """Return the peak number of active blocks."""
-        return max(self.allocation_peak, self.noted_active)
+        return max(self.allocation_peak, self.waiting_active_peak)
 
     @property
     def active_bytes_peak(self) -> int:
         """Return the peak bytes of active blocks."""
-        return max(self.allocated_bytes_peak, self.noted_active_bytes)
+        return max(self.allocated_bytes_peak, self.waiting_active_bytes_peak)
 
-    def wait(self, count: int, num_bytes: int) -> None:
-        """Count blocks that begin to wait for other streams (positive), or stop waiting (negative)."""
-        self.waiting += count
+    def count_waiting(self, num_blocks: int, num_bytes: int) -> None:
+        """Add `num_blocks` of `num_bytes` in all to the blocks that wait for other streams; negative: remove them."""
+        self.waiting += num_blocks
         self.waiting_bytes += num_bytes
 
-    def note_active(self) -> None:
-        """Update the peak of active blocks, after an allocation while others waited."""
-        self.noted_active = max(self.noted_active, self.active)
-        self.noted_active_bytes = max(self.noted_active_bytes, self.active_bytes)
+    def update_active_peak(self) -> None:
+        """Update the peak of active blocks, after an allocation while freed blocks wait for other streams."""
+        self.waiting_active_peak = max(self.waiting_active_peak, self.active)
+        self.waiting_active_bytes_peak = max(self.waiting_active_bytes_peak, self.active_bytes)
 
-    def reserve(self, num_bytes: int, segments: int) -> None:
-        """Count bytes from the driver, with a new segment or (0) mapped into one; negative: released to the driver."""
+    def count_reserved(self, num_bytes: int, num_segments: int) -> None:
+        """Add reserved bytes and segments (0: bytes mapped into an existing segment); negative: released."""
         self.reserved_bytes += num_bytes
         self.reserved_bytes_added += max(num_bytes, 0)
         self.reserved_bytes_peak = max(self.reserved_bytes_peak, self.reserved_bytes)
-        self.segment += segments
-        self.segment_added += max(segments, 0)
+        self.segment += num_segments
+        self.segment_added += max(num_segments, 0)
         self.segment_peak = max(self.segment_peak, self.segment)
 
-    def change_inactive_split(self, count: int, num_bytes: int) -> None:
-        """Count free pieces of segments that are partly in use: more (positive) or fewer."""
-        self.inactive_split += count
-        if count > 0:
-            self.inactive_split_added += count
+    def change_inactive_split(self, num_blocks: int, num_bytes: int) -> None:
+        """Add `num_blocks` free blocks to those in segments that are partly in use; negative: remove them."""
+        self.inactive_split += num_blocks
+        if num_blocks > 0:
+            self.inactive_split_added += num_blocks
             self.inactive_split_peak = max(self.inactive_split_peak, self.inactive_split)
         self.inactive_split_bytes += num_bytes
         if num_bytes > 0:
@@ -95,7 +94,7 @@ class Counters:
         for name in _ADDITIONS:
             if not name.startswith("active"):
                 setattr(self, f"{name}_peak", getattr(self, name))
-        self.noted_active, self.noted_active_bytes = self.active, self.active_bytes
+        self.waiting_active_peak, self.waiting_active_bytes_peak = self.active, self.active_bytes
 
 
 # torch's counters, and the counter of all additions to each.
@@ -114,14 +113,14 @@ _ADDITIONS = {
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """A counter: current value, peak, and all additions."""
+    """A counter with a current value, a peak, and the total of all additions."""
 
     current: int = 0
     peak: int = 0
     added: int = 0
 
     def add(self) -> None:
-        """Count one more."""
+        """Add one."""
         self.current += 1
         self.added += 1
         self.peak = max(self.peak, self.current)
@@ -147,28 +146,28 @@ class Statistics:
         """Reset every peak to the current value (`resetPeakStats`)."""
         for counters in (self.all, self.large_pool, self.small_pool):
             counters.reset_peak()
-        for tally in (self.oversize_allocations, self.oversize_segments):
-            tally.peak = tally.current
+        for gauge in (self.oversize_allocations, self.oversize_segments):
+            gauge.peak = gauge.current
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
-        """Return the flat dictionary of `torch.cuda.memory_stats()`, sorted by key; `max_split_size` in bytes, -1:
+        """Return the values of `torch.cuda.memory_stats()`, sorted by name; `max_split_size` is in bytes, -1 if
         unlimited."""
-        found: dict[str, int] = {}
+        stats: dict[str, int] = {}
         for added in ("mallocs", "mallocs_bytes", "mallocs_requested"):
             setattr(self.all, added, getattr(self.large_pool, added) + getattr(self.small_pool, added))
         for pool, counters in (("all", self.all), ("large_pool", self.large_pool), ("small_pool", self.small_pool)):
             for name, added in _ADDITIONS.items():
                 values = (getattr(counters, attribute) for attribute in (name, f"{name}_peak", added))
-                found.update(_stat_fields(f"{name}.{pool}", *values))
+                stats.update(_make_stat_fields(f"{name}.{pool}", *values))
         for name in ("oversize_allocations", "oversize_segments"):
-            tally: Gauge = getattr(self, name)
-            found.update(_stat_fields(name, tally.current, tally.peak, tally.added))
-        found |= {name: getattr(self, name) for name in self.__slots__ if name.startswith("num_")}
-        found["max_split_size"] = max_split_size
-        return dict(sorted(found.items()))
+            gauge: Gauge = getattr(self, name)
+            stats.update(_make_stat_fields(name, gauge.current, gauge.peak, gauge.added))
+        stats |= {name: getattr(self, name) for name in self.__slots__ if name.startswith("num_")}
+        stats["max_split_size"] = max_split_size
+        return dict(sorted(stats.items()))
 
 
-def _stat_fields(name: str, current: int, peak: int, added: int) -> dict[str, int]:
+def _make_stat_fields(name: str, current: int, peak: int, added: int) -> dict[str, int]:
     return {
         f"{name}.current": current,
         f"{name}.peak": peak,

@@ -1,4 +1,4 @@
-"""Blocks that other streams used: freed by the program, but busy until those streams are done.
+"""Frees of blocks that other streams use: the blocks stay busy until those streams are done.
 
 Source: `insert_events`, `process_events` and `synchronize_and_free_events` of c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -14,7 +14,7 @@ from memprof.allocator.blocks import Block
 
 
 class Completion(enum.StrEnum):
-    """The rule by which other streams' work (record_stream) completes, which a replay cannot know."""
+    """When work of other streams completes that delays a free (record_stream): a replay has to assume it."""
 
     IMMEDIATE = "immediate"  # before the next malloc polls: the most reuse
     ORDERED = "ordered"  # once the host or another stream has waited for the work, or a phase of the run has ended
@@ -22,14 +22,14 @@ class Completion(enum.StrEnum):
 
 
 class _Marker(NamedTuple):
-    """An event on a stream, after the last use of a freed block."""
+    """A CUDA event on a stream, recorded at `time`, after which `block` can be freed."""
 
     time: int
     block: Block
 
 
 class PendingFrees:
-    """One queue of events per stream, as `cuda_events`; `release` frees a block once its last event is done."""
+    """Frees that wait for other streams: a queue of events per stream. `release` frees a block after its last event."""
 
     def __init__(self, release: Callable[[Block], None], completion: Completion) -> None:
         self.release = release
@@ -40,7 +40,7 @@ class PendingFrees:
         self.requested_bytes = 0  # requested bytes of the waiting blocks
 
     def add(self, block: Block) -> None:
-        """Queue an event on each stream that used the freed `block`."""
+        """Delay the free of `block`: queue an event on each stream that used it."""
         streams = sorted(block.uses or ())
         block.events = len(streams)
         for stream in streams:
@@ -48,18 +48,18 @@ class PendingFrees:
         block.uses = None
         self.requested_bytes += block.requested
 
-    def order(self, stream: int, time: int, *, by_host: bool) -> None:
+    def record_wait(self, stream: int, time: int, *, by_host: bool) -> None:
         """Record that the host, or another stream, waits for the work of `stream` enqueued before `time`."""
         if by_host or self.completion is not Completion.AT_SYNC:
             self.completed_before[stream] = max(self.completed_before.get(stream, 0), time)
 
     def end_phase(self, time: int) -> None:
-        """Complete all work enqueued before `time`, where a phase of the run ends."""
+        """Complete all work enqueued before `time`, at the end of a phase."""
         for stream in self.queues:
-            self.order(stream, time, by_host=False)
+            self.record_wait(stream, time, by_host=False)
 
     def poll(self) -> None:
-        """Complete the finished events of each stream, oldest first, as every malloc does."""
+        """Free the blocks whose streams are known to be done, as every malloc does."""
         if self.completion is Completion.IMMEDIATE:
             self.synchronize()
             return
@@ -72,27 +72,27 @@ class PendingFrees:
             self._pop_completed(stream, None)
 
     def complete(self, block: Block) -> None:
-        """Complete all work on `block`, regardless of `completion`."""
+        """Free `block` now, regardless of `completion`."""
         for stream, queue in list(self.queues.items()):
             remaining = deque(marker for marker in queue if marker.block is not block)
             if remaining:
                 self.queues[stream] = remaining
             else:
                 del self.queues[stream]
-        self._release_block(block)
+        self._finish_free(block)
 
     def _pop_completed(self, stream: int, before: int | None) -> None:
-        """Complete the events of `stream` from before a time; None: all."""
+        """Complete the events of `stream` before the time `before` (None: all), and free their blocks."""
         queue = self.queues[stream]
         while queue and (before is None or queue[0].time < before):
             block = queue.popleft().block
             block.events -= 1
             if not block.events:
-                self._release_block(block)
+                self._finish_free(block)
         if not queue:
             del self.queues[stream]
 
-    def _release_block(self, block: Block) -> None:
+    def _finish_free(self, block: Block) -> None:
         block.uses = None
         block.events = 0
         self.requested_bytes -= block.requested

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memprof.findings.evidence import file_and_line, format_shape, suggest_fixes
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_gpu, without_numbers
-from memprof.trace.mismatch import mismatch_error, odd_one_out
+from memprof.trace.mismatch import find_misplaced_operand, format_mismatch_error
 
 
 @rule(20, guides_search=True)
@@ -28,7 +28,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch], fixes: tuple[str, ...]) 
     op = trace.ops[mismatch.op]
     module = None if mismatch.module == NONE else trace.modules[mismatch.module].path
     line = trace.source_at(mismatch.source)
-    odd, other = odd_one_out(mismatch.operands)
+    odd, other = find_misplaced_operand(mismatch.operands)
     times = f", {len(group)} times" if len(group) > 1 else ""
     inside = "" if module is None else f" in {without_numbers(module) or 'the model'}"
     title = (
@@ -44,7 +44,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch], fixes: tuple[str, ...]) 
             Evidence(text, shape=operand.shape, dtype=operand.dtype, source=made, device=operand.device, module=module)
         )
     evidence.append(
-        Evidence(f"on a real GPU: RuntimeError: {mismatch_error(op, mismatch.operands)}", op=op, source=line)
+        Evidence(f"on a real GPU: RuntimeError: {format_mismatch_error(op, mismatch.operands)}", op=op, source=line)
     )
     evidence.append(Evidence(_fix(trace, odd, other, line), source=trace.source_at(odd.source) or line))
     return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), fixes)

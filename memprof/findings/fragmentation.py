@@ -52,7 +52,7 @@ def find(context: Context) -> list[Finding]:
     evidence = [*_make_free_evidence(segments), *_make_private_pool_evidence(ledger.trace, segments)]
     fixes: tuple[str, ...] = ()
     if not run.config.expandable_segments and run.release.has_expandable_segments:
-        other = run.under(dataclasses.replace(run.config, expandable_segments=True))
+        other = run.compute_needs(dataclasses.replace(run.config, expandable_segments=True))
         saved_bytes = run.required_reserved_bytes - other.required_reserved_bytes
         if saved_bytes >= MIN_GAIN * free_bytes or other.fits > run.fits:
             fixes = suggest_fixes(context, "fragmentation")

@@ -263,7 +263,7 @@ class Exchange:
 
 
 def _format_call(call: CollectiveCall) -> str:
-    return f"{call.text} at {short_source(call.line)}"
+    return f"{call.description} at {short_source(call.line)}"
 
 
 def _apply_store_operation(store: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:

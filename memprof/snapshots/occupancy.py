@@ -120,10 +120,10 @@ def _make_group_key(life: BlockLife, grouping: str) -> str:
 def list_segments(recording: Recording, event: int, blocks: list[BlockLife]) -> list[SegmentUse]:
     """Return the segments after `event`, by address, each with its live blocks from `blocks`."""
     ranges = Ranges(recording.final, recording.replay.config)
-    for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
+    for later in reversed(recording.events.find_indices(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
         if later <= event:
             break
-        ranges.undo(recording.events, later)
+        ranges.undo_event(recording.events, later)
     by_address = sorted(blocks, key=lambda life: life.address)
     addresses = [life.address for life in by_address]
     segments = []

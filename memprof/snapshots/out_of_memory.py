@@ -35,7 +35,7 @@ class OutOfMemoryEvent:
 
 def find_out_of_memory_events(recording: Recording) -> list[OutOfMemoryEvent]:
     """Return every out-of-memory error of `recording`, in order."""
-    return [_explain_oom_event(recording, index) for index in recording.events.places(OOM)]
+    return [_explain_oom_event(recording, index) for index in recording.events.find_indices(OOM)]
 
 
 def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:

@@ -213,7 +213,7 @@ class _RecordingBuilder:
             return
         parts, ends = _divide_into_parts(recording.lives, len(recording.events))
         _limit_to_calls(recording.lives, ends)
-        oom_events = recording.events.places(columns.OOM)
+        oom_events = recording.events.find_indices(columns.OOM)
         for life in recording.lives:
             # Blocks whose life an out-of-memory error ended count as outliving.
             next_oom = bisect_left(oom_events, life.born)

@@ -55,7 +55,7 @@ def _replay_recording(recording: Recording, config: AllocatorConfig) -> ReplayOu
     # A GPU without limit needs no memory fraction and no garbage collection; the recording's own limit is unknown.
     allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
     private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]
-    private += [Range.of(segment) for segment in recording.final if segment.pool_id != DEFAULT_POOL]
+    private += [Range.from_segment(segment) for segment in recording.final if segment.pool_id != DEFAULT_POOL]
 
     def malloc(address: int, num_bytes: int, stream: int, pool: PoolId) -> Block:
         if pool == DEFAULT_POOL:  # before 2.9 events do not name their pool

@@ -1,8 +1,7 @@
-"""The trace: all memory events of one run, simulated or measured.
+"""The trace: all memory events of a run, simulated or measured.
 
-A trace is columnar and plain: `events` is the time axis (an event's index is its time). The objects that events refer
-to (storages, phases, modules, sources, operators) are tables of the trace. The analysis packages read only the trace,
-and need no torch.
+`events` is the time axis: an event's index is its time. The objects that events refer to (storages, phases, modules,
+sources, operators) are tables of the trace. The analysis packages read only the trace, and do not need torch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CPU = "cpu:0"  # the device of a run that is measured on the CPU. What belongs t
 
 
 def is_gpu(device: str) -> bool:
-    """Return whether a device is a GPU."""
+    """Return whether `device` is a GPU, such as "cuda:0"."""
     return device.startswith("cuda")
 
 
@@ -36,7 +35,7 @@ def gpu_index(device: str) -> int:
 
 
 class EventKind(enum.IntEnum):
-    """The kind of an event; the comment says what the event's `ref` indexes."""
+    """The kind of an event; the comments say which table an event's `ref` is an index of."""
 
     ALLOC = 0  # Trace.storages
     FREE = 1  # Trace.storages
@@ -52,14 +51,14 @@ class EventKind(enum.IntEnum):
 
 
 class Event(NamedTuple):
-    """One event: a point of the time axis."""
+    """One event of a trace; its index in the trace is its time."""
 
     kind: EventKind
     ref: int
 
 
 class Storage(NamedTuple):
-    """One allocation, from birth to death: the memory behind one or more tensors."""
+    """One allocation, until its free: the memory of one or more tensors."""
 
     num_bytes: int  # bytes requested, before the allocator rounds
     shape: tuple[int, ...]  # shape of the tensor that the storage was allocated for
@@ -74,7 +73,7 @@ class Storage(NamedTuple):
 
 
 class ModuleRole(enum.StrEnum):
-    """The role of a module in its model, which decides the stages."""
+    """The role of a module in its model, which determines the stages of the run."""
 
     OTHER = ""
     ROOT = "root"
@@ -97,12 +96,12 @@ class Module(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Return a layer's index in its list. Raises ValueError: the module is not in a list."""
+        """Return the module's index in its list `stack`. Raises ValueError: it is not in a list."""
         return int(self.path.removeprefix(f"{self.stack}.").partition(".")[0])
 
 
 class PhaseKind(enum.StrEnum):
-    """The phase that the program was in."""
+    """What the program does in a phase."""
 
     MODEL = "model"
     OPTIMIZER = "optimizer"
@@ -118,7 +117,7 @@ class PhaseKind(enum.StrEnum):
 
 
 class Phase(NamedTuple):
-    """A stretch of the run: kind, training step (from 1; 0 outside steps) and micro-batch of the step (from 1)."""
+    """A phase of the run: kind, training step (from 1; 0 outside steps), and micro-batch of the step (from 1)."""
 
     kind: PhaseKind
     step: int
@@ -126,7 +125,7 @@ class Phase(NamedTuple):
 
 
 class Role(enum.StrEnum):
-    """The role of a storage. A role is recorded after the allocation: a gradient is known once `.grad` holds it."""
+    """The role of a storage, recorded after its allocation (a gradient is known once `.grad` holds it)."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -145,14 +144,14 @@ ROLES_PER_STEP = frozenset(
 
 
 class Owner(NamedTuple):
-    """The role of a storage and the name it has in that role, such as `model.norm.weight` or `exp_avg`."""
+    """The role of a storage, and its name, such as `model.norm.weight` or `exp_avg`."""
 
     role: Role
     name: str
 
 
 class Work(NamedTuple):
-    """The work of identical calls of one operator in one phase."""
+    """FLOPs and bytes of identical calls of one operator in one phase."""
 
     phase: int  # index in Trace.phases
     op: int  # index in Trace.ops
@@ -167,7 +166,7 @@ class Work(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory that a library allocated for one call and released at once: its size is estimated by a rule."""
+    """Memory that a library allocates during one call only; its size is estimated."""
 
     event: int  # number of events before the call; also the index of the allocation, unless `num_bytes` is 0
     device: str
@@ -176,14 +175,14 @@ class Workspace(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Use of a storage by another stream than its own (Tensor.record_stream): its free waits for that stream."""
+    """Use of a storage by a stream other than its own (Tensor.record_stream): its free waits for that stream."""
 
     storage: int
     stream: int
 
 
 class StreamEvent(NamedTuple):
-    """A wait, or other work, enqueued on a stream of a GPU before an event."""
+    """All work that is enqueued on a stream of a GPU before the event at index `before`."""
 
     device: str
     stream: int
@@ -191,14 +190,14 @@ class StreamEvent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The host, or a stream, waits for work of other streams. Waits are recorded once a trace has a `Use`."""
+    """A wait of the host, or of a stream, for work of other streams. Recorded only in traces with a `Use`."""
 
     by_host: bool
     done: tuple[StreamEvent, ...]  # including the work that the awaited streams themselves had waited for
 
 
 class Sample(NamedTuple):
-    """Counters of a measured run between two events; None: unknown."""
+    """Memory counters of a measured run, read between two events; None: unknown."""
 
     event: int  # the last event before it; -1 before the first
     seconds: float  # since the run's beginning
@@ -219,7 +218,7 @@ class Operand(NamedTuple):
 
 
 class DeviceMismatch(NamedTuple):
-    """An operator call with tensors on different devices; on a real GPU the run ends here with a RuntimeError."""
+    """An operator call with tensors on different devices, which on a real GPU raises a RuntimeError."""
 
     event: int
     op: int
@@ -229,7 +228,7 @@ class DeviceMismatch(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """One outermost call of a module in a program that names no phases itself."""
+    """One outermost call of a module, in a program that does not mark its phases itself."""
 
     begin: int  # events before the call; `end`: before its return
     end: int
@@ -241,7 +240,7 @@ class Forward(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """The variable or container that keeps accumulating tensors live, as seen while the program ran."""
+    """The variable or container that keeps accumulating tensors live, as found while the program ran."""
 
     event: int  # number of events before the search
     kind: str  # class of the container, such as `list`; "" if a variable or an attribute is the tensor itself
@@ -258,7 +257,7 @@ class Holder(NamedTuple):
 
 
 class GraphBreak(NamedTuple):
-    """The place where a graph of torch.compile ends in the middle of its function."""
+    """A graph break of torch.compile: the line where a graph ends inside its function."""
 
     source: str  # `file:line function` of the program
     why: str
@@ -266,7 +265,7 @@ class GraphBreak(NamedTuple):
 
 
 class CompiledSavedTensors(NamedTuple):
-    """Results of one operator that a compiled graph saves for its backward, and eager code would not save."""
+    """Results of an operator that a compiled graph saves for its backward pass, and eager code does not."""
 
     graph: int  # index among the graphs that save more
     more_bytes: int  # bytes that each call of that graph saves in all, minus what eager code saves
@@ -286,14 +285,14 @@ class CudaGraphed(NamedTuple):
 
 
 class CompileStats(NamedTuple):
-    """The cost of torch.compile in a run, on the machine of the run."""
+    """The cost of torch.compile in a run, on the machine that ran it."""
 
     seconds: float  # of Dynamo, AOTAutograd and Inductor, without the compilation of kernels
     kernels: int  # different kernels that Inductor generated
 
 
 class FailureKind(enum.StrEnum):
-    """The kind of a failure, as far as the kind decides which hint helps."""
+    """The kind of a failure, which determines the hint for the user."""
 
     ERROR = "error"  # an error of the program, or an unknown one
     GAP = "gap"  # a gap of the virtual GPU: the error is about tensors without data, which a real GPU does not have
@@ -322,7 +321,7 @@ NOT_SIMULATED = frozenset(
 
 
 class Failure(NamedTuple):
-    """An early end of the run. The trace holds the events until then."""
+    """A failure that ended the run early. The trace has the events until then."""
 
     kind: FailureKind
     phase: str  # the current phase, such as `forward of step 1`
@@ -339,8 +338,8 @@ class Failure(NamedTuple):
 class Trace:
     """The complete record of one run.
 
-    `events` is the time axis, and each other attribute a table of the capture. `facts` has all that is not an event:
-    versions, GPU, the command.
+    `events` is the time axis; most other attributes are tables that events refer to. `facts` has versions, the GPU, the
+    command.
     """
 
     source: str = "simulated"
@@ -382,21 +381,21 @@ class Trace:
     others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; equal traces are one object
 
     def select_device(self, device: str) -> Trace:
-        """Return the same run for another GPU. Both traces share their tables, so that later records are in both."""
+        """Return this trace with `device` as the profiled GPU. Both share their tables: later records are in both."""
         return dataclasses.replace(self, device=device)
 
     def optional_storages(self) -> frozenset[int]:
-        """Return the storages of workspaces that their library does without where the GPU has no room."""
+        """Return the indices of workspace storages, which are optional: without room, the library runs without them."""
         events = self.events
-        return frozenset(events[one.event].ref for one in self.workspaces if one.num_bytes and one.event < len(events))
+        return frozenset(events[w.event].ref for w in self.workspaces if w.num_bytes and w.event < len(events))
 
     def list_phase_begins(self) -> list[tuple[int, Phase]]:
-        """Return the phases in order, each with the index of the event at which the phase begins."""
+        """Return the phases in order, each with the index of the event at which it begins."""
         phase, phases = EventKind.PHASE, self.phases
         return [(time, phases[ref]) for time, (kind, ref) in enumerate(self.events) if kind is phase]
 
     def lifetimes(self) -> tuple[list[int], list[int]]:
-        """Return the events at which each storage was allocated and freed; the end of the trace if it was not freed."""
+        """Return the events of each storage's allocation and free; the trace's length if there is no such event."""
         births, deaths = ([len(self.events)] * len(self.storages) for _ in range(2))
         alloc, free = EventKind.ALLOC, EventKind.FREE
         for time, (kind, ref) in enumerate(self.events):
@@ -407,19 +406,19 @@ class Trace:
         return births, deaths
 
     def op(self, storage: Storage) -> str:
-        """Return the operator that allocated `storage`."""
+        """Return the name of the operator that allocated `storage`."""
         return self.ops[storage.op]
 
     def module_path(self, storage: Storage) -> str | None:
-        """Return the path of the module that `storage` belongs to: None outside modules, "" in the root's own code."""
+        """Return the path of the module that allocated `storage`; "" for the root module, None outside modules."""
         return None if storage.module == NONE else self.modules[storage.module].path
 
     def source_line(self, storage: Storage) -> str | None:
-        """Return the `file:line function` that allocated `storage`; None if no line outside torch was running."""
+        """Return the `file:line function` that allocated `storage`; None if unknown."""
         return self.source_at(storage.source)
 
     def source_at(self, index: int) -> str | None:
-        """Return the source with this index; None for NONE."""
+        """Return the `file:line function` with this index in `sources`; None if it is NONE."""
         return None if index == NONE else self.sources[index]
 
 
@@ -427,11 +426,11 @@ _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def without_numbers(path: str) -> str:
-    """Return a path of a module or parameter with layer numbers replaced by `*`, alike in all layers."""
+    """Return the path of a module or parameter with numbers replaced by `*`, so that all layers have equal paths."""
     return _LAYER.sub("*", path)
 
 
 def short_source(source: str) -> str:
-    """Return `folder/file.py:line` for a source `file:line function`: short enough for a sentence."""
+    """Return `folder/file.py:line` for a source `file:line function`."""
     path, _, line = (source.rpartition(" ")[0] or source).rpartition(":")
     return "/".join(path.replace("\\", "/").split("/")[-2:]) + f":{line}"

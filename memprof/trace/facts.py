@@ -1,6 +1,6 @@
-"""Facts of a run, apart from its events: the requested configuration, the actual one, and the device.
+"""Facts of a run: its requested configuration, the actual one, the device, and versions.
 
-Captures store these facts and reports show them. Both use the classes here to write and read them.
+Captures store these facts, and reports show them.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class Target(JsonValue):
 
     @property
     def spec(self) -> TargetSpec:
-        """Return the spec, with open options replaced by the values that the run determined."""
+        """Return the requested spec, with options that were left open replaced by values that the run determined."""
         return self.asked.edit(**_drop_custom_dtype({name: getattr(self, name) for name in _COMMON_FIELDS}))
 
     def to_json(self) -> dict[str, Any]:
-        """Return both as one object, in which "asked" holds the requested values that determined ones replace."""
+        """Return requested and determined values as one object; "asked" has the requested values that were replaced."""
         asked = {name: to_plain(getattr(self.asked, name)) for name in _COMMON_FIELDS}
         return {**to_plain(self.asked), **super(Target, self).to_json(), "asked": asked}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Target:
-        """Return the target of `to_json`. Without "asked" (early releases), determined values count as requested."""
+        """Return the target from the result of `to_json`. Without "asked" (early releases), none is replaced."""
         asked = from_plain(TargetSpec, _drop_custom_dtype({**values, **values.get("asked", {})}))
         return cls(asked, **fields_from_plain(cls, values))
 
 
 def _drop_custom_dtype(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` without a dtype that no option can request (of a model that the user wrote)."""
+    """Return `values`; a dtype that no option can request (of a model that the user wrote) becomes None."""
     return values if values.get("dtype") in (None, *DTYPES) else {**values, "dtype": None}
 
 
-_COMMON_FIELDS = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
+_COMMON_FIELDS = [f.name for f in dataclasses.fields(Target) if f.name in TargetSpec.__dataclass_fields__]
 
 
 # How a program may end (`memprof.script.EndReason`).
@@ -68,7 +68,7 @@ ENDINGS = ("steps", "exit", "timeout", "error", "not simulated", "refused", "ano
 
 @dataclass(frozen=True, slots=True)
 class ProgramFacts:
-    """A script that was run."""
+    """A script that was run: its command, its end, and its steps."""
 
     command: tuple[str, ...]
     ended: str  # One of `ENDINGS`.
@@ -87,7 +87,7 @@ class ProgramFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The rank of the run's process in the program's process group."""
+    """The rank of the run's process, and the number of ranks of the program."""
 
     rank: int = 0
     world_size: int = 1
@@ -98,9 +98,9 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class ShardedGroup:
-    """Parameters that torch.distributed communicates together: of one fully_shard call, one FSDP or DDP module."""
+    """Parameters that torch.distributed communicates together: those of one fully_shard call, FSDP or DDP module."""
 
-    api: str  # `fully_shard`, `FullyShardedDataParallel` or `DistributedDataParallel`, which keeps them whole
+    api: str  # `fully_shard`, `FullyShardedDataParallel` or `DistributedDataParallel`, which does not shard
     module: str  # path of the wrapped module; "" is the root
     ranks: int  # number of ranks that hold a part of each parameter, or with DDP all of it
     parameters: tuple[str, ...]  # names in the model
@@ -126,7 +126,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorFacts:
-    """The caching allocator of a run: version of torch, settings and their source (None: the defaults)."""
+    """The caching allocator of a run: torch's version, the settings, and where they come from (None: defaults)."""
 
     torch: str | None = None
     alloc_conf: str | None = None
@@ -135,7 +135,7 @@ class AllocatorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """Another process on the GPU, with NVML's name for the process."""
+    """Another process on the GPU, as NVML reports it."""
 
     pid: int
     name: str
@@ -144,7 +144,7 @@ class OtherProcess:
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """NVML's readings at the end of a measured run, in bytes; None: NVML is unavailable, or denies the reading."""
+    """Memory that NVML reports at the end of a measured run, in bytes; None: not available."""
 
     reserved_bytes: int | None = None  # torch's reserved memory at the time of the reading
     process_bytes: int | None = None  # of this process
@@ -168,10 +168,10 @@ class Facts(JsonValue):
     groups: tuple[ShardedGroup, ...] = ()  # in the state after the first backward pass
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as plain JSON values, in the form of a capture."""
+        """Return the facts as plain JSON values, as in a capture file."""
         return super(Facts, self).to_json() | {"target": target_to_json(self.target)}
 
 
 def target_to_json(target: Target | None) -> dict[str, Any]:
-    """Return the target as plain JSON values; an empty object for None."""
+    """Return `target` as plain JSON values; an empty object for None."""
     return {} if target is None else target.to_json()

@@ -1,7 +1,7 @@
-"""The capture file: a trace on disk, with a schema version, written atomically.
+"""Writes and reads capture files: a trace with a schema version.
 
-The format is gzip-compressed JSON, columnar: a header with the schema version, then the tables of `Trace`. JSON rather
-than pickle, since captures are passed around and a pickle executes arbitrary code.
+The format is gzip-compressed JSON: the schema version, then the tables of `Trace`. It is not a pickle, since captures
+are shared, and loading a pickle executes arbitrary code.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _is_capture(begin: bytes) -> bool:
 
 
 def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
-    """Write `trace` to `path`, replacing a capture there once everything is written. Raises UsageError: another file is
-    there (see `force`); MemprofError: the file cannot be written (no such folder, no permission, disk full)."""
+    """Write `trace` to `path` atomically; an existing capture is replaced. Raises UsageError: another file is there
+    (unless `force`); MemprofError: the file cannot be written (no such folder, no permission, disk full)."""
     traces = [trace, *trace.others]
     document = {
         "format": _FORMAT,
@@ -61,18 +61,18 @@ def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
         else max([1, *(_SCHEMAS.get(kind, 1) for kind in _collect_event_kinds(trace))]),
         **_to_json(trace),
     }
-    for place, other in enumerate(trace.others, 1):
-        same = next(at for at, one in enumerate(traces) if one.events is other.events)
+    for rank_index, peer in enumerate(trace.others, 1):
+        first_equal = next(index for index, candidate in enumerate(traces) if candidate.events is peer.events)
         document["others"].append(
-            {"facts": other.facts.to_json(), "same_as": same} if same < place else _to_json(other)
+            {"facts": peer.facts.to_json(), "same_as": first_equal} if first_equal < rank_index else _to_json(peer)
         )
-    packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
-    write_atomically(path, packed, CAPTURE, force=force)
+    compressed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
+    write_atomically(path, compressed, CAPTURE, force=force)
 
 
 def _to_json(trace: Trace) -> dict[str, Any]:
     return {
-        **{name: getattr(trace, one.name) for one, name, _ in json_fields(Trace)},
+        **{name: getattr(trace, field.name) for field, name, _ in json_fields(Trace)},
         "facts": trace.facts.to_json(),
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
@@ -84,14 +84,14 @@ def load_trace(path: Path) -> Trace:
     """Read a capture file. Raises UsageError: the file is missing, no capture, truncated, or of a newer memprof."""
     try:
         with gzip.open(path, "rb") as file:
-            most = compute_limit_bytes(path) // _MEMORY_PER_BYTE
-            text = file.read(most + 1)
-        if len(text) > most:
+            limit = compute_limit_bytes(path) // _MEMORY_PER_BYTE
+            content = file.read(limit + 1)
+        if len(content) > limit:
             raise UsageError(
-                "the capture unpacks to more than memprof reads of it", value=f"{path} (over {format_bytes(most)})",
-                hint=f"record fewer steps, or {suggest_limit((most + 1) * _MEMORY_PER_BYTE)}",
+                "the capture unpacks to more than memprof reads of it", value=f"{path} (over {format_bytes(limit)})",
+                hint=f"record fewer steps, or {suggest_limit((limit + 1) * _MEMORY_PER_BYTE)}",
             )  # fmt: skip
-        document = json.loads(text, parse_constant=_reject_constant)
+        document = json.loads(content, parse_constant=_reject_constant)
     except FileNotFoundError:
         raise UsageError(
             "no such file", value=path, hint="give a capture that `memprof profile --save` wrote"
@@ -134,16 +134,16 @@ class _TimeRow(NamedTuple):
 
 
 def _build_traces(document: dict[str, Any]) -> Trace:
-    """Return the first rank's trace with the other ranks; ranks marked as equal share their tables."""
-    found = [_build_trace(document)]
-    for other in document.get("others", []):
-        if "same_as" in other:
-            facts = from_plain(Facts, rename_old(other["facts"]))
-            found.append(dataclasses.replace(found[range(len(found)).index(other["same_as"])], facts=facts))
+    """Return the first rank's trace, with the other ranks in `others`; ranks marked as equal share their tables."""
+    traces = [_build_trace(document)]
+    for rank_document in document.get("others", []):
+        if "same_as" in rank_document:
+            facts = from_plain(Facts, rename_old(rank_document["facts"]))
+            traces.append(dataclasses.replace(traces[range(len(traces)).index(rank_document["same_as"])], facts=facts))
         else:
-            found.append(_build_trace(other))
-    found[0].others = found[1:]
-    return found[0]
+            traces.append(_build_trace(rank_document))
+    traces[0].others = traces[1:]
+    return traces[0]
 
 
 def _build_trace(document: dict[str, Any]) -> Trace:
@@ -165,8 +165,8 @@ def _build_trace(document: dict[str, Any]) -> Trace:
 
 
 def _check_references(trace: Trace) -> None:
-    """Check that all references are in range: a damaged file must not cause an IndexError in the analysis."""
-    sizes = {
+    """Raise ValueError if an index in `trace` is out of range: a damaged file must fail here, not in the analysis."""
+    table_sizes = {
         EventKind.ALLOC: len(trace.storages),
         EventKind.FREE: len(trace.storages),
         EventKind.PHASE: len(trace.phases),
@@ -179,22 +179,22 @@ def _check_references(trace: Trace) -> None:
         EventKind.USE: len(trace.uses),
         EventKind.WAIT: len(trace.waits),
     }
-    fresh, live = set(range(len(trace.storages))), set()
+    unallocated, live = set(range(len(trace.storages))), set()
     for kind, ref in trace.events:
-        if not (isinstance(ref, int) and 0 <= ref < sizes[kind]):
+        if not (isinstance(ref, int) and 0 <= ref < table_sizes[kind]):
             raise ValueError(f"an event points to {kind.name} {ref!r}")
         if kind is EventKind.ALLOC:
-            fresh.remove(ref)
+            unallocated.remove(ref)
             live.add(ref)
         elif kind is EventKind.FREE:
             live.remove(ref)
-    if fresh:
-        raise ValueError(f"storage {fresh.pop()} is never allocated")
+    if unallocated:
+        raise ValueError(f"storage {unallocated.pop()} is never allocated")
     for device in (trace.device, *trace.gpus):
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
-    used = (use.storage for use in trace.uses)
-    if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners, *used)):
+    used_storages = (use.storage for use in trace.uses)
+    if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners, *used_storages)):
         raise ValueError("a failed allocation, an owner or a use points outside the table")
     if trace.times and len(trace.times) != len(trace.events):
         raise ValueError("there is not one time for each event")
@@ -206,11 +206,11 @@ def _check_references(trace: Trace) -> None:
     for module in trace.modules:
         if module.role is ModuleRole.LAYER:
             _ = module.number
-    named = {
+    storage_indices = {
         index for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in trace.holders)) for index in row
     }
     if not (
-        all(0 <= index < len(trace.storages) for index in named)
+        all(0 <= index < len(trace.storages) for index in storage_indices)
         and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
     ):
         raise ValueError("a forward or a holder points outside its tables")

@@ -1,4 +1,4 @@
-"""The error messages of torch for tensors on several devices in one operator."""
+"""torch's error messages for an operator whose tensors are on different devices."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ _ARGUMENTS = {
     "aten.addmm": ("self", "mat1", "mat2"),
     "aten.baddbmm": ("self", "batch1", "batch2"),
 }
-_INDEXES = ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_")
-_START = "Expected all tensors to be on the same device, but"
+_INDEX_OPERATORS = ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+_MESSAGE_START = "Expected all tensors to be on the same device, but"
 
 
-def mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
-    """Return torch's message: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
+def format_mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
+    """Return torch's message for operator `op`: matrix products name an argument, others the devices."""
     names = _ARGUMENTS.get(op, ())
-    first = operands[0].device
+    first_device = operands[0].device
     for name, operand in zip(names, operands, strict=False):
-        if len(names) == len(operands) and operand.device != first:
+        if len(names) == len(operands) and operand.device != first_device:
             method = f"wrapper_CUDA_{op.removeprefix('aten.')}"
-            differs = f"{name} is on {operand.device}, different from other tensors on {first}"
-            return f"{_START} got {differs} (when checking argument in method {method})"
-    if op in _INDEXES and any(operand.device not in (first, HOST) for operand in operands):
-        return f"indices should be either on cpu or on the same device as the indexed tensor ({first})"
-    misplaced, other = odd_one_out(operands)
-    return f"{_START} found at least two devices, {other.device} and {misplaced.device}!"
+            difference = f"{name} is on {operand.device}, different from other tensors on {first_device}"
+            return f"{_MESSAGE_START} got {difference} (when checking argument in method {method})"
+    if op in _INDEX_OPERATORS and any(operand.device not in (first_device, HOST) for operand in operands):
+        return f"indices should be either on cpu or on the same device as the indexed tensor ({first_device})"
+    misplaced, reference = find_misplaced_operand(operands)
+    return f"{_MESSAGE_START} found at least two devices, {reference.device} and {misplaced.device}!"
 
 
-def odd_one_out(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
-    """Return the tensor on the wrong device, and one on the right device: a host tensor counts as the wrong one."""
+def find_misplaced_operand(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
+    """Return the operand on the wrong device (a host tensor, if there is one), and one on the right device."""
     # A 0-dimensional host tensor may be mixed with GPU tensors: another host tensor is the wrong one, if there is one.
-    on_host = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
-    on_gpu = [o for o in operands if o.device.startswith("cuda")]
-    if on_host and on_gpu:
-        return on_host[0], on_gpu[0]
-    other = operands[0]
-    return next((o for o in operands if o.device != other.device), other), other
+    host_operands = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
+    gpu_operands = [o for o in operands if o.device.startswith("cuda")]
+    if host_operands and gpu_operands:
+        return host_operands[0], gpu_operands[0]
+    first_operand = operands[0]
+    return next((o for o in operands if o.device != first_operand.device), first_operand), first_operand

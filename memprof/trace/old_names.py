@@ -1,4 +1,4 @@
-"""Old names in JSON: reports before schema 3, other documents before schema 2, facts of captures."""
+"""Names in the JSON files of older releases, and their replacements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLD_NAMES = {
 
 
 def rename_old(values: Any) -> Any:
-    """Return JSON values with the names of this release in place of old ones, at any depth."""
+    """Return JSON values with old names replaced by the names of this release, at any depth."""
     if isinstance(values, dict):
         return {OLD_NAMES.get(name, name): rename_old(value) for name, value in values.items()}
     return [rename_old(value) for value in values] if isinstance(values, list) else values

@@ -1,8 +1,8 @@
-"""Loading of pickles that hold only plain values: no object is constructed, no name imported, and time is bounded.
+"""Loads pickles that hold only plain values: without constructing objects or importing names, and in bounded time.
 
 The unpickler of the standard library executes the instructions of a file. Here every name in a file is rejected. The
-opcodes are walked before anything is built, so that a wrong size or index cannot allocate memory, nor thousands of keys
-with one hash take forever. The caller limits memory: MemoryError passes.
+opcodes are checked before anything is built, so that a wrong size or index cannot allocate memory, and thousands of
+keys with one hash cannot take forever. The caller limits memory: MemoryError is not caught.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIZE_ERROR = "a size in it is larger than the file"
 
 
 class ForbiddenGlobal(Exception):
-    """The file requests the import of a name; `args[0]` is the name."""
+    """The pickle requests the import of a name; `args[0]` is the name."""
 
 
 class BrokenPickle(Exception):
@@ -29,8 +29,8 @@ class NotRegular(Exception):
 
 
 def load_plain(data: bytes) -> object:
-    """Return the value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
-    Raises ForbiddenGlobal: the pickle requests anything else; BrokenPickle: it is truncated, damaged or no pickle."""
+    """Return the value in the pickle `data`: dicts, lists, tuples, strings, bytes, numbers of 64 bits, booleans, None.
+    Raises ForbiddenGlobal: the pickle has another type; BrokenPickle: it is truncated, damaged or no pickle."""
     _check_opcodes(data)
     try:
         return PlainUnpickler(io.BytesIO(data)).load()
@@ -41,7 +41,7 @@ def load_plain(data: bytes) -> object:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that rejects every name, for bytes whose opcodes were walked."""
+    """An unpickler that rejects every global name and persistent id."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         """Raise ForbiddenGlobal for every name."""
@@ -55,24 +55,24 @@ class PlainUnpickler(pickle.Unpickler):
 _UNKNOWN, _TWO_LINES, _INDEX4, _TUPLE, _LONG, _NUMBER = -100, -101, -102, -103, -104, -105
 _LONG_BYTES = 9  # bytes of a number with its sign: any number of longer ones can share a hash
 _NUMBER_CHARACTERS = 24
-MOST_TUPLES = 10_000  # without pairs of short numbers (pool ids): any number of other tuples can share a hash
+MAX_TUPLES = 10_000  # without pairs of short numbers (pool ids): any number of other tuples can share a hash
 _EXCLUDED_OPCODES = ("EMPTY_SET", "FROZENSET", "LONG4")
-_SHORT = rb"(?:K.|M..|J....)"
-_PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)
+_SHORT_INTEGER = rb"(?:K.|M..|J....)"
+_INTEGER_PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT_INTEGER, _SHORT_INTEGER)
 
 
 def _build_widths() -> list[int]:
-    """Return, by opcode, the bytes of its argument, or a negative code for a variable length (extends pickletools)."""
-    table = [_UNKNOWN] * 256
+    """Return for each opcode the bytes of its argument, or a negative code (as in pickletools) if the length varies."""
+    widths = [_UNKNOWN] * 256
     for opcode in pickletools.opcodes:
         if opcode.name not in _EXCLUDED_OPCODES:
-            table[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
+            widths[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
     for code, width in (("c", _TWO_LINES), ("i", _TWO_LINES), ("r", _INDEX4), ("I", _NUMBER), ("L", _NUMBER)):
-        table[ord(code)] = width
+        widths[ord(code)] = width
     for code in "t\x85\x86\x87":
-        table[ord(code)] = _TUPLE
-    table[0x8A] = _LONG
-    return table
+        widths[ord(code)] = _TUPLE
+    widths[0x8A] = _LONG
+    return widths
 
 
 WIDTHS = _build_widths()
@@ -80,40 +80,40 @@ STOP = ord(".")
 _FOUR_BYTE_LENGTHS = (pickletools.TAKEN_FROM_ARGUMENT4, pickletools.TAKEN_FROM_ARGUMENT4U)
 
 
-def fixed_opcodes(without: bytes = b"") -> bytes:
-    """Return the pattern of an opcode of fixed width with its argument, except for those in `without` and STOP."""
-    kinds = []
+def build_fixed_opcode_pattern(without: bytes = b"") -> bytes:
+    """Return a regular expression for an opcode of fixed width, with its argument; not STOP or those in `without`."""
+    patterns = []
     for width in sorted({width for width in WIDTHS if width >= 0}):
-        known = (c for c in range(256) if WIDTHS[c] == width and c != STOP and c not in without)
-        if codes := b"".join(re.escape(bytes([c])) for c in known):
-            kinds.append(b"[" + codes + b"]" + b".{%d}" % width)
-    return b"|".join(kinds)
+        matching = (c for c in range(256) if WIDTHS[c] == width and c != STOP and c not in without)
+        if codes := b"".join(re.escape(bytes([c])) for c in matching):
+            patterns.append(b"[" + codes + b"]" + b".{%d}" % width)
+    return b"|".join(patterns)
 
 
 # A run of such opcodes: nearly all of a snapshot.
-_FIXED_RUN = re.compile(b"(?:" + _PAIR + b"|" + fixed_opcodes() + b"){0,10000}+", re.DOTALL)
+_FIXED_RUN = re.compile(b"(?:" + _INTEGER_PAIR + b"|" + build_fixed_opcode_pattern() + b"){0,10000}+", re.DOTALL)
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Check that every opcode and its argument lie within `data`, and that memo indices and numbers are not huge."""
-    size, at, num_tuples = len(data), 0, 0
-    skip = _FIXED_RUN.match
-    while at < size:
-        code = data[at]
+    """Raise BrokenPickle if an opcode or its argument exceeds `data`, or a memo index or integer is huge."""
+    size, position, num_tuples = len(data), 0, 0
+    match_run = _FIXED_RUN.match
+    while position < size:
+        code = data[position]
         if code == STOP:
             return
-        found = skip(data, at)
-        if found is not None and found.end() > at:
-            at = found.end()
+        match = match_run(data, position)
+        if match is not None and match.end() > position:
+            position = match.end()
             continue
         num_tuples += WIDTHS[code] == _TUPLE
-        at = after_opcode(data, at)
-        if num_tuples > MOST_TUPLES:
-            raise BrokenPickle(f"it has more than {MOST_TUPLES:,} tuples")
+        position = skip_opcode(data, position)
+        if num_tuples > MAX_TUPLES:
+            raise BrokenPickle(f"it has more than {MAX_TUPLES:,} tuples")
     raise BrokenPickle("it is truncated")
 
 
-def after_opcode(data: bytes, at: int) -> int:
+def skip_opcode(data: bytes, at: int) -> int:
     """Return the position after the opcode at `at` of `data` and its argument; the opcode is not STOP. Raises
     BrokenPickle: the byte is no opcode, or its argument is cut off or huge."""
     code = data[at]

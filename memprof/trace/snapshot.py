@@ -1,4 +1,4 @@
-"""A memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), as plain records.
+"""Records of a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`).
 
 Field names follow torch's documentation of the format; sizes are bytes. trace/snapshot_file.py reads the file.
 """
@@ -15,7 +15,7 @@ EXPORT_KEY = "memprof"
 
 
 class Frame(NamedTuple):
-    """One line of a Python or C++ stack, innermost first in a stack."""
+    """One frame of a Python or C++ stack; stacks have the innermost frame first."""
 
     filename: str
     line: int
@@ -29,7 +29,7 @@ DEFAULT_POOL: PoolId = (0, 0)
 
 
 class Action(enum.StrEnum):
-    """The action of an event of a device's trace."""
+    """What happened in an event of a snapshot's device trace."""
 
     ALLOC = "alloc"
     FREE_REQUESTED = "free_requested"
@@ -44,7 +44,7 @@ class Action(enum.StrEnum):
 
 
 class BlockState(enum.StrEnum):
-    """The state of a block."""
+    """The state of a block in a snapshot."""
 
     ALLOCATED = "active_allocated"
     PENDING_FREE = "active_pending_free"
@@ -52,7 +52,7 @@ class BlockState(enum.StrEnum):
 
 
 class SnapshotBlock(NamedTuple):
-    """One block of a segment."""
+    """One block of a segment in a snapshot."""
 
     address: int
     size: int
@@ -62,7 +62,7 @@ class SnapshotBlock(NamedTuple):
 
 
 class SnapshotSegment(NamedTuple):
-    """A segment; for an expandable segment, one contiguous mapped run. The blocks of a segment tile the segment."""
+    """A segment, or one mapped range of an expandable segment. Its blocks cover it without gaps."""
 
     device: int
     address: int
@@ -92,15 +92,15 @@ class SnapshotSegment(NamedTuple):
         """
         if self.pool_id != DEFAULT_POOL:
             return 0
-        free = [block for block in self.blocks if block.state is BlockState.INACTIVE]
+        free_blocks = [block for block in self.blocks if block.state is BlockState.INACTIVE]
         if not self.expandable:
-            return self.size if len(free) == len(self.blocks) else 0
-        begins = [(block.address - self.address, block.size) for block in free]  # runs begin at whole units
-        return sum(max((begin + size) // unit - -(-begin // unit), 0) * unit for begin, size in begins)
+            return self.size if len(free_blocks) == len(self.blocks) else 0
+        free_ranges = [(block.address - self.address, block.size) for block in free_blocks]  # runs begin at whole units
+        return sum(max((begin + size) // unit - -(-begin // unit), 0) * unit for begin, size in free_ranges)
 
 
 class SnapshotEvent(NamedTuple):
-    """One entry of a device's trace."""
+    """One entry of a device's trace in a snapshot."""
 
     action: Action
     address: int  # of the block or segment; for OOM, the free bytes of the device
@@ -123,6 +123,6 @@ class Snapshot:
 
     @property
     def devices(self) -> list[int]:
-        """Return the devices that hold a segment or recorded an event."""
-        traced = {device for device, trace in enumerate(self.traces) if trace}
-        return sorted(traced | {segment.device for segment in self.segments})
+        """Return the indices of the devices that have a segment or an event."""
+        recording_devices = {device for device, trace in enumerate(self.traces) if trace}
+        return sorted(recording_devices | {segment.device for segment in self.segments})

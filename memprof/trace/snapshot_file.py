@@ -1,4 +1,4 @@
-"""Read a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`) without torch, and without trusting the file.
+"""Reads a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`) without torch, from an untrusted file.
 
 All versions since torch 2.0 are supported: the dictionary with `segments` and `device_traces`, and the bare list of
 segments that `torch.cuda.memory_snapshot()` returns. Every field that the analysis uses is checked; fields of newer
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.trace.columns import CutEvents, CutRange, EventColumns
-from memprof.trace.json_values import cut
+from memprof.trace.json_values import truncate
 from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, NotRegular, load_plain
 from memprof.trace.snapshot import (
     EXPORT_KEY,
@@ -62,10 +62,10 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
-    """Return the snapshot in `data`; errors call it `name`. Raises UsageError: the data is no snapshot."""
-    for magic, what in COMPRESSED.items():
+    """Return the snapshot in the bytes `data`; errors name the file `name`. Raises UsageError: it is no snapshot."""
+    for magic, format_name in COMPRESSED.items():
         if data.startswith(magic):
-            raise UsageError(f"the snapshot is compressed ({what})", value=name, hint="unpack it first")
+            raise UsageError(f"the snapshot is compressed ({format_name})", value=name, hint="unpack it first")
     if data.lstrip()[:1] == b"{":
         hint = f"memprof show FILE shows a report that memprof wrote with --json; {HINT}"
         raise UsageError("not a memory snapshot: the file is JSON", value=name, hint=hint)
@@ -74,7 +74,7 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
             from memprof.trace.pickled_events import load_events_apart
 
             raw, cut = load_events_apart(data)
-            return _SnapshotReader(len(data), cut).snapshot(raw)
+            return _SnapshotReader(len(data), cut).build_snapshot(raw)
     try:
         raw = load_plain(data)
     except ForbiddenGlobal as error:
@@ -86,122 +86,122 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
     except BrokenPickle as error:
         raise UsageError(f"not a memory snapshot: {error.args[0]}", value=name, hint=HINT) from None
     try:
-        return _SnapshotReader(len(data)).snapshot(raw)
+        return _SnapshotReader(len(data)).build_snapshot(raw)
     except _WrongStructure as error:
         raise UsageError(f"not a memory snapshot: {error}", value=name, hint=HINT) from None
 
 
 class _WrongStructure(Exception):
-    """A field has a wrong type or value."""
+    """A field of a snapshot has a wrong type or value."""
 
 
 class _SnapshotReader:
-    """Converts plain values to records; equal frames and stacks are created once.
+    """Converts an unpickled snapshot to records; equal frames and stacks are created once.
 
     The file's `size` in bytes limits the number of records; `cut` has events that are already columns.
     """
 
     def __init__(self, size: int, cut: CutEvents | None = None) -> None:
-        self.left = size
+        self.remaining_bytes = size
         self.cut = cut
         self.events = EventColumns()  # without events: the stacks and pools that the columns of all devices refer to
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
-        self.same_frames: dict[Frame, Frame] = {}
+        self.unique_frames: dict[Frame, Frame] = {}
         self.raw_stacks: dict[tuple[int, ...], Stack] = {}
-        self.same_stacks: dict[tuple[int, ...], Stack] = {}
-        self.kept: list[object] = []  # objects in tables by id must stay alive
+        self.unique_stacks: dict[tuple[int, ...], Stack] = {}
+        self.referenced_objects: list[object] = []  # objects in tables by id must stay alive
 
-    def snapshot(self, raw: object) -> Snapshot:
+    def build_snapshot(self, raw: object) -> Snapshot:
         if isinstance(raw, list):
             raw = {"segments": raw}
-        top = _check_mapping(raw, "the top level")
-        if "segments" not in top:
+        top_level = _check_mapping(raw, "the top level")
+        if "segments" not in top_level:
             raise _WrongStructure("it has no 'segments'")
-        traces = _check_list(top.get("device_traces", []), "device_traces")
-        settings = top.get("allocator_settings", {})
-        exported = _check_mapping(top.get(EXPORT_KEY, {}), EXPORT_KEY)
+        traces = _check_list(top_level.get("device_traces", []), "device_traces")
+        settings = top_level.get("allocator_settings", {})
+        export_info = _check_mapping(top_level.get(EXPORT_KEY, {}), EXPORT_KEY)
         if self.cut is not None:
             self.number_stacks(self.cut)
-        found = Snapshot(
-            segments=[self.segment(item) for item in _check_list(top["segments"], "segments")],
-            traces=[self.trace(_check_list(trace, "device_traces")) for trace in traces],
-            settings=self.plain(settings, "allocator_settings"),
+        snapshot = Snapshot(
+            segments=[self.build_segment(item) for item in _check_list(top_level["segments"], "segments")],
+            traces=[self.build_trace(_check_list(trace, "device_traces")) for trace in traces],
+            settings=self.copy_plain(settings, "allocator_settings"),
             annotations=[
-                self.plain(item, "external_annotations")
-                for item in _check_list(top.get("external_annotations", []), "external_annotations")
+                self.copy_plain(item, "external_annotations")
+                for item in _check_list(top_level.get("external_annotations", []), "external_annotations")
             ],
-            source="simulated" if exported.get("source") == "simulated" else "measured",
+            source="simulated" if export_info.get("source") == "simulated" else "measured",
         )
-        found.segments.sort(key=lambda segment: (segment.device, segment.address))
-        for before, after in zip(found.segments, found.segments[1:], strict=False):
-            if before.device == after.device and before.address + before.size > after.address:
-                raise _WrongStructure(f"the segments at {before.address:#x} and {after.address:#x} overlap")
-        return found
+        snapshot.segments.sort(key=lambda segment: (segment.device, segment.address))
+        for segment, next_segment in zip(snapshot.segments, snapshot.segments[1:], strict=False):
+            if segment.device == next_segment.device and segment.address + segment.size > next_segment.address:
+                raise _WrongStructure(f"the segments at {segment.address:#x} and {next_segment.address:#x} overlap")
+        return snapshot
 
     def number_stacks(self, cut: CutEvents) -> None:
-        """Renumber the stacks and pools of events that were cut out, so that all devices have the same numbers."""
-        stacks = array("I", [self.events.stack(self.stack(raw)) for raw in cut.lists])
+        """Change the stack and pool indices of `cut` to those of `self.events`, which all devices share."""
+        stacks = array("I", [self.events.stack(self.get_stack(raw)) for raw in cut.lists])
         cut.rows.stacks = array("I", map(stacks.__getitem__, cut.rows.stacks))
         pools = array("I", map(self.events.pool, cut.rows.pool_ids))
         cut.rows.pools = array("I", map(pools.__getitem__, cut.rows.pools))
         cut.lists.clear()
 
-    def trace(self, items: Sequence[object]) -> EventColumns:
-        found = EventColumns.sharing(self.events)
+    def build_trace(self, items: Sequence[object]) -> EventColumns:
+        columns = EventColumns.create_sharing(self.events)
         for item in items:
             if type(item) is CutRange and self.cut is not None:
-                self.spend(_RECORD_BYTES * item.count)
-                found.extend(self.cut.rows, item.first, item.first + item.count)
+                self.charge_bytes(_RECORD_BYTES * item.count)
+                columns.extend(self.cut.rows, item.first, item.first + item.count)
             else:
-                found.append(self.event(item))
-        return found
+                columns.append(self.build_event(item))
+        return columns
 
-    def plain(self, raw: object, what: str, *, depth: int = 1) -> dict[str, object]:
-        """Return a mapping with its plain values, and containers in it down to `depth`: they may contain themselves."""
-        item = _check_mapping(raw, what)
-        self.spend(_RECORD_BYTES * len(item))
-        kept: dict[str, object] = {}
+    def copy_plain(self, raw: object, description: str, *, depth: int = 1) -> dict[str, object]:
+        """Return the dictionary `raw` with its plain values, and those of dictionaries in it down to `depth` levels."""
+        item = _check_mapping(raw, description)
+        self.charge_bytes(_RECORD_BYTES * len(item))
+        plain_values: dict[str, object] = {}
         for key, value in item.items():
             if isinstance(value, dict) and depth:
-                kept[str(key)] = self.plain(value, what, depth=depth - 1)
+                plain_values[str(key)] = self.copy_plain(value, description, depth=depth - 1)
             elif isinstance(value, bytearray) and self.cut is not None:
-                raise _WrongStructure(f"{what} may be an event that was cut out")
+                raise _WrongStructure(f"{description} may be an event that was cut out")
             elif value is None or isinstance(value, str | int | float):
-                kept[str(key)] = cut(value) if isinstance(value, str) else value
-        return kept
+                plain_values[str(key)] = truncate(value) if isinstance(value, str) else value
+        return plain_values
 
-    def segment(self, raw: object) -> SnapshotSegment:
-        self.spend(_RECORD_BYTES)
+    def build_segment(self, raw: object) -> SnapshotSegment:
+        self.charge_bytes(_RECORD_BYTES)
         item = _check_mapping(raw, "a segment")
         address, size = _read_number(item, "address"), _read_number(item, "total_size")
-        at = address
+        next_address = address
         blocks: list[SnapshotBlock] = []
         for entry in _check_list(item.get("blocks"), "blocks"):
-            block = self.block(entry, at)
-            if block.address != at or block.size <= 0:
+            block = self.build_block(entry, next_address)
+            if block.address != next_address or block.size <= 0:
                 raise _WrongStructure(f"the blocks do not tile the segment at {address:#x}")
-            at += block.size
+            next_address += block.size
             blocks.append(block)
-        if at != address + size:
+        if next_address != address + size:
             raise _WrongStructure(f"the blocks do not fill the segment at {address:#x}")
-        kind = item.get("segment_type")
-        if kind not in ("small", "large"):
-            raise _WrongStructure(f"segment_type is {_describe_value(kind)}")
+        segment_type = item.get("segment_type")
+        if segment_type not in ("small", "large"):
+            raise _WrongStructure(f"segment_type is {_describe_value(segment_type)}")
         return SnapshotSegment(
             device=_read_number(item, "device", 0),
             address=address,
             size=size,
             stream=_read_number(item, "stream", 0),
-            is_small=kind == "small",
+            is_small=segment_type == "small",
             pool_id=_read_pool_id(item.get("segment_pool_id", (0, 0))),
             expandable=bool(item.get("is_expandable", False)),
             blocks=tuple(blocks),
-            frames=self.stack(item.get("frames", [])),
+            frames=self.get_stack(item.get("frames", [])),
         )
 
-    def block(self, raw: object, at: int) -> SnapshotBlock:
-        self.spend(_RECORD_BYTES)
+    def build_block(self, raw: object, address: int) -> SnapshotBlock:
+        self.charge_bytes(_RECORD_BYTES)
         item = _check_mapping(raw, "a block")
         state = item.get("state")
         if not isinstance(state, str) or state not in _STATES:
@@ -211,16 +211,17 @@ class _SnapshotReader:
         if not frames and "history" in item:  # 2.0: what the block held, newest last
             history = _check_list(item["history"], "history")
             if history:
-                last = _check_mapping(history[-1], "history")
-                frames = last.get("frames", [])
+                newest = _check_mapping(history[-1], "history")
+                frames = newest.get("frames", [])
                 if requested is None and _STATES[state] is not BlockState.INACTIVE:
-                    requested = _read_number(last, "real_size")
+                    requested = _read_number(newest, "real_size")
         return SnapshotBlock(
-            _read_number(item, "address", at), _read_number(item, "size"), requested, _STATES[state], self.stack(frames)
-        )
+            _read_number(item, "address", address), _read_number(item, "size"), requested, _STATES[state],
+            self.get_stack(frames),
+        )  # fmt: skip
 
-    def event(self, raw: object) -> SnapshotEvent:
-        self.spend(_RECORD_BYTES)
+    def build_event(self, raw: object) -> SnapshotEvent:
+        self.charge_bytes(_RECORD_BYTES)
         item = _check_mapping(raw, "an event")
         name = item.get("action")
         if not isinstance(name, str) or name not in _ACTIONS:
@@ -234,47 +235,47 @@ class _SnapshotReader:
             stream=_read_number(item, "stream", 0),
             pool_id=_read_pool_id(item.get("pool_id", (0, 0))),
             time_us=_read_number(item, "time_us", below=1 << 63) if "time_us" in item else None,
-            frames=self.stack(item.get("frames", [])),
+            frames=self.get_stack(item.get("frames", [])),
         )
 
-    def stack(self, raw: object) -> Stack:
+    def get_stack(self, raw: object) -> Stack:
         if not raw:
             return ()
-        known = self.stacks.get(id(raw))
-        if known is None:
+        stack = self.stacks.get(id(raw))
+        if stack is None:
             items = _check_list(raw, "frames")
             # Files repeat a stack for every event, with each frame once: identities find a known stack cheaply.
             key = tuple(map(id, items))
-            known = self.raw_stacks.get(key)
-            if known is None:
-                self.spend(_FRAME_BYTES * len(items))
-                frames = tuple([self.frame(item) for item in items])
-                known = self.same_stacks.setdefault(tuple(map(id, frames)), frames)
-                self.raw_stacks[key] = known
-            self.stacks[id(raw)] = known
-            self.kept.append(raw)
-        return known
+            stack = self.raw_stacks.get(key)
+            if stack is None:
+                self.charge_bytes(_FRAME_BYTES * len(items))
+                frames = tuple([self.get_frame(item) for item in items])
+                stack = self.unique_stacks.setdefault(tuple(map(id, frames)), frames)
+                self.raw_stacks[key] = stack
+            self.stacks[id(raw)] = stack
+            self.referenced_objects.append(raw)
+        return stack
 
-    def frame(self, raw: object) -> Frame:
-        known = self.frames.get(id(raw))
-        if known is None:
+    def get_frame(self, raw: object) -> Frame:
+        known_frame = self.frames.get(id(raw))
+        if known_frame is None:
             item = _check_mapping(raw, "a frame")
             filename, name = item.get("filename", ""), item.get("name", "")
             if not isinstance(filename, str) or not isinstance(name, str):
                 raise _WrongStructure("a frame's filename or name is no text")
-            frame = Frame(cut(filename), _read_number(item, "line", 0), cut(name))
-            known = self.frames[id(raw)] = self.same_frames.setdefault(frame, frame)
-            self.kept.append(raw)
-        return known
+            frame = Frame(truncate(filename), _read_number(item, "line", 0), truncate(name))
+            known_frame = self.frames[id(raw)] = self.unique_frames.setdefault(frame, frame)
+            self.referenced_objects.append(raw)
+        return known_frame
 
-    def spend(self, num_bytes: int) -> None:
-        self.left -= num_bytes
-        if self.left < 0:
+    def charge_bytes(self, num_bytes: int) -> None:
+        self.remaining_bytes -= num_bytes
+        if self.remaining_bytes < 0:
             raise _WrongStructure("it names the same blocks, events or frames over and over")
 
 
 def _describe_value(value: object) -> str:
-    """Return a value for a message; containers and huge numbers by their type, since their text can be endless."""
+    """Return `value` as text for an error message; containers and huge integers by type only."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 128):
@@ -282,15 +283,15 @@ def _describe_value(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _check_mapping(raw: object, what: str) -> Mapping[str, object]:
+def _check_mapping(raw: object, description: str) -> Mapping[str, object]:
     if not isinstance(raw, dict):
-        raise _WrongStructure(f"{what} is no dictionary")
+        raise _WrongStructure(f"{description} is no dictionary")
     return raw
 
 
-def _check_list(raw: object, what: str) -> Sequence[object]:
+def _check_list(raw: object, description: str) -> Sequence[object]:
     if not isinstance(raw, list | tuple):
-        raise _WrongStructure(f"{what} is no list")
+        raise _WrongStructure(f"{description} is no list")
     return raw
 
 

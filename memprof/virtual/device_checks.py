@@ -11,7 +11,7 @@ import sys
 import torch
 
 from memprof.trace.events import HOST, DeviceMismatch, Operand, is_gpu
-from memprof.trace.mismatch import mismatch_error
+from memprof.trace.mismatch import format_mismatch_error
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.operator_call import OperatorCall, OpInfo, to_meta
 from memprof.watch.forward import CallSite
@@ -46,7 +46,7 @@ def choose_gpu(device_state: DeviceState, operator: OpInfo, call: OperatorCall, 
         and not operator.name.startswith("aten._foreach_")
     ):
         note_mismatch(device_state, operator.name, call.tensors, site)
-        raise RuntimeError(mismatch_error(operator.name, device_state.recorder.trace.mismatches[-1].operands))
+        raise RuntimeError(format_mismatch_error(operator.name, device_state.recorder.trace.mismatches[-1].operands))
 
 
 def resolve_mixed_devices(device_state: DeviceState, operator: OpInfo, call: OperatorCall, site: CallSite) -> None:

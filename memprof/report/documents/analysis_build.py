@@ -107,7 +107,7 @@ def find_moment(recording: Recording, at: str) -> tuple[str, int]:
     if at == "end":
         return at, recording.end
     if at == "oom":
-        oom_events = recording.events.places(OOM)
+        oom_events = recording.events.find_indices(OOM)
         if not oom_events:
             problem = f"the recording of device {recording.device} holds no out-of-memory error"
             raise UsageError(problem, value="--at oom", hint="--at peak or --at end; --device chooses another device")

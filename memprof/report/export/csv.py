@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memprof.errors import MemprofError, UsageError
-from memprof.trace.files import table_form, write_atomically
+from memprof.trace.files import csv_kind, write_atomically
 
 if TYPE_CHECKING:
     from memprof.report.documents.base import DisplayedDocument
@@ -46,7 +46,7 @@ def write_csv(document: DisplayedDocument, folder: Path, *, force: bool = False)
         columns = {column: frame[column].map(_format_cell) for column in frame.select_dtypes(["object", "string"])}
         text: str = frame.assign(**columns).to_csv(index=False, lineterminator="\n")
         header = text.partition("\n")[0].encode()
-        write_atomically(folder / f"{name}.csv", text.encode(), table_form("such table", CSV_FLAG, header), force=force)
+        write_atomically(folder / f"{name}.csv", text.encode(), csv_kind("such table", CSV_FLAG, header), force=force)
 
 
 def _format_cell(value: Any) -> Any:

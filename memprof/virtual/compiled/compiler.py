@@ -29,7 +29,7 @@ from memprof.virtual.compiled.cuda_graphs import CudaGraphs
 from memprof.virtual.compiled.diagnostics import CompileDiagnostics
 from memprof.virtual.compiled.mode_suspension import Suspension
 from memprof.virtual.compiled.origins import BufferOrigins
-from memprof.virtual.cuda_api.driver import driver_patches, returning
+from memprof.virtual.cuda_api.driver import make_constant_function, patch_driver
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.integrations.compiled import BLOCK_MASK, allocate_block_mask, is_block_mask
@@ -173,7 +173,7 @@ class Compiler(Extension):
         from memprof.virtual.compiled import saved_tensors, side_effects, tracing, wrapper
 
         self._properties = torch.cuda.get_device_properties(0)
-        self._driver_patches = list(driver_patches(self._device_state.gpus))
+        self._driver_patches = list(patch_driver(self._device_state.gpus))
         self._device_choices = tracing.DeviceChoices(self._device_state)
         self._patch_frame_entry()
         self._compiler_patches.apply_all(self._make_patches())
@@ -352,26 +352,26 @@ def _gpu_patches(gpus: Gpus, properties: Any, driver_patches: list[Patch]) -> It
     # Inductor queries the accelerator's streams.
     yield from (patch for patch in driver_patches if patch[1].startswith("_cuda") or patch[1] == "default_generators")
     # torch built for CUDA would query the current device of a driver that does not exist.
-    yield cuda.accelerator_get_accelerator.patch(returning(None))
+    yield cuda.accelerator_get_accelerator.patch(make_constant_function(None))
     for private_name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):
         yield private_name.patch(lambda device: gpus.select(device))
     for private_name in (dynamo.cuda_exchange_device, dynamo.cuda_maybe_exchange_device):
         yield private_name.patch(staticmethod(gpus.select))
-    yield cuda.is_compiled.patch(returning(True))
+    yield cuda.is_compiled.patch(make_constant_function(True))
     yield cuda.initialized.patch(True)
     yield cuda.cached_device_count.patch(gpus.num_gpus)
-    yield cuda.get_device_properties.patch(returning(properties))
-    yield dynamo.get_cuda_stream.patch(returning(0))
+    yield cuda.get_device_properties.patch(make_constant_function(properties))
+    yield dynamo.get_cuda_stream.patch(make_constant_function(0))
     yield dynamo.caching_worker_device_properties.patch({"cuda": [properties] * gpus.num_gpus})
     yield dynamo.caching_worker_current_devices.patch({})
-    yield dynamo.cuda_get_raw_stream.patch(staticmethod(returning(0)))
-    yield inductor.triton_hash_with_backend.patch(returning("memprof"))
+    yield dynamo.cuda_get_raw_stream.patch(staticmethod(make_constant_function(0)))
+    yield inductor.triton_hash_with_backend.patch(make_constant_function("memprof"))
     triton_driver = sys.modules.get("triton.runtime.driver")
     if triton_driver is not None:
         # Triton compiles the program's kernels for a target; the first stage shows which arguments a kernel writes.
         compiler: Any = importlib.import_module("triton.backends.compiler")
         target = compiler.GPUTarget("cuda", 10 * properties.major + properties.minor, properties.warp_size)
-        yield triton_driver.driver, "_active", SimpleNamespace(get_current_target=returning(target))
+        yield triton_driver.driver, "_active", SimpleNamespace(get_current_target=make_constant_function(target))
 
 
 def _clear_triton_caches() -> None:

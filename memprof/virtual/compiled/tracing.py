@@ -138,7 +138,7 @@ class DeviceChoices(MemprofFunctionMode):
     def activate(self) -> Iterator[None]:
         """Context manager: functions on traced tensors run as on CUDA tensors."""
         with PatchSet() as patches:
-            patches.apply_all(python_functions.python_function_patches())
+            patches.apply_all(python_functions.patch_python_functions())
             patches.set(torch.Tensor, "to", _wrap_tensor_to(torch.Tensor.to))
             try:
                 with self:

@@ -1,6 +1,6 @@
-"""The layer below `torch.cuda` in a CUDA build: functions of `torch._C`, generators, tensor types.
+"""Replacements of the layer below `torch.cuda`: functions of `torch._C`, random generators, tensor types.
 
-A CPU build lacks these functions. In a CUDA build, the replacements keep every call from a real GPU.
+A CPU build of torch lacks this layer. In a CUDA build, the replacements prevent calls of a real GPU.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _MIB = 1 << 20
 _Generator = torch.Generator
 
 
-def rng_state() -> torch.Tensor:
-    """Return the state of the GPU's generator. The state never changes, since no numbers are drawn."""
+def make_rng_state() -> torch.Tensor:
+    """Return the state of a GPU's random generator: zeros, as no random numbers are drawn."""
     return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
 class _GeneratorMeta(type):
-    def __instancecheck__(cls, found: object) -> bool:
-        return isinstance(found, _Generator)
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Generator)
 
 
 class CudaGenerator(_Generator):
-    """`torch.Generator("cuda")`, which keeps its seed and draws no numbers."""
+    """A replacement of `torch.Generator("cuda")` that stores a seed and draws no random numbers."""
 
-    gpu = 0
+    gpu_index = 0
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", self.gpu)
+        return torch.device("cuda", self.gpu_index)
 
     def get_state(self) -> torch.Tensor:
-        """Return a state with the size of a real generator's state."""
-        return rng_state()
+        """Return zeros, with the size of a real generator's state."""
+        return make_rng_state()
 
     def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
         return self
 
     def clone_state(self) -> CudaGenerator:
-        return gpu_generator(self.gpu)
+        return make_gpu_generator(self.gpu_index)
 
     graphsafe_get_state = clone_state  # type: ignore[assignment]
     graphsafe_set_state = set_state  # type: ignore[assignment]
@@ -61,29 +61,29 @@ class CudaGenerator(_Generator):
         return self
 
 
-def gpu_generator(gpu: int) -> CudaGenerator:
-    """Return a generator of the GPU with index `gpu`."""
-    made = CudaGenerator()
-    made.gpu = gpu
-    return made
+def make_gpu_generator(gpu_index: int) -> CudaGenerator:
+    """Return a generator of the GPU with index `gpu_index`."""
+    generator = CudaGenerator()
+    generator.gpu_index = gpu_index
+    return generator
 
 
 def _make_generator_class(gpus: Gpus) -> type:
     class Generator(metaclass=_GeneratorMeta):
         def __new__(cls, device: Any = None) -> Any:
             if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
-                return gpu_generator(gpus.index(device))
+                return make_gpu_generator(gpus.index(device))
             return _Generator() if device is None else _Generator(device)
 
     return Generator
 
 
-def _legacy_type(name: str, dtype: torch.dtype) -> type:
-    """Return a tensor type such as `torch.cuda.FloatTensor`: a class for construction and isinstance only."""
+def _make_legacy_type(name: str, dtype: torch.dtype) -> type:
+    """Return a legacy tensor type such as `torch.cuda.FloatTensor`, for construction and isinstance only."""
 
     class DtypeMeta(type):
-        def __instancecheck__(cls, found: object) -> bool:
-            return isinstance(found, torch.Tensor) and found.is_cuda and found.dtype == dtype
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype == dtype
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and all(isinstance(arg, int) for arg in args):
@@ -95,35 +95,35 @@ def _legacy_type(name: str, dtype: torch.dtype) -> type:
     return DtypeMeta(name, (), {"__new__": __new__, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
 
 
-def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
-    """Yield patches of `torch.set_default_tensor_type` and of `torch.Tensor(...)`, which makes tensors of that type."""
-    chosen: list[Any] = []
-    plain = torch.Tensor.__new__
+def _patch_default_tensor_type() -> Iterator[tuple[Any, str, Any]]:
+    """Yield patches of `torch.set_default_tensor_type` and of `torch.Tensor(...)`, which uses that type."""
+    default_types: list[Any] = []
+    original_new = torch.Tensor.__new__
 
-    def set_default_tensor_type(kind: Any) -> None:
-        named = parse_legacy_type(kind)
-        if named is None:
+    def set_default_tensor_type(tensor_type: Any) -> None:
+        device_and_dtype = parse_legacy_type(tensor_type)
+        if device_and_dtype is None:
             raise TypeError("invalid type object")
-        torch.set_default_dtype(named[1])
-        torch.set_default_device(None if named[0] == "cpu" else "cuda")
-        chosen[:] = [] if named[0] == "cpu" else [_legacy_type("Tensor", named[1])]
+        torch.set_default_dtype(device_and_dtype[1])
+        torch.set_default_device(None if device_and_dtype[0] == "cpu" else "cuda")
+        default_types[:] = [] if device_and_dtype[0] == "cpu" else [_make_legacy_type("Tensor", device_and_dtype[1])]
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return chosen[0](*args) if chosen and cls is torch.Tensor else plain(cls, *args, **kwargs)
+        return default_types[0](*args) if default_types and cls is torch.Tensor else original_new(cls, *args, **kwargs)
 
     yield torch, "set_default_tensor_type", set_default_tensor_type
     yield torch.Tensor, "__new__", __new__
 
 
-def returning(value: Any) -> Callable[..., Any]:
+def make_constant_function(value: Any) -> Callable[..., Any]:
     """Return a function that returns `value` for any arguments."""
     return lambda *args, **kwargs: value
 
 
-def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) of the functions below `torch.cuda` that a CUDA build has."""
+def patch_driver(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
+    """Yield patches (owner, name, replacement) of the functions below `torch.cuda`."""
 
-    answers: dict[PrivateName, Any] = {
+    results: dict[PrivateName, Any] = {
         cuda.get_device_count: gpus.num_gpus,
         cuda.init: None,
         cuda.is_in_bad_fork: False,
@@ -149,7 +149,7 @@ def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
         cuda.accelerator_get_accelerator: torch.device("cuda"),
         cuda.get_accelerator: torch.device("cuda"),
     }
-    yield from (function.patch(returning(value)) for function, value in answers.items())
+    yield from (function.patch(make_constant_function(value)) for function, value in results.items())
     for function in (cuda.get_device, cuda.accelerator_get_device_index):
         yield function.patch(lambda: gpus.current)
     for function in (
@@ -159,10 +159,10 @@ def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
     ):  # fmt: skip
         yield function.patch(lambda device: gpus.select(device))
     yield torch, "Generator", _make_generator_class(gpus)
-    yield torch.cuda, "default_generators", tuple(map(gpu_generator, range(gpus.num_gpus)))
+    yield torch.cuda, "default_generators", tuple(map(make_gpu_generator, range(gpus.num_gpus)))
     for name, dtype in LEGACY_TYPES.items():
-        yield torch.cuda, name, _legacy_type(name, dtype)
-    yield from _default_type_patches()
+        yield torch.cuda, name, _make_legacy_type(name, dtype)
+    yield from _patch_default_tensor_type()
 
 
 # -- properties of a multiprocessor -----------------------------------------------------------------------------------
@@ -170,20 +170,20 @@ def driver_patches(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
 _SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
 
 
-def shared_memory_bytes(compute_capability: tuple[int, int]) -> dict[str, int]:
-    """Return the shared memory sizes among a GPU's properties (CUDA C++ programming guide, table of technical
-    specifications; from 8.0 on, a block can opt in to all but the 1 KiB that the system keeps)."""
-    whole = 1024 * _SHARED_KIB.get(compute_capability, 100)
+def get_multiprocessor_limits(compute_capability: tuple[int, int]) -> dict[str, int]:
+    """Return the shared memory (bytes) and registers of a multiprocessor, by the names of device properties. From 8.0
+    on, a block can opt in to all but 1 KiB of the shared memory (CUDA C++ programming guide)."""
+    total_bytes = 1024 * _SHARED_KIB.get(compute_capability, 100)
     return {
         "shared_memory_per_block": 48 * 1024,
-        "shared_memory_per_block_optin": whole - (1024 if compute_capability >= (8, 0) else 0),
-        "shared_memory_per_multiprocessor": whole,
+        "shared_memory_per_block_optin": total_bytes - (1024 if compute_capability >= (8, 0) else 0),
+        "shared_memory_per_multiprocessor": total_bytes,
         "regs_per_multiprocessor": 65_536,
     }
 
 
-class Properties(SimpleNamespace):
-    """The result of `torch.cuda.get_device_properties(0)`."""
+class DeviceProperties(SimpleNamespace):
+    """A replacement of the result of `torch.cuda.get_device_properties`."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""`torch.cuda` on virtual GPUs: their number, the current device, and each GPU's name, size and capability."""
+"""Replacements of `torch.cuda`: number of GPUs, current device, properties, memory statistics, and streams."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from memprof.virtual.allocator_answers import MemoryStatistics
 from memprof.virtual.cuda_api import streams
 from memprof.virtual.cuda_api.driver import (
     UUID,
-    Properties,
-    driver_patches,
-    returning,
-    rng_state,
-    shared_memory_bytes,
+    DeviceProperties,
+    get_multiprocessor_limits,
+    make_constant_function,
+    make_rng_state,
+    patch_driver,
 )
 from memprof.virtual.device_properties import cuda_version, cudnn_version, max_threads_per_sm, torch_release
 from memprof.virtual.install_context import InstallContext
@@ -37,7 +37,7 @@ _RANDOM_NAMES = (
     "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
 # Functions of `torch.cuda` with a constant result for any arguments: None, 0 or True.
-_CONSTANT: dict[str, Any] = {
+_CONSTANT_RESULTS: dict[str, Any] = {
     **dict.fromkeys(
         ("init", "_lazy_init", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
          "set_rng_state_all"),
@@ -56,15 +56,15 @@ _STATISTICS = {
     "memory_reserved": "reserved_bytes.all.current",
     "max_memory_reserved": "reserved_bytes.all.peak",
 }
-# Functions that are methods of `_Answers`.
-_ANSWERED = (
+# Functions that are methods of `_CudaFunctions`.
+_CUDA_METHODS = (
     "current_device", "set_device", "synchronize", "empty_cache", "mem_get_info", "memory_stats",
     "memory_stats_as_nested_dict", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "device_memory_used",
     "set_per_process_memory_fraction", "get_per_process_memory_fraction", "set_stream", "current_stream",
     "default_stream", "get_rng_state", "get_rng_state_all",
 )  # fmt: skip
 # Function of `torch.accelerator` -> the equivalent of `torch.cuda`; torch releases have different functions.
-_ACCELERATOR = {
+_CUDA_EQUIVALENTS = {
     "current_device_index": "current_device",
     "current_device_idx": "current_device",
     "set_device_index": "set_device",
@@ -84,13 +84,13 @@ _FRACTION = "per_process_memory_fraction"
 
 
 class TorchCuda(Extension):
-    """`torch.cuda`, `torch.accelerator` and other parts of torch that describe the GPU."""
+    """Patches of `torch.cuda`, `torch.accelerator` and other functions of torch that describe the GPU."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches that replace the functions by answers about the virtual GPU."""
-        answers = _Answers(context)
-        cuda = _torch_cuda_functions(answers, context)
-        for name, value in cuda.items():
+        """Yield patches by which the functions describe the virtual GPU."""
+        functions = _CudaFunctions(context)
+        replacements = _map_cuda_functions(functions, context)
+        for name, value in replacements.items():
             yield torch.cuda, name, _make_distinct(value)
             for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
                 # torch.cuda.memory_summary, and modules that import the functions from here
@@ -98,23 +98,23 @@ class TorchCuda(Extension):
                     yield module, name, _make_distinct(value)
             if name in _RANDOM_NAMES:
                 yield torch.cuda.random, name, _make_distinct(value)
-        yield torch.cuda, "device_of", cuda["device"]
-        yield torch.Tensor, "record_stream", _make_distinct(answers.record_stream)
-        yield from driver_patches(context.gpus)
-        for name, value in _accelerator_functions(cuda).items():
+        yield torch.cuda, "device_of", replacements["device"]
+        yield torch.Tensor, "record_stream", _make_distinct(functions.record_stream)
+        yield from patch_driver(context.gpus)
+        for name, value in _map_accelerator_functions(replacements).items():
             if hasattr(torch.accelerator, name):
                 yield torch.accelerator, name, _make_distinct(value)
             if hasattr(getattr(torch.accelerator, "memory", None), name):
                 yield torch.accelerator.memory, name, _make_distinct(value)
-        yield from _allocator_patches(answers, context)
+        yield from _patch_allocator_functions(functions, context)
         yield from streams.patches(context.recorder.streams)
-        yield from _build_patches()
+        yield from _patch_build_properties()
 
 
-def _torch_cuda_functions(answers: _Answers, context: InstallContext) -> dict[str, Any]:
+def _map_cuda_functions(functions: _CudaFunctions, context: InstallContext) -> dict[str, Any]:
     gpu, gpus = context.gpu, context.gpus
     major, minor = gpu.compute_capability
-    properties = Properties(
+    properties = DeviceProperties(
         name=gpu.name,
         major=major,
         minor=minor,
@@ -130,7 +130,7 @@ def _torch_cuda_functions(answers: _Answers, context: InstallContext) -> dict[st
         pci_bus_id=0,
         pci_device_id=0,
         pci_domain_id=0,
-        **shared_memory_bytes(gpu.compute_capability),
+        **get_multiprocessor_limits(gpu.compute_capability),
     )
 
     class CudaDevice:
@@ -145,32 +145,34 @@ def _torch_cuda_functions(answers: _Answers, context: InstallContext) -> dict[st
             gpus.select(self.prev_idx)
 
     return {
-        **{name: returning(value) for name, value in _CONSTANT.items()},
-        **{name: answers.statistic(key) for name, key in _STATISTICS.items()},
-        **{name: getattr(answers, name) for name in _ANSWERED},
+        **{name: make_constant_function(value) for name, value in _CONSTANT_RESULTS.items()},
+        **{name: functions.make_statistic_function(key) for name, key in _STATISTICS.items()},
+        **{name: getattr(functions, name) for name in _CUDA_METHODS},
         "device": CudaDevice,
-        "device_count": returning(gpus.num_gpus),
-        "get_arch_list": returning([f"sm_{major}{minor}"]),
-        "get_device_name": answers.of_any_device(gpu.name),
-        "get_device_capability": answers.of_any_device((major, minor)),
-        "get_device_properties": answers.of_any_device(properties),
+        "device_count": make_constant_function(gpus.num_gpus),
+        "get_arch_list": make_constant_function([f"sm_{major}{minor}"]),
+        "get_device_name": functions.make_device_query(gpu.name),
+        "get_device_capability": functions.make_device_query((major, minor)),
+        "get_device_properties": functions.make_device_query(properties),
     }
 
 
-def _accelerator_functions(cuda: dict[str, Any]) -> dict[str, Any]:
+def _map_accelerator_functions(cuda_functions: dict[str, Any]) -> dict[str, Any]:
     return {
-        **{name: cuda[known] for name, known in _ACCELERATOR.items()},
-        "current_accelerator": returning(torch.device("cuda")),
-        "get_device_capability": _refuser("asks torch.accelerator for its capability", "ask torch.cuda for the GPU's"),
-        "Graph": _refuser("makes a torch.accelerator.Graph", "make a torch.cuda.CUDAGraph"),
+        **{name: cuda_functions[cuda_name] for name, cuda_name in _CUDA_EQUIVALENTS.items()},
+        "current_accelerator": make_constant_function(torch.device("cuda")),
+        "get_device_capability": _make_rejection(
+            "asks torch.accelerator for its capability", "ask torch.cuda for the GPU's"
+        ),
+        "Graph": _make_rejection("makes a torch.accelerator.Graph", "make a torch.cuda.CUDAGraph"),
     }
 
 
-def _allocator_patches(answers: _Answers, context: InstallContext) -> Iterator[Patch]:
-    """Yield the patches of the allocator's snapshot and settings, and of torch's cuBLAS workspaces."""
-    yield cuda.record_memory_history.patch(answers.history.record)
+def _patch_allocator_functions(functions: _CudaFunctions, context: InstallContext) -> Iterator[Patch]:
+    """Yield patches of the allocator's snapshot and settings, and of the release of cuBLAS workspaces."""
+    yield cuda.record_memory_history.patch(functions.history.record)
     # Read by memory_snapshot, _snapshot and _dump_snapshot.
-    yield cuda.memory_snapshot.patch(answers.snapshot)
+    yield cuda.memory_snapshot.patch(functions.snapshot)
     yield cuda.clear_cublas_workspaces.patch(context.dispatch_mode.clear_workspaces)
     yield cuda.set_allocator_settings.patch(_make_distinct(context.settings.set))
     for function, answer in (
@@ -181,34 +183,33 @@ def _allocator_patches(answers: _Answers, context: InstallContext) -> Iterator[P
             yield function.patch(answer)
 
 
-def _build_patches() -> Iterator[Patch]:
-    """Yield the patches that make torch report a build with CUDA, cuDNN and NVTX."""
+def _patch_build_properties() -> Iterator[Patch]:
+    """Yield patches that make torch report a build with CUDA, cuDNN and NVTX."""
     nvtx = SimpleNamespace(
-        rangePushA=returning(0),
-        rangePop=returning(0),
-        rangeStartA=returning(0),
-        rangeEnd=returning(None),
-        markA=returning(None),
+        rangePushA=make_constant_function(0),
+        rangePop=make_constant_function(0),
+        rangeStartA=make_constant_function(0),
+        rangeEnd=make_constant_function(None),
+        markA=make_constant_function(None),
     )
     yield cuda.nvtx.patch(nvtx)
     if torch.version.cuda is None:  # a CPU build; programs derive bfloat16 support from the version
         yield torch.version, "cuda", cuda_version(torch_release())
-        yield torch.backends.cuda, "is_built", returning(True)
-    yield torch.backends.cudnn, "is_available", returning(True)
-    yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
+        yield torch.backends.cuda, "is_built", make_constant_function(True)
+    yield torch.backends.cudnn, "is_available", make_constant_function(True)
+    yield torch.backends.cudnn, "version", make_constant_function(cudnn_version(torch_release()))
     yield torch.backends.cudnn, "is_acceptable", is_acceptable
     yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
-    yield kernels.use_cudnn_rnn_flatten_weight.patch(returning(True))
+    yield kernels.use_cudnn_rnn_flatten_weight.patch(make_constant_function(True))
 
 
-class _History:
-    """The history of `torch.cuda.memory._record_memory_history`: empty before the first call, a ring of the last
-    entries, empty after it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
-    recordHistory)."""
+class _MemoryHistory:
+    """The history of `torch.cuda.memory._record_memory_history`: the last entries while it is enabled, else empty
+    (torch/csrc/cuda/memory_snapshot.cpp)."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._begin: int | None = None
+        self._first_event: int | None = None
         self._limit = 0
 
     def record(
@@ -222,29 +223,29 @@ class _History:
         trace_alloc_max_entries: int = 1,
         **unused: object,
     ) -> None:
-        """Start or stop the history; a boolean `enabled` selects torch's legacy signature, with one entry."""
+        """Start or stop the history; a boolean `enabled` selects torch's legacy limit, `trace_alloc_max_entries`."""
         if not enabled:
-            self._begin = None
+            self._first_event = None
             return
-        if self._begin is None or clear_history:
-            self._begin = len(self._trace.events)
+        if self._first_event is None or clear_history:
+            self._first_event = len(self._trace.events)
         self._limit = max_entries if enabled == "all" else trace_alloc_max_entries if enabled is True else 1
 
-    def cut(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """Return the snapshot with the requested part of the history; `time_us` is the index of the trace's event."""
-        begin = len(self._trace.events) if self._begin is None else self._begin
+    def trim_snapshot(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Return `snapshot` with the recorded history only; in memprof, `time_us` is an event's index in the trace."""
+        begin = len(self._trace.events) if self._first_event is None else self._first_event
         traces = [[e for e in trace if e["time_us"] >= begin][-self._limit :] for trace in snapshot["device_traces"]]
         return {**snapshot, "device_traces": traces}
 
 
-class _Answers:
-    """The functions of `torch.cuda`, by their names in that module."""
+class _CudaFunctions:
+    """Replacements of functions of `torch.cuda`; the methods have the functions' names."""
 
     def __init__(self, context: InstallContext) -> None:
         self._context = context
         self._gpus, self._streams = context.gpus, context.recorder.streams
         self._fraction = 1.0
-        self.history = _History(context.recorder.trace)
+        self.history = _MemoryHistory(context.recorder.trace)
 
     # -- devices ------------------------------------------------------------------------------------------------------
 
@@ -257,8 +258,8 @@ class _Answers:
     def synchronize(self, device: Any = None) -> None:
         self._streams.record_host_wait_for_all(self._gpus.devices[self._gpus.mark_used(device)])
 
-    def of_any_device(self, value: Any) -> Callable[..., Any]:
-        """Return a function that returns `value` for every existing GPU: all GPUs are equal."""
+    def make_device_query(self, value: Any) -> Callable[..., Any]:
+        """Return a function of a device that returns `value`, as all GPUs are equal, and raises for unknown devices."""
 
         def answer(device: Any = None) -> Any:
             try:
@@ -270,18 +271,18 @@ class _Answers:
         return answer
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return rng_state()
+        return make_rng_state()
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [rng_state() for _ in self._gpus.devices]
+        return [make_rng_state() for _ in self._gpus.devices]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _statistics_of(self, device: Any) -> MemoryStatistics:
+    def _get_statistics(self, device: Any) -> MemoryStatistics:
         return self._context.memory.get_statistics(self._gpus.get_name(device))
 
-    def statistic(self, name: str) -> Callable[..., int]:
-        return lambda device=None: self._statistics_of(device).stats()[name]
+    def make_statistic_function(self, name: str) -> Callable[..., int]:
+        return lambda device=None: self._get_statistics(device).stats()[name]
 
     def empty_cache(self) -> None:
         self._context.recorder.writer.append_empty_cache()
@@ -295,20 +296,20 @@ class _Answers:
         return total - free
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return collections.defaultdict(int, self._statistics_of(device).stats())
+        return collections.defaultdict(int, self._get_statistics(device).stats())
 
     def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
         nested: dict[str, Any] = {}
-        for name, value in self._statistics_of(device).stats().items():
-            *path, last = name.split(".")
-            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, nested)[last] = value
+        for name, value in self._get_statistics(device).stats().items():
+            *path, leaf = name.split(".")
+            functools.reduce(lambda table, part: table.setdefault(part, {}), path, nested)[leaf] = value
         return nested
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        self._statistics_of(device).reset_peak()
+        self._get_statistics(device).reset_peak()
 
     def reset_accumulated_memory_stats(self, device: Any = None) -> None:
-        self._statistics_of(device).reset_accumulated()
+        self._get_statistics(device).reset_accumulated()
 
     def set_per_process_memory_fraction(self, value: float, device: Any = None) -> None:
         if not isinstance(value, float):
@@ -316,17 +317,17 @@ class _Answers:
         if not 0 <= value <= 1:
             raise ValueError(f"Invalid fraction value: {value}. Allowed range: 0~1")
         self._fraction = value
-        kept = [part for part in self._context.settings.get().split(",") if part and not part.startswith(_FRACTION)]
-        self._context.settings.set(",".join([*kept, f"{_FRACTION}:{value}"]))
+        others = [part for part in self._context.settings.get().split(",") if part and not part.startswith(_FRACTION)]
+        self._context.settings.set(",".join([*others, f"{_FRACTION}:{value}"]))
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:
         return self._fraction
 
     def snapshot(self, *args: Any) -> dict[str, Any]:
         snapshots = [self._context.memory.get_statistics(device).snapshot() for device in self._gpus.devices]
-        segments = [{**one, "device": index} for index, each in enumerate(snapshots) for one in each["segments"]]
-        traces = [trace for each in snapshots for trace in each["device_traces"]]
-        return self.history.cut({**snapshots[0], "segments": segments, "device_traces": traces})
+        segments = [{**s, "device": index} for index, snapshot in enumerate(snapshots) for s in snapshot["segments"]]
+        traces = [trace for snapshot in snapshots for trace in snapshot["device_traces"]]
+        return self.history.trim_snapshot({**snapshots[0], "segments": segments, "device_traces": traces})
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -336,8 +337,8 @@ class _Answers:
             self._gpus.select(stream.device)
 
     def current_stream(self, device: Any = None) -> streams.CudaStream:
-        named = self._gpus.get_name(device)
-        return streams.CudaStream(named, stream_id=self._streams.get_current_stream(named))
+        device_name = self._gpus.get_name(device)
+        return streams.CudaStream(device_name, stream_id=self._streams.get_current_stream(device_name))
 
     def default_stream(self, device: Any = None) -> streams.CudaStream:
         return streams.CudaStream(self._gpus.get_name(device), stream_id=0)
@@ -349,15 +350,15 @@ class _Answers:
                 self._streams.record_use(index, stream.stream_id)
 
 
-def _refuser(what: str, hint: str) -> Callable[..., Any]:
+def _make_rejection(problem: str, hint: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise unsupported_error(what, hint)
+        raise unsupported_error(problem, hint)
 
     return refuse
 
 
 def _make_distinct(value: Any) -> Any:
-    """Return a new object for each name: torch.compile's tables, built on import, hold one rule for one function."""
+    """Return a wrapper or subclass of `value`: torch.compile's tables need a different object for each name."""
     if isinstance(value, type):
         return type(value.__name__, (value,), {})
     return lambda *args, **kwargs: value(*args, **kwargs)

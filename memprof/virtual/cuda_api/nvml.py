@@ -1,4 +1,4 @@
-"""NVML, which programs call through pynvml: its answers about a virtual GPU."""
+"""Patches of pynvml, by which NVML reports virtual GPUs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from memprof.virtual.install_context import InstallContext
 
 
 class Pynvml(Extension):
-    """The pynvml module, whose functions are replaced by functions without a driver."""
+    """Patches of the functions of pynvml."""
 
     imports = ("pynvml",)
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches that replace pynvml's functions."""
-        for name, answer in _answers(context.gpu, context.gpus, context.used_bytes).items():
+        """Yield patches by which the functions of pynvml report virtual GPUs."""
+        for name, replacement in _make_replacements(context.gpu, context.gpus, context.used_bytes).items():
             if hasattr(module, name):
-                yield module, name, answer
+                yield module, name, replacement
 
 
-def _answers(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -> dict[str, Any]:
-    """Return name of a function of pynvml -> replacement; `used_bytes` returns the bytes in use on a GPU."""
+def _make_replacements(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -> dict[str, Any]:
+    """Return the replacement of each function of pynvml by name; `used_bytes` returns the bytes in use on a device."""
     handles = [SimpleNamespace(index=index) for index in range(gpus.num_gpus)]
 
-    def memory(device: Any, version: Any = None) -> Any:
+    def get_memory_info(device: Any, version: Any = None) -> Any:
         used = used_bytes(gpus.get_name(device.index))
         return SimpleNamespace(total=gpu.total_bytes, used=used, free=max(0, gpu.total_bytes - used), reserved=0)
 
-    def processes(device: Any) -> list[Any]:
+    def list_processes(device: Any) -> list[Any]:
         return [
             SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(gpus.get_name(device.index)), gpuInstanceId=None)
         ]
@@ -49,10 +49,10 @@ def _answers(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -> dict[str
         "nvmlDeviceGetIndex": lambda device: device.index,
         "nvmlDeviceGetName": lambda device: gpu.name,
         "nvmlDeviceGetUUID": lambda device: f"GPU-{UUID}",
-        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetMemoryInfo": get_memory_info,
         "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=0, memory=0),
         "nvmlDeviceGetTemperature": lambda device, sensor=0: 0,
         "nvmlDeviceGetPowerUsage": lambda device: 0,
         "nvmlDeviceGetCudaComputeCapability": lambda device: list(gpu.compute_capability),
-        "nvmlDeviceGetComputeRunningProcesses": processes,
+        "nvmlDeviceGetComputeRunningProcesses": list_processes,
     }

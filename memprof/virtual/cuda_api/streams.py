@@ -16,28 +16,28 @@ import torch
 from memprof.trace.events import Trace
 from memprof.watch.streams import Clock, Streams
 
-_POOL = 32  # streams of one priority
-_PRIORITIES = 4
+_POOL_SIZE = 32  # streams of one priority
+_NUM_PRIORITIES = 4
 # (GPU index, priority) -> counter of the streams made.
 _COUNTERS: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
-_log = Streams(Trace())  # record of the waits of the current run
+_stream_record = Streams(Trace())  # record of the waits of the current run
 
 
 class _FinishedWork:
-    """The base of streams and events, whose work is always finished."""
+    """Base class of streams and events, whose work is always finished."""
 
-    _host_kind: Any  # torch's own class
+    _host_class: Any  # torch's own class
 
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_host = isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu"
-        return cls._host_kind("cpu") if is_host else super().__new__(cls)
+        return cls._host_class("cpu") if is_host else super().__new__(cls)
 
     def __init__(self, device: Any = None) -> None:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
-    def _clock_of_work(self) -> Clock:
-        """Return the clock of the work that a wait on this object waits for."""
+    def _get_work_clock(self) -> Clock:
+        """Return, by stream, the time of the last work that a wait on this object waits for."""
         raise NotImplementedError
 
     def query(self) -> bool:
@@ -45,42 +45,42 @@ class _FinishedWork:
         return True
 
     def synchronize(self) -> None:
-        _log.record_wait(self._clock_of_work(), None)
+        _stream_record.record_wait(self._get_work_clock(), None)
 
     def wait(self, stream: Any = None) -> None:
-        waiter = torch.cuda.current_stream(self.device) if stream is None else stream
-        _log.record_wait(self._clock_of_work(), _key(waiter))
+        waiting_stream = torch.cuda.current_stream(self.device) if stream is None else stream
+        _stream_record.record_wait(self._get_work_clock(), _get_stream_key(waiting_stream))
 
 
 class TorchStream(_FinishedWork):
-    """`torch.Stream`, on the GPU unless the host's stream is requested.
+    """A replacement of `torch.Stream`; for the device "cpu", torch's own stream is created.
 
-    A new stream is the next of the pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
+    Streams of one priority come from a pool of 32, in turn (c10/cuda/CUDAStream.cpp).
     """
 
-    _host_kind: Any = torch.Stream
+    _host_class: Any = torch.Stream
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **rest: Any) -> None:
         super().__init__(device)
         self.device_index = self.device.index
-        self.priority = min(max(priority, 1 - _PRIORITIES), 0)
+        self.priority = min(max(priority, 1 - _NUM_PRIORITIES), 0)
         if stream_id is None:
-            stream_id = 1 - self.priority * _POOL + next(_COUNTERS[self.device_index, self.priority]) % _POOL
+            stream_id = 1 - self.priority * _POOL_SIZE + next(_COUNTERS[self.device_index, self.priority]) % _POOL_SIZE
         self.stream_id = self.cuda_stream = self.native_handle = stream_id
-        self._outer: list[Any] = []
+        self._outer_streams: list[Any] = []
 
     def __enter__(self) -> Any:
-        self._outer.append((torch.cuda.current_stream(self.device), torch.cuda.current_stream()))
+        self._outer_streams.append((torch.cuda.current_stream(self.device), torch.cuda.current_stream()))
         this: Any = self
         torch.cuda.set_stream(this)
         return this
 
     def __exit__(self, *exc: object) -> None:
-        for outer in self._outer.pop():
-            torch.cuda.set_stream(outer)
+        for stream in self._outer_streams.pop():
+            torch.cuda.set_stream(stream)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether two streams are the same stream of a pool, which is reused in turn."""
+        """Return whether `other` is the same stream of the same pool."""
         return isinstance(other, TorchStream) and (self.stream_id, self.device) == (other.stream_id, other.device)
 
     def __hash__(self) -> int:
@@ -90,8 +90,8 @@ class TorchStream(_FinishedWork):
         """Return False: no graph is being captured."""
         return False
 
-    def _clock_of_work(self) -> Clock:
-        return _log.get_clock(*_key(self))
+    def _get_work_clock(self) -> Clock:
+        return _stream_record.get_clock(*_get_stream_key(self))
 
     def record_event(self, event: Any = None) -> Any:
         """Record `event`, or a new event, on this stream; return the event."""
@@ -107,25 +107,25 @@ class TorchStream(_FinishedWork):
 
 
 class TorchEvent(_FinishedWork):
-    """`torch.Event`, on the GPU unless the host's event is requested."""
+    """A replacement of `torch.Event`; for the device "cpu", torch's own event is created."""
 
-    _host_kind: Any = torch.Event
+    _host_class: Any = torch.Event
     event_id = cuda_event = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        self._recorded: Clock = {}
+        self._recorded_clock: Clock = {}
 
-    def _clock_of_work(self) -> Clock:
-        return self._recorded
+    def _get_work_clock(self) -> Clock:
+        return self._recorded_clock
 
     def record(self, stream: Any = None) -> None:
         """Record the event after the work submitted so far to `stream`, by default the current stream."""
-        behind: Any = torch.cuda.current_stream() if stream is None else stream
-        self._recorded = behind._clock_of_work()
+        source_stream: Any = torch.cuda.current_stream() if stream is None else stream
+        self._recorded_clock = source_stream._get_work_clock()
 
     def elapsed_time(self, other: Any) -> float:
-        """Return 1.0 as the milliseconds between two events: an unknown time from which programs compute rates."""
+        """Return 1.0 (milliseconds): the time is unknown, and programs divide by it."""
         return 1.0
 
     def ipc_handle(self) -> bytes:
@@ -134,28 +134,28 @@ class TorchEvent(_FinishedWork):
 
 
 class CudaStream(TorchStream):
-    """`torch.cuda.Stream`."""
+    """A replacement of `torch.cuda.Stream`."""
 
 
 class CudaEvent(TorchEvent):
-    """`torch.cuda.Event`."""
+    """A replacement of `torch.cuda.Event`."""
 
 
 class ExternalStream(CudaStream):
-    """`torch.cuda.ExternalStream`, a stream that another library made."""
+    """A replacement of `torch.cuda.ExternalStream`, a stream that another library created."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **rest: Any) -> None:
         super().__init__(device, stream_id=stream_ptr)
 
 
-def _key(stream: Any) -> tuple[str, int]:
+def _get_stream_key(stream: Any) -> tuple[str, int]:
     return str(stream.device), stream.stream_id
 
 
-def patches(log: Streams) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches (owner, name, replacement) of the stream and event classes, under all their names."""
-    global _log
-    _log = log
+def patches(stream_record: Streams) -> Iterator[tuple[Any, str, Any]]:
+    """Yield patches (owner, name, replacement) of the stream and event classes; `stream_record` records the waits."""
+    global _stream_record
+    _stream_record = stream_record
     _COUNTERS.clear()
     yield torch, "Stream", TorchStream
     yield torch, "Event", TorchEvent

@@ -1,8 +1,8 @@
-"""Patches of DTensor where DTensor reads the device of a tensor, and of functions that are slow with many tensors.
+"""Patches of DTensor's functions that read a tensor's device, or that are slow with many tensors or ranks.
 
-For operators on lists of tensors, the time of DTensor is quadratic in the number of tensors: half of a run for an
-optimizer with hundreds of parameters. fully_shard creates an empty tensor for each rank without a part of a parameter:
-nearly all of the time of a run with thousands of ranks.
+For operators on lists of tensors, DTensor's time is quadratic in the number of tensors: with hundreds of parameters,
+an optimizer takes half of a run. fully_shard creates an empty tensor for each rank without a part of a parameter: with
+thousands of ranks, nearly all of a run.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ def _patch_propagation() -> Iterator[tuple[Any, str, Any]]:
         return original(propagator, schema)
 
     yield distributed.propagate_tensor_meta_non_cached.patch(propagate)
-    flag = distributed.propagate_use_strided_shard_flag
-    if flag.exists():
-        yield flag.patch(_skip_without_strided(flag.get(), distributed.StridedShard.get()))
+    shard_flag = distributed.propagate_use_strided_shard_flag
+    if shard_flag.exists():
+        yield shard_flag.patch(_wrap_set_flag(shard_flag.get(), distributed.StridedShard.get()))
 
 
-def _skip_without_strided(set_flag: Callable[[Any, Any], None], strided: type) -> Callable[[Any, Any], None]:
-    """Return `set_flag`, which has no effect without strided placements, as a function that looks for strided
-    placements once per call of an operator, and not once per tensor of a list."""
-    cached: list[Any] = [None, False]
+def _wrap_set_flag(set_flag: Callable[[Any, Any], None], strided: type) -> Callable[[Any, Any], None]:
+    """Return a faster `set_flag`, which looks for placements of `strided` once per call of an operator, not once per
+    tensor of a list. Without such placements `set_flag` has no effect."""
+    cache: list[Any] = [None, False]
 
     def set_flag_if_strided(strategy: Any, schema: Any) -> None:
-        if cached[0] is not schema:
+        if cache[0] is not schema:
             specs = schema.args_spec
-            cached[:] = schema, any(isinstance(placement, strided) for spec in specs for placement in spec.placements)
-        if cached[1]:
+            cache[:] = schema, any(isinstance(placement, strided) for spec in specs for placement in spec.placements)
+        if cache[1]:
             set_flag(strategy, schema)
 
     return set_flag_if_strided

@@ -1,7 +1,7 @@
-"""Patches of functions that receive objects of other ranks: objects of a rank that does not run are not known.
+"""Patches of functions that receive Python objects from other ranks; a rank that does not run sends none.
 
-A list into which such objects are received does not change. Objects of running ranks, and gathered objects, are
-handled by torch's code: pickled, as bytes on the GPU.
+A list into which such a rank would send does not change. Objects of running ranks, and gathered objects, are handled
+by torch's code: pickled, as bytes on the GPU.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 
 class ObjectCollectives(Extension):
-    """Patches for objects of other ranks, sharded checkpoints, and sharded optimizer states."""
+    """Patches for objects of other ranks, distributed checkpoints, and FSDP's optimizer states."""
 
     imports = (distributed.validate_global_plan.module, distributed.map_param_key_to_optim_keys.module)
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield replacements of the functions that receive objects of one rank."""
+        """Yield patches of the functions that receive objects from one rank."""
         if _c10d is not None:
             yield from _patch_object_lists(context.rank_backend)
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Yield replacements of the functions that gather parts of a checkpoint or of an optimizer's state."""
+        """Yield patches of the functions that gather a checkpoint or an optimizer's state from all ranks."""
         if module.__name__.endswith("default_planner"):
             yield from _patch_checkpoints(context.rank_backend)
         else:
@@ -40,9 +40,8 @@ class ObjectCollectives(Extension):
 
 
 def _patch_object_lists(backend: SingleRankBackend) -> Iterator[Patch]:
-    replacements = {
-        name: _skip_unknown(getattr(dist, name), backend) for name in ("broadcast_object_list", "scatter_object_list")
-    }
+    names = ("broadcast_object_list", "scatter_object_list")
+    replacements = {name: _skip_unknown_objects(getattr(dist, name), backend) for name in names}
 
     original_receive: Any = getattr(dist, "recv_object_list", None)
 
@@ -63,7 +62,7 @@ def _patch_object_lists(backend: SingleRankBackend) -> Iterator[Patch]:
 
 
 def _patch_checkpoints(backend: SingleRankBackend) -> Iterator[Patch]:
-    """Yield patches by which a distributed checkpoint holds the shards of this rank, without a plan of other ranks."""
+    """Yield patches by which a distributed checkpoint has this rank's shards only, unless all ranks run."""
     original = distributed.init_dist_wrapper.get(None)
     validate = distributed.validate_global_plan.get(None)
     if original is None or validate is None:
@@ -86,19 +85,19 @@ def _patch_checkpoints(backend: SingleRankBackend) -> Iterator[Patch]:
 
 
 def _patch_optimizer_states() -> Iterator[Patch]:
-    """Yield a patch for optimizer states of FSDP1: parameters without an element on this rank have no state, and get
-    an empty state, so that their names are found."""
+    """Yield a patch for FSDP1, which gathers parameter names from optimizer states: parameters without elements on this
+    rank get an empty state, so that their names are known."""
     original = distributed.map_param_key_to_optim_keys.get(None)
     if original is None:
         return
 
     def map_keys(state: dict[str, Any], group: Any, parameters: dict[Any, Any], *rest: Any, **options: Any) -> Any:
-        local = state["state"]
-        remote: dict[Any, Any] = {key: {} for key, p in parameters.items() if p.requires_grad and not p.numel()}
+        local_states = state["state"]
+        empty_states: dict[Any, Any] = {key: {} for key, p in parameters.items() if p.requires_grad and not p.numel()}
         # `merge_keys` gathers the names: by default the first rank, which may not run, would send them.
-        full_state = {**state, "state": {**remote, **local}}
+        full_state = {**state, "state": {**empty_states, **local_states}}
         names, keys_by_name = original(full_state, group, parameters, *rest[:2], merge_keys=True)
-        return names, {name: key for name, key in keys_by_name.items() if key in local}
+        return names, {name: key for name, key in keys_by_name.items() if key in local_states}
 
     yield distributed.map_param_key_to_optim_keys.patch(map_keys)
 
@@ -106,8 +105,8 @@ def _patch_optimizer_states() -> Iterator[Patch]:
 _UNKNOWN_OBJECTS = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
 
 
-def _skip_unknown(original: Callable[..., Any], backend: SingleRankBackend) -> Callable[..., Any]:
-    """Return `original`, a collective on lists of objects, without effect if the sending rank does not run."""
+def _skip_unknown_objects(original: Callable[..., Any], backend: SingleRankBackend) -> Callable[..., Any]:
+    """Return the object collective `original`, changed to have no effect if the sending rank does not run."""
     source_position = 2 if original.__name__ == "scatter_object_list" else 1
 
     def communicate(*args: Any, **options: Any) -> Any:
@@ -121,7 +120,7 @@ def _skip_unknown(original: Callable[..., Any], backend: SingleRankBackend) -> C
 
 
 def _find_sender(position: int, args: Any, options: Any) -> tuple[int | None, Any]:
-    """Return the sending rank (argument `position`), and the group (the next argument)."""
+    """Return the sending rank (the argument at index `position`, None if absent) and the group (the next one)."""
     source = args[position] if len(args) > position else options.get("src")
     group = args[position + 1] if len(args) > position + 1 else options.get("group")
     if options.get("group_src") is not None:

@@ -1,7 +1,7 @@
-"""Creation of process groups of `torch.distributed` without NCCL.
+"""Patches by which `torch.distributed` creates process groups without NCCL.
 
-The program's groups are `RankGroup`s (rank_group.py). Everything else is torch's code, so that DistributedDataParallel
-allocates buckets, and fully_shard shards, in the order of a run on a GPU.
+The program's groups are of class `RankGroup` (rank_group.py). All other code is torch's, so that DDP's buckets and
+fully_shard's shards are allocated in the order of a run on a GPU.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ProcessGroups(Extension):
         return destroy_groups_at_end()
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield the replacements of the functions that initialize and create process groups."""
+        """Yield patches of the functions that initialize and create process groups, and of stores."""
         self._context = context
         self._store = stores.make_store_class(context.channel)
-        self._facts = RankFacts()  # rank and world size of the program
+        self._rank_facts = RankFacts()  # rank and world size of the program
         if _c10d is None:
             return
         init_function = self._make_init_process_group(dist.init_process_group)
@@ -84,19 +84,19 @@ class ProcessGroups(Extension):
             **options: Any,
         ) -> None:
             size = world_size if world_size > 0 else _read_setting("world_size", init_method)
-            group_rank = rank if rank >= 0 else _read_setting("rank", init_method)
-            if size is None or (size > 1 and group_rank is None) or str(backend) == "fake":  # torch raises the error
+            world_rank = rank if rank >= 0 else _read_setting("rank", init_method)
+            if size is None or (size > 1 and world_rank is None) or str(backend) == "fake":  # torch raises the error
                 self._context.record_rank(RankFacts())
                 original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
                 return
-            facts = RankFacts(group_rank or 0, size, without_nccl=str(backend) in _HOST_BACKENDS)
+            facts = RankFacts(world_rank or 0, size, without_nccl=str(backend) in _HOST_BACKENDS)
             self._check_rank(facts, str(backend))
             if not facts.without_nccl:
                 self._context.assume(_NCCL_MEMORY)
             if size == 1:
                 self._context.assume(_ONE_PROCESS)
             self._context.record_rank(facts)
-            self._facts = facts
+            self._rank_facts = facts
             # Without a network store and options for NCCL only (pg_options, device_id).
             store_options = {} if backend == "mpi" else {"store": self._store(), "rank": facts.rank, "world_size": size}
             original(backend, timeout=timeout or _TIMEOUT, **store_options)
@@ -104,7 +104,7 @@ class ProcessGroups(Extension):
         return init_process_group
 
     def _check_rank(self, facts: RankFacts, backend: str) -> None:
-        """Raise if the run has no such rank, or no GPU for the rank."""
+        """Raise an error if `facts.rank` is not in the world, or the run has no GPU for it."""
         if not facts.rank < facts.world_size:
             raise invalid_on_cuda_error(
                 f"is rank {facts.rank} of {facts.world_size}, and there is none", "ranks count from 0"
@@ -132,12 +132,12 @@ class ProcessGroups(Extension):
             if not {part.rpartition(":")[2] for part in backend_name.split(",")} <= _REPLACED_BACKENDS:
                 return original(size, rank, ranks, backend, store, group_name, *rest, **options)
             options.pop("backend_options", None)
-            if self._facts.without_nccl and backend_name not in _HOST_BACKENDS:
-                self._facts = dataclasses.replace(self._facts, without_nccl=False)
-                self._context.record_rank(self._facts)
+            if self._rank_facts.without_nccl and backend_name not in _HOST_BACKENDS:
+                self._rank_facts = dataclasses.replace(self._rank_facts, without_nccl=False)
+                self._context.record_rank(self._rank_facts)
                 self._context.assume(_NCCL_MEMORY)
             if size < 0:  # MPI would provide the size
-                size, rank, store = self._facts.world_size, self._facts.rank, self._store()
+                size, rank, store = self._rank_facts.world_size, self._rank_facts.rank, self._store()
             group_rank = GroupRank(str(group_name), tuple(ranks or range(size)), rank)
             _clear_stale_sharding_caches(group_rank)
             with _register_backend(lambda *args: RankGroup(group_rank, backend_name, self._context)):
@@ -157,8 +157,8 @@ _MEMBERSHIPS: dict[str, tuple[tuple[int, ...], bool]] = {}
 
 
 def _clear_stale_sharding_caches(group_rank: GroupRank) -> None:
-    """Clear DTensor's caches of sharding propagation, whose keys have names of groups, if the process has before run
-    another rank, with other groups of the same names."""
+    """Clear DTensor's caches of sharding propagation, which identify groups by name, if an earlier group of this
+    name had other ranks."""
     membership = group_rank.ranks, group_rank.rank in range(len(group_rank.ranks))
     if _MEMBERSHIPS.get(group_rank.name, membership) != membership and "torch.distributed.tensor" in sys.modules:
         distributed.op_dispatcher.get().sharding_propagator.propagate_op_sharding.cache_clear()
@@ -169,9 +169,9 @@ def _clear_stale_sharding_caches(group_rank: GroupRank) -> None:
 
 
 def _split_group(
-    parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None, *args: Any, **more: Any
+    parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None, *args: Any, **rest: Any
 ) -> Any:
-    """Create a group for each part of a parent group, as NCCL's communicator split; return the group of this rank."""
+    """Create a group for each list of `split_ranks`, as NCCL's communicator split; return the group of this rank."""
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     parent: Any = parent_pg or dist.group.WORLD
@@ -185,26 +185,26 @@ def _split_group(
 @contextlib.contextmanager
 def destroy_groups_at_end() -> Iterator[None]:
     """Context manager: on exit, destroy the groups that the program created, and restore `sys.excepthook`."""
-    hook = sys.excepthook
+    excepthook = sys.excepthook
     was_initialized = _c10d is not None and dist.is_initialized()
     try:
         yield
     finally:
-        sys.excepthook = hook
+        sys.excepthook = excepthook
         if _c10d is not None and dist.is_initialized() and not was_initialized:
             dist.destroy_process_group()
 
 
 def _read_setting(name: str, init_method: str | None) -> int | None:
-    """Return the number `name` of the URL `init_method` or of the environment; None if it is not set."""
+    """Return the integer `name` from the URL `init_method` or from the environment; None if it is not set."""
     query = urllib.parse.parse_qs(urllib.parse.urlparse(init_method or "").query)
-    text = query.get(name, [os.environ.get(name.upper(), "")])[0]
-    return int(text) if text.isdigit() else None
+    value = query.get(name, [os.environ.get(name.upper(), "")])[0]
+    return int(value) if value.isdigit() else None
 
 
 @contextlib.contextmanager
 def _register_backend(create: Callable[..., Any]) -> Iterator[None]:
-    """Context manager: memprof's backend is registered in torch while a group is created."""
+    """Context manager: register memprof's backend in torch, to create a group; remove it on exit."""
     backend = _c10d.Backend
     backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
     try:

@@ -1,8 +1,8 @@
-"""Process group of one rank on the virtual GPU, with the allocations of its collectives.
+"""The process group of a rank on the virtual GPU, with the allocations of its collectives.
 
 Collectives allocate on this rank as NCCL's do (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
-`memprof/virtual/peers` has the values that other ranks contribute. The memory of NCCL outside the caching allocator is
-not known.
+`memprof/virtual/peers` has the values that other ranks contribute. NCCL's memory outside the caching allocator is not
+known.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class CompletedWork(_Work):
-    """Handle of a collective. `inputs` live until `wait`, `results` as long as the handle, as
-    `stashed_for_allocator_safety_` and `outputs_` of ProcessGroupNCCL."""
+    """Handle of a collective. As in ProcessGroupNCCL, `inputs` stay alive until `wait`, and `results` as long as the
+    handle."""
 
     def __init__(self, results: Any, inputs: Any = (), waits: Sequence[Callable[..., Any]] = ()) -> None:
         super().__init__()
         self._results = list(results)
         self._inputs = inputs
         self._waits = waits
-        self._source: Any = 0  # rank that sent, once received
+        self._sender: Any = 0  # rank that sent, once received
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the other ranks, set the results, and release the inputs."""
         waits, self._waits = self._waits, ()
         for wait in waits:
-            self._source = wait()
+            self._sender = wait()
         self._inputs = ()
         return True
 
     synchronize = block_current_stream = wait
 
     def _source_rank(self) -> int:
-        return int(self._source)
+        return int(self._sender)
 
     def is_completed(self) -> bool:
         return True
@@ -67,7 +67,7 @@ class CompletedWork(_Work):
 
 
 class RankGroup(_ProcessGroup):
-    """Process group of one rank, with the methods that torch calls."""
+    """A process group of torch.distributed whose collectives are simulated (`context.rank_backend`), without NCCL."""
 
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
@@ -98,7 +98,7 @@ class RankGroup(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Return the devices that the backend supports; torch sends objects from the host if that is one of them."""
+        """Return the device types that the backend supports; torch sends objects from the host if "cpu" is one."""
         devices_by_backend = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"], "mpi": ["cpu", "cuda"]}
         device_names = [part.partition(":")[0] for part in self._backend_name.split(",") if ":" in part]
         device_names = device_names or devices_by_backend.get(self._backend_name, ["cpu", "cuda"])
@@ -152,7 +152,7 @@ class RankGroup(_ProcessGroup):
         )
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks; NCCL's barrier reduces a number on the GPU."""
+        """Wait for all ranks; NCCL's barrier allocates a tensor of one element on the GPU."""
         results = [torch.zeros(1, device="cuda")] if self._has_nccl else []
         return self._complete(results, waits=[self._backend.barrier(self.group_rank)])
 
@@ -160,7 +160,7 @@ class RankGroup(_ProcessGroup):
         self._complete([], waits=[self._backend.barrier(self.group_rank)]).wait()
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Gather a tensor of each rank; NCCL gathers tensors of one size into one buffer, and copies the parts."""
+        """Gather a tensor from each rank; NCCL gathers tensors of equal size into a buffer, and copies its parts."""
         self._record_sent_bytes("allgather", [part for parts in outputs for part in parts], self._remote_fraction)
         buffers: list[Any] = []
         waits = []
@@ -171,7 +171,7 @@ class RankGroup(_ProcessGroup):
         return self._complete(buffers if buffers[0] is not None else outputs, inputs, waits)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
-        """Reduce and scatter; NCCL copies tensors of one size into one buffer first."""
+        """Reduce and scatter; NCCL first copies tensors of equal size into a flat buffer."""
         self._record_sent_bytes("reduce_scatter", [part for parts in inputs for part in parts], self._remote_fraction)
         buffers, waits = [], []
         for tensor, parts in zip(outputs, inputs, strict=True):
@@ -186,7 +186,7 @@ class RankGroup(_ProcessGroup):
         return self._complete(outputs, inputs, [self._backend.gather(parts, inputs[0], root, self.group_rank)])
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
-        """Scatter tensors of one rank; `inputs` is empty on other ranks."""
+        """Scatter the tensors of one rank; `inputs` is empty on other ranks."""
         root = self._rank if opts is None else opts.rootRank
         parts = Parts(inputs[0]) if inputs else None
         return self._complete(outputs, inputs, [self._backend.scatter(outputs[0], parts, root, self.group_rank)])
@@ -200,7 +200,7 @@ class RankGroup(_ProcessGroup):
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
-        """Exchange the parts of one tensor, split along the first dimension."""
+        """Exchange parts of `tensor`, split along the first dimension, between all ranks."""
         self._record_sent_bytes("alltoall", [tensor], self._remote_fraction)
         outputs, inputs = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
         return self._complete([output], tensor, [self._backend.all_to_all(outputs, inputs, self.group_rank)])
@@ -231,14 +231,14 @@ class RankGroup(_ProcessGroup):
         return self._complete(outputs, inputs, [work.wait for work in works])
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Gather several tensors; `outputs` has for each rank a list with a part of each tensor."""
+        """Gather several tensors; `outputs` has for each rank a list with one tensor per input."""
         self._record_sent_bytes("allgather", [part for parts in outputs for part in parts], self._remote_fraction)
         pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
         waits = [self._backend.all_gather(Parts(parts), tensor, self.group_rank) for parts, tensor in pairs]
         return self._complete(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """Send to one rank, without waiting for the receiver."""
+        """Send `tensors` to one rank, without waiting for the receiver."""
         self._record_sent_bytes("send", tensors, 1)
         waits = [self._backend.send(tensor, rank, tag, self.group_rank) for tensor in tensors]
         return self._complete(tensors, waits=[*self._use_nccl_stream(tensors), *waits])
@@ -283,7 +283,7 @@ class RankGroup(_ProcessGroup):
         return (self._size - 1) / self._size
 
     def _make_flat_buffer(self, parts: _Tensors, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return NCCL's buffer for all parts (`newLikeFlat`); None for tensors of several sizes, sent one by one."""
+        """Return NCCL's buffer for all `parts` (`newLikeFlat`); None if their shapes differ: each is sent alone."""
         if not self._has_nccl or not self._on_gpu(tensor) or any(part.shape != parts[0].shape for part in parts):
             return None
         return torch.empty((len(parts), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -297,7 +297,7 @@ class RankGroup(_ProcessGroup):
 
 
 def _find_reduction(opts: Any) -> str:
-    """Return the name of the reduction, as "SUM", of the options of a collective."""
+    """Return the reduction in a collective's options, such as "SUM"."""
     if opts is None:
         return "SUM"
     reduction = opts.reduceOp
@@ -309,7 +309,7 @@ def _split_evenly(tensor: torch.Tensor, size: int) -> Parts:
 
 
 class _FlatParts(Parts):
-    """Equal parts of a tensor of several dimensions, in the order of the elements."""
+    """Equal parts of a flattened tensor."""
 
     def split(self) -> _Tensors:
         return list(self.tensors[0].reshape(len(self.element_counts), -1))

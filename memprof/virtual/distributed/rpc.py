@@ -1,4 +1,4 @@
-"""Patch of torch.distributed.rpc that raises an error, as a rank that runs alone would wait for the others forever."""
+"""Patch of torch.distributed.rpc that raises an error: a rank that runs alone would wait for other ranks forever."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _StoreBase: Any = getattr(dist, "Store", object)
 
 
 def make_store_class(channel: Channel | None) -> Any:
-    """Return the class that replaces TCPStore and FileStore, for ranks that `channel` connects or for a single rank."""
+    """Return the class that replaces TCPStore and FileStore: shared through `channel`, or local if it is None."""
     if channel is None:
         return _LocalStore
 
@@ -29,7 +29,7 @@ def make_store_class(channel: Channel | None) -> Any:
 
 
 class _LocalStore(_HashStore or object):  # type: ignore[misc]
-    """Store of a rank that runs alone, without the keys of other processes."""
+    """A store of a rank that runs alone; a wait for a key of another process raises an error."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _LocalStore(_HashStore or object):  # type: ignore[misc]
 
 
 class _ChannelStore(_StoreBase):  # type: ignore[misc]
-    """Store that all running ranks share, with the methods that Python and C++ call."""
+    """A store that all running ranks share through the parent process."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         super().__init__()
@@ -62,14 +62,14 @@ class _ChannelStore(_StoreBase):  # type: ignore[misc]
         return self._call("get", key)
 
     def add(self, key: str, amount: int) -> Any:
-        """Add `amount` to the number of `key`, and return the sum."""
+        """Add `amount` to the integer value of `key`, and return the sum."""
         return self._call("add", key, amount)
 
     def append(self, key: str, value: Any) -> None:
         self._call("append", key, _to_bytes(value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        """Set `key` to `desired` if the value is `expected`; return the value afterwards."""
+        """Set `key` to `desired` if its value is `expected`; return the value of `key` afterwards."""
         return self._call("compare_set", key, _to_bytes(expected), _to_bytes(desired))
 
     def check(self, keys: list[str]) -> bool:

@@ -1,7 +1,7 @@
 """Hand-written kernels: flex attention, Triton. Code from torch.compile is in compiled/.
 
 Kernels cannot be launched without a GPU. Flex attention allocates as its compiled kernel does. The first call of a
-Triton kernel ends the run with the kernel's name, or is skipped if the caller of VirtualGpu vouches for the kernels.
+Triton kernel ends the run with the kernel's name, or is skipped if the option `passes_kernels` is set.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from memprof.watch.failure import KernelError, TracingError
 
 
 class CompiledCode(Extension):
-    """Kernels and traces that are made without torch.compile."""
+    """Patches for hand-written kernels and for tracing without torch.compile."""
 
     imports = ("triton.testing",)  # imported after Triton's driver, which packages query at once
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches that refuse the program's own tracing, and make flex_attention allocate as its kernel does."""
-        fake, flex = dynamo.from_tensor, dispatch.call_flex_attention
-        if fake.is_imported() and fake.exists():
-            yield fake.patch(_refuse_tracing(fake.get()))
-        if flex.is_imported() and flex.exists():
-            yield flex.patch(_flex_attention(context.assume))
+        """Yield patches that reject tracing by the program, and make flex_attention allocate as its kernel does."""
+        from_tensor, flex_attention = dynamo.from_tensor, dispatch.call_flex_attention
+        if from_tensor.is_imported() and from_tensor.exists():
+            yield from_tensor.patch(_wrap_from_tensor(from_tensor.get()))
+        if flex_attention.is_imported() and flex_attention.exists():
+            yield flex_attention.patch(_make_flex_attention(context.assume))
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Context manager: clear the cache of fake tensors after the run: its entries name the current GPU."""
+        """Context manager: on exit, clear FakeTensorMode's cache, whose entries refer to the current GPU."""
         try:
             yield
         finally:
@@ -44,25 +44,25 @@ class CompiledCode(Extension):
                 dynamo.FakeTensorMode.get().cache_clear()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches of the launches of Triton's kernels, which skip the kernel or end the run with its name."""
-        yield from _triton_patches(context.mark_written if context.options.skips_kernels else None)
+        """Yield patches of Triton's kernel launches, which skip the kernel or raise a KernelError with its name."""
+        yield from _patch_triton_launches(context.mark_written if context.options.skips_kernels else None)
 
 
-def _triton_patches(note_written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
-    skipped = None if note_written is None else _SkippedLaunches(note_written)
-    for module_name, names in _LAUNCHERS.items():
+def _patch_triton_launches(note_written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
+    skipped_launches = None if note_written is None else _SkippedLaunches(note_written)
+    for module_name, methods in _LAUNCHERS.items():
         module = sys.modules.get(module_name)
-        for name, method in names.items():
-            launcher = getattr(module, name, None)
+        for class_name, method in methods.items():
+            launcher = getattr(module, class_name, None)
             if launcher is not None and method in vars(launcher):
                 wrap = _wrap_getitem if method == "__getitem__" else _wrap_run
-                yield launcher, method, wrap(getattr(launcher, method), skipped)
-    drivers = sys.modules.get("triton.runtime.driver")
-    if drivers is not None and hasattr(sys.modules.get(_DRIVER), "CudaUtils"):
+                yield launcher, method, wrap(getattr(launcher, method), skipped_launches)
+    driver_module = sys.modules.get("triton.runtime.driver")
+    if driver_module is not None and hasattr(sys.modules.get(_DRIVER_MODULE), "CudaUtils"):
         # Queries of the driver (by triton.testing.do_bench, which makes the cache) are answered by torch.
-        yield sys.modules[_DRIVER], "CudaUtils", _CudaUtils
-        yield drivers.driver, "_default", None
-        yield drivers.driver, "_active", None
+        yield sys.modules[_DRIVER_MODULE], "CudaUtils", _CudaUtils
+        yield driver_module.driver, "_default", None
+        yield driver_module.driver, "_active", None
 
 
 class _CudaUtils:
@@ -70,7 +70,7 @@ class _CudaUtils:
 
     @staticmethod
     def get_device_properties(device: Any) -> dict[str, int]:
-        """Return the properties by Triton's names; kernels choose their launch by the number of multiprocessors."""
+        """Return the properties by Triton's names; kernels choose their grid by the number of multiprocessors."""
         gpu: Any = torch.cuda.get_device_properties(device)
         return {
             "max_shared_mem": gpu.shared_memory_per_block_optin,
@@ -80,7 +80,7 @@ class _CudaUtils:
         }
 
 
-_DRIVER = "triton.backends.nvidia.driver"
+_DRIVER_MODULE = "triton.backends.nvidia.driver"
 # A launch `kernel[grid](...)` is `KernelInterface.__getitem__`, and ends in `run` of one of these classes
 # (triton/runtime); in some releases `run` is an attribute of the instance, so that `__getitem__` is patched as well.
 _LAUNCHERS = {
@@ -90,17 +90,16 @@ _LAUNCHERS = {
 
 
 class _SkippedLaunches:
-    """Skipped launches of Triton kernels in one run.
+    """Skips launches of Triton kernels, and reproduces the memory that autotuning takes.
 
     An autotuner times each of its configurations once for each of its keys (triton/runtime/autotuner.py of 3.4 to 3.7).
-    The configurations take the same memory one after the other, so only one is timed, by Triton's own code: `do_bench`,
-    whose buffer of 256 MiB is cleared between two calls, the kernel author's replacement (`do_bench`,
-    `use_cuda_graph`), and copies of the tensors that each call restores (`restore_value`).
+    All configurations take equal memory, one after the other. So only one is timed, by Triton's own code: its
+    `do_bench` (with a buffer of 256 MiB) or the kernel author's, and the tensor copies of `restore_value`.
     """
 
     def __init__(self, note_written: Callable[[torch.Tensor], None]) -> None:
         self._note_written = note_written
-        self._timed: set[tuple[int, Any]] = set()
+        self._timed_keys: set[tuple[int, Any]] = set()
 
     def __call__(self, kernel: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         self._time_autotuning(kernel, args, kwargs)
@@ -118,20 +117,20 @@ class _SkippedLaunches:
         if len(tuner.configs) < 2:
             return
         positional = dict(zip(tuner.arg_names, args, strict=False))
-        given = {name: value for name, value in {**positional, **kwargs}.items() if name in tuner.arg_names}
-        values = [str(given[name]) for name in tuner.keys if name in given]
-        key = (id(tuner), (*values, *(str(value.dtype) for value in given.values() if hasattr(value, "dtype"))))
-        if key not in self._timed:
-            self._timed.add(key)
+        arguments = {name: value for name, value in {**positional, **kwargs}.items() if name in tuner.arg_names}
+        key_values = [str(arguments[name]) for name in tuner.keys if name in arguments]
+        key = (id(tuner), (*key_values, *(str(value.dtype) for value in arguments.values() if hasattr(value, "dtype"))))
+        if key not in self._timed_keys:
+            self._timed_keys.add(key)
             tuner.nargs = positional
             tuner._bench(*args, config=tuner.configs[0], **kwargs)
             tuner.nargs = None
 
 
-def _wrap_getitem(original: Callable[..., Any], skipped: _SkippedLaunches | None) -> Callable[..., Any]:
+def _wrap_getitem(original: Callable[..., Any], skipped_launches: _SkippedLaunches | None) -> Callable[..., Any]:
     def __getitem__(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
-            if _skip_launch(kernel, args, kwargs, skipped):
+            if _skip_launch(kernel, args, kwargs, skipped_launches):
                 return None
             return original(kernel, grid)(*args, **kwargs)
 
@@ -140,25 +139,25 @@ def _wrap_getitem(original: Callable[..., Any], skipped: _SkippedLaunches | None
     return __getitem__
 
 
-def _wrap_run(original: Callable[..., Any], skipped: _SkippedLaunches | None) -> Callable[..., Any]:
+def _wrap_run(original: Callable[..., Any], skipped_launches: _SkippedLaunches | None) -> Callable[..., Any]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if _skip_launch(kernel, args, kwargs, skipped) else original(kernel, *args, **kwargs)
+        return None if _skip_launch(kernel, args, kwargs, skipped_launches) else original(kernel, *args, **kwargs)
 
     return run
 
 
-def _skip_launch(kernel: Any, args: Any, kwargs: Any, skipped: _SkippedLaunches | None) -> bool:
-    """Return whether a kernel has tensors without data among its arguments, so that the launch is skipped.
+def _skip_launch(kernel: Any, args: Any, kwargs: Any, skipped_launches: _SkippedLaunches | None) -> bool:
+    """Return whether an argument of the kernel is a tensor without data, so that the launch is skipped.
 
     Raises:
-        KernelError: the arguments have no data, and launches are not skipped.
+        KernelError: an argument has no data, and `skipped_launches` is None.
     """
     with torch.DisableTorchFunction():
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_meta]
-    if not given:
+        meta_args = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_meta]
+    if not meta_args:
         return False
-    if skipped is not None:
-        skipped(kernel, args, kwargs, given)
+    if skipped_launches is not None:
+        skipped_launches(kernel, args, kwargs, meta_args)
         return True
     function = kernel
     while hasattr(function, "fn"):  # an autotuner has a kernel, a kernel has a function
@@ -168,8 +167,8 @@ def _skip_launch(kernel: Any, args: Any, kwargs: Any, skipped: _SkippedLaunches 
     raise KernelError(f"the Triton kernel {qualified_name} was launched with tensors that have no data", qualified_name)
 
 
-def _refuse_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `from_tensor` that refuses tensors "on cuda": fake tensors on CUDA abort the process without a GPU."""
+def _wrap_from_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `from_tensor` that raises for CUDA tensors: without a GPU, fake CUDA tensors abort the process."""
 
     def from_tensor(mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cuda":
@@ -179,7 +178,7 @@ def _refuse_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_tensor
 
 
-_FLEX = "torch.nn.attention.flex_attention"
+_FLEX_MODULE = "torch.nn.attention.flex_attention"
 BLOCK_MASK = (
     "create_block_mask, compiled, makes no mask of every pair of positions: what its blocks are is kept, and not known."
 )
@@ -187,27 +186,26 @@ BLOCK_MASK = (
 
 def is_block_mask(function: Any) -> bool:
     """Return whether `function` is torch's own `create_block_mask`."""
-    flex = sys.modules.get(_FLEX)
+    flex = sys.modules.get(_FLEX_MODULE)
     return flex is not None and function is flex.create_block_mask
 
 
 def allocate_block_mask(*args: Any, **kwargs: Any) -> Any:
-    """Return a `BlockMask` as the compiled `create_block_mask` allocates it: the kernel calls `mask_mod` for every
-    pair, sums by block in registers and writes two numbers a block. The eager code makes the whole mask [queries x
-    keys], and compiling it here would end the run's own function mode, in addition to the mode that it enters."""
-    bound = inspect.signature(sys.modules[_FLEX].create_block_mask).bind(*args, **kwargs)
+    """Return a `BlockMask` of the arguments of `create_block_mask`, allocated as its compiled kernel does: two numbers
+    for each block. The eager code would allocate the full mask of shape [queries, keys]."""
+    bound = inspect.signature(sys.modules[_FLEX_MODULE].create_block_mask).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    size, queries, keys = given["BLOCK_SIZE"], given["Q_LEN"], given["KV_LEN"]
-    rows, columns = (size, size) if isinstance(size, int) else size
-    shape = (given["B"] or 1, given["H"] or 1, -(-queries // rows), -(-keys // columns))
-    where = torch.accelerator.current_accelerator() if given["device"] is None else given["device"]
-    partial, full = (torch.empty(shape, dtype=torch.int8, device=where) for _ in range(2))
-    blocks = (partial, full if given.get("separate_full_blocks", True) else None)
-    return dispatch.create_sparse_block_from_block_mask(blocks, given["mask_mod"], (queries, keys), rows, columns)
+    arguments = bound.arguments
+    size, queries, keys = arguments["BLOCK_SIZE"], arguments["Q_LEN"], arguments["KV_LEN"]
+    q_size, k_size = (size, size) if isinstance(size, int) else size
+    shape = (arguments["B"] or 1, arguments["H"] or 1, -(-queries // q_size), -(-keys // k_size))
+    device = torch.accelerator.current_accelerator() if arguments["device"] is None else arguments["device"]
+    partial, full = (torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2))
+    blocks = (partial, full if arguments.get("separate_full_blocks", True) else None)
+    return dispatch.create_sparse_block_from_block_mask(blocks, arguments["mask_mod"], (queries, keys), q_size, k_size)
 
 
-def _flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:
+def _make_flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:
     def call(operator: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         assume("flex_attention allocates as its compiled kernel: output, logsumexp, delta in the backward.")
         return _FlexAttention.apply(query, key, value)
@@ -216,23 +214,22 @@ def _flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The allocations of the compiled kernel (torch/_inductor/kernel/flex/flex_attention.py).
+    """Flex attention with the allocations of its compiled kernel (torch/_inductor/kernel/flex/flex_attention.py).
 
     Forward: the output, laid out as the query, and a float32 logsumexp per query and head; backward: a float32 delta
-    like the logsumexp, and the three gradients. No score is ever written to memory. Gradients of buffers in a score_mod
-    are not computed.
+    of that shape, and three gradients. Scores are never stored. Gradients of buffers in a score_mod are not computed.
     """
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        """Return output, logsumexp and maxima of the scores, which are empty since no caller requests them."""
+        """Return the output, the logsumexp, and an empty tensor for the scores' maxima, which no caller requests."""
         shape = (*query.shape[:-1], value.shape[-1])
         out = torch.empty_like(query) if query.shape == shape else query.new_empty(shape)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
-        maxima = query.new_empty(0, dtype=torch.float32)
-        ctx.mark_non_differentiable(lse, maxima)
-        return out, lse, maxima
+        max_scores = query.new_empty(0, dtype=torch.float32)
+        ctx.mark_non_differentiable(lse, max_scores)
+        return out, lse, max_scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

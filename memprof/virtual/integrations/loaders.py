@@ -1,9 +1,9 @@
-"""`DataLoader(num_workers=...)`: the batches of its worker processes, made in this process at their request.
+"""`DataLoader(num_workers=...)` without worker processes: this process loads each batch when it is requested.
 
 A tensor of the virtual GPU has no data to send between processes, and no recorder sees the allocations of another
 process. So the workers are simulated: each has its own copy of the dataset object, its own random state and its own
 `get_worker_info()`, and the workers take turns as in torch's own iterator. Samples and batches come in the same number
-and order as with real workers; a batch is made at its request and not ahead of time.
+and order as with real workers; batches are not loaded ahead of time.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import HostOnlyMode
 
 # Containers of a dataset up to this length may be state and are copied for each worker. Longer ones are data.
-_COPIED_ELEMENTS = 1 << 16
-_IN_PROCESS = (
+_MAX_COPIED_ELEMENTS = 1 << 16
+_IN_PROCESS_ASSUMPTION = (
     "Batches of DataLoader workers are made in the training process, one at a time when they are requested: those that "
     "workers keep ready (prefetch_factor for each) are not counted in host memory."
 )
 
 
 class Loaders(Extension):
-    """Data loaders, which start no processes and threads."""
+    """Patches by which data loaders start no processes and no threads."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield the patch of the iterator over batches of workers."""
+        """Yield the patch of torch's iterator over the batches of worker processes."""
 
         class InProcessIterator(_InProcessIterator):
             host_only = HostOnlyMode(context.is_on_gpu)
 
             def __init__(self, loader: Any) -> None:
-                context.assume(_IN_PROCESS)
+                context.assume(_IN_PROCESS_ASSUMPTION)
                 super().__init__(loader)
 
         yield loaders.MultiProcessingDataLoaderIter.patch(InProcessIterator)
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Context manager: collate batches in this process.
+        """Context manager: `default_collate` stacks tensors as it does outside workers.
 
         In a worker, torch's own function would stack batches into shared memory, which the modes do not see.
         """
@@ -69,53 +69,53 @@ class Loaders(Extension):
 
 
 class _InProcessIterator(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]
-    """An iterator over the batches of `_MultiProcessingDataLoaderIter`, in the same order."""
+    """An iterator over the batches of torch's `_MultiProcessingDataLoaderIter`, in its order, without processes."""
 
     host_only: HostOnlyMode
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._prefetch_factor = loader.prefetch_factor
-        init = loader.worker_init_fn
+        init_fn = loader.worker_init_fn
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            # Data pipes are sharded by the worker's number before the program's own function is called.
-            init = functools.partial(loaders.sharding_worker_init_fn, init, self._world_size, self._rank)
-        self._workers = [_Worker(self, number, init) for number in range(self._num_workers)]
+            # Data pipes are sharded by the worker's id before the program's own function is called.
+            init_fn = functools.partial(loaders.sharding_worker_init_fn, init_fn, self._world_size, self._rank)
+        self._workers = [_Worker(self, worker_id, init_fn) for worker_id in range(self._num_workers)]
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)  # type: ignore[no-untyped-call]
         for worker in self._workers:
-            worker.active = True
+            worker.is_active = True
             worker.fetcher = None
-        self._turns = itertools.cycle(self._workers)
+        self._worker_cycle = itertools.cycle(self._workers)
         self._tasks: collections.deque[tuple[_Worker, Any]] = collections.deque()
         # Workers prefetch: this many indices are drawn from the sampler before the first batch.
         for _ in range(self._prefetch_factor * self._num_workers):
             self._assign()
 
     def _assign(self) -> None:
-        """Assign the next index to the next worker whose dataset has not ended."""
+        """Assign the sampler's next index to the next worker whose dataset has not ended."""
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             return
-        for worker in itertools.islice(self._turns, self._num_workers):
-            if worker.active:
+        for worker in itertools.islice(self._worker_cycle, self._num_workers):
+            if worker.is_active:
                 self._tasks.append((worker, index))
                 return
 
     def _next_data(self) -> Any:
         while self._tasks:
             worker, index = self._tasks.popleft()
-            if not worker.active:  # the index was assigned before the worker's dataset ended
+            if not worker.is_active:  # the index was assigned before the worker's dataset ended
                 continue
             try:
                 data = worker.fetch(index)
             except StopIteration:
                 if self._dataset_kind != loaders.DatasetKind.get().Iterable:
                     raise
-                worker.active = False
+                worker.is_active = False
                 self._assign()
                 continue
             except BaseException:
@@ -129,79 +129,79 @@ class _InProcessIterator(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc
 class _Worker:
     """One simulated worker process."""
 
-    def __init__(self, loader: Any, number: int, init: Callable[[int], None] | None) -> None:
-        self.active = True
+    def __init__(self, loader: Any, worker_id: int, init_fn: Callable[[int], None] | None) -> None:
+        self.is_active = True
         self.fetcher: Any = None
-        self._number = number
-        self._init = init
+        self._worker_id = worker_id
+        self._init_fn = init_fn
         self._host_only = loader.host_only
         self._dataset = copy_for_worker(loader._dataset)
         self._fetcher_arguments = (loader._dataset_kind, loader._auto_collation, loader._collate_fn, loader._drop_last)
-        self._seeds = loader._base_seed, number
-        self._random: Any = None
-        self._info = loaders.WorkerInfo(
-            id=number, num_workers=loader._num_workers, seed=loader._base_seed + number, dataset=self._dataset
+        self._seeds = loader._base_seed, worker_id
+        self._random_state: Any = None
+        self._worker_info = loaders.WorkerInfo(
+            id=worker_id, num_workers=loader._num_workers, seed=loader._base_seed + worker_id, dataset=self._dataset
         )
 
     def fetch(self, index: Any) -> Any:
-        """Return the batch (or the sample) of `index`.
+        """Return the batch of the indices `index`, or the sample of a single index.
 
         Raises:
             StopIteration: this worker's part of an iterable dataset has ended.
             MemprofError: the dataset uses CUDA.
         """
-        with _use_worker_info(self._info), self._random_state(), self._host_only:
-            if self._init is not None:
-                init, self._init = self._init, None
-                init(self._number)
+        with _use_worker_info(self._worker_info), self._use_random_state(), self._host_only:
+            if self._init_fn is not None:
+                init_fn, self._init_fn = self._init_fn, None
+                init_fn(self._worker_id)
             if self.fetcher is None:
-                kind, collated, collate, drop_last = self._fetcher_arguments
+                dataset_kind, auto_collation, collate, drop_last = self._fetcher_arguments
                 self.fetcher = loaders.DatasetKind.get().create_fetcher(
-                    kind, self._dataset, collated, collate, drop_last
+                    dataset_kind, self._dataset, auto_collation, collate, drop_last
                 )
             return self.fetcher.fetch(index)
 
     @contextlib.contextmanager
-    def _random_state(self) -> Iterator[None]:
-        """Context manager: use this worker's random state, which a real worker has in its process."""
-        outside = _random_state()
-        if self._random is None:
-            _seed(*self._seeds)
+    def _use_random_state(self) -> Iterator[None]:
+        """Context manager: use this worker's random state, as if it had a process of its own."""
+        outer_state = _get_random_state()
+        if self._random_state is None:
+            _seed_generators(*self._seeds)
         else:
-            _set_random_state(*self._random)
+            _set_random_state(*self._random_state)
         try:
             yield
         finally:
-            self._random = _random_state()
-            _set_random_state(*outside)
+            self._random_state = _get_random_state()
+            _set_random_state(*outer_state)
 
 
-def copy_for_worker(value: Any, done: dict[int, Any] | None = None) -> Any:
+def copy_for_worker(value: Any, copies: dict[int, Any] | None = None) -> Any:
     """Return a copy of a dataset for one worker: other workers do not see attributes that this worker sets.
 
-    Data is shared: tensors, arrays, and containers longer than _COPIED_ELEMENTS. `done` has the copies by `id`.
+    Shared are tensors, arrays and containers longer than _MAX_COPIED_ELEMENTS. `copies` has the copies by `id`.
     """
-    done = {} if done is None else done
-    if id(value) in done:
-        return done[id(value)]
-    if type(value) in (list, dict, set, collections.deque) and len(value) <= _COPIED_ELEMENTS:
-        copied: Any = value.copy()
-        done[id(value)] = copied
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
+    if type(value) in (list, dict, set, collections.deque) and len(value) <= _MAX_COPIED_ELEMENTS:
+        copy: Any = value.copy()
+        copies[id(value)] = copy
         if isinstance(value, dict):
-            copied.update((key, copy_for_worker(part, done)) for key, part in value.items())
+            copy.update((key, copy_for_worker(part, copies)) for key, part in value.items())
         elif isinstance(value, list):
-            copied[:] = [copy_for_worker(part, done) for part in value]
-        return copied
+            copy[:] = [copy_for_worker(part, copies) for part in value]
+        return copy
     if not isinstance(value, torch.utils.data.Dataset) or not hasattr(value, "__dict__"):
         return value
     try:
         # As in a forked process: without the class's own pickling methods.
-        copied = object.__new__(type(value))
+        copy = object.__new__(type(value))
     except TypeError:  # a class that is partly in C
         return value
-    done[id(value)] = copied
-    vars(copied).update((name, copy_for_worker(part, done)) for name, part in vars(value).items())
-    return copied
+    copies[id(value)] = copy
+    vars(copy).update((name, copy_for_worker(part, copies)) for name, part in vars(value).items())
+    return copy
 
 
 @contextlib.contextmanager
@@ -211,21 +211,21 @@ def _use_worker_info(info: Any) -> Iterator[None]:
         yield
 
 
-def _seed(base_seed: int, number: int) -> None:
+def _seed_generators(base_seed: int, worker_id: int) -> None:
     """Seed the random generators as `_worker_loop` does (torch/utils/data/_utils/worker.py)."""
-    random.seed(base_seed + number)
-    torch.default_generator.manual_seed(base_seed + number)
+    random.seed(base_seed + worker_id)
+    torch.default_generator.manual_seed(base_seed + worker_id)
     if "numpy" in sys.modules and loaders.generate_state.exists():
-        sys.modules["numpy"].random.seed(loaders.generate_state(base_seed, number))
+        sys.modules["numpy"].random.seed(loaders.generate_state(base_seed, worker_id))
 
 
-def _random_state() -> tuple[Any, torch.Tensor, Any]:
+def _get_random_state() -> tuple[Any, torch.Tensor, Any]:
     numpy = sys.modules.get("numpy")
     return random.getstate(), torch.default_generator.get_state(), None if numpy is None else numpy.random.get_state()
 
 
-def _set_random_state(python: Any, generator: torch.Tensor, numpy: Any) -> None:
-    random.setstate(python)
-    torch.default_generator.set_state(generator)
-    if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)
+def _set_random_state(python_state: Any, torch_state: torch.Tensor, numpy_state: Any) -> None:
+    random.setstate(python_state)
+    torch.default_generator.set_state(torch_state)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)

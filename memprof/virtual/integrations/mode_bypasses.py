@@ -1,4 +1,4 @@
-"""Bypasses of the dispatch mode: Python methods, and C++ functions that read a tensor's device."""
+"""Patches of functions that bypass the dispatch mode: Python methods, and C++ functions that read a tensor's device."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from memprof.workload.quantization import import_quietly
 
 
 class ModeBypasses(Extension):
-    """Functions that read and write data, group tensors by device, save tensors, or autocast in a backward pass."""
+    """Patches of functions that access data, group tensors by device, save tensors, or autocast in a backward pass."""
 
     def __init__(self) -> None:
         self._mode: FunctionMode | None = None
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches that replace each function by the function mode's version."""
+        """Yield patches that replace each function by the function mode's implementation."""
         mode = self._mode = context.function_mode
         yield from mode.interchange.patches()
         yield tensors.str_of_tensor.patch(
             mode.device_answers.wrap_str(tensors.str_of_tensor.get(), mode.interchange.read_values)
         )
-        by_device = tensors.group_tensors_by_device_and_dtype
-        yield by_device.patch(mode.device_answers.wrap_grouping(by_device.get()))
-        compatible = tensors.has_compatible_shallow_copy_type
-        yield compatible.patch(mode.assignments.wrap_compatibility_check(compatible.get()))
+        grouping = tensors.group_tensors_by_device_and_dtype
+        yield grouping.patch(mode.device_answers.wrap_grouping(grouping.get()))
+        compatibility_check = tensors.has_compatible_shallow_copy_type
+        yield compatibility_check.patch(mode.assignments.wrap_compatibility_check(compatibility_check.get()))
         yield from mode.host_kinds.patches()
-        yield _saved_tensor_patch(mode)
-        yield from _autocast_patches(context)
-        yield from _profiler_patches()
+        yield _patch_saved_tensor_hooks(mode)
+        yield from _patch_autocast(context)
+        yield from _patch_profiler()
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
-        """Return a context manager under which the interchange opens safetensors files."""
+        """Return a context manager that replaces `safe_open` of safetensors."""
         return context.function_mode.interchange.safetensors.replace_safe_open()
 
     def leave_in_child(self) -> None:
-        """Let the child process open safetensors files by itself."""
+        """Disable the replaced `safe_open` in a forked child process."""
         if self._mode is not None:
             self._mode.interchange.safetensors.is_disabled = True
 
 
-def _saved_tensor_patch(mode: FunctionMode) -> Patch:
-    """Return the patch of saved-tensor hooks (checkpointing, save_on_cpu): C++ calls the hooks without the function
-    mode, where they would see meta tensors, and checkpointing would find changed devices."""
+def _patch_saved_tensor_hooks(mode: FunctionMode) -> Patch:
+    """Return the patch of saved-tensor hooks (checkpointing, save_on_cpu), which runs the hooks under `mode`. C++ calls
+    hooks without the mode, so that they would see meta tensors."""
     original = autograd.push_saved_tensors_default_hooks.get()
 
-    def under_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run_under_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(value: Any) -> Any:
             if dispatch.len_torch_function_stack():
                 return hook(value)
@@ -63,38 +63,38 @@ def _saved_tensor_patch(mode: FunctionMode) -> Patch:
 
         return call
 
-    def push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-        original(under_mode(pack), under_mode(unpack))
+    def push_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        original(run_under_mode(pack), run_under_mode(unpack))
 
-    return autograd.push_saved_tensors_default_hooks.patch(push)
+    return autograd.push_saved_tensors_default_hooks.patch(push_hooks)
 
 
-def _autocast_patches(context: InstallContext) -> Iterator[Patch]:
-    """Yield patches that drop the half-precision copies of weights at the end of the outermost autocast region."""
+def _patch_autocast(context: InstallContext) -> Iterator[Patch]:
+    """Yield patches that clear autocast's cache of casted weights as torch does, and autocast in backward passes."""
     mode, dispatch_mode = context.function_mode, context.dispatch_mode
     original = torch.clear_autocast_cache
 
-    def clear() -> None:
+    def clear_cache() -> None:
         original()
         mode.autocast.clear_cache()
 
-    yield torch, "clear_autocast_cache", clear
+    yield torch, "clear_autocast_cache", clear_cache
     run_backward = autograd.engine_run_backward.get()
 
     def run_backward_with_cast(*args: Any, **kwargs: Any) -> Any:
         # A dispatch mode runs with autocast off; operators that the engine calls inside a region are cast nevertheless.
-        outer = dispatch_mode.cast_arguments
+        outer_cast = dispatch_mode.cast_arguments
         dispatch_mode.cast_arguments = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
         try:
             return run_backward(*args, **kwargs)
         finally:
-            dispatch_mode.cast_arguments = outer
+            dispatch_mode.cast_arguments = outer_cast
 
     yield autograd.engine_run_backward.patch(run_backward_with_cast)
 
 
-def _profiler_patches() -> Iterator[Patch]:
-    """Yield the patch of `torch.profiler`, which records no GPU here: all work runs on the host."""
+def _patch_profiler() -> Iterator[Patch]:
+    """Yield a patch by which `torch.profiler` records only the host: no work runs on a GPU."""
     original = autograd_profiler.profile.__init__
 
     @functools.wraps(original)
@@ -103,10 +103,10 @@ def _profiler_patches() -> Iterator[Patch]:
         # code of a module being imported would be freed by then.
         import_quietly("torch.utils.flop_counter")
         original(profiler, *args, **kwargs)
-        kinds = autograd.ProfilerState
-        if getattr(profiler, "profiler_kind", None) == kinds.KINETO_GPU_FALLBACK:
+        profiler_states = autograd.ProfilerState
+        if getattr(profiler, "profiler_kind", None) == profiler_states.KINETO_GPU_FALLBACK:
             # Else the profiler would record a CUDA event for each operator, and print a page of warnings.
-            profiler.profiler_kind = kinds.KINETO
+            profiler.profiler_kind = profiler_states.KINETO
         activities = getattr(profiler, "kineto_activities", None)
         if activities:
             activities.discard(torch.profiler.ProfilerActivity.CUDA)

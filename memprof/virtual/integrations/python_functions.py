@@ -1,7 +1,7 @@
 """torch's own Python functions (`torch.nn.functional` and others) under a function mode.
 
-These functions pass themselves to an active mode and then run with the mode off, so that the mode would miss a factory
-in them. Here the functions run as plain Python under the mode, which sees the C++ functions that they call.
+Such a function passes itself to an active mode and then runs with the mode off, so that the mode would miss tensors
+that it creates. Here the functions run as plain Python under the mode, which sees the C++ functions that they call.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from memprof.virtual.install_context import InstallContext
 
 
 class PythonFunctions(Extension):
-    """The functions of torch that are written in Python."""
+    """Patches by which torch's Python functions run under the function mode."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches of the checks by which the functions pass themselves to a mode."""
-        yield from python_function_patches()
+        """Yield patches of the checks (`has_torch_function`) by which a function decides to pass itself to a mode."""
+        yield from patch_python_functions()
 
 
-def python_function_patches() -> Iterator[Patch]:
-    """Yield the patches (owner, name, replacement) that run torch's Python functions under an active function mode."""
-    functions = {name: getattr(dispatch, name) for name in _REPLACEMENTS}
-    for module_name in sys.modules.keys() - _INSPECTED:  # inspects each of transformers' many modules once
+def patch_python_functions() -> Iterator[Patch]:
+    """Yield patches (owner, name, replacement) of `has_torch_function` and its variants in torch's imported modules."""
+    checks = {name: getattr(dispatch, name) for name in _REPLACEMENTS}
+    for module_name in sys.modules.keys() - _INSPECTED_MODULES:  # inspects each of transformers' many modules once
         module = sys.modules.get(module_name)
         if module is None:
             continue
-        _INSPECTED.add(module_name)
+        _INSPECTED_MODULES.add(module_name)
         if module_name == "torch" or module_name.startswith("torch."):
-            calls = [name for name in functions if vars(module).get(name) is functions[name]]
-            if calls:
-                _CALLS[module_name] = calls
-    for module_name, calls in _CALLS.items():
+            check_names = [name for name in checks if vars(module).get(name) is checks[name]]
+            if check_names:
+                _CHECKS_BY_MODULE[module_name] = check_names
+    for module_name, check_names in _CHECKS_BY_MODULE.items():
         module = sys.modules.get(module_name)
-        for name in calls:
-            if module is not None and vars(module).get(name) is functions[name]:
+        for name in check_names:
+            if module is not None and vars(module).get(name) is checks[name]:
                 yield module, name, _REPLACEMENTS[name]
 
 
-_INSPECTED: set[str] = set()
-_CALLS: dict[str, list[str]] = {}  # module -> torch's three override checks that the module has imported
+_INSPECTED_MODULES: set[str] = set()
+_CHECKS_BY_MODULE: dict[str, list[str]] = {}  # module -> torch's three override checks that the module has imported
 
 
 def _has_torch_function(tensors: Any) -> bool:
-    """Return whether a tensor subclass, or a mode of the program's own, overrides the call, as torch checks it
-    (`check_has_torch_function` of torch/csrc/utils/disable_torch_function.cpp)."""
+    """Return whether a tensor subclass or the program's own mode overrides the call, as `check_has_torch_function` of
+    torch/csrc/utils/disable_torch_function.cpp does."""
     depth = dispatch.len_torch_function_stack()
     innermost = dispatch.get_function_stack_at(depth - 1) if depth else None
-    is_of_program = innermost is not None and not isinstance(innermost, MemprofFunctionMode)
-    if is_of_program and not dispatch.is_torch_function_all_disabled():
+    is_program_mode = innermost is not None and not isinstance(innermost, MemprofFunctionMode)
+    if is_program_mode and not dispatch.is_torch_function_all_disabled():
         return True
     if not dispatch.is_torch_function_enabled():  # a subclass runs the function itself
         return False
     for tensor in tensors:
-        kind = type(tensor)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        tensor_type = type(tensor)
+        if tensor_type is torch.Tensor or tensor_type is torch.nn.Parameter:
             continue
-        handler = getattr(kind, "__torch_function__", None)
+        handler = getattr(tensor_type, "__torch_function__", None)
         if handler not in (None, dispatch.disabled_torch_function_impl) and handler != torch.Tensor.__torch_function__:
             return True
     return False

@@ -21,28 +21,28 @@ from memprof.virtual.kernels.normalization import HAS_FUSED_RMS_NORM, meta_rms_n
 from memprof.virtual.shapes import register_cpp_results
 
 
-class ResultsInCpp(Extension):
+class MetaKernels(Extension):
     """Kernels for meta tensors, registered with torch's dispatcher during the run."""
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
-        """Context manager: register the operators."""
-        library = torch.library.Library("aten", "IMPL", "AutogradMeta")
+        """Context manager: register the kernels, and remove them on exit."""
+        autograd_library = torch.library.Library("aten", "IMPL", "AutogradMeta")
         # torch.library refuses a kernel for a composite operator.
-        for_meta: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+        meta_library: Any = dispatch.dispatch_library("IMPL", "aten", "Meta", __file__, 0)
         try:
             if HAS_FUSED_RMS_NORM:
-                for_meta.impl("_fused_rms_norm", "Meta", meta_rms_norm, False)
+                meta_library.impl("_fused_rms_norm", "Meta", meta_rms_norm, False)
             for name in ("mish_backward", "native_channel_shuffle"):
-                library.impl(name, _below_autograd(getattr(torch.ops.aten, name).default), "AutogradMeta")
+                autograd_library.impl(name, _wrap_below_autograd(getattr(torch.ops.aten, name).default), "AutogradMeta")
             with register_cpp_results():
                 yield
         finally:
-            for_meta.reset()
-            library._destroy()
+            meta_library.reset()
+            autograd_library._destroy()
 
 
-def _below_autograd(operator: Any) -> Callable[..., Any]:
+def _wrap_below_autograd(operator: Any) -> Callable[..., Any]:
     def call_below_autograd(*args: Any) -> Any:
         with dispatch.AutoDispatchBelowAutograd():
             return operator(*args)

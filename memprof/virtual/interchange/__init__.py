@@ -1,1 +1,1 @@
-"""Patches of every access to tensor data: pointers, numpy, pickles, checkpoints, safetensors files, storages."""
+"""Patches of functions that access tensor data: pointers, numpy, pickles, checkpoints, safetensors, storages."""

@@ -1,9 +1,9 @@
-"""`torch.save` and `torch.load`: checkpoints of tensors without data, and real checkpoints loaded without their data.
+"""Patches of `torch.save` and `torch.load`, which write tensors without data, and load large tensors without reading.
 
 A file has torch's format. A storage of the virtual GPU, and a large storage of the host, is an *empty shell* there:
-the pickle has type, size and device of the storage, and the record with the data is missing. The name of the record
-says why, so that torch's own error shows the reason where the file is opened without memprof. Known values (counters,
-random states) and the data of real tensors are written as usual. The pickle keeps views and shared storages.
+the pickle has type, size and device of the storage, and the record with the data is missing. The name of the missing
+record says why, so that torch's error shows the reason where memprof does not open the file. Known values (counters,
+random states) and the data of real tensors are written as usual. The pickle preserves views and shared storages.
 
 A storage is loaded on the host first, then moved to the device of `map_location`, as in torch. Large storages of
 floating-point numbers and bytes are not read.
@@ -46,17 +46,17 @@ ALWAYS_READ_DTYPES = frozenset({torch.bool, torch.int16, torch.int32, torch.int6
 
 
 class Checkpoints:
-    """Writer and reader of checkpoint files (torch.save, torch.load) of one virtual GPU."""
+    """Replacements of `torch.save` and `torch.load` for one virtual GPU."""
 
     def __init__(self, device_state: DeviceState, mode: TorchFunctionMode) -> None:
         self._device_state = device_state
         self._mode = mode
         self._assume = device_state.values.assume
-        self._dtype = torch.uint8  # dtype of the storage that is being loaded
+        self._loaded_dtype = torch.uint8  # dtype of the storage that is being loaded
         self.is_saving = False
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield the patches (owner, name, replacement) of `torch.save`, `torch.load` and the copies of storages."""
+        """Yield patches (owner, name, replacement) of `torch.save`, `torch.load`, and of storage copies to a GPU."""
         yield tensors.save.patch(self._save)
         yield tensors.load.patch(self._load)
         yield tensors.legacy_load.patch(self._wrap_legacy_load(tensors.legacy_load.get()))
@@ -105,13 +105,13 @@ class Checkpoints:
                 return persistent_id(value)
 
         pickled = io.BytesIO()
-        outer, self.is_saving = self.is_saving, True
+        was_saving, self.is_saving = self.is_saving, True
         try:
             # The modes are not active in a thread that writes checkpoints; without them, tensors are on meta.
             with contextlib.nullcontext() if dispatch.len_torch_function_stack() else self._mode:
                 Pickler(pickled, protocol=pickle_protocol).dump(obj)
         finally:
-            self.is_saving = outer
+            self.is_saving = was_saving
         records: list[tuple[str, Any]] = [("data.pkl", pickled.getvalue())]
         records += [] if disable_byteorder else [("byteorder", sys.byteorder)]
         if any(data is None for _, data in storages.values()):
@@ -129,20 +129,20 @@ class Checkpoints:
         storages.clear()
 
     def _find_data(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Return the data of `storage` to write: a real storage itself, the known values of a small one, or None."""
+        """Return the data of `storage` to write: itself if it is real, its known values if it is small, else None."""
         if storage.device.type != "meta":
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known = self._device_state.values.store.read_elements(storage) if storage.nbytes() < MIN_VIRTUAL_BYTES else None
-        if known is None or not is_cheap_to_compute(known):
+        known_values = self._device_state.values.store.read_elements(storage) if storage.nbytes() < MIN_VIRTUAL_BYTES else None
+        if known_values is None or not is_cheap_to_compute(known_values):
             return None
         with torch.DisableTorchFunction():
-            data = known.untyped_storage()
+            data = known_values.untyped_storage()
         return data if data.nbytes() == storage.nbytes() else None
 
     def _find_location(self, storage: torch.UntypedStorage) -> str:
-        """Return the location tag ("cpu", "cuda:0") of `storage`."""
+        """Return torch's location tag of `storage`, such as "cpu" or "cuda:0"."""
         if storage.device.type != "meta":
             return str(torch.serialization.location_tag(storage))
         device = self._device_state.recorder.storages.get_device(storage)
@@ -151,32 +151,32 @@ class Checkpoints:
     def _load(
         self, file: Any, map_location: Any, pickle_module: Any, pickle_file: str = "data.pkl", **options: Any
     ) -> Any:
-        """Read a checkpoint as `torch.serialization._load` does; mapped files (`overall_storage`) are not mapped."""
+        """Read a checkpoint as `torch.serialization._load` does, but never by memory mapping (`overall_storage`)."""
         options.pop("overall_storage", None)
         # Passed by torch 2.15 and later, and no option of the unpickler.
         validation = {"weights_only": options.pop("weights_only")} if "weights_only" in options else {}
-        restore = tensors.get_restore_location(map_location)
-        to_meta = map_location is not None and not callable(map_location) and str(map_location) == "meta"
-        loaded: dict[str, Any] = {}
-        records = set(file.get_all_records())
-        is_byte_swapped = "byteorder" in records and file.get_record("byteorder").decode() != sys.byteorder
+        restore_location = tensors.get_restore_location(map_location)
+        is_meta_target = map_location is not None and not callable(map_location) and str(map_location) == "meta"
+        loaded_storages: dict[str, Any] = {}
+        record_names = set(file.get_all_records())
+        is_byte_swapped = "byteorder" in record_names and file.get_record("byteorder").decode() != sys.byteorder
 
-        def persistent_load(saved: Any) -> Any:
-            _, kind, key, location, count = saved
-            if key not in loaded:
-                dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        def persistent_load(saved_id: Any) -> Any:
+            _, storage_type, key, location, count = saved_id
+            if key not in loaded_storages:
+                dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
                 num_bytes = count * dtype.itemsize
-                if to_meta:
+                if is_meta_target:
                     storage = torch.UntypedStorage(num_bytes, device="meta")
                 else:
-                    host = self._read_storage(file, f"data/{key}", num_bytes, dtype, records, is_byte_swapped)
-                    self._dtype = dtype
+                    source = self._read_storage(file, f"data/{key}", num_bytes, dtype, record_names, is_byte_swapped)
+                    self._loaded_dtype = dtype
                     try:
-                        storage = restore(host, location)
+                        storage = restore_location(source, location)
                     finally:
-                        self._dtype = torch.uint8
-                loaded[key] = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-            return loaded[key]
+                        self._loaded_dtype = torch.uint8
+                loaded_storages[key] = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+            return loaded_storages[key]
 
         class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
             def find_class(self, module: str, name: str) -> Any:
@@ -193,19 +193,19 @@ class Checkpoints:
                 result = unpickler.load()
             finally:
                 tensors.serialization_tls.map_location = None
-                loaded.clear()
+                loaded_storages.clear()
         tensors.validate_loaded_sparse_tensors(**validation)
         return result
 
     def _read_storage(
-        self, file: Any, name: str, num_bytes: int, dtype: torch.dtype, records: set[str], is_byte_swapped: bool
+        self, file: Any, name: str, num_bytes: int, dtype: torch.dtype, record_names: set[str], is_byte_swapped: bool
     ) -> torch.UntypedStorage:
-        """Return the host storage of the record `name`, without data if it is large or missing.
+        """Return a host storage for the record `name`; without data if the record is large or missing.
 
         Raises:
-            pickle.UnpicklingError: the record is missing, and the file is no empty shell.
+            pickle.UnpicklingError: the record is missing, and its name is not that of an empty shell.
         """
-        if name in records and (num_bytes < MIN_VIRTUAL_BYTES or dtype in ALWAYS_READ_DTYPES):
+        if name in record_names and (num_bytes < MIN_VIRTUAL_BYTES or dtype in ALWAYS_READ_DTYPES):
             with torch.DisableTorchFunction(), disable_current_modes():
                 data = file.get_storage_from_record(name, num_bytes, torch.UntypedStorage)
                 storage: torch.UntypedStorage = data._typed_storage()._untyped_storage
@@ -214,9 +214,9 @@ class Checkpoints:
                 if num_bytes >= MIN_COUNTED_BYTES:
                     self._device_state.record_real(data, "torch.load", self._find_call_site())
             return storage
-        if name not in records and EMPTY_SHELL not in name and num_bytes:
+        if name not in record_names and EMPTY_SHELL not in name and num_bytes:
             raise pickle.UnpicklingError(f"this checkpoint is damaged: it has no record {name!r}")
-        if name in records:
+        if name in record_names:
             self._assume(UNREAD_DATA_ASSUMPTION)
         return self._make_virtual_storage(num_bytes, dtype, HOST)
 
@@ -231,16 +231,16 @@ class Checkpoints:
         return self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
 
     def _move_storage(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
-        target = torch.device(device) if isinstance(device, str) else device
-        if isinstance(target, int) or target.type == "cuda":
-            return self._copy_storage_to_gpu(storage, target)
-        return _original_storage_to(storage, device=target, non_blocking=non_blocking)
+        target_device = torch.device(device) if isinstance(device, str) else device
+        if isinstance(target_device, int) or target_device.type == "cuda":
+            return self._copy_storage_to_gpu(storage, target_device)
+        return _original_storage_to(storage, device=target_device, non_blocking=non_blocking)
 
     def _copy_storage_to_gpu(
         self, storage: torch.UntypedStorage, device: Any = None, **unused: Any
     ) -> torch.UntypedStorage:
-        """Return a copy of `storage` on a GPU; values of small storages, and of integers, stay known."""
-        values, dtype = self._device_state.values, self._dtype
+        """Return a copy of `storage` on the GPU `device`; the values of small or integer storages stay known."""
+        values, dtype = self._device_state.values, self._loaded_dtype
         result = self._make_virtual_storage(storage.nbytes(), dtype, self._device_state.gpus.get_name(device))
         with torch.DisableTorchFunction(), disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(result)  # type: ignore[call-overload]
@@ -253,51 +253,51 @@ class Checkpoints:
         return result
 
     def _wrap_legacy_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loader of files written before torch 1.6: storages are created before their data is read, so tensors
-        are read on the host and then moved."""
+        """Return a loader for files from before torch 1.6, which create storages before their data is read: tensors are
+        read into host memory and then moved to the GPU."""
 
         def load(f: Any, map_location: Any, pickle_module: Any, **options: Any) -> Any:
-            restore = tensors.get_restore_location(map_location)
-            on_gpu: dict[int, torch.UntypedStorage] = {}
+            restore_location = tensors.get_restore_location(map_location)
+            gpu_storages: dict[int, torch.UntypedStorage] = {}
 
-            def note_location(storage: Any, location: str) -> Any:
+            def record_location(storage: Any, location: str) -> Any:
                 untyped = getattr(storage, "_untyped_storage", storage)
-                result = restore(torch.UntypedStorage(0), location)
+                result = restore_location(torch.UntypedStorage(0), location)
                 if getattr(result, "_untyped_storage", result).device.type == "meta":
-                    on_gpu[untyped._cdata] = untyped
+                    gpu_storages[untyped._cdata] = untyped
                 return storage
 
             with _clear_allowed_globals():
-                return self._move_to_gpu(original(f, note_location, pickle_module, **options), on_gpu)
+                return self._move_to_gpu(original(f, record_location, pickle_module, **options), gpu_storages)
 
         return load
 
-    def _move_to_gpu(self, value: Any, on_gpu: dict[int, torch.UntypedStorage]) -> Any:
-        """Return `value` with the tensors of the storages `on_gpu` moved to the GPU; dictionaries change in place."""
+    def _move_to_gpu(self, value: Any, gpu_storages: dict[int, torch.UntypedStorage]) -> Any:
+        """Return `value` with the tensors of `gpu_storages` moved to the GPU; dictionaries change in place."""
         if isinstance(value, torch.Tensor):
             with torch.DisableTorchFunction():
-                is_moved = not value.is_meta and value.untyped_storage()._cdata in on_gpu
-            return value.to("cuda") if is_moved else value
+                needs_move = not value.is_meta and value.untyped_storage()._cdata in gpu_storages
+            return value.to("cuda") if needs_move else value
         if isinstance(value, dict):
             for key, part in value.items():  # in place: state dicts carry attributes
-                value[key] = self._move_to_gpu(part, on_gpu)
+                value[key] = self._move_to_gpu(part, gpu_storages)
             return value
         if type(value) in (list, tuple):
-            return type(value)(self._move_to_gpu(part, on_gpu) for part in value)
+            return type(value)(self._move_to_gpu(part, gpu_storages) for part in value)
         return value
 
 
 def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, a bound method, as a plain function: only plain functions become methods of a class."""
+    """Return the bound method `function` as a plain function, so that a class can have it as a method."""
     return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def _clear_allowed_globals() -> Iterator[None]:
-    """Context manager: clear the cache of functions that `weights_only` allows, before and after they are patched."""
-    allowed = tensors.get_allowed_globals
-    allowed.cache_clear()
+    """Context manager: clear torch's cache of the globals that `weights_only` allows, on entry and exit."""
+    get_allowed_globals = tensors.get_allowed_globals
+    get_allowed_globals.cache_clear()
     try:
         yield
     finally:
-        allowed.cache_clear()
+        get_allowed_globals.cache_clear()

@@ -1,8 +1,8 @@
-"""Access to the data of tensors outside torch's operators: pointers, numpy, DLPack, pickles, pinned and shared memory.
+"""Patches of access to tensor data without torch's operators: pointers, numpy, DLPack, pickles, pinned, shared memory.
 
 Virtual tensors have no data. Each access either returns what a real run returns, with unknown values set by the policy
-(values/policy.py), or raises an error that names what is unsupported. A pointer refers to reserved pages that read as
-zeros, one range of pages for each storage.
+(values/policy.py), or raises an error that names what is unsupported. A pointer refers to reserved pages, one range for
+each storage, that read as zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _storage_data_ptr = torch.UntypedStorage.data_ptr
 
 
 def _override_for_meta(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: the method runs for meta tensors, and torch's `original` for other tensors."""
+    """Return a decorator for a method that replaces torch's `original` for meta tensors only."""
 
     def replace(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -53,23 +53,24 @@ class Interchange:
 
     def __init__(self, device_state: DeviceState, move: Callable[..., torch.Tensor], mode: TorchFunctionMode) -> None:
         self._device_state = device_state
-        self._move = move  # moves a tensor to a device, as `Tensor.to`
+        self._move_tensor = move  # moves a tensor to a device, as `Tensor.to`
         self.checkpoints = Checkpoints(device_state, mode)
         self.safetensors = SafetensorsFiles(device_state)
         # Reserved pages of each storage (None if there is no address space), and the pointer that the program gets.
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
         )
-        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._pinned_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._shared_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def share_state(self, other: Interchange) -> None:
-        """Use the state of `other`, which belongs to another thread."""
+        """Share the state of `other`, the interchange of another thread."""
         self.checkpoints, self.safetensors = other.checkpoints, other.safetensors
-        self._pages, self._pinned, self._shared = other._pages, other._pinned, other._shared
+        self._pages = other._pages
+        self._pinned_storages, self._shared_storages = other._pinned_storages, other._shared_storages
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Return the replacements of torch functions that the function mode calls, by function."""
+        """Return for each torch function the method that the function mode calls in its place."""
         return {
             torch.Tensor.tolist: self._tolist,
             torch.Tensor.numpy: self._numpy,
@@ -80,7 +81,7 @@ class Interchange:
         }
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield the patches (owner, name, replacement) of functions that do not call the function mode."""
+        """Yield patches (owner, name, replacement) of functions that bypass the function mode."""
         yield torch.UntypedStorage, "data_ptr", as_method(self._storage_ptr)
         # Methods without a call of the mode; and a data loader pins memory in a thread without the mode.
         methods = {
@@ -101,11 +102,11 @@ class Interchange:
         yield from self.safetensors.patches()
         yield from storages.patches(self._device_state)
         yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
-        yield _patch_pickled_function(tensors.rebuild_meta_tensor_no_storage, self._rebuild)
+        yield _patch_pickled_function(tensors.rebuild_meta_tensor_no_storage, self._rebuild_tensor)
         yield _patch_pickled_function(tensors.rebuild_device_tensor_from_cpu_tensor, self._rebuild_known)
 
     def read_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with data for `tensor`; the elements of a large unknown tensor share one value in memory."""
+        """Return the values of `tensor`: unknown ones by policy, and as one expanded element if it is large."""
         with torch.DisableTorchFunction():
             if not tensor.is_meta:
                 return tensor
@@ -117,9 +118,9 @@ class Interchange:
                 return values.policy.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
 
     def _tolist(self, tensor: torch.Tensor) -> Any:
-        value = self.read_values(tensor)
+        values = self.read_values(tensor)
         with torch.DisableTorchFunction():
-            return value.tolist()
+            return values.tolist()
 
     @_override_for_meta(torch.Tensor.numpy)
     def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
@@ -132,8 +133,8 @@ class Interchange:
                 "memory first."
             )
         with disable_current_modes():
-            writable = None if force else self._device_state.values.store.get_writable(tensor.detach())
-            return (self.read_values(tensor) if writable is None else writable).numpy()
+            writable_values = None if force else self._device_state.values.store.get_writable(tensor.detach())
+            return (self.read_values(tensor) if writable_values is None else writable_values).numpy()
 
     @_override_for_meta(torch.Tensor.__array__)
     def _array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -147,21 +148,21 @@ class Interchange:
         return self._storage_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
     def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
-        """Return an aligned pointer that no other storage has: programs compare pointers (tied weights)."""
+        """Return an aligned pointer that is unique to `storage`: programs compare pointers to find tied weights."""
         if storage._cdata not in self._device_state.recorder.storages.index_by_address:
             return _storage_data_ptr(storage)
-        known = self._pages.get(storage)
-        if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
-            known = self._pages[storage] = _reserve_pages(storage)
-        return known[1]
+        entry = self._pages.get(storage)
+        if entry is None or (entry[0] is not None and len(entry[0]) < storage.nbytes()):
+            entry = self._pages[storage] = _reserve_pages(storage)
+        return entry[1]
 
     def _dlpack(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         with torch.DisableTorchFunction():
             if tensor.is_meta and is_gpu(self._device_state.device_of(tensor)):
                 raise KernelError("DLPack hands the tensor's data on the GPU to another library", "the DLPack export")
-            value = self.read_values(tensor)
+            values = self.read_values(tensor)
             with disable_current_modes():
-                return _export(value, **kwargs)
+                return _tensor_dlpack(values, **kwargs)
 
     def _dlpack_device(self, tensor: torch.Tensor) -> Any:
         device = self._device_state.device_of(tensor)
@@ -185,25 +186,25 @@ class Interchange:
             return pinned
 
     def mark_pinned(self, tensors: Any) -> None:
-        """Record that the tensors in `tensors`, a tensor or nested collection, are in pinned memory."""
+        """Record that `tensors`, a tensor or a nested collection of tensors, are in pinned memory."""
         for tensor in find_tensors(tensors):
-            self._pinned.add(tensor.untyped_storage())
+            self._pinned_storages.add(tensor.untyped_storage())
 
     def _is_pinned(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         with torch.DisableTorchFunction():
-            return tensor.untyped_storage() in self._pinned
+            return tensor.untyped_storage() in self._pinned_storages
 
     @_override_for_meta(torch.Tensor.share_memory_)
     def _share_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._shared.add(tensor.untyped_storage())  # no change for a GPU tensor: all GPU memory is shareable
+        self._shared_storages.add(tensor.untyped_storage())  # no change for a GPU tensor: all GPU memory is shareable
         return tensor
 
     @_override_for_meta(torch.Tensor.is_shared)
     def _is_shared(self, tensor: torch.Tensor) -> bool:
-        return is_gpu(self._device_state.device_of(tensor)) or tensor.untyped_storage() in self._shared
+        return is_gpu(self._device_state.device_of(tensor)) or tensor.untyped_storage() in self._shared_storages
 
     def _reduce(self, tensor: torch.Tensor, protocol: Any) -> Any:
-        """Return what `__reduce_ex__` returns: of a virtual tensor, layout, device and, if known, values."""
+        """Return the result of `__reduce_ex__`; a virtual tensor is pickled as layout, device and known values."""
         if self.checkpoints.is_saving:
             return _reduce_ex(tensor, protocol)  # pickles the storage; the modes show the GPU as device
         with torch.DisableTorchFunction():
@@ -219,42 +220,42 @@ class Interchange:
     def _find_rebuild_call(
         self, tensor: torch.Tensor, device: str
     ) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the function that rebuilds a virtual tensor on `device` from a pickle, and the arguments."""
+        """Return the function that rebuilds `tensor` on `device` from a pickle, and the function's arguments."""
         with torch.DisableTorchFunction():
-            known = self._device_state.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
-            if known is not None:
-                arguments = (known.clone(), tensor.dtype, device, tensor.requires_grad)
+            values = self._device_state.values.store.get(tensor.detach()) if is_cheap_to_compute(tensor) else None
+            if values is not None:
+                arguments = (values.clone(), tensor.dtype, device, tensor.requires_grad)
                 return tensors.rebuild_device_tensor_from_cpu_tensor.get(), arguments
             # The strides encode the device: a list is for the host, a tuple for the first GPU or the GPU at the end.
-            other_gpu = () if device in (GPU, HOST) else (device,)
-            stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *other_gpu)
+            device_suffix = () if device in (GPU, HOST) else (device,)
+            stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *device_suffix)
             layout = (tensor.dtype, tensor.size(), stride, tensor.requires_grad)
             return tensors.rebuild_meta_tensor_no_storage.get(), layout
 
-    def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
-        """Return a virtual tensor from a pickle; `stride` also has the device (`_find_rebuild_call`)."""
+    def _rebuild_tensor(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
+        """Return a virtual tensor from a pickle; `stride` also encodes the device (see `_find_rebuild_call`)."""
         device = HOST if isinstance(stride, list) else GPU
         if stride and isinstance(stride[-1], str):
             *stride, device = stride
         with torch.DisableTorchFunction(), disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
-        place = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
-        self._device_state.record([tensor], "pickle.loads", place, device)
+        call_site = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
+        self._device_state.record([tensor], "pickle.loads", call_site, device)
         return tensor
 
     def _rebuild_known(self, data: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> torch.Tensor:
         with torch.DisableTorchFunction():
-            return self._move(data, torch.device(device)).requires_grad_(requires_grad)
+            return self._move_tensor(data, torch.device(device)).requires_grad_(requires_grad)
 
 
 _reduce_ex = torch.Tensor.__reduce_ex__
 _from_dlpack = torch.utils.dlpack.from_dlpack
-_export = torch.Tensor.__dlpack__
+_tensor_dlpack = torch.Tensor.__dlpack__
 
 
 def _reserve_pages(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
-    """Return pages for a storage, which take no memory until they are written, and the address of the pages; without
-    address space, None and the address of the storage object."""
+    """Return pages of the size of `storage`, which take no memory until written, and their address; without address
+    space, None and the address of the storage object."""
     try:
         pages = mmap.mmap(-1, max(1, storage.nbytes()), flags=PAGES)
     except (OSError, ValueError, OverflowError, AttributeError):

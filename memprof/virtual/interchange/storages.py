@@ -1,4 +1,4 @@
-"""Patches of deep copies of tensors, and of resizing and slicing storages, where the program accesses storages."""
+"""Patches of tensor and storage methods that access storages: deep copy, `set_`, resizing and slicing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def patches(device_state: DeviceState) -> Iterator[tuple[Any, str, Any]]:
 
 
 class _StorageSlice:
-    """Bytes of a virtual storage, as `storage[start:stop]` returns them; `Tensor.set_` accepts the slice."""
+    """The slice `storage[start:stop]` of a virtual storage, which `Tensor.set_` accepts."""
 
     def __init__(self, storage: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> None:
         self.storage, self.start, self.device = storage, start, device

@@ -1,1 +1,1 @@
-"""Collectives between ranks: `single_rank.py` for a rank that runs alone, `multi_rank.py` for several."""
+"""Values of collectives: `single_rank.py` for a rank that runs alone, `multi_rank.py` for ranks that run together."""

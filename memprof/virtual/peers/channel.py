@@ -1,6 +1,6 @@
-"""Channel between a rank and the parent process, which matches the calls of all ranks (script/exchange.py).
+"""The channel between a rank and the parent process, which matches the ranks' collectives (script/exchange.py).
 
-One pipe carries contributions to collectives, messages to other ranks, operations on stores, and whether a rank has run
+One pipe carries tensors of collectives, messages to other ranks, operations on stores, and whether a rank has run
 enough steps. No port is opened and no file is created.
 """
 
@@ -19,18 +19,18 @@ Payload = Any  # encoded known values of a tensor, or a list of such values
 
 
 class CollectiveCall(NamedTuple):
-    """Call of a collective by a rank; the `signature` must be equal on all ranks."""
+    """The call of a collective by one rank; the `signature` must be equal on all ranks."""
 
     group: str
     ranks: tuple[int, ...]  # global ranks, in the group's order
-    number: int  # number of earlier calls of the group on this rank
+    call_index: int  # number of earlier calls of the group on this rank
     name: str  # all_reduce, and so on
     detail: str  # the reduction, or the source or destination rank
     dtype: str
     send_counts: tuple[int, ...]  # number of elements that are sent to each rank of the group
     receive_counts: tuple[int, ...]  # number of elements that are received from each rank
-    text: str  # the call in words
-    line: str  # of the program: `file:line function`
+    description: str  # the call in words
+    line: str  # line of the program: `file:line function`
 
     @property
     def signature(self) -> tuple[str, str, str]:
@@ -39,29 +39,29 @@ class CollectiveCall(NamedTuple):
 
     @property
     def collective_id(self) -> tuple[str, tuple[int, ...], int]:
-        """Return the identity of the collective, which the calls of all its ranks share."""
-        return self.group, self.ranks, self.number
+        """Return an identifier of the collective, equal for the calls of all its ranks."""
+        return self.group, self.ranks, self.call_index
 
 
 class Channel:
-    """Channel of one rank to the parent process."""
+    """The connection of one rank to the parent process."""
 
     def __init__(self, connection: Connection, rank: int, ranks: Sequence[int], size: int) -> None:
         self._connection = connection
         self.rank, self.ranks, self.size = rank, tuple(ranks), size  # this rank; running ranks; world size
-        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._process_id, self._thread_id = os.getpid(), threading.get_ident()
         self.on_stop: Callable[[str], NoReturn] = (
             _exit_with_reason  # called with the reason when the parent ends this rank
         )
         self.stop_reason: str | None = None  # set once the parent has ended this rank
 
     def send(self, *message: Any) -> None:
-        """Send `message` to the parent process, which does not reply."""
-        if os.getpid() != self._process:
+        """Send `message` to the parent process, without waiting for a reply."""
+        if os.getpid() != self._process_id:
             raise unsupported_error(
                 "talks to other ranks from a process of its own (os.fork)", "have the rank itself do that"
             )
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread_id:
             raise unsupported_error("talks to other ranks from a thread of its own", "have the main thread do that")
         try:
             self._connection.send_bytes(pickle.dumps(message))
@@ -87,7 +87,7 @@ class Channel:
         return self.request("store", operation, arguments, find_program_line())
 
     def are_all_ranks_done(self, is_done: bool) -> bool:
-        """Report after a step whether this rank has run enough steps; return whether all ranks have."""
+        """Report whether this rank has run enough steps (`is_done`); return whether all ranks have."""
         return bool(self.request("step", is_done))
 
 

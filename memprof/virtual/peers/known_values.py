@@ -13,7 +13,7 @@ from memprof.virtual.values.budget import is_cheap_to_compute
 
 
 class GroupRank(NamedTuple):
-    """Rank of this process in a group."""
+    """A process group, and the rank of this process in it."""
 
     name: str
     ranks: tuple[int, ...]  # of the program, in the group's order
@@ -26,7 +26,7 @@ class GroupRank(NamedTuple):
 
 
 class Parts:
-    """Tensors that a rank sends to, or receives from, each rank of a group: a list, or one tensor to be split.
+    """Tensors that a rank sends to, or receives from, each rank of a group: one per rank, or one tensor to split.
 
     Args:
         tensors: one tensor for each rank; or, with `num_parts`, a single tensor.
@@ -58,17 +58,17 @@ class Parts:
 
 
 class KnownValues:
-    """Access to the known values of tensors in collectives."""
+    """Reads and writes the known values of tensors in collectives."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Return whether values of `tensor` are known."""
+        """Return whether values of `tensor`, or of its storage, are known."""
         return not has_no_data(tensor) or self._values.store.is_known(tensor.untyped_storage()._cdata)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of `tensor`, read-only; None if they are not known, or too large to send."""
+        """Return the values of `tensor`, not to be modified; None if they are not known, or too large to send."""
         if not self.is_known(tensor):
             return None
         with torch.DisableTorchFunction(), disable_current_modes():
@@ -86,7 +86,7 @@ class KnownValues:
                 function(target.data, *arguments)
 
     def set(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Set the values of `target` to `value`, in the shape of `target`; None forgets the values of a meta tensor."""
+        """Set the values of `target` to `value`, reshaped; None makes the values of a meta tensor unknown."""
         if value is None:
             self.forget(target)
         else:
@@ -95,12 +95,12 @@ class KnownValues:
             self.write(torch.ops.aten.copy_.default, target, value)
 
     def forget(self, target: torch.Tensor) -> None:
-        """Forget the values of `target`."""
+        """Make the values of `target` unknown if it is a meta tensor."""
         if has_no_data(target):
             self._values.store.drop(target.untyped_storage()._cdata)
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a meta tensor, whatever device the program sees."""
+    """Return whether `tensor` is a meta tensor, regardless of the device that the program sees."""
     with torch.DisableTorchFunction():
         return tensor.is_meta

@@ -45,8 +45,8 @@ class MultiRankBackend(SingleRankBackend):
         return set(ranks) <= set(self._channel.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, group: GroupRank) -> WaitFunction:
-        sizes = (tensor.numel(),) * group.size
-        wait = self._exchange("all_reduce", [tensor], group, sizes, sizes, reduction)
+        element_counts = (tensor.numel(),) * group.size
+        wait = self._exchange("all_reduce", [tensor], group, element_counts, element_counts, reduction)
         return lambda: self._known.set(tensor, _reduce_known_values([values[0] for values in wait()], reduction))
 
     def reduce(self, tensor: torch.Tensor, reduction: str, root: int, group: GroupRank) -> WaitFunction:
@@ -117,7 +117,7 @@ class MultiRankBackend(SingleRankBackend):
                 (tensor.numel(),),
                 (),
                 f"to rank {group.ranks[destination]}",
-                is_numbered=False,
+                is_collective=False,
             )
             self._channel.send("send", group.ranks[destination], tag, call, _encode_tensor(self._known.read(tensor)))
         return None
@@ -127,14 +127,14 @@ class MultiRankBackend(SingleRankBackend):
         if source_rank is not None and not self.are_running([source_rank]):
             return super().receive(tensor, source, tag, group)
         detail = "from any" if source_rank is None else f"from rank {source_rank}"
-        call = self._make_call("recv", [tensor], group, (), (tensor.numel(),), detail, is_numbered=False)
+        call = self._make_call("recv", [tensor], group, (), (tensor.numel(),), detail, is_collective=False)
 
-        def finish() -> int:
+        def wait() -> int:
             sender, payload = self._channel.request("receive", source_rank, tag, call)
             self._known.set(tensor, _decode_tensor(payload))
             return group.ranks.index(sender)
 
-        return finish
+        return wait
 
     # -- steps of the collectives -------------------------------------------------------------------------------------
 
@@ -148,16 +148,16 @@ class MultiRankBackend(SingleRankBackend):
         detail: str = "",
         described_parts: Parts | None = None,
     ) -> Callable[[], list[list[torch.Tensor | None]]]:
-        """Contribute `tensors`, and return a function that waits and returns the contribution of each rank."""
-        described = tensors if described_parts is None else described_parts.tensors
-        call = self._make_call(name, described, group, send_counts, receive_counts, detail)
+        """Send `tensors` to the parent process; return a function that waits for each rank's tensors."""
+        described_tensors = tensors if described_parts is None else described_parts.tensors
+        call = self._make_call(name, described_tensors, group, send_counts, receive_counts, detail)
         self._channel.send("call", call, [_encode_tensor(self._known.read(tensor)) for tensor in tensors])
 
         def wait() -> list[list[torch.Tensor | None]]:
             payloads: dict[int, Payload] = self._channel.request("collect", call.collective_id)
             first_running = next(rank for rank in group.ranks if rank in payloads)
-            lists = [payloads[rank if rank in payloads else first_running] for rank in group.ranks]
-            return [[_decode_tensor(payload) for payload in payload_list] for payload_list in lists]
+            payload_lists = [payloads[rank if rank in payloads else first_running] for rank in group.ranks]
+            return [[_decode_tensor(payload) for payload in payload_list] for payload_list in payload_lists]
 
         return wait
 
@@ -170,28 +170,28 @@ class MultiRankBackend(SingleRankBackend):
         receive_counts: Sequence[int],
         detail: str = "",
         *,
-        is_numbered: bool = True,
+        is_collective: bool = True,
     ) -> CollectiveCall:
         key = group.name, group.ranks
-        number = self._num_calls.get(key, 0)
-        self._num_calls[key] = number + is_numbered
+        call_index = self._num_calls.get(key, 0)
+        self._num_calls[key] = call_index + is_collective
         with torch.DisableTorchFunction():
             shapes = list(dict.fromkeys(f"{list(tensor.shape)}" for tensor in tensors))
             dtypes = ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
         repeat_text = f"{len(tensors)} x " if len(tensors) > 1 else ""
         tensors_text = f" of {repeat_text}{' and '.join(shapes[:3])} {dtypes}" if tensors else ""
-        text = f"{name}{tensors_text}" + (f", {detail}" if detail else "")
+        summary = f"{name}{tensors_text}" + (f", {detail}" if detail else "")
         return CollectiveCall(
-            *key, number, name, detail, dtypes, tuple(send_counts), tuple(receive_counts), text, find_program_line()
+            *key, call_index, name, detail, dtypes, tuple(send_counts), tuple(receive_counts), summary, find_program_line()
         )
 
     def _split_if_known(self, parts: Parts, group: GroupRank) -> Sequence[torch.Tensor]:
-        """Return the part for each rank; of unknown tensors, any tensor, as no values are sent."""
+        """Return the tensor for each rank; if no values are known, one tensor repeated, as only its size is sent."""
         is_known = any(map(self._known.is_known, parts.tensors))
         return parts.split() if is_known else [parts.tensors[0]] * group.size
 
     def _set_parts(self, parts: Parts, values: Sequence[torch.Tensor | None]) -> None:
-        """Set the values of each part; the parts of a single tensor are all known, or the tensor is unknown."""
+        """Set `parts` to `values`. If the parts share one tensor and a value is None, the tensor becomes unknown."""
         if len(parts.tensors) == len(values):
             for part, value in zip(parts.tensors, values, strict=True):
                 self._known.set(part, value)
@@ -200,8 +200,8 @@ class MultiRankBackend(SingleRankBackend):
             self._known.set(parts.tensors[0], torch.cat(known) if len(known) == len(values) else None)
 
 
-def _count_for_root(root: int, count: int, group: GroupRank) -> tuple[int, ...]:
-    return tuple(count if rank == root else 0 for rank in range(group.size))
+def _count_for_root(root: int, num_elements: int, group: GroupRank) -> tuple[int, ...]:
+    return tuple(num_elements if rank == root else 0 for rank in range(group.size))
 
 
 def _reduce_known_values(values: Sequence[torch.Tensor | None], reduction: str) -> torch.Tensor | None:
@@ -216,7 +216,7 @@ def _reduce_known_values(values: Sequence[torch.Tensor | None], reduction: str) 
 
 
 def _encode_tensor(tensor: torch.Tensor | None) -> Payload:
-    """Return dtype, shape and bytes of `tensor`; the bytes of one element if all elements are equal."""
+    """Return dtype, shape and bytes of `tensor`; only one element's bytes if the tensor is one expanded element."""
     if tensor is None:
         return None
     with torch.DisableTorchFunction(), disable_current_modes():
@@ -228,7 +228,7 @@ def _encode_tensor(tensor: torch.Tensor | None) -> Payload:
 
 
 def _decode_tensor(payload: Payload) -> torch.Tensor | None:
-    """Return the tensor of the result of `_encode_tensor`."""
+    """Return the tensor that `_encode_tensor` encoded as `payload`; None for None."""
     if payload is None:
         return None
     dtype, shape, content = payload

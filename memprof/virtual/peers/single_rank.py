@@ -1,7 +1,7 @@
 """Collectives of a rank that runs alone: the tensors of the other ranks are assumed equal to this rank's (SPMD).
 
-Only known values are communicated: a tensor that receives unknown values becomes unknown. torch pickles objects into
-tensors of known bytes, to which the same rules apply.
+Only known values are communicated: a tensor that receives unknown values becomes unknown. The same rules apply to
+objects, which torch pickles into tensors of known bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WaitFunction = Callable[[], object] | None
 
 
 class SingleRankBackend:
-    """Collectives of a rank that runs alone."""
+    """The values of collectives of a rank that runs alone."""
 
     def __init__(self, assume: Callable[[str], None], values: Values) -> None:
         self._assume = assume
@@ -37,22 +37,22 @@ class SingleRankBackend:
     # -- collectives of a group; `group` has this process's rank -------------------------------------
 
     def are_running(self, ranks: Sequence[int]) -> bool:
-        """Return whether the other `ranks` (global ranks) also run."""
+        """Return whether all `ranks` (global ranks) run."""
         return False
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, group: GroupRank) -> WaitFunction:
-        """Reduce `tensor` in place over ranks that are assumed to have equal tensors."""
+        """Reduce `tensor` in place over the ranks of `group`, assumed to have equal tensors."""
         self._reduce_equal_values(tensor, reduction, group.size)
         return None
 
     def reduce(self, tensor: torch.Tensor, reduction: str, root: int, group: GroupRank) -> WaitFunction:
-        """Reduce `tensor` in place on one rank; the tensors of other ranks, undefined with NCCL, do not change."""
+        """Reduce `tensor` in place on rank `root`; tensors of other ranks, undefined with NCCL, do not change."""
         if root == group.rank:
             self._reduce_equal_values(tensor, reduction, group.size)
         return None
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: GroupRank) -> WaitFunction:
-        """Broadcast `tensor` from one rank, whose tensor is assumed equal to this rank's."""
+        """Broadcast `tensor` from the rank `root`, whose tensor is assumed equal to this rank's."""
         if root != group.rank and self._known.is_known(tensor):
             self.report_assumption("broadcast", "What another rank broadcasts is taken to be what this one has itself")
         return None
@@ -64,7 +64,7 @@ class SingleRankBackend:
         return None
 
     def gather(self, parts: Parts | None, tensor: torch.Tensor, root: int, group: GroupRank) -> WaitFunction:
-        """Set each of `parts` to the tensor of a rank, on one rank; `parts` is None on other ranks."""
+        """Gather on the rank `root`, as `all_gather` does; `parts` is None on other ranks."""
         return None if parts is None else self.all_gather(parts, tensor, group)
 
     def reduce_scatter(self, output: torch.Tensor, parts: Parts, reduction: str, group: GroupRank) -> WaitFunction:
@@ -75,7 +75,7 @@ class SingleRankBackend:
         return None
 
     def scatter(self, output: torch.Tensor, parts: Parts | None, root: int, group: GroupRank) -> WaitFunction:
-        """Set `output` to this rank's part of the tensors of one rank; `parts` is None on other ranks."""
+        """Set `output` to this rank's part of the tensors of the rank `root`; `parts` is None on other ranks."""
         if parts is None:
             self._forget_values(output, "scatter", "is given by a scatter of another")
         else:
@@ -83,24 +83,24 @@ class SingleRankBackend:
         return None
 
     def all_to_all(self, outputs: Parts, inputs: Parts, group: GroupRank) -> WaitFunction:
-        """Set each of `outputs` to the part that this rank sends to itself."""
+        """Set each of `outputs` to the part of `inputs` that this rank sends to itself, as all ranks are equal."""
         if any(map(self._known.is_known, (*outputs.tensors, *inputs.tensors))):
             self._gather_equal_values(outputs.split(), inputs.split()[group.rank])
         return None
 
     def barrier(self, group: GroupRank) -> WaitFunction:
-        """Wait for all ranks of the group."""
+        """Return None: there are no other ranks to wait for."""
         return None
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int, group: GroupRank) -> WaitFunction:
-        """Send `tensor` to one other rank."""
+        """Send `tensor` to one other rank: record its values for `receive`."""
         if is_cheap_to_compute(tensor) and (known := self._known.read(tensor)) is not None:
             with torch.DisableTorchFunction(), disable_current_modes():
                 self._last_sent[tensor.shape, tensor.dtype] = known.clone()
         return None
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, group: GroupRank) -> WaitFunction:
-        """Receive `tensor` from one other rank: assumed equal to the last tensor of the shape that this rank sent."""
+        """Receive `tensor` from another rank: assumed equal to the last tensor of this shape that this rank sent."""
         value = self._last_sent.get((tensor.shape, tensor.dtype))
         if value is None:
             self._forget_values(tensor, "receive", "receives from another")
@@ -120,13 +120,13 @@ class SingleRankBackend:
             self._assume(f"{sentence} ({find_program_line()}).")
 
     def _copy_values(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Set the values of `target` to those of `source`, in the shape of `target`."""
+        """Copy the values of `source`, viewed in the shape of `target`, into `target`."""
         if self._known.is_known(target) or self._known.is_known(source):
             self._known.write(_aten.copy_.default, target, source.view(target.shape))
 
-    def _forget_values(self, target: torch.Tensor, kind: str, event: str) -> None:
-        """Forget the values of `target`, which other ranks set; a real tensor on the host is not changed."""
-        self.report_assumption(kind, f"What this rank {event} is not known, for it runs alone")
+    def _forget_values(self, target: torch.Tensor, kind: str, description: str) -> None:
+        """Make the values of `target`, which other ranks set, unknown; a real tensor on the host does not change."""
+        self.report_assumption(kind, f"What this rank {description} is not known, for it runs alone")
         self._known.forget(target)
 
     def _reduce_equal_values(self, tensor: torch.Tensor, reduction: str, size: int) -> None:
@@ -144,7 +144,7 @@ class SingleRankBackend:
             self._known.forget(tensor)
 
     def _gather_equal_values(self, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Set each of `parts` to `tensor`, if the number of elements is equal, else forget the values of the part."""
+        """Set each of `parts` to `tensor`; a part with another number of elements becomes unknown."""
         if len(parts) > 1 and self._known.is_known(tensor):
             self.report_assumption("gather", f"What is gathered from {len(parts)} ranks is {_EQUAL_ON_ALL_RANKS}")
         for part in parts:

@@ -92,7 +92,7 @@ def test_agrees_with_torch_about_what_is_allowed():
     if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         pytest.skip("this torch has no settings that accelerators share")
     version = torch.__version__
-    if not parse_release(version).knows("large_segment_size_mb"):
+    if not parse_release(version).has_setting("large_segment_size_mb"):
         pytest.skip(f"torch {version} has no large_segment_size_mb")
     done = subprocess.run(
         [sys.executable, "-c", ASK_TORCH], input="\n".join(SHARED), capture_output=True, text=True, check=True

@@ -106,7 +106,7 @@ class Program:
             (block.address, block.size)
             for pool in allocator.pools.values()
             for sized in (pool.small, pool.large)
-            for block in sized.free_blocks()
+            for block in sized.list_free_blocks()
         )
         free = sorted((b.address, b.size) for s in segments for b in s.blocks if b.state == "inactive")
         assert listed == free

@@ -57,7 +57,7 @@ def test_where_the_room_left_is_more_it_is_a_note() -> None:
 def test_expandable_segments_are_evaluated_and_not_only_named() -> None:
     b = pinned()
     before = replay_on_gpu(b.trace, None)
-    after = before.under(parse_config("expandable_segments:True"))
+    after = before.compute_needs(parse_config("expandable_segments:True"))
     finding = one(b.context())
     saved = before.required_reserved_bytes - after.required_reserved_bytes
     assert saved > 0 and finding.evidence[1].num_bytes == saved

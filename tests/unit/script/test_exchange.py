@@ -39,7 +39,7 @@ def call(
         "dtype": "int64",
         "send_counts": sizes,
         "receive_counts": sizes,
-        "text": f"{name} of [{numel}]",
+        "description": f"{name} of [{numel}]",
     } | more
     return CollectiveCall("0", ranks, number, name=name, line=f"/home/a/train.py:{line} main", **fields)
 

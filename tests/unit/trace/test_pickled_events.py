@@ -129,7 +129,7 @@ def _traces(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def _no_run_is_short(monkeypatch):
-    monkeypatch.setattr(pickled_events, "_SHORT_RUN", 1)
+    monkeypatch.setattr(pickled_events, "_MIN_RUN", 1)
 
 
 @pytest.mark.usefixtures("_no_run_is_short")

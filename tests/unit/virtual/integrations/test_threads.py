@@ -160,4 +160,4 @@ def test_a_thread_may_be_waited_for_in_an_operator_of_the_programs_own() -> None
 def test_whose_thread_it_is(file: str, is_program: bool) -> None:
     scope: dict[str, object] = {"sys": sys}
     exec(compile("def frame():\n    return sys._getframe(0)", file, "exec"), scope)
-    assert threads.is_of_program(scope["frame"]()) is is_program  # type: ignore[operator]
+    assert threads.is_started_by_program(scope["frame"]()) is is_program  # type: ignore[operator]
