@@ -168,7 +168,7 @@ def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> ResultCach
     """Return the cache entry for the result of this call; None if such a result is never cached."""
     from memprof.flows.cache.results import find_cache_entry
 
-    asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
+    key_values = {name: value for name, value in dataclasses.asdict(request).items() if name not in _OUTPUT_FIELDS}
     if request.model is None:  # the catalog is searched
         key_values["model"], spec = "", spec.edit(model="gpt2")
     return find_cache_entry("recommend", spec, key_values, settings.command_line)

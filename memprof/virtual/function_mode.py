@@ -58,7 +58,9 @@ class FunctionMode(MemprofFunctionMode):
         self._cuda_operators: list[Any] = []
         self._float32_operators: list[Any] = []
         self._factories = dispatch.device_constructors()
-        composites = {func: self._wrap_composite(choose) for func, choose in registry.make_composites(device_state).items()}
+        composites = {
+            func: self._wrap_composite(choose) for func, choose in registry.make_composites(device_state).items()
+        }
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{func: func for func in _READS_METADATA},
             **composites,

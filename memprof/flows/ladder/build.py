@@ -89,6 +89,8 @@ def _order_candidates(run: LadderRun, remaining_fixes: Sequence[str]) -> list[st
     for category, category_bytes in {largest_category: 0, **peak.categories}.items():
         if category == largest_category or category_bytes >= MIN_SAVED_SHARE * peak.allocated_bytes:
             names += [
-                name for name in remaining_fixes if category in (*ALL_FIXES[name].saves, *ALL_FIXES[name].ladder_against)
+                name
+                for name in remaining_fixes
+                if category in (*ALL_FIXES[name].saves, *ALL_FIXES[name].ladder_against)
             ]
     return list(dict.fromkeys(names))

@@ -129,7 +129,7 @@ def _build_moment(recording: Recording, request: AnalysisRequest) -> analysis.Li
     live_blocks = recording.alive(event)
     groups = group_blocks(live_blocks, request.by)
     return analysis.LiveMemory(
-        what=kind,
+        what=what,
         amounts=_build_amounts(recording, event),
         pending_bytes=sum(block.size for block in live_blocks if block.freed <= event),
         by=request.by,

@@ -209,7 +209,7 @@ def convert_recording(
         totals=totals,
         stages=_index_stages(_build_stages(recording)),
         categories={
-            g.category.value: g.allocated_bytes
+            one.category.value: one.allocated_bytes
             for one in group_blocks(live_blocks, "category")
             if one.category.value != KERNELS
         },

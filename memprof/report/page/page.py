@@ -140,7 +140,7 @@ def build_run_data(document: Report) -> dict[str, Any]:
 
 
 def _build_finding_data(moments: Moments, finding: Finding) -> dict[str, Any]:
-    steps = {name: STEPS.get(name.partition("=")[0]) for name in finding.fixes}
+    steps = {name: ALL_FIXES.get(name.partition("=")[0]) for name in finding.fixes}
     return {
         "severity": finding.severity.value,
         "title": finding.title,

@@ -119,7 +119,7 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """Return a `spawn` that runs the function of one process here; for more processes than GPUs, torch's runs."""
-    assume, dispatch_mode, num_gpus = context.assume, context.dispatch_mode, context.gpus.number
+    assume, dispatch_mode, num_gpus = context.assume, context.dispatch_mode, context.gpus.num_gpus
     runs_all_ranks = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(

@@ -134,7 +134,9 @@ class Checkpoints:
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known_values = self._device_state.values.store.read_elements(storage) if storage.nbytes() < MIN_VIRTUAL_BYTES else None
+        known_values = (
+            self._device_state.values.store.read_elements(storage) if storage.nbytes() < MIN_VIRTUAL_BYTES else None
+        )
         if known_values is None or not is_cheap_to_compute(known_values):
             return None
         with torch.DisableTorchFunction():

@@ -237,7 +237,7 @@ class _TensorSlice:
         is_shell = _SHELL_DTYPE_SUFFIX in self._entry["dtype"]
         with torch.DisableTorchFunction(), disable_current_modes():
             meta_tensor = torch.empty(self._entry["shape"], dtype=dtype, device=_META)[index]
-            max_bytes = _MAX_READ_BYTES if dtype in ALWAYS_READ_DTYPES else HOST_VIRTUAL_BYTES
+            max_bytes = _MAX_READ_BYTES if dtype in ALWAYS_READ_DTYPES else MIN_VIRTUAL_BYTES
             reads_data = not is_shell and meta_tensor.numel() * dtype.itemsize < max_bytes
             tensor = _read_values(file.path, self._entry, dtype, index) if reads_data else None
         if tensor is not None:

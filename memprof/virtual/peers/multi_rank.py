@@ -182,7 +182,15 @@ class MultiRankBackend(SingleRankBackend):
         tensors_text = f" of {repeat_text}{' and '.join(shapes[:3])} {dtypes}" if tensors else ""
         summary = f"{name}{tensors_text}" + (f", {detail}" if detail else "")
         return CollectiveCall(
-            *key, call_index, name, detail, dtypes, tuple(send_counts), tuple(receive_counts), summary, find_program_line()
+            *key,
+            call_index,
+            name,
+            detail,
+            dtypes,
+            tuple(send_counts),
+            tuple(receive_counts),
+            summary,
+            find_program_line(),
         )
 
     def _split_if_known(self, parts: Parts, group: GroupRank) -> Sequence[torch.Tensor]:
