@@ -126,7 +126,7 @@ class RankGroup(_ProcessGroup):
         self._coalesced_waits = []
 
     def _end_coalescing(self, device: Any) -> Any:
-        waits, self._coalesced_waits = self._coalesced, None
+        waits, self._coalesced_waits = self._coalesced_waits, None
         return CompletedWork([], waits=waits or ())
 
     # -- collectives ------------------------------------------------------------------------------------------------

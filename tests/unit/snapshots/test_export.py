@@ -236,7 +236,7 @@ def test_an_export_says_whose_run_it_is(tmp_path):
         opened = open_file(to)
         assert (opened.snapshot.source, opened.origin.source) == (source, source)
         run = open_run(to)
-        assert (run.side.source, run.settings["source"]) == (source, source)
+        assert (run.summary.source, run.settings["source"]) == (source, source)
 
 
 def test_torchs_own_files_are_of_measured_runs():

@@ -272,3 +272,16 @@ def test_groups_of_hosts_take_nothing_of_nccl(backend: str) -> None:
         assert not any("NCCL" in text for text in gpu.trace.assumptions)
         dist.new_group([0, 1], backend="nccl")
     assert gpu.trace.facts.rank == RankFacts(1, 2) and any("NCCL" in text for text in gpu.trace.assumptions)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_collectives_that_a_manager_joins(asynchronous: bool) -> None:
+    """`torch.distributed._coalescing_manager`, in which all_gather and others start and end together."""
+    with rank(0, 2):
+        outputs = [torch.zeros(8, device="cuda", dtype=torch.int64) for _ in range(2)]
+        with dist._coalescing_manager(device=torch.device("cuda"), async_ops=asynchronous) as joined:
+            for output in outputs:
+                dist.all_gather_into_tensor(output, numbers(), async_op=asynchronous)
+        if asynchronous:
+            joined.wait()
+        assert [output.tolist() for output in outputs] == [[0, 1, 2, 3] * 2] * 2
