@@ -1,0 +1,201 @@
+"""Every threshold of a finding, just below, at and just above it, in traces whose bytes are counted by hand.
+
+Sizes of more than 10 MiB are multiples of 2 MiB, so that the allocator adds nothing to them. The thresholds stand here as
+numbers: were they taken from the rules, a wrong one would be right in both places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from memprof.findings import (
+    does_not_fit,
+    graph_breaks,
+    logits,
+    optimizer_state,
+    ranks_differ,
+    streams,
+    unattributed,
+    upcast,
+    vocabulary,
+    weight_delta,
+)
+from memprof.findings.finding import Context, Finding
+from memprof.findings.groups import is_worth
+from memprof.ledger.ledger import build_ledger
+from memprof.ledger.streams import StreamMemory
+from memprof.trace.events import GraphBreak, PhaseKind, Role
+from memprof.units import GIB, KIB, MIB
+from tests.unit.allocator.traces import StreamScript
+from tests.unit.traces import TraceBuilder
+
+Rule = Callable[[Context], list[Finding]]
+
+
+def bytes_of(rule: Rule, context: Context) -> list[int | None]:
+    return [finding.num_bytes for finding in rule(context)]
+
+
+def beside(other_bytes: int) -> TraceBuilder:
+    """A model of `other_bytes` in bfloat16, in its forward pass."""
+    b = TraceBuilder()
+    if other_bytes:
+        b.parameter("weight", other_bytes // 2, dtype="bfloat16")
+    b.phase(PhaseKind.FORWARD)
+    return b
+
+
+@pytest.mark.parametrize(("more", "told"), [(0, []), (2 * KIB, [2 * MIB + 2 * KIB])])
+def test_unattributed_is_more_than_a_hundredth_of_the_peak(more: int, told: list[int]) -> None:
+    b = TraceBuilder(first=None)
+    b.new(2 * MIB + more, dtype="uint8")
+    b.phase(PhaseKind.MODEL, 0)
+    b.parameter("weight", 198 * MIB // 4)
+    context = b.context()
+    assert context.ledger.peak_bytes == 200 * MIB + more
+    assert bytes_of(unattributed.find, context) == told
+
+
+WORDS = 65536
+
+
+@pytest.mark.parametrize(
+    ("rows", "other_bytes", "is_told"),
+    [
+        (4096, 2 * MIB, False),  # 1 GiB
+        (4104, 2 * MIB, True),  # 2 MiB more
+        (8192, 18 * GIB, False),  # 2 of 20 GiB: a tenth
+        (8192, 18 * GIB - 2 * MIB, True),
+    ],
+)
+def test_logits_are_more_than_a_gibibyte_and_a_tenth(rows: int, other_bytes: int, is_told: bool) -> None:
+    b = beside(other_bytes)
+    b.new(rows, WORDS)
+    assert bytes_of(logits.find, b.context(vocab_size=WORDS)) == [rows * WORDS * 4] * is_told
+
+
+@pytest.mark.parametrize(("parameter_mib", "is_told"), [(20, False), (22, True)])
+def test_float32_state_in_excess_is_more_than_a_hundredth(parameter_mib: int, is_told: bool) -> None:
+    """State of 4 bytes for each element, of which 2 would do."""
+    b = beside(0)
+    elements = parameter_mib * MIB // 2
+    b.parameter("weight", elements, dtype="bfloat16")
+    b.parameter("others", (2000 - 3 * 20) * MIB // 2, dtype="bfloat16")
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.new(elements, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+    assert bytes_of(optimizer_state.find, b.context()) == [parameter_mib * MIB] * is_told
+
+
+@pytest.mark.parametrize(
+    ("temporary_mib", "other_mib", "is_told"),
+    [(64, 100, False), (66, 100, True), (100, 1900, False), (100, 1898, True)],
+)
+def test_temporaries_of_the_optimizer_are_more_than_both(temporary_mib: int, other_mib: int, is_told: bool) -> None:
+    b = beside(other_mib * MIB)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.free(b.new(temporary_mib * MIB, dtype="uint8"))
+    assert bytes_of(optimizer_state.find, b.context()) == [temporary_mib * MIB] * is_told
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "used_mib", "is_told"), [(300, 254, False), (300, 256, True), (4866, 256, False), (4864, 256, True)]
+)
+def test_streams_cost_at_least_both(free_mib: int, used_mib: int, is_told: bool) -> None:
+    """What one stream has freed, the other takes anew: together `free_mib + used_mib` are reserved."""
+    script = StreamScript()
+    script.free(script.new(free_mib * MIB, stream=3))
+    script.new(used_mib * MIB)
+    ledger = build_ledger(script.trace)
+    context = Context(ledger=ledger, usable_bytes=None, streams=StreamMemory.of(ledger))
+    assert bytes_of(streams.find, context) == [used_mib * MIB] * is_told
+
+
+@pytest.mark.parametrize(
+    ("rows", "requested", "is_told"), [(1024, 1000, False), (1025, 1000, True), (1024, 1024, False), (1025, 1024, True)]
+)
+def test_a_vocabulary_may_be_padded_to_a_multiple_of_128(rows: int, requested: int, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("embed_tokens.weight", rows, 512)
+    b.inputs(1, 8)
+    excess = (rows - requested) * 512 * 4
+    assert bytes_of(vocabulary.find, b.context(asked_vocab_size=requested)) == [excess] * is_told
+
+
+@pytest.mark.parametrize(
+    ("copy_bytes", "other_bytes", "is_told"),
+    [
+        (GIB - 2 * MIB, 20 * GIB, False),
+        (GIB, 20 * GIB, True),
+        (100 * MIB, 1902 * MIB, False),
+        (100 * MIB, 1900 * MIB, True),
+    ],
+)
+def test_copies_to_float32_are_a_gibibyte_or_a_twentieth(copy_bytes: int, other_bytes: int, is_told: bool) -> None:
+    b = beside(other_bytes)
+    b.new(copy_bytes // 4, op="aten._to_copy")
+    assert bytes_of(upcast.find, b.context()) == [copy_bytes] * is_told
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "is_told"),
+    [(16, 256, 512, True), (15, 256, 512, False), (16, 255, 512, False), (16, 512, 256, True), (16, 512, 255, False)],
+)
+def test_a_matrix_a_token_is_of_16_tokens_and_256_rows_and_columns(
+    tokens: int, rows: int, columns: int, is_told: bool
+) -> None:
+    b = TraceBuilder()
+    b.parameter("down.weight", rows, columns, dtype="bfloat16")
+    b.inputs(1, tokens)
+    b.new(tokens, rows, columns, dtype="bfloat16")
+    assert bytes_of(weight_delta.find, b.context()) == [tokens * rows * columns * 2] * is_told
+
+
+@pytest.mark.parametrize(
+    ("matrix_tokens", "other_bytes", "is_told"),
+    [(1024, 40 * GIB, True), (1008, 40 * GIB, False), (32, 606 * MIB, True), (32, 620 * MIB, False)],
+)
+def test_matrices_of_tokens_are_a_gibibyte_or_a_twentieth(matrix_tokens: int, other_bytes: int, is_told: bool) -> None:
+    """512 x 1024 in bfloat16 is 1 MiB a token."""
+    b = beside(other_bytes)
+    b.parameter("down.weight", 512, 1024, dtype="bfloat16")
+    b.inputs(1, matrix_tokens)
+    b.new(matrix_tokens, 512, 1024, dtype="bfloat16")
+    assert bytes_of(weight_delta.find, b.context()) == [matrix_tokens * MIB] * is_told
+
+
+@pytest.mark.parametrize(
+    ("kept_mib", "peak_mib", "is_told"), [(62, 100, False), (64, 100, True), (64, 1280, True), (64, 1282, False)]
+)
+def test_graph_breaks_leave_at_least_both(kept_mib: int, peak_mib: int, is_told: bool) -> None:
+    b = beside(peak_mib * MIB)
+    b.trace.graph_ends.append(GraphBreak("train.py:1 main", "a print", kept_mib * MIB))
+    assert bool(graph_breaks.find(b.context())) == is_told
+
+
+@pytest.mark.parametrize(
+    ("least_mib", "most_mib", "beyond_mib"),
+    [(1000, 1510, None), (1000, 1512, 256), (9488, 10000, None), (9000, 10000, 500), (9002, 10000, None)],
+)
+def test_ranks_differ_by_at_least_both(least_mib: int, most_mib: int, beyond_mib: int | None) -> None:
+    """Beyond the mean of the two: half of the difference, 256 MiB and a twentieth of what the fullest takes."""
+    peaks = {rank: ranks_differ.RankPeak(mib * MIB, {}, ()) for rank, mib in enumerate((least_mib, most_mib))}
+    found = ranks_differ.find_differing_ranks(peaks)
+    assert [finding.num_bytes for finding in found] == ([] if beyond_mib is None else [beyond_mib * MIB])
+
+
+@pytest.mark.parametrize(
+    ("saved_mib", "peak_mib", "is_told"), [(62, 100, False), (64, 100, True), (64, 3200, True), (64, 3202, False)]
+)
+def test_sharded_groups_save_at_least_both(saved_mib: int, peak_mib: int, is_told: bool) -> None:
+    assert is_worth(beside(peak_mib * MIB).context(), saved_mib * MIB) == is_told
+
+
+@pytest.mark.parametrize(("small_mib", "is_named"), [(98, False), (100, True)])
+def test_a_category_from_a_twentieth_of_the_peak_is_named(small_mib: int, is_named: bool) -> None:
+    b = beside((2000 - small_mib) * MIB)
+    b.new(small_mib * MIB, dtype="uint8")
+    (finding,) = does_not_fit.find(b.context(1990 * MIB))
+    named = [one.text.partition(":")[0] for one in finding.evidence[3:]]
+    assert named == ["parameters", *["activations"] * is_named]
