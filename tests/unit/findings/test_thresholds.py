@@ -1,7 +1,7 @@
 """Every threshold of a finding, just below, at and just above it, in traces whose bytes are counted by hand.
 
-Sizes of more than 10 MiB are multiples of 2 MiB, so that the allocator adds nothing to them. The thresholds stand here as
-numbers: were they taken from the rules, a wrong one would be right in both places.
+Sizes of more than 10 MiB are multiples of 2 MiB, so that the allocator adds nothing to them. The thresholds stand here
+as numbers: were they taken from the rules, a wrong one would be right in both places.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ def beside(other_bytes: int) -> TraceBuilder:
 
 @pytest.mark.parametrize(("more", "told"), [(0, []), (2 * KIB, [2 * MIB + 2 * KIB])])
 def test_unattributed_is_more_than_a_hundredth_of_the_peak(more: int, told: list[int]) -> None:
-    b = TraceBuilder(first=None)
-    b.new(2 * MIB + more, dtype="uint8")
-    b.phase(PhaseKind.MODEL, 0)
-    b.parameter("weight", 198 * MIB // 4)
+    b = beside(198 * MIB)
+    b.phase(PhaseKind.OTHER, 0)
+    b.new(2 * MIB + more, dtype="uint8", line=None)
     context = b.context()
     assert context.ledger.peak_bytes == 200 * MIB + more
     assert bytes_of(unattributed.find, context) == told
@@ -76,16 +75,14 @@ def test_logits_are_more_than_a_gibibyte_and_a_tenth(rows: int, other_bytes: int
     assert bytes_of(logits.find, b.context(vocab_size=WORDS)) == [rows * WORDS * 4] * is_told
 
 
-@pytest.mark.parametrize(("parameter_mib", "is_told"), [(20, False), (22, True)])
-def test_float32_state_in_excess_is_more_than_a_hundredth(parameter_mib: int, is_told: bool) -> None:
-    """State of 4 bytes for each element, of which 2 would do."""
-    b = beside(0)
-    elements = parameter_mib * MIB // 2
-    b.parameter("weight", elements, dtype="bfloat16")
-    b.parameter("others", (2000 - 3 * 20) * MIB // 2, dtype="bfloat16")
+@pytest.mark.parametrize(("other_mib", "is_told"), [(1940, False), (1938, True)])
+def test_float32_state_in_excess_is_more_than_a_hundredth(other_mib: int, is_told: bool) -> None:
+    """State of 40 MiB, of which 20 would do, for a parameter of 20 MiB."""
+    b = beside(other_mib * MIB)
+    b.parameter("layer.weight", 10 * MIB, dtype="bfloat16")
     b.phase(PhaseKind.OPTIMIZER_STEP)
-    b.new(elements, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
-    assert bytes_of(optimizer_state.find, b.context()) == [parameter_mib * MIB] * is_told
+    b.new(10 * MIB, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+    assert bytes_of(optimizer_state.find, b.context()) == [20 * MIB] * is_told
 
 
 @pytest.mark.parametrize(
