@@ -1,0 +1,157 @@
+"""The target of a profile: what is refused, what is filled in, and how options are read from a dataclass's fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from memprof.errors import UsageError
+from memprof.spec import Mode, TargetSpec, option, options_of, parse_dtype, parse_layers, repeat_option
+
+ADAPTER = {"adapter": "lora"}
+INFERENCE = {"mode": "inference"}
+NPT = {"npt": "chunked"}
+
+# What is refused, a word of the message, and the change that makes it acceptable.
+REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"model": ""}, "--model-size", {"model": "gpt2"}),
+    ({"batch_size": 0}, "--batch-size must be at least 1", {"batch_size": 1}),
+    ({"steps": 0}, "--steps must be at least 1", {"steps": 1}),
+    ({"dtype": "int8"}, "--dtype", {"dtype": "float16"}),
+    ({"optimizer": "adamw", "optimizer_impl": "best"}, "--optimizer-impl", {"optimizer_impl": "single"}),
+    ({"optimizer": "rmsprop", "optimizer_impl": "fused"}, "no fused implementation", {"optimizer_impl": "foreach"}),
+    ({"optimizer": "adagrad", "optimizer_impl": "fused"}, "no fused implementation", {"optimizer": "adamw"}),
+    ({"optimizer": "adamw-8bit", "optimizer_impl": "foreach"}, "one implementation", {"optimizer_impl": None}),
+    ({"double_quant": False}, "for 4-bit weights", {"quantize": "fp4", **ADAPTER}),
+    ({"double_quant": False, "quantize": "int8", **ADAPTER}, "for 4-bit weights", {"quantize": "nf4"}),
+    ({"lengths": "alpaca", "dataset_batches": 2}, "all of one length", {"dataset_batches": None}),
+    ({"rank": 1}, "no such rank", {"rank": 0}),
+    ({"rank": 4, "gpus": 4}, "0 to 3", {"rank": 3}),
+    ({"rank": -1, "gpus": 4}, "0 to 3", {"rank": 0}),
+    ({"parallel": "ddp", "device": "cuda"}, "ranks are virtual", {"device": "virtual"}),
+    ({"compile_mode": "default"}, "nothing is to be compiled", {"compile": True}),
+    ({"compile_layers": True}, "nothing is to be compiled", {"compile": True}),
+    ({"compile": True, "parallel": "ddp"}, "spread over GPUs", {"compile": False}),
+    ({"new_tokens": 8}, "for inference", INFERENCE),
+    ({"amp": "bfloat16", "dtype": "bfloat16"}, "in float32", {"dtype": "float32"}),
+    ({"lora_rank": 8}, "needs an adapter", ADAPTER),
+    ({"lora_targets": "q_proj"}, "needs an adapter", ADAPTER),
+    ({"lora_dropout": 0.1}, "needs an adapter", ADAPTER),
+    ({"lora_dropout": 1.0, **ADAPTER}, "less than 1", {"lora_dropout": 0.999}),
+    ({"lora_dropout": -0.1, **ADAPTER}, "less than 1", {"lora_dropout": 0.0}),
+    ({"lora_targets": "q_proj,,v_proj", **ADAPTER}, "an empty name", {"lora_targets": "q_proj, v_proj"}),
+    ({"freeze": "*.bias,"}, "an empty name", {"freeze": "*.bias"}),
+    ({"freeze": "*.bias", **ADAPTER}, "freezes the whole model", {"adapter": None}),
+    ({"freeze": "*.bias", **INFERENCE}, "for training", {"mode": "train"}),
+    ({"evaluate": True, **INFERENCE}, "for training", {"evaluate": False}),
+    ({"npt_rank": 8}, "needs --npt", NPT),
+    ({"npt_chunk": 8}, "needs --npt", NPT),
+    ({**NPT, **ADAPTER}, "freezes the whole model", {"adapter": None}),
+    ({**NPT, "freeze": "*.bias"}, "freezes the whole model", {"freeze": None}),
+    ({**NPT, "npt_combine": "batched"}, "several components", {"npt_num_ranks": 2}),
+    ({**NPT, "npt_layers": "0,x"}, "no layer in it", {"npt_layers": "0,4-7"}),
+    ({"quantize": "nf4"}, "not trained", ADAPTER),
+    ({"quantize": "int8"}, "not trained", INFERENCE),
+    ({"quantize": "fp4"}, "not trained", NPT),
+    ({"quantize": "fp8", **NPT}, "bitsandbytes' layers alone", {"quantize": "int8"}),
+    ({"quantize": "mxfp4", **ADAPTER}, "no backward", INFERENCE | {"adapter": None}),
+    ({"quantize": "fp8", **ADAPTER, "device": "cuda"}, "simulated, and not measured", {"device": "virtual"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message", "change"), REFUSED)
+def test_is_refused_and_the_change_is_not(given: dict[str, Any], message: str, change: dict[str, Any]) -> None:
+    given = {"model": "gpt2", **given}
+    with pytest.raises(UsageError) as error:
+        TargetSpec(**given)
+    assert message in str(error.value)
+    TargetSpec(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("given", "filled"),
+    [
+        ({}, {"steps": 2, "lora_rank": None, "mode": Mode.TRAIN, "npt_rank": None}),
+        ({"lengths": "alpaca"}, {"steps": 200}),
+        ({"lengths": "alpaca", "steps": 5}, {"steps": 5}),
+        (ADAPTER, {"lora_rank": 8}),
+        ({**ADAPTER, "lora_rank": 4}, {"lora_rank": 4}),
+        (NPT, {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal", "npt_combine": None}),
+        ({**NPT, "npt_num_ranks": 4}, {"npt_rank": 16, "npt_init": "fast", "npt_combine": "merged"}),
+        ({**NPT, "npt_num_ranks": 4, "npt_combine": "batched"}, {"npt_combine": "batched"}),
+        ({"mode": "inference", "fixes": ["compile"]}, {"mode": Mode.INFERENCE, "fixes": ("compile",)}),
+    ],
+)
+def test_what_is_not_given_is_filled_in(given: dict[str, Any], filled: dict[str, Any]) -> None:
+    spec = TargetSpec(model="gpt2", **given)
+    assert {name: getattr(spec, name) for name in filled} == filled
+
+
+def test_an_edit_is_checked() -> None:
+    spec = TargetSpec(model="gpt2")
+    assert spec.edit(batch_size=4).batch_size == 4 and spec.batch_size == 1
+    with pytest.raises(UsageError, match="at least 1"):
+        spec.edit(batch_size=0)
+
+
+@pytest.mark.parametrize(("text", "dtype"), [("bf16", "bfloat16"), ("FP16", "float16"), ("half", "float16"),
+                                             ("float", "float32"), ("f32", "float32"), ("int4", "int4")])  # fmt: skip
+def test_abbreviations_of_dtypes(text: str, dtype: str) -> None:
+    assert parse_dtype(text) == dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "layers"),
+    [
+        ("3", 4, [3]),
+        ("-1", 4, [3]),
+        ("-4", 4, [0]),
+        ("1-3,2,0", 4, [0, 1, 2, 3]),
+        ("2--1", 4, [2, 3]),
+        (" 1 ", 4, [1]),
+        ("7,7", None, [7]),
+        ("2-5", None, [2, 5]),  # without a count only the syntax matters
+    ],
+)
+def test_layers(text: str, count: int | None, layers: list[int]) -> None:
+    assert parse_layers(text, count) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("4", "0 to 3"), ("-5", "0 to 3"), ("0-4", "0 to 3"), ("3-1", "a range that is empty"), ("", "no layer in it"),
+     ("1-", "no layer in it"), ("1,,2", "no layer in it")],
+)  # fmt: skip
+def test_layers_that_there_are_not(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_layers(text, 4)
+    assert message in str(error.value)
+
+
+@dataclasses.dataclass
+class Example:
+    plain: int = 3
+    number: int = option(2, "Panel", "How many.", is_count=True)
+    quick: bool = option(True, "Panel", "Leave it.")
+    slow_start: bool = option(False, "Panel", "Begin slowly.")
+    named: str = option("a", "Panel", "{choices}.", flag="--called", metavar="NAME", choices=("a", "b"))
+    batch_size: int = repeat_option("batch_size", note="Of each run.", unset="what fits")
+    gpu: str = repeat_option("gpu", default="a100-80gb")
+
+
+def test_options_are_fields_with_flags() -> None:
+    options = options_of(Example)
+    assert {name: about.flag for name, about in options.items()} == {
+        "number": "--number", "quick": "--no-quick", "slow_start": "--slow-start", "named": "--called",
+        "batch_size": "--batch-size", "gpu": "--gpu",
+    }  # fmt: skip
+    assert options["number"].metavar == "COUNT" and options["number"].parse is not None
+    assert options["number"].parse("2k") == 2000
+
+
+def test_an_option_is_repeated_with_changes() -> None:
+    about, original = options_of(Example)["batch_size"], options_of(TargetSpec)["batch_size"]
+    assert about == dataclasses.replace(original, help=f"{original.help} Of each run.", unset="what fits")
+    assert (Example().batch_size, Example().gpu) == (1, "a100-80gb")
