@@ -3,6 +3,7 @@
 `MEMPROF_BLESS=1 pytest tests/golden` writes them anew; read the difference before you commit it.
 """
 
+import difflib
 import functools
 import json
 import os
@@ -105,10 +106,15 @@ def document(total_bytes: int) -> Report:
 
 def check(name: str, actual: str) -> None:
     file = HERE / name
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    lines = difflib.unified_diff(
+        before.splitlines(), actual.splitlines(), f"{name} before", f"{name} now", "", "", 1, ""
+    )
+    difference = "\n".join(lines)
     if os.environ.get("MEMPROF_BLESS"):
         file.write_text(actual, encoding="utf-8")
-    assert file.is_file(), f"no {name}: bless it with MEMPROF_BLESS=1"
-    assert actual == file.read_text(encoding="utf-8"), f"{name} differs: look, then bless it with MEMPROF_BLESS=1"
+        assert actual == before, f"{name} is written anew, and the next run passes:\n{difference}"
+    assert actual == before, f"look, then bless it with MEMPROF_BLESS=1:\n{difference}"
 
 
 @pytest.mark.parametrize(("name", "total_mib"), [("fits", 8192), ("does_not_fit", 2048)])

@@ -25,8 +25,8 @@ def test_verdict(name, tmp_path):
 
 def test_families():
     families = Counter(program.path.parent.name for program in PROGRAMS.values())
-    assert len(families) == 20
-    assert set(families.values()) == {5}
+    assert sum(families.values()) >= 100
+    assert min(families.values()) >= 5, "a program alone shows little: five of a kind"
 
 
 LEAK = Planted(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import Context, Finding, Severity, find_all
-from memprof.findings.finding import RULES
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
@@ -500,4 +499,3 @@ def test_errors_come_first_then_the_most_expensive() -> None:
     assert errors == sorted(errors, reverse=True) and sum(errors) == 2
     rest = [finding.num_bytes or 0 for finding in findings if finding.severity is not Severity.ERROR]
     assert len(rest) >= 3 and rest == sorted(rest, reverse=True)
-    assert len(RULES) == 26
