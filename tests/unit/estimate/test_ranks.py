@@ -98,3 +98,25 @@ def test_a_chunked_loss_needs_a_whole_head():
             "tp=2",
             2,
         )
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "gpus", "embeddings", "heads", "finals"),
+    [
+        ("llama-3.1-8b", "pp=3", 3, [1, 0, 0], [0, 0, 1], [0, 0, 1]),
+        ("llama-3.2-1b", "pp=2", 2, [1, 0], [0, 1], [0, 1]),  # tied, and on two stages
+        ("llama-3.2-1b", "tp=2", 2, [0.5], [0.5], [1]),  # tied, and divided
+        ("llama-3.2-1b", "fsdp", 2, [1], [0], [1]),
+        ("llama-3.1-8b", "fsdp", 2, [1], [1], [1]),
+    ],
+)
+def test_first_stage_has_the_embedding_and_last_the_head(
+    model: str, plan: str, gpus: int, embeddings: list[float], heads: list[float], finals: list[int]
+) -> None:
+    subject = build_from_model(model)
+    geometry, spread = subject.geometry, parse_plan(plan, gpus)
+    table = geometry.vocab * geometry.hidden
+    parts = [build_rank(spread, stage).elements(geometry) for stage in range(spread.stages)]
+    assert [part.embedding / table for part in parts] == embeddings
+    assert [part.head / table for part in parts] == heads
+    assert [part.final / geometry.hidden for part in parts] == finals

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from memprof.findings import Finding, Severity
-from memprof.findings.growth import is_growing
+from memprof.findings.growth import exhaustion_evidence, is_growing
 from memprof.findings.memory_growth import find
 from memprof.trace.events import Holder, PhaseKind, Role
 from memprof.units import MIB
@@ -196,3 +196,33 @@ class TestSilentOn:
 )
 def test_curves(curve: list[int], expected: bool) -> None:
     assert is_growing(curve) is expected
+
+
+@pytest.mark.parametrize(
+    ("spare_bytes", "per_round", "lasts"),
+    [
+        (2 * MIB, MIB, "2"),
+        (2 * MIB - 1, MIB, "1"),
+        (MIB - 1, MIB, None),
+        (0, MIB, None),
+        (2 * MIB, 0, None),
+        (10_000_000, 1, "10,000,000"),
+        (10_000_001, 1, None),
+    ],
+)
+def test_rounds_until_the_gpu_is_full_count_from_what_is_reserved(
+    spare_bytes: int, per_round: int, lasts: str | None
+) -> None:
+    """4 MiB are allocated in a segment of 20 MiB."""
+    b = TraceBuilder()
+    b.alloc(4 * MIB)
+    evidence = exhaustion_evidence(b.context(20 * MIB + spare_bytes), per_round, "call")
+    assert (None if evidence is None else evidence.text) == (
+        None if lasts is None else f"at this rate what is left of the GPU lasts for {lasts} more calls"
+    )
+
+
+def test_rounds_are_not_counted_without_a_gpu() -> None:
+    b = TraceBuilder()
+    b.alloc(MIB)
+    assert exhaustion_evidence(b.context(), MIB, "call") is None
